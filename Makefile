@@ -1,0 +1,83 @@
+# make smoke       install, run suites/smoke.toml on this machine, print the claims table and the report's path
+# make test        install with the test extra, run the test suite
+# make check       formatter, linter, type checker
+# make benchmarks  pytest-benchmark comparisons
+# make clean       remove what the targets above have made, except results/ and .venv/
+#
+# Variables, on the command line or in the environment:
+#   PYTHON       interpreter that makes .venv (3.10 or newer)                         python3
+#   TORCH_INDEX  an extra package index for torch, e.g. PyTorch's own index of CPU builds; where pip finds only
+#                the default Linux wheel of torch it also downloads CUDA libraries, which work but are large
+#   CONSTRAINTS  pins for pip; `make CONSTRAINTS= test` keeps the torch that a GPU machine has    constraints-cpu.txt
+#   RESULTS      where records are stored                                              results
+#   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-x -k zero'
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints-cpu.txt
+TORCH_INDEX ?=
+RESULTS ?= results
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+CREATED := $(BIN)/python
+INSTALLED := $(VENV)/.installed
+INSTALLED_TEST := $(VENV)/.installed-test
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
+	$(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: help smoke test check benchmarks format clean
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//; /^make\|^Variables\|^  /p; /^$$/q' Makefile
+
+$(CREATED):
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo "error: no $(PYTHON); install Python 3.10 or newer, or say which: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: $$($(PYTHON) --version 2>&1) is too old; Python 3.10 or newer is needed: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: $(PYTHON) cannot make virtual environments; install its venv package" >&2; \
+	  echo "       (Debian, Ubuntu: apt-get install python3-venv; Fedora: dnf install python3-pip)" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version 2>&1)"
+	@$(PYTHON) -m venv --clear $(VENV)
+
+# The second stamp depends on the first, so that `make -j` never runs two pips in one environment.
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+	@echo "installing the harness and torch in $(VENV) (the first time takes a minute or more)"
+	@$(PIP) -e .
+	@touch $@
+
+$(INSTALLED_TEST): $(INSTALLED)
+	@echo "installing the test extra in $(VENV)"
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+# The table and the report come even if an experiment failed; the exit code is that of the run.
+smoke: $(INSTALLED)
+	@status=0; $(BIN)/repro run suites/smoke.toml --results $(RESULTS) || status=$$?; \
+	case $$status in 2|130|143) exit $$status;; esac; \
+	$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
+	$(BIN)/repro report --results $(RESULTS) || status=$$?; \
+	exit $$status
+
+test: $(INSTALLED_TEST)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(INSTALLED_TEST)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED_TEST)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+benchmarks: $(INSTALLED_TEST)
+	$(BIN)/python -m pytest --benchmark-only --override-ini='addopts=' $(PYTEST_ARGS)
+
+clean:
+	rm -rf reports/out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	find repro kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +

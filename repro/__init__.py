@@ -1,0 +1,23 @@
+"""Reproduce the published claims of ZeRO, DeepSpeed, Turing-NLG, Megatron-LM and Yuan 1.0.
+
+The only name most users need from Python is :func:`repro.parallelize`; everything else is behind the
+``repro`` command. Importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "parallelize"]
+
+if TYPE_CHECKING:
+    from repro.engines.wrap import parallelize
+
+
+def __getattr__(name: str) -> Any:
+    if name == "parallelize":
+        from repro.engines.wrap import parallelize
+
+        return parallelize
+    raise AttributeError(f"module 'repro' has no attribute {name!r}")

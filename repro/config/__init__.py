@@ -1,0 +1,9 @@
+"""Model, Layout, Training, System and Experiment: frozen dataclasses; files are checked where they come in."""
+
+from repro.config.errors import ConfigError
+from repro.config.experiment import PROTOCOL, Experiment, Limits, from_dict
+from repro.config.layout import Layout
+from repro.config.model import Model
+from repro.config.training import Training
+
+__all__ = ["PROTOCOL", "ConfigError", "Experiment", "Layout", "Limits", "Model", "Training", "from_dict"]

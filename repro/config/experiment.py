@@ -1,0 +1,109 @@
+"""An experiment: model x layout x training x system x engine; and its key, the name of its results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from repro.config.errors import ConfigError, require
+from repro.config.layout import Layout
+from repro.config.model import Model
+from repro.config.training import Training
+
+PROTOCOL = 1
+"""Version of the measurement protocol; raised when a change makes older measurements not comparable."""
+ENGINES = ("native", "torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When a run is stopped.  Times in seconds, memory in bytes; 0 means no limit."""
+
+    timeout_s: float = 600.0
+    """Wall-clock limit of one launch."""
+    hang_s: float = 60.0
+    """A launch in which no rank makes progress for this long is a hang."""
+    memory_bytes: int = 0
+    """Limit on each rank's data memory (``RLIMIT_DATA``; on CUDA a fraction of the device)."""
+
+    def __post_init__(self) -> None:
+        for key in ("timeout_s", "hang_s", "memory_bytes"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "0 (no limit) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One thing that can be run, simulated or computed."""
+
+    name: str
+    """Unique in its suite; what ``--only`` matches."""
+    model: Model
+    layout: Layout
+    training: Training = field(default_factory=Training)
+    system: str = "local"
+    """Name of the system file; ``local`` is the machine at hand."""
+    engine: str = "native"
+    """Who executes the strategy: ``native`` (ours) or ``torch`` (DDP, ZeroRedundancyOptimizer, FSDP2)."""
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        require(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
+        require(self.model.architecture == "gpt", "model", self.model.name, "a gpt; other models are only counted")
+        require(
+            self.training.seq <= self.model.seq,
+            "seq",
+            self.training.seq,
+            f"at most the model's {self.model.seq} positions",
+        )
+        try:
+            self.layout.check(self.model)
+            self._check_engine()
+        except ConfigError as error:
+            raise error.within(where="layout") from None
+        if self.layout.sp:
+            require(self.seq % self.layout.tp == 0, "seq", self.seq, f"a multiple of tp = {self.layout.tp} under sp")
+
+    def _check_engine(self) -> None:
+        if self.engine == "torch":
+            require(self.layout.tp == 1, "tp", self.layout.tp, "tp = 1 with engine torch")
+            require(self.layout.precision == "fp32", "precision", self.layout.precision, "fp32 with engine torch")
+
+    @property
+    def seq(self) -> int:
+        """Tokens per sample."""
+        return self.training.seq or self.model.seq
+
+    @property
+    def key(self) -> str:
+        """Sixteen hex digits that name the results: equal conditions and protocol, equal key.
+
+        The experiment's name, the limits on time and the model's remarks do not change what is measured
+        and are left out; a limit on memory does change it.
+        """
+        content = self.as_dict()
+        del content["name"]
+        content["limits"] = {"memory_bytes": self.limits.memory_bytes}
+        for remark in ("published_name", "published_params", "source", "note"):
+            del content["model"][remark]
+        content["protocol"] = PROTOCOL
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON data; :func:`from_dict` is the way back."""
+        return asdict(self)
+
+
+def from_dict(data: dict[str, Any]) -> Experiment:
+    """The experiment that :meth:`Experiment.as_dict` wrote."""
+    return Experiment(
+        name=data["name"],
+        model=Model(**data["model"]),
+        layout=Layout(**data["layout"]),
+        training=Training(**data["training"]),
+        system=data["system"],
+        engine=data["engine"],
+        limits=Limits(**data["limits"]),
+    )

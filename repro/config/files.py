@@ -1,0 +1,62 @@
+"""Read TOML written by people into frozen dataclasses; every mistake becomes one ``ConfigError`` line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+from repro.config.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.  Raises ``ConfigError`` if it is missing or is not TOML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            error.strerror or "cannot be read", expected="the path of a TOML file", file=str(path)
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError("not text", expected="a TOML file in UTF-8", file=str(path)) from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("not TOML", expected=str(error), file=str(path)) from None
+
+
+def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
+    """``cls(**data)`` with types checked by pydantic and unknown keys refused by name."""
+    from pydantic import TypeAdapter, ValidationError
+
+    assert dataclasses.is_dataclass(cls)
+    if not isinstance(data, dict):
+        raise ConfigError(where or cls.__name__.lower(), data, "a table", file=file)
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; known are {', '.join(known)}"
+            raise ConfigError(key, data[key], hint, file=file, where=where)
+    try:
+        return TypeAdapter(cls).validate_python(data, strict=False)
+    except ConfigError as error:
+        raise error.within(file=file, where=where) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            raise cause.within(file=file, where=where) from None
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "missing":
+            raise ConfigError(key, expected="is missing", file=file, where=where) from None
+        raise ConfigError(key, first["input"], first["msg"].lower(), file=file, where=where) from None

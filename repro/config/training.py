@@ -1,0 +1,74 @@
+"""A training recipe: optimizer, schedule, data and seed; everything that is neither model nor layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from repro.config.errors import require
+
+SCHEDULES = ("constant", "cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """AdamW with a warm-up and a schedule, on a stream of tokens."""
+
+    steps: int = 20
+    """Optimizer steps, warm-up steps included."""
+    untimed_steps: int = 3
+    """First steps that train and count for the loss but not for times and throughput."""
+    seq: int = 0
+    """Tokens per sample; 0 means the model's longest sequence."""
+    seed: int = 1234
+    """Determines initial weights, dropout and data order, the same under every layout."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the cosine."""
+    warmup_steps: int = 0
+    """Steps of linear learning-rate warm-up."""
+    decay_steps: int = 0
+    """Steps after which the cosine ends; 0 means ``steps``."""
+    schedule: str = "constant"
+    """``constant`` or ``cosine`` after the warm-up."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    beta1: float = 0.9
+    """Adam's first-moment decay."""
+    beta2: float = 0.95
+    """Adam's second-moment decay."""
+    eps: float = 1e-8
+    """Adam's denominator term."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0 means no clipping."""
+    dropout: float = 0.0
+    """Probability on the embedding and on both residual branches."""
+    attention_dropout: float = 0.0
+    """Probability on the attention weights (uses the explicit softmax, as the 2019-2020 codes did)."""
+    loss_scale: float = 65536.0
+    """Initial dynamic loss scale (fp16 only)."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which the scale doubles (fp16 only)."""
+    loss_scale_hysteresis: int = 2
+    """Overflows before the scale halves (fp16 only)."""
+    data: str = "synthetic"
+    """``synthetic``, ``shakespeare`` (bytes), ``shakespeare-gpt2`` (BPE), or a .txt or .bin file's path."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "loss_scale_window", "loss_scale_hysteresis"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
+        for key in ("untimed_steps", "seq", "warmup_steps", "decay_steps", "weight_decay", "clip", "min_lr"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
+        for key in ("lr", "eps", "loss_scale"):
+            require(getattr(self, key) > 0, key, getattr(self, key), "more than 0")
+        for key in ("beta1", "beta2", "dropout", "attention_dropout"):
+            require(0 <= getattr(self, key) < 1, key, getattr(self, key), "at least 0 and under 1")
+        require(
+            self.untimed_steps < self.steps,
+            "untimed_steps",
+            self.untimed_steps,
+            f"fewer than steps = {self.steps}, or nothing is timed",
+        )
+        require(
+            self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}"
+        )

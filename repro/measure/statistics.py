@@ -1,0 +1,116 @@
+"""Robust summaries of timings, and bootstrap confidence intervals for ratios of interleaved runs.
+
+Two strategies are compared by running them in rounds, A B A B ...; what drifts slowly (clock, temperature,
+neighbours) is common to a round and cancels in the round's ratio.  The statistic is the median of those
+ratios, and its interval is a bias-corrected and accelerated (BCa) bootstrap over rounds (Efron 1987).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+CONFIDENCE = 0.95
+"""Nominal coverage of the intervals."""
+RESAMPLES = 9999
+"""Bootstrap resamples; odd thousands minus one keep the 2.5 % quantiles on resampled values."""
+MINIMUM_ROUNDS = 3
+"""With fewer rounds a resample repeats almost only the sample, so no interval is given."""
+
+
+class Summary(NamedTuple):
+    """Median and 20 % / 80 % quantiles, in the unit of the sample."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+class RatioInterval(NamedTuple):
+    """Median ratio subject/baseline with its confidence interval; ``None`` where none can be given."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The ``q`` quantile (0..1) of ``values`` with linear interpolation (type 7, numpy's default)."""
+    if not values:
+        raise ValueError("quantile of no values")
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def summary(seconds: Sequence[float]) -> Summary:
+    """Median and 20 % / 80 % quantiles; a single value is all three.  ``ValueError`` if there is none."""
+    return Summary(quantile(seconds, 0.5), quantile(seconds, 0.2), quantile(seconds, 0.8))
+
+
+def round_ratios(pairs: Sequence[Sequence[float]]) -> list[float]:
+    """subject/baseline of every round ``(baseline, subject)``; both must be positive and finite."""
+    if not pairs:
+        raise ValueError("ratio of no rounds")
+    for pair in pairs:
+        if len(pair) != 2 or not all(math.isfinite(value) and value > 0 for value in pair):
+            raise ValueError(f"round {list(pair)!r} is not (baseline, subject), both positive")
+    return [subject / baseline for baseline, subject in pairs]
+
+
+def ratio_interval(pairs: Sequence[Sequence[float]], seed: int = 0) -> RatioInterval:
+    """Median over rounds of subject/baseline and its 95 % BCa bootstrap interval.
+
+    ``pairs``: one ``(baseline, subject)`` a round, e.g. samples/s.  Deterministic for a given ``seed``.
+    Fewer than three rounds: ``low`` and ``high`` are ``None``.  All rounds equal: the interval is that point.
+    Where BCa is undefined (its jackknife or its bias term degenerates) the percentile bootstrap stands in;
+    :func:`interval_method` says which of these applies.
+    """
+    ratios = round_ratios(pairs)
+    low, high, _ = _interval(ratios, seed)
+    return RatioInterval(statistics.median(ratios), low, high)
+
+
+def interval_method(pairs: Sequence[Sequence[float]], seed: int = 0) -> str:
+    """One phrase that says how :func:`ratio_interval` got its interval for these rounds, and its limits."""
+    return _interval(round_ratios(pairs), seed)[2]
+
+
+def _interval(ratios: list[float], seed: int) -> tuple[float | None, float | None, str]:
+    n = len(ratios)
+    if n < MINIMUM_ROUNDS:
+        return None, None, f"no interval: {n} round{'s' if n > 1 else ''}, at least {MINIMUM_ROUNDS} are needed"
+    if min(ratios) == max(ratios):
+        return ratios[0], ratios[0], f"all {n} rounds equal: the interval is a point"
+    for method in ("BCa", "percentile"):
+        low, high = _bootstrap(ratios, method, seed)
+        if math.isfinite(low) and math.isfinite(high):
+            break
+    text = f"95 % {method} bootstrap of the median, {n} rounds, {RESAMPLES} resamples"
+    # Any interval for a median that stays within the sample misses it with probability 2^(1-n).
+    widest = 1 - 2.0 ** (1 - n)
+    if widest < CONFIDENCE:
+        text += f"; {n} rounds cannot give more than {100 * widest:.0f} % coverage"
+    return low, high, text
+
+
+def _bootstrap(ratios: list[float], method: str, seed: int) -> tuple[float, float]:
+    import numpy as np
+    from scipy import stats
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # degenerate samples warn and give nan, which the caller handles
+        result = stats.bootstrap(
+            (np.asarray(ratios),),
+            np.median,
+            confidence_level=CONFIDENCE,
+            n_resamples=RESAMPLES,
+            method=method,
+            random_state=np.random.default_rng(seed),
+        )
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)

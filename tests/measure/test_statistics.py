@@ -1,0 +1,98 @@
+"""Summaries and ratio intervals: known values, determinism, degenerate samples."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from repro.measure.statistics import interval_method, quantile, ratio_interval, summary
+
+POSITIVE = st.floats(min_value=1e-3, max_value=1e3)
+
+
+def test_summary_is_median_and_20_80_quantiles() -> None:
+    assert summary([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 1.8, 4.2)
+    assert summary([0.25]) == (0.25, 0.25, 0.25)
+    with pytest.raises(ValueError, match="no values"):
+        summary([])
+
+
+@given(st.lists(POSITIVE, min_size=1, max_size=20), st.floats(0, 1))
+def test_quantile_is_numpys(values: list[float], q: float) -> None:
+    assert quantile(values, q) == pytest.approx(float(np.quantile(values, q)))
+
+
+def test_interval_contains_the_ratio_and_repeats_exactly() -> None:
+    rng = np.random.default_rng(3)
+    pairs = [(100 * (1 + noise), 150 * (1 + noise + jitter)) for noise, jitter in rng.normal(0, 0.02, (12, 2))]
+    ratio, low, high = ratio_interval(pairs, seed=7)
+    assert low is not None
+    assert high is not None
+    assert low < ratio < high
+    assert ratio == pytest.approx(1.5, rel=0.03)
+    assert high - low < 0.15
+    assert ratio_interval(pairs, seed=7) == (ratio, low, high)
+    assert "BCa" in interval_method(pairs)
+
+
+def test_drift_common_to_a_round_cancels() -> None:
+    pairs = [(speed, 2 * speed * jitter) for speed, jitter in zip((10, 40, 20, 80, 30), (1, 1.01, 0.99, 1.0, 1.02), strict=True)]
+    ratio, low, high = ratio_interval(pairs, seed=0)
+    assert ratio == pytest.approx(2.0)
+    assert low is not None
+    assert high is not None
+    assert low >= 1.98 - 1e-9
+    assert high <= 2.04 + 1e-9
+
+
+def test_coverage_of_the_true_median_ratio() -> None:
+    rng = np.random.default_rng(0)
+    hits = 0
+    for trial in range(40):
+        pairs = [(1.0, float(np.exp(x))) for x in rng.normal(0.2, 0.1, 15)]
+        _, low, high = ratio_interval(pairs, seed=trial)
+        assert low is not None
+        assert high is not None
+        hits += low <= np.exp(0.2) <= high
+    assert hits >= 34
+
+
+def test_few_rounds_give_no_interval_and_say_so() -> None:
+    assert ratio_interval([(2.0, 3.0)]) == (1.5, None, None)
+    assert ratio_interval([(2.0, 3.0), (2.0, 5.0)]) == (2.0, None, None)
+    assert "at least 3" in interval_method([(2.0, 3.0)])
+    assert "94 % coverage" in interval_method([(1.0, 1.0 + i / 10) for i in range(5)])
+
+
+def test_equal_rounds_give_a_point() -> None:
+    assert ratio_interval([(2.0, 3.0)] * 6) == (1.5, 1.5, 1.5)
+    assert "equal" in interval_method([(2.0, 3.0)] * 6)
+
+
+def test_undefined_bca_falls_back_to_percentile() -> None:
+    # Leaving out any one of these rounds leaves the median where it is: no acceleration can be computed.
+    pairs = [(1.0, r) for r in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0)]
+    ratio, low, high = ratio_interval(pairs)
+    assert (ratio, low) == (1.0, 1.0)
+    assert high is not None
+    assert "percentile" in interval_method(pairs)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=9))
+def test_every_sample_gives_finite_ordered_json(pairs: list[tuple[float, float]]) -> None:
+    ratio, low, high = ratio_interval(pairs)
+    json.dumps([ratio, low, high], allow_nan=False)
+    if low is not None and high is not None:
+        ratios = [b / a for a, b in pairs]
+        assert min(ratios) - 1e-9 <= low <= high <= max(ratios) + 1e-9
+
+
+@pytest.mark.parametrize("pairs", [[], [(1.0,)], [(0.0, 1.0)], [(1.0, float("nan"))], [(1.0, -2.0)]])
+def test_bad_rounds_are_refused(pairs: list[tuple[float, ...]]) -> None:
+    with pytest.raises(ValueError, match="round"):
+        ratio_interval(pairs)
