@@ -84,7 +84,11 @@ def interval_method(pairs: Sequence[Sequence[float]], seed: int = 0) -> str:
 def _interval(ratios: list[float], seed: int) -> tuple[float | None, float | None, str]:
     n = len(ratios)
     if n < MINIMUM_ROUNDS:
-        return None, None, f"no interval: {n} round{'s' if n > 1 else ''}, at least {MINIMUM_ROUNDS} are needed"
+        return (
+            None,
+            None,
+            f"no interval: {n} round{'s' if n > 1 else ''}, at least {MINIMUM_ROUNDS} are needed",
+        )
     if min(ratios) == max(ratios):
         return ratios[0], ratios[0], f"all {n} rounds equal: the interval is a point"
     for method in ("BCa", "percentile"):

@@ -28,7 +28,9 @@ def test_quantile_is_numpys(values: list[float], q: float) -> None:
 
 def test_interval_contains_the_ratio_and_repeats_exactly() -> None:
     rng = np.random.default_rng(3)
-    pairs = [(100 * (1 + noise), 150 * (1 + noise + jitter)) for noise, jitter in rng.normal(0, 0.02, (12, 2))]
+    pairs = [
+        (100 * (1 + noise), 150 * (1 + noise + jitter)) for noise, jitter in rng.normal(0, 0.02, (12, 2))
+    ]
     ratio, low, high = ratio_interval(pairs, seed=7)
     assert low is not None
     assert high is not None
@@ -40,7 +42,10 @@ def test_interval_contains_the_ratio_and_repeats_exactly() -> None:
 
 
 def test_drift_common_to_a_round_cancels() -> None:
-    pairs = [(speed, 2 * speed * jitter) for speed, jitter in zip((10, 40, 20, 80, 30), (1, 1.01, 0.99, 1.0, 1.02), strict=True)]
+    pairs = [
+        (speed, 2 * speed * jitter)
+        for speed, jitter in zip((10, 40, 20, 80, 30), (1, 1.01, 0.99, 1.0, 1.02), strict=True)
+    ]
     ratio, low, high = ratio_interval(pairs, seed=0)
     assert ratio == pytest.approx(2.0)
     assert low is not None
