@@ -1,0 +1,272 @@
+"""Where a record comes from: source, packages, machine and environment, without importing torch.
+
+``provenance()`` is called once per record, so it costs milliseconds (git and NVML are the slow parts) and
+never fails: what cannot be found out is ``None`` or absent.  Names of users, hosts and directories are left
+out; the host appears as a hash, which still tells whether two records come from one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    *(
+        "repro",
+        "torch",
+        "numpy",
+        "scipy",
+        "pandas",
+        "pydantic",
+        "submitit",
+        "psutil",
+        "nvidia-ml-py",
+        "tokenizers",
+    ),
+    *("triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc-cu12", "cuda-bindings"),
+    *("deepspeed", "megatron-core", "transformers"),
+)
+"""Distributions whose versions are recorded if installed."""
+ENVIRONMENT = re.compile(
+    r"^(OMP|KMP|MKL|OPENBLAS|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|NVIDIA|SLURM|UCX|TP)_|^PYTHONHASHSEED$"
+)
+"""Variables that change what is measured."""
+_PRIVATE = re.compile(
+    r"TOKEN|SECRET|PASSW|JWT|_KEY|KEY_|CREDENTIAL|USER|UID|GID|ACCOUNT|HOST|NODELIST|NODENAME|ADDR|_DIR|HOME|PATH|_FILE|COMMENT"
+)
+_GIT_TIMEOUT_S = 10.0
+_LARGEST_HASHED_BYTES = 1_000_000
+
+
+def provenance() -> dict[str, Any]:
+    """Plain JSON data: ``git``, ``packages``, ``torch``, ``python``, ``os``, ``cpu``, ``memory``, ``gpus``,
+    ``environment``, ``host`` (a hash).  Sizes in bytes, clocks in MHz, power in W."""
+    return {
+        "git": git_state(Path(__file__).resolve().parents[2]),
+        "packages": versions(),
+        "torch": torch_build(),
+        "python": {"version": platform.python_version(), "implementation": sys.implementation.name},
+        "os": {
+            "system": platform.system(),
+            "release": platform.release(),
+            "libc": " ".join(platform.libc_ver()).strip(),
+        },
+        "cpu": cpu(),
+        "memory": memory(),
+        "gpus": gpus(),
+        "environment": environment(),
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:12],
+    }
+
+
+def git_state(root: Path) -> dict[str, Any] | None:
+    """Commit, whether the tree differs from it, and a hash of the difference (untracked files included).
+
+    ``None`` where ``root`` is not the top of a git checkout (an installed package) or git is missing.
+    """
+
+    def git(*arguments: str) -> bytes | None:
+        # fsmonitor off: a query must not start a daemon.  No optional locks: it must not disturb a commit.
+        command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(root), *arguments]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, timeout=_GIT_TIMEOUT_S, stdin=subprocess.DEVNULL
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(os.fsdecode(top).strip()).resolve() != root.resolve():
+        return None
+    head = git("rev-parse", "HEAD")
+    commit = head.decode().strip() if head else None
+    changes = git("diff", "--no-ext-diff", "--binary", "HEAD") if commit else b""
+    untracked = git("ls-files", "--others", "--exclude-standard", "-z")
+    if changes is None or untracked is None:
+        return {"commit": commit, "dirty": None, "diff": None}
+    digest = hashlib.sha256(changes)
+    names = sorted(name for name in untracked.split(b"\0") if name)
+    for name in names:
+        digest.update(name)
+        digest.update(_content(root / os.fsdecode(name)))
+    dirty = bool(changes or names)
+    return {"commit": commit, "dirty": dirty, "diff": digest.hexdigest()[:16] if dirty else None}
+
+
+def _content(path: Path) -> bytes:
+    """Contents of a small file; of anything else its size, or nothing."""
+    with contextlib.suppress(OSError):
+        size = path.stat().st_size
+        return path.read_bytes() if size <= _LARGEST_HASHED_BYTES and path.is_file() else str(size).encode()
+    return b""
+
+
+def versions() -> dict[str, str]:
+    """Installed distributions among :data:`PACKAGES` and their versions."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def torch_build() -> dict[str, str | None]:
+    """``cuda``, ``hip`` and ``git`` that torch was built with, read from its files; empty where unknown."""
+    build: dict[str, str | None] = {}
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        spec = importlib.util.find_spec("torch")
+        if spec and spec.origin:
+            text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+            for key, name in (("cuda", "cuda"), ("hip", "hip"), ("git", "git_version")):
+                match = re.search(rf"^{name}\b[^=\n]*=\s*(?:None|'([^']*)'|\"([^\"]*)\")", text, re.MULTILINE)
+                if match:
+                    build[key] = match[1] or match[2]
+    return build
+
+
+def cpu() -> dict[str, Any]:
+    """Model, cores (physical, logical, and those this process may use), clocks and what holds them."""
+    import psutil
+
+    info = _cpuinfo(Path("/proc/cpuinfo"))
+    clock = None
+    with contextlib.suppress(OSError, NotImplementedError, AttributeError):
+        clock = psutil.cpu_freq()
+    policy = Path("/sys/devices/system/cpu/cpu0/cpufreq")
+    intel_no_turbo = _read(Path("/sys/devices/system/cpu/intel_pstate/no_turbo"))
+    boost = _read(Path("/sys/devices/system/cpu/cpufreq/boost"))
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+    return {
+        "model": info.get("model name") or platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
+        "physical_cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "usable_cores": usable_cores(),
+        "quota_cores": _cgroup_quota(),
+        "mhz": round(clock.current) if clock else None,
+        "max_mhz": round(clock.max) if clock and clock.max else None,
+        "governor": _read(policy / "scaling_governor"),
+        "turbo": intel_no_turbo == "0"
+        if intel_no_turbo is not None
+        else (boost == "1" if boost is not None else None),
+        "virtual": "hypervisor" in flags,
+        "features": [name for name in wanted if name in flags],
+        "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def usable_cores() -> int:
+    """Logical cores that the scheduler lets this process use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpuinfo(path: Path) -> dict[str, str]:
+    """The first processor's fields."""
+    fields: dict[str, str] = {}
+    for line in (_read(path) or "").splitlines():
+        key, colon, value = line.partition(":")
+        if not colon and fields:
+            break
+        fields[key.strip()] = value.strip()
+    return fields
+
+
+def _cgroup_quota() -> float | None:
+    """Cores' worth of time that a container may use (cgroup v2), None without a limit."""
+    quota, _, period = (_read(Path("/sys/fs/cgroup/cpu.max")) or "").partition(" ")
+    return round(int(quota) / int(period), 2) if quota.isdigit() and period.isdigit() else None
+
+
+def memory() -> dict[str, Any]:
+    """Bytes of memory in the machine, available now, and a container's limit where there is one."""
+    import psutil
+
+    limit = _read(Path("/sys/fs/cgroup/memory.max"))
+    state = psutil.virtual_memory()
+    return {
+        "total_bytes": state.total,
+        "available_bytes": state.available,
+        "limit_bytes": int(limit) if limit and limit.isdigit() else None,
+        "swap_bytes": psutil.swap_memory().total,
+    }
+
+
+@contextlib.contextmanager
+def nvml() -> Iterator[Any]:
+    """The initialised ``pynvml`` module, or ``None`` where there is no NVIDIA driver."""
+    try:
+        import pynvml
+    except ImportError:
+        yield None
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no library, no driver or no permission
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Every NVIDIA GPU in the machine; a value that the driver does not give (MIG, old cards) is ``None``."""
+    with nvml() as n:
+        return [_gpu(n, n.nvmlDeviceGetHandleByIndex(i)) for i in range(n.nvmlDeviceGetCount())] if n else []
+
+
+def _gpu(n: Any, handle: Any) -> dict[str, Any]:
+    def ask(query: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            answer = query(*arguments)
+        except n.NVMLError:
+            return None
+        return answer.decode() if isinstance(answer, bytes) else answer
+
+    memory_info = ask(n.nvmlDeviceGetMemoryInfo, handle)
+    capability = ask(n.nvmlDeviceGetCudaComputeCapability, handle)
+    limit = ask(n.nvmlDeviceGetPowerManagementLimit, handle)
+    ecc = ask(n.nvmlDeviceGetEccMode, handle)
+    mig = ask(n.nvmlDeviceGetMigMode, handle)
+    return {
+        "name": ask(n.nvmlDeviceGetName, handle),
+        "driver": ask(n.nvmlSystemGetDriverVersion),
+        "compute_capability": ".".join(map(str, capability)) if capability else None,
+        "memory_bytes": memory_info.total if memory_info else None,
+        "memory_used_bytes": memory_info.used if memory_info else None,
+        "sm_mhz": ask(n.nvmlDeviceGetClockInfo, handle, n.NVML_CLOCK_SM),
+        "max_sm_mhz": ask(n.nvmlDeviceGetMaxClockInfo, handle, n.NVML_CLOCK_SM),
+        "memory_mhz": ask(n.nvmlDeviceGetClockInfo, handle, n.NVML_CLOCK_MEM),
+        "power_limit_w": limit / 1000 if limit else None,
+        "temperature_c": ask(n.nvmlDeviceGetTemperature, handle, n.NVML_TEMPERATURE_GPU),
+        "throttle_reasons": ask(n.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
+        "ecc": bool(ecc[0]) if ecc else None,
+        "mig": bool(mig[0]) if mig else None,
+    }
+
+
+def environment() -> dict[str, str]:
+    """Variables that matter for a measurement, without those that name people, hosts, paths or secrets."""
+    return {k: v for k, v in sorted(os.environ.items()) if ENVIRONMENT.search(k) and not _PRIVATE.search(k)}
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None

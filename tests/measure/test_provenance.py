@@ -1,0 +1,175 @@
+"""Provenance: JSON data, no torch import, git states, no private values, tolerant of a bare machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.measure import provenance as module
+from repro.measure.provenance import environment, git_state, gpus, provenance, torch_build
+
+GIT = ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+
+
+def git(root: Path, *arguments: str) -> str:
+    return subprocess.run(
+        [*GIT, "-C", str(root), *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("one\n")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    return tmp_path
+
+
+def test_is_json_and_says_what_matters() -> None:
+    record = json.loads(json.dumps(provenance(), allow_nan=False))
+    assert set(record) == {
+        "git",
+        "packages",
+        "torch",
+        "python",
+        "os",
+        "cpu",
+        "memory",
+        "gpus",
+        "environment",
+        "host",
+    }
+    assert record["packages"]["torch"]
+    assert record["cpu"]["usable_cores"] >= 1
+    assert record["memory"]["total_bytes"] > 2**28
+
+
+def test_does_not_import_torch_and_knows_its_build() -> None:
+    code = (
+        "import sys, json; from repro.measure.provenance import provenance; p = provenance();"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; print(json.dumps(p['torch']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    import torch
+
+    build = json.loads(done.stdout)
+    assert build == torch_build()
+    assert build["cuda"] == torch.version.cuda
+    assert build["git"] == torch.version.git_version
+
+
+def test_clean_and_changed_checkouts(checkout: Path) -> None:
+    commit = git(checkout, "rev-parse", "HEAD")
+    assert git_state(checkout) == {"commit": commit, "dirty": False, "diff": None}
+    (checkout / "file").write_text("two\n")
+    changed = git_state(checkout)
+    assert changed is not None
+    assert changed["dirty"]
+    (checkout / "file").write_text("three\n")
+    other = git_state(checkout)
+    assert other is not None
+    assert changed["diff"] != other["diff"]
+
+
+def test_untracked_contents_count(checkout: Path) -> None:
+    hashes = set()
+    for text in ("a", "b"):
+        (checkout / "new").write_text(text)
+        state = git_state(checkout)
+        assert state is not None
+        hashes.add(state["diff"])
+    assert len(hashes) == 2
+
+
+def test_no_commit_yet_and_no_checkout(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("one\n")
+    state = git_state(tmp_path)
+    assert state is not None
+    assert state["commit"] is None
+    assert state["dirty"] is True
+
+
+def test_a_package_inside_someone_elses_checkout_is_not_ours(checkout: Path) -> None:
+    inner = checkout / "site-packages"
+    inner.mkdir()
+    assert git_state(inner) is None
+
+
+def test_no_git(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert git_state(checkout) is None
+
+
+def test_slow_git_is_given_up(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+    def slow(*arguments: Any, **keywords: Any) -> None:
+        raise subprocess.TimeoutExpired("git", keywords["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", slow)
+    assert git_state(checkout) is None
+
+
+def test_environment_keeps_what_matters_and_nothing_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "0"}
+    dropped = {
+        "SLURM_JWT": "x",
+        "SLURM_JOB_USER": "x",
+        "SLURM_SUBMIT_DIR": "x",
+        "SLURM_JOB_NODELIST": "x",
+        "TORCH_HOME": "x",
+        "AWS_SECRET": "x",
+    }
+    for key, value in (kept | dropped).items():
+        monkeypatch.setenv(key, value)
+    found = environment()
+    assert kept.items() <= found.items()
+    assert not dropped.keys() & found.keys()
+
+
+def test_gpu_fields_that_the_driver_refuses_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(Exception):
+        pass
+
+    class FakeNvml:
+        NVMLError = Refused
+
+        def __getattr__(self, name: str) -> Any:
+            known = {
+                "nvmlDeviceGetCount": 1,
+                "nvmlDeviceGetName": b"V100",
+                "nvmlDeviceGetCudaComputeCapability": (7, 0),
+            }
+            if name.startswith("NVML_"):
+                return 0
+
+            def query(*_: Any) -> Any:
+                if name in known:
+                    return known[name]
+                if name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByIndex"):
+                    return None
+                raise Refused
+
+            return query
+
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    (gpu,) = gpus()
+    assert (gpu["name"], gpu["compute_capability"], gpu["memory_bytes"]) == ("V100", "7.0", None)
+
+
+def test_no_driver_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpus() == []
+
+
+def test_cpuinfo_of_other_architectures(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nFeatures\t: asimd sve\n\nprocessor\t: 1\nFeatures\t: none\n")
+    assert module._cpuinfo(path)["Features"] == "asimd sve"
+    assert module._cpuinfo(tmp_path / "missing") == {}
