@@ -1,1 +1,5 @@
+"""Token streams: real text, pre-tokenised files and synthetic tokens, in an order no layout can change."""
 
+from repro.data.stream import TokenStream, open_stream
+
+__all__ = ["TokenStream", "open_stream"]

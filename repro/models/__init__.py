@@ -1,1 +1,102 @@
+"""Model files: every model that a claim names, and small ones for one CPU.
 
+A file holds one family: ``[[model]]`` tables, and a ``[defaults]`` table with what they share.
+A person's own file may also be one model with its keys at the top; its name is then the file's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from repro.config.errors import ConfigError
+from repro.config.files import build, read_toml
+from repro.config.model import Model
+
+__all__ = ["FILES", "load", "names"]
+
+FILES = Path(__file__).parent / "files"
+"""Where the packaged model files are."""
+
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+
+
+def names() -> list[str]:
+    """Names of all packaged models, in the order of the files."""
+    return list(_packaged())
+
+
+def load(name: str | Path) -> Model:
+    """The packaged model called ``name``, or the one model of a ``.toml`` file given by its path.
+
+    Raises ``ConfigError`` for an unknown name (with the nearest ones) and for a file that is missing,
+    is not TOML, holds several models or a wrong key or value.
+    """
+    text = str(name)
+    if text.endswith(".toml") or "/" in text:
+        path = Path(text).expanduser()
+        found = _tables(path)
+        if len(found) != 1:
+            raise ConfigError("model", [t.get("name", "") for t in found], "one [[model]] table", file=text)
+        return _model({"name": path.stem, **found[0]}, path)
+    table, path = _packaged().get(text, (None, FILES))
+    if table is None:
+        near = difflib.get_close_matches(text, names(), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`repro models` lists them"
+        raise ConfigError("model", text, f"no such model; {hint}")
+    return _model(table, path)
+
+
+@cache
+def _packaged() -> dict[str, tuple[dict[str, Any], Path]]:
+    """Table and file of every packaged model by name; the files are read once a process."""
+    tables: dict[str, tuple[dict[str, Any], Path]] = {}
+    for path in sorted(FILES.glob("*.toml")):
+        for table in _tables(path):
+            name = table.get("name", path.stem)
+            if name in tables:
+                raise ConfigError(
+                    "name", name, f"a name that {tables[name][1].name} does not have", file=str(path)
+                )
+            tables[name] = (table, path)
+    return tables
+
+
+def _tables(path: Path) -> list[dict[str, Any]]:
+    """The models of one file as plain tables, the file's defaults filled in."""
+    data = read_toml(path)
+    if "model" not in data and "defaults" not in data:
+        return [data]
+    for key in data:
+        if key not in ("model", "defaults"):
+            raise ConfigError(key, data[key], "only [defaults] and [[model]] tables", file=str(path))
+    defaults, found = data.get("defaults", {}), data.get("model", [])
+    found = [found] if isinstance(found, dict) else found
+    if (
+        not isinstance(defaults, dict)
+        or not isinstance(found, list)
+        or not all(isinstance(t, dict) for t in found)
+    ):
+        raise ConfigError(
+            "model", expected="[[model]] tables and at most one [defaults] table", file=str(path)
+        )
+    return [{**defaults, **table} for table in found]
+
+
+def _model(table: dict[str, Any], path: Path) -> Model:
+    """The checked model.  Tables that are plainly right skip pydantic, whose import costs 0.1 s."""
+    fields = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Model)}
+    required = {f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING}
+    plain = all(
+        key in fields and isinstance(value, fields[key]) and not isinstance(value, bool)
+        for key, value in table.items()
+    )
+    if plain and required <= table.keys():
+        try:
+            return Model(**table)
+        except ConfigError as error:
+            raise error.within(file=str(path), where=table["name"]) from None
+    return build(Model, table, file=str(path), where=str(table.get("name", "")))
