@@ -1,1 +1,1 @@
-
+"""Run a suite: plan what the store lacks, start ranks, watch them, record how each experiment ended."""

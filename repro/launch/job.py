@@ -1,0 +1,64 @@
+"""A job: one launch of ``world`` processes that runs one or more experiments of that world."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from repro.config import Experiment, from_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the launcher hands to every rank, as one JSON file."""
+
+    experiments: list[Experiment]
+    """All of equal world, system and memory limit (the launcher checks that before it starts anything)."""
+    rounds: int = 1
+    """Compared experiments divide their timed steps into this many rounds and take turns: A B A B ..."""
+    compare: bool = False
+    """Whether the experiments are compared; otherwise they only share the start of the processes."""
+
+    def __post_init__(self) -> None:
+        assert self.experiments, "a job without experiments"
+        assert self.rounds >= 1
+        assert len({(e.layout.world, e.system, e.limits.memory_bytes) for e in self.experiments}) == 1
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.experiments[0].layout.world
+
+    @property
+    def memory_bytes(self) -> int:
+        """Limit on each rank's data memory in bytes; 0 means none."""
+        return self.experiments[0].limits.memory_bytes
+
+    def save(self, path: Path) -> None:
+        """Write the job as JSON; :meth:`load` is the way back."""
+        document = {
+            "rounds": self.rounds,
+            "compare": self.compare,
+            "experiments": [experiment.as_dict() for experiment in self.experiments],
+        }
+        write_json(path, document)
+
+    @staticmethod
+    def load(path: Path) -> Job:
+        """The job that :meth:`save` wrote."""
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return Job(
+            experiments=[from_dict(data) for data in document["experiments"]],
+            rounds=document["rounds"],
+            compare=document["compare"],
+        )
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write one JSON file so that a reader sees all of it or nothing."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(document), encoding="utf-8")
+    os.replace(partial, path)

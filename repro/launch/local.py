@@ -1,0 +1,174 @@
+"""The local launcher: one process per rank on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from repro.config import ConfigError, Experiment
+from repro.launch import rank as rank_program
+from repro.launch.beacon import Lookout, Position
+from repro.launch.job import Job
+
+DEVICES = {"local": "cpu", "local-gpu": "cuda"}
+"""Systems that this launcher knows: the processor cores or the CUDA devices of the machine at hand."""
+REAP_S = 10.0
+
+
+def check(experiment: Experiment, *, file: str = "") -> None:
+    """Raise ``ConfigError`` if this machine cannot run ``experiment`` at all."""
+    if experiment.system not in DEVICES:
+        expected = "local (processor) or local-gpu (CUDA devices) with --launcher local"
+        raise ConfigError("system", experiment.system, expected, file=file)
+    if DEVICES[experiment.system] == "cuda" and experiment.layout.world > cuda_devices():
+        expected = f"{experiment.layout.world} CUDA devices (tp x dp), and {cuda_devices()} are visible here"
+        raise ConfigError("system", experiment.system, expected, file=file)
+
+
+def cuda_devices() -> int:
+    """Number of CUDA devices that a rank would see, asked of the driver and not of torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return 0
+
+
+def work_parent() -> Path:
+    """Where the short-lived files of a launch go: shared memory, so that a beacon never waits for a disk."""
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+class LocalLaunch:
+    """A running job.  Every rank leads a session of its own, so the terminal's Ctrl-C reaches us alone.
+
+    Start it from the main thread: the kernel ties a rank's life to the *thread* that started it.
+    """
+
+    def __init__(self, job: Job, logs: Path, *, target: str = rank_program.TARGET):
+        self.job = job
+        self.world = job.world
+        self.logs = logs
+        self.folder = Path(tempfile.mkdtemp(prefix="repro-", dir=work_parent()))
+        job.save(self.folder / "job.json")
+        self._lookout = Lookout(self.folder / "beacon", self.world)
+        self._target = target
+        self._ranks: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Start all ranks."""
+        shutil.rmtree(self.logs, ignore_errors=True)
+        self.logs.mkdir(parents=True)
+        device = DEVICES[self.job.experiments[0].system]
+        for rank in range(self.world):
+            command = [sys.executable, "-m", rank_program.__name__, str(self.folder / "job.json")]
+            command += ["--rank", str(rank), "--device", device, "--folder", str(self.folder)]
+            command += ["--rendezvous", f"file://{self.folder}/rendezvous", "--parent", str(os.getpid())]
+            command += ["--target", self._target]
+            with self._log(rank, "out") as out, self._log(rank, "err") as err:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    env=environment(rank, self.world),
+                    start_new_session=True,
+                )
+            self._ranks.append(process)
+
+    def poll(self, rank: int) -> int | None:
+        """Exit code of ``rank``, negative for a signal; None while it runs."""
+        return self._ranks[rank].poll()
+
+    def position(self, rank: int) -> Position:
+        """What ``rank``'s beacon says."""
+        return self._lookout.position(rank)
+
+    def stopped(self, rank: int) -> bool:
+        """Whether ``rank`` is stopped by a signal or a debugger."""
+        try:
+            stat = Path(f"/proc/{self._ranks[rank].pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+    def report(self, rank: int) -> dict[str, Any] | None:
+        """How ``rank`` says it ended: ``{"rank", "outcome", "reason"}``; None if it could not say."""
+        return _read(rank_program.rank_file(self.folder, rank))
+
+    def results(self, index: int) -> list[dict[str, Any]] | None:
+        """All ranks' results of the job's experiment ``index``; None unless every rank finished it."""
+        found = [_read(rank_program.finished_file(self.folder, index, rank)) for rank in range(self.world)]
+        complete = [result for result in found if result is not None]
+        return complete if len(complete) == self.world else None
+
+    def error_text(self, rank: int, limit: int = 4000) -> str:
+        """The last ``limit`` bytes of what ``rank`` wrote to standard error."""
+        try:
+            raw = (self.logs / f"rank-{rank}.err").read_bytes()
+        except OSError:
+            return ""
+        return raw[-limit:].decode(errors="replace")
+
+    def dump_stacks(self) -> None:
+        """Ask every running rank to write its Python stacks to its log."""
+        self._signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """Kill what still runs, with its children, and reap it."""
+        self._signal(signal.SIGKILL)
+        for process in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(REAP_S)
+
+    def close(self, *, keep_logs: bool) -> None:
+        """Remove the launch's files; the logs stay where something failed."""
+        self.kill()
+        self._lookout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if not keep_logs:
+            shutil.rmtree(self.logs, ignore_errors=True)
+
+    def _signal(self, number: int) -> None:
+        for process in self._ranks:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def _log(self, rank: int, stream: str) -> IO[bytes]:
+        return open(self.logs / f"rank-{rank}.{stream}", "wb")
+
+
+def environment(rank: int, world: int) -> dict[str, str]:
+    """Environment of one rank: the user's own, with the cores shared out among the ranks."""
+    cores = len(os.sched_getaffinity(0))
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // world)),
+        # gloo otherwise looks the host's name up, which fails on machines without a network.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    return {**defaults, **os.environ, **ours}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    document: dict[str, Any] = json.loads(text)
+    return document

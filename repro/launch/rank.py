@@ -1,0 +1,166 @@
+"""One rank: ``python -m repro.launch.rank JOB.json --rank R ...``, started by a launcher, never by hand.
+
+Whatever happens, the rank leaves a result file that says what and why, unless it is killed outright;
+then its beacon says where.  The process needs torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import os
+import re
+import resource
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from repro.launch.beacon import Beacon
+from repro.launch.job import Job, write_json
+
+TARGET = "repro.train.session:run_rank"
+EXIT = {"ok": 0, "error": 1, "oom": 3, "diverged": 4}
+_PR_SET_PDEATHSIG = 1
+_NO_MEMORY = re.compile(
+    r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc",
+    re.IGNORECASE,
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one rank of a job to its end and return the exit code (``EXIT``)."""
+    options = _parse(arguments)
+    die_with_parent(options.parent)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a hang leaves its stacks in the log
+    job = Job.load(options.job)
+    folder = options.folder
+
+    def keep(index: int, result: dict[str, Any]) -> None:
+        write_json(finished_file(folder, index, options.rank), result)
+
+    beacon = Beacon(folder / "beacon", options.rank, keep)
+    outcome, reason = "ok", ""
+    diverged: type[BaseException] = FloatingPointError
+    try:
+        module_name, function = options.target.split(":")
+        module = importlib.import_module(module_name)
+        diverged = getattr(module, "Diverged", FloatingPointError)
+        limit_memory(job.memory_bytes, options.device, options.rank)
+        results = getattr(module, function)(
+            job,
+            rank=options.rank,
+            world=job.world,
+            device=options.device,
+            rendezvous=options.rendezvous,
+            beacon=beacon,
+        )
+        lift_memory_limit()
+        for index, experiment in enumerate(job.experiments):
+            keep(index, results[experiment.key])
+    except Exception as error:
+        lift_memory_limit()
+        traceback.print_exc()
+        outcome = classify(error, diverged)
+        reason = describe(error)
+    write_json(rank_file(folder, options.rank), {"rank": options.rank, "outcome": outcome, "reason": reason})
+    return EXIT[outcome]
+
+
+def classify(error: BaseException, diverged: type[BaseException] = FloatingPointError) -> str:
+    """``oom``, ``diverged`` or ``error``."""
+    if isinstance(error, (diverged, FloatingPointError)):
+        return "diverged"
+    # torch raises RuntimeError for its CPU allocator and OutOfMemoryError (a RuntimeError) on CUDA; the
+    # message is the only thing that tells the first from other runtime errors.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "oom"
+    if isinstance(error, (RuntimeError, OSError)) and _NO_MEMORY.search(str(error)):
+        return "oom"
+    return "error"
+
+
+def describe(error: BaseException) -> str:
+    """One line that says what was raised."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
+
+
+def limit_memory(limit_bytes: int, device: str, rank: int) -> None:
+    """Let this rank take ``limit_bytes`` on top of what interpreter and libraries hold now; 0 means no limit.
+
+    On the CPU that is ``RLIMIT_DATA`` at the present size of the data segment (``VmData``: heap and private
+    writable mappings, thread stacks included) plus ``limit_bytes``: what torch itself needs differs from
+    build to build by more than a small model, and a GPU's memory does not hold it either.  On CUDA it is
+    the fraction of the device that torch's caching allocator may use.
+    """
+    if not limit_bytes:
+        return
+    if device == "cuda":
+        import torch
+
+        index = rank % torch.cuda.device_count()
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit_bytes, hard))
+
+
+def lift_memory_limit() -> None:
+    """Undo :func:`limit_memory`, so that the report of an out-of-memory does not run out of memory."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def data_bytes() -> int:
+    """Present size of this process's data segment in bytes, as ``RLIMIT_DATA`` counts it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmData: a memory limit needs Linux")
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the launcher dies, even of SIGKILL."""
+    if not parent or not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """The file in which ``rank`` says how it ended."""
+    return folder / f"rank-{rank}.json"
+
+
+def finished_file(folder: Path, index: int, rank: int) -> Path:
+    """The file that holds ``rank``'s result of the job's experiment ``index``."""
+    return folder / f"finished-{index}-{rank}.json"
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m repro.launch.rank", description=__doc__)
+    parser.add_argument("job", type=Path, help="the job's JSON file")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rendezvous", required=True, help="URL for torch.distributed, e.g. file:///path")
+    parser.add_argument("--folder", type=Path, required=True, help="where beacon and result files are")
+    parser.add_argument("--parent", type=int, default=0, help="process to die with; 0: none")
+    parser.add_argument("--target", default=TARGET, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A process group with a dead peer can block in its destructor for minutes; all is written by now.
+    os._exit(code)

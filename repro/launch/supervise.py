@@ -1,0 +1,246 @@
+"""Watch the ranks of one launch until it ends, and name the first cause if it ends badly.
+
+When one rank dies, its peers fail a moment later in their collectives ("connection closed by peer").
+So nothing is judged at the first sight of a failure: the others get a moment to say what they saw, and
+then the cause is chosen, an out-of-memory before everything, an echo of somebody else's death last.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from repro.launch.beacon import Position
+from repro.launch.job import Job
+
+POLL_S = 0.05
+SETTLE_S = 2.0
+"""How long the other ranks may still report after the first failure."""
+ECHO_S = 10.0
+"""The same while all that was seen are echoes: then a rank that knows the cause has yet to speak."""
+_ECHO = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed out waiting|remote process exited|socket closed"
+    r"|nccl.*(remote|aborted)|read error.*closed|connectfullmesh|wait timeout",
+    re.IGNORECASE,
+)
+_SEVERITY = ("oom", "killed", "diverged", "error", "echo")
+
+
+class Launch(Protocol):
+    """What a launcher must offer so that its ranks can be watched."""
+
+    world: int
+    job: Job
+
+    def poll(self, rank: int) -> int | None: ...
+    def position(self, rank: int) -> Position: ...
+    def stopped(self, rank: int) -> bool: ...
+    def report(self, rank: int) -> dict[str, Any] | None: ...
+    def error_text(self, rank: int) -> str: ...
+    def dump_stacks(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass
+class Ending:
+    """How a launch ended.  ``experiment`` is the index of the one that was running, -1 if none had begun."""
+
+    outcome: str = "ok"
+    reason: str = ""
+    experiment: int = -1
+    spent_s: list[float] = field(default_factory=list)
+    """Wall-clock seconds that each experiment of the job had."""
+
+
+@dataclass
+class _Failure:
+    severity: str
+    rank: int
+    seen: float
+    reason: str
+
+    @property
+    def outcome(self) -> str:
+        return "error" if self.severity in ("killed", "echo") else self.severity
+
+
+def watch(
+    launch: Launch,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    tick: Callable[[Position], None] = lambda position: None,
+) -> Ending:
+    """Wait for all ranks; kill and reap them if one fails, all stall, time is up or ``interrupted()``.
+
+    ``tick`` is called about twenty times a second with the position of rank 0.
+    """
+    watcher = _Watcher(launch)
+    try:
+        return watcher.run(interrupted, tick)
+    finally:
+        launch.kill()
+
+
+class _Watcher:
+    def __init__(self, launch: Launch):
+        self.launch = launch
+        self.job = launch.job
+        self.ranks = range(launch.world)
+        self.spent = [0.0] * len(self.job.experiments)
+        self.failures: list[_Failure] = []
+        self.kernel_kills = kernel_oom_kills()
+        self.last_word = [0.0] * launch.world
+        self.last_progress = time.monotonic()
+
+    def run(self, interrupted: Callable[[], bool], tick: Callable[[Position], None]) -> Ending:
+        before = time.monotonic()
+        while True:
+            ended = self._collect()
+            now = time.monotonic()
+            current = self._current()
+            self.spent[max(0, current)] += now - before
+            before = now
+            if interrupted():
+                return self._end("interrupted", f"stopped by the user {self._where_all()}")
+            if self.failures:
+                if ended == len(self.ranks) or now > self._deadline():
+                    return self._judge()
+            elif ended == len(self.ranks):
+                return self._end("ok", "")
+            else:
+                overdue = self._overdue(now, current)
+                if overdue is not None:
+                    return overdue
+            tick(self.launch.position(0))
+            time.sleep(POLL_S)
+
+    def _collect(self) -> int:
+        """Number of ranks that have ended; failures among them are noted once."""
+        ended = 0
+        known = {failure.rank for failure in self.failures}
+        for rank in self.ranks:
+            code = self.launch.poll(rank)
+            if code is None:
+                continue
+            ended += 1
+            if code != 0 and rank not in known:
+                self.failures.append(self._failure(rank, code))
+        return ended
+
+    def _failure(self, rank: int, code: int) -> _Failure:
+        position = self.launch.position(rank)
+        now = time.monotonic()
+        report = self.launch.report(rank)
+        if report is not None and report["outcome"] != "ok":
+            severity = report["outcome"]
+            if severity == "error" and _ECHO.search(report["reason"]):
+                severity = "echo"
+            return _Failure(severity, rank, now, f"rank {rank} {position}: {report['reason']}")
+        if code > 0:
+            text = self.launch.error_text(rank).strip().splitlines()
+            said = f": {text[-1][:300]}" if text else ""
+            return _Failure("error", rank, now, f"rank {rank} ended with exit code {code} {position}{said}")
+        name = signal_name(-code)
+        reason = f"rank {rank} was killed by signal {-code} ({name}) {position}"
+        if -code == signal.SIGKILL and kernel_oom_kills() > self.kernel_kills:
+            return _Failure("oom", rank, now, f"{reason}: the kernel ran out of memory")
+        # An allocation that fails in a C++ thread ends in abort(): what it printed is all that is left.
+        if -code == signal.SIGABRT and "bad_alloc" in self.launch.error_text(rank):
+            return _Failure("oom", rank, now, f"{reason}: std::bad_alloc")
+        return _Failure("killed", rank, now, reason)
+
+    def _deadline(self) -> float:
+        only_echoes = all(failure.severity == "echo" for failure in self.failures)
+        return self.failures[0].seen + (ECHO_S if only_echoes else SETTLE_S)
+
+    def _judge(self) -> Ending:
+        # Ranks still running now are killed by us in watch(), and so are no failures of their own.
+        first = min(self.failures, key=lambda failure: (_SEVERITY.index(failure.severity), failure.seen))
+        position = self.launch.position(first.rank)
+        experiment = position.experiment if position.begun else -1
+        return Ending(first.outcome, first.reason, experiment, self.spent)
+
+    def _overdue(self, now: float, current: int) -> Ending | None:
+        limits = self.job.experiments[max(0, current)].limits
+        words = [self.launch.position(rank).seconds for rank in self.ranks]
+        if words != self.last_word:
+            self.last_word, self.last_progress = words, now
+        if limits.timeout_s and self.spent[max(0, current)] > limits.timeout_s:
+            return self._end(
+                "timeout", f"not done after {limits.timeout_s:g} s (limits.timeout_s) {self._where_all()}"
+            )
+        if limits.hang_s and now - self.last_progress > limits.hang_s:
+            self.launch.dump_stacks()
+            reason = f"no progress for {limits.hang_s:g} s (limits.hang_s): {self._who_lags()}"
+            time.sleep(10 * POLL_S)  # for the stacks to be written
+            return self._end("hang", reason)
+        return None
+
+    def _who_lags(self) -> str:
+        positions = [self.launch.position(rank) for rank in self.ranks]
+        stopped = [rank for rank in self.ranks if self.launch.stopped(rank)]
+        if stopped:
+            laggards, what = stopped, "is stopped (SIGSTOP or a debugger)"
+        else:
+            fewest = min((p.experiment, p.sequence, p.step) for p in positions)
+            laggards = [r for r, p in enumerate(positions) if (p.experiment, p.sequence, p.step) == fewest]
+            what = "is behind" if len(laggards) < len(positions) else "is"
+        others = [rank for rank in self.ranks if rank not in laggards]
+        text = "; ".join(f"rank {rank} {what} {positions[rank]}" for rank in laggards[:4])
+        if len(laggards) > 4:
+            text += f"; {len(laggards) - 4} more ranks like it"
+        return text + (f"; {self._where(others, 'waits')}" if others else "")
+
+    def _where_all(self) -> str:
+        return f"({self._where(list(self.ranks), 'was')})"
+
+    def _where(self, ranks: list[int], verb: str) -> str:
+        """Where these ranks are, those in one place named together."""
+        places: dict[str, list[str]] = {}
+        for rank in ranks:
+            places.setdefault(str(self.launch.position(rank)), []).append(str(rank))
+        return "; ".join(
+            f"rank {names[0]} {verb} {place}"
+            if len(names) == 1
+            else f"ranks {', '.join(names[:8])}{', ...' if len(names) > 8 else ''} {place}"
+            for place, names in places.items()
+        )
+
+    def _current(self) -> int:
+        """Index of the experiment that rank 0 is in; -1 before the first."""
+        position = self.launch.position(0)
+        return position.experiment if position.begun else -1
+
+    def _end(self, outcome: str, reason: str) -> Ending:
+        return Ending(outcome, reason, self._current(), self.spent)
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def kernel_oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory: in our cgroup, or on the machine."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        group = next((line[3:] for line in groups if line.startswith("0::")), None)
+        files = [Path("/proc/vmstat")]
+        if group is not None:
+            files.insert(0, Path(f"/sys/fs/cgroup{group}/memory.events"))
+        for file in files:
+            if file.exists():
+                fields = dict(line.split() for line in file.read_text().splitlines())
+                if "oom_kill" in fields:
+                    return int(fields["oom_kill"])
+    except (OSError, ValueError):
+        pass
+    return 0

@@ -1,0 +1,137 @@
+"""A session without torch: ranks that beat, sum and wait through files, and misbehave on request.
+
+What goes wrong is said in ``FAKE_FAULT`` as ``KIND:NAME:RANK:STEP``
+(several separated by commas) and concerns the experiment of that name, so that its key stays the same.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from repro.launch.job import Job
+
+
+class Diverged(Exception):
+    """The loss is not a number."""
+
+
+class _Ring:
+    """A barrier of ``world`` processes in the rendezvous' folder; a dead peer is noticed like gloo does."""
+
+    def __init__(self, url: str, rank: int, world: int):
+        self.folder = Path(url.removeprefix("file://") + ".d")
+        self.folder.mkdir(exist_ok=True)
+        self.rank, self.world, self.count = rank, world, 0
+        (self.folder / f"pid-{rank}").write_text(str(os.getpid()))
+        self.wait()
+
+    def wait(self) -> None:
+        self.count += 1
+        (self.folder / f"at-{self.rank}-{self.count}").touch()
+        for peer in range(self.world):
+            while not (self.folder / f"at-{peer}-{self.count}").exists():
+                pid = self.folder / f"pid-{peer}"
+                if pid.exists() and pid.read_text() and not Path(f"/proc/{pid.read_text()}/cwd").exists():
+                    raise RuntimeError(f"[gloo/transport] Connection closed by peer {peer}")
+                time.sleep(0.002)
+
+
+def run_rank(
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Any
+) -> dict[str, dict[str, Any]]:
+    """Pretend to train every experiment of the job."""
+    faults = [fault.split(":") for fault in os.environ.get("FAKE_FAULT", "").split(",") if fault]
+    pace = float(os.environ.get("FAKE_STEP_S", "0.01"))
+    log = os.environ.get("FAKE_LOG")
+    ring = _Ring(rendezvous, rank, world)
+    results = {}
+    sequence = 0
+    for index, experiment in enumerate(job.experiments):
+        beacon.phase(index, 0, "init")
+        if log and rank == 0:
+            with open(log, "a") as file:
+                file.write(experiment.name + "\n")
+        if log:
+            Path(f"{log}.pid-{os.getpid()}").touch()
+        for step in range(experiment.training.steps):
+            for phase in ("forward", "backward", "optimizer"):
+                beacon.phase(index, step, phase)
+                if phase == "backward":
+                    sequence += 1
+                    beacon.collective(sequence, "all_reduce", "dp")
+                    for kind, name, who, when in faults:
+                        if (name, int(who), int(when)) == (experiment.name, rank, step):
+                            _misbehave(kind)
+                    ring.wait()
+            time.sleep(pace)
+        beacon.phase(index, experiment.training.steps, "done")
+        results[experiment.key] = _result(experiment, rank, job.rounds)
+        if not job.compare:
+            beacon.finished(index, results[experiment.key])
+    return results
+
+
+def _misbehave(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "memory":
+        held = []
+        while True:  # ends at the limit, which the test sets
+            held.append(bytearray(1 << 20))
+    elif kind == "abort":
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+        os.abort()
+    elif kind == "nan":
+        raise Diverged("loss is nan")
+    elif kind == "raise":
+        raise KeyError("no such thing")
+    elif kind == "exit":
+        os._exit(7)
+    else:
+        raise AssertionError(kind)
+
+
+def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
+    timed = experiment.training.steps - experiment.training.untimed_steps
+    gigantic = {"parameters": 4000, "gradients": 4000, "optimizer": 8000}
+    return {
+        "rank": rank,
+        "outcome": "ok",
+        "reason": "",
+        "loss": [5.0 - 0.1 * step for step in range(experiment.training.steps)],
+        "grad_norm": [1.0] * experiment.training.steps,
+        "loss_scale": [],
+        "skipped_steps": [],
+        "rounds": [[0.1 + 0.001 * rank] * timed for _ in range(rounds)],
+        "phase_seconds": {"forward": 0.03, "backward": 0.06, "optimizer": 0.01},
+        "memory": {
+            "states": {**gigantic, "parameters": 4000 + rank},
+            "peak": {"total": 20000, **gigantic, "activations": 3000, "communication": 500, "other": 500},
+            "init_peak_bytes": 16000,
+            "rss_peak_bytes": 10**8,
+            "cuda": {},
+        },
+        "comm": [
+            {
+                "op": "all_reduce",
+                "group": "dp",
+                "size": 2,
+                "calls": 3,
+                "payload_bytes": 4000,
+                "sent_bytes": 4000,
+            }
+        ],
+        "comm_per_layer": [{"op": "all_reduce", "group": "tp", "calls": 4}],
+        "tokens_per_step": 1024,
+        "samples_per_step": 8,
+        "model_flops_per_step": 10**9,
+        "hardware_flops_per_step": 12 * 10**8,
+        "flops_formula": "fake",
+        "parameters": 1000,
+    }
