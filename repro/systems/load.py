@@ -1,0 +1,89 @@
+"""Read system files; every mistake in one becomes one ``ConfigError`` line."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from repro.config.errors import ConfigError
+from repro.config.files import build, read_toml
+from repro.config.system import Device, Link, Quantity, System
+
+FILES = Path(__file__).parent / "files"
+LOCAL = "local"
+
+
+def names() -> list[str]:
+    """Names of all systems; ``local`` is last and has no file."""
+    return [*sorted(path.stem for path in FILES.glob("*.toml")), LOCAL]
+
+
+def load(name: str | Path) -> System:
+    """The system called ``name``, or the one in the ``.toml`` file at the path ``name``."""
+    if str(name) == LOCAL:
+        from repro.systems.local import discover
+
+        return discover()
+    path = Path(name)
+    if path.suffix != ".toml":
+        if str(name) not in names():
+            near = difflib.get_close_matches(str(name), names(), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                "system", str(name), f"{hint}known are {', '.join(names())}, or the path of a .toml file"
+            )
+        path = FILES / f"{name}.toml"
+    return parse(read_toml(path), name=path.stem, file=str(path))
+
+
+def parse(data: dict[str, Any], *, name: str, file: str) -> System:
+    """The system in the tables of a file.  ``name`` is the file's name and is not repeated inside."""
+    if "name" in data:
+        raise ConfigError("name", data["name"], "no such key: a system is called as its file", file=file)
+    tables = dict(data, name=name)
+    for key in ("devices_per_node", "nodes"):
+        if key in tables:
+            tables[key] = quantity(tables[key], file=file, where=key)
+    if "device" in tables:
+        tables["device"] = _device(tables["device"], file)
+    if "links" in tables:
+        links = _table(tables["links"], file, "links")
+        tables["links"] = {key: _link(value, file, f"links.{key}") for key, value in links.items()}
+    return build(System, tables, file=file)
+
+
+def _device(data: Any, file: str) -> Device:
+    table = dict(_table(data, file, "device"))
+    for key in ("memory_bytes", "memory_bandwidth"):
+        if key in table:
+            table[key] = quantity(table[key], file=file, where=f"device.{key}")
+    if "peak_flops" in table:
+        peaks = _table(table["peak_flops"], file, "device.peak_flops")
+        table["peak_flops"] = {
+            key: quantity(value, file=file, where=f"device.peak_flops.{key}") for key, value in peaks.items()
+        }
+    return build(Device, table, file=file, where="device")
+
+
+def _link(data: Any, file: str, where: str) -> Link:
+    table = dict(_table(data, file, where))
+    if "bandwidth" in table:
+        table["bandwidth"] = quantity(table["bandwidth"], file=file, where=f"{where}.bandwidth")
+    return build(Link, table, file=file, where=where)
+
+
+def quantity(data: Any, *, file: str, where: str) -> Quantity:
+    """``{ value = 125e12, source = "..." }``; ``value = "unknown"`` becomes None."""
+    if not isinstance(data, dict):
+        head, _, key = where.rpartition(".")
+        raise ConfigError(key, data, "a table { value = ..., source = ... }", file=file, where=head)
+    return build(
+        Quantity, {k: None if v == "unknown" else v for k, v in data.items()}, file=file, where=where
+    )
+
+
+def _table(data: Any, file: str, where: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ConfigError(where, data, "a table", file=file)
+    return data

@@ -1,0 +1,140 @@
+"""System files: every number has a source, unknown is said, mistakes are one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.config import ConfigError
+from repro.config.system import Quantity, System
+from repro.systems import load, names
+
+GOOD = """
+devices_per_node = { value = 4, source = "here" }
+nodes = { value = 2, source = "here" }
+[device]
+name = "X"
+memory_bytes = { value = 16e9, source = "here" }
+memory_bandwidth = { value = "unknown", source = "nobody says" }
+[device.peak_flops]
+fp16 = { value = 100e12, source = "here" }
+[links.inter-node]
+per = "node"
+bandwidth = { value = 10e9, source = "here" }
+"""
+
+
+def quantities(system: System) -> list[Quantity]:
+    device = system.device
+    links = [link.bandwidth for link in system.links.values()]
+    own = [device.memory_bytes, device.memory_bandwidth, system.devices_per_node, system.nodes]
+    return [*own, *device.peak_flops.values(), *links]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_system_loads_and_every_number_has_a_source(name: str) -> None:
+    system = load(name)
+    assert system.name == name
+    assert all(quantity.source for quantity in quantities(system))
+
+
+def test_published_numbers() -> None:
+    assert {"dgx2", "dgx2h", "lowbw-v100", "selene", "yuan", "local"} == set(names())
+    dgx2 = load("dgx2")
+    assert (dgx2.devices_per_node.value, dgx2.nodes.value) == (16, 25)
+    assert dgx2.peak("fp16") == 125e12
+    assert dgx2.link_per_device("inter-node") == 6.25e9
+    assert load("lowbw-v100").link_per_device("inter-node") == 1.25e9
+    assert load("selene").link_per_device("inter-node") == 25e9
+    assert load("yuan").device.memory_bytes.value is None
+    with pytest.raises(ConfigError, match=r"precision = 'bf16': one that NVIDIA V100"):
+        dgx2.peak("bf16")
+    with pytest.raises(ConfigError, match="not published"):
+        load("yuan").link_per_device("nvlink")
+
+
+def test_local_is_discovered_not_invented() -> None:
+    local = load("local")
+    assert local.device.memory_bytes.value
+    assert local.device.memory_bandwidth.value is None
+    assert local.device.peak_flops == {}
+    with pytest.raises(ConfigError, match="none known"):
+        local.peak("fp16")
+
+
+def test_local_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import repro.systems.local as module
+
+    gpu = {"name": "V100", "compute_capability": "7.0", "memory_bytes": 2**34}
+    monkeypatch.setattr(module, "gpus", lambda: [gpu, gpu | {"name": "A100"}])
+    system = load("local")
+    assert (system.device.name, system.device.compute_capability, system.devices_per_node.value) == (
+        "V100",
+        "7.0",
+        2,
+    )
+    assert "A100" in system.note
+
+
+def test_own_file_by_path(write: Any) -> None:
+    system = load(write(GOOD))
+    assert system.name == "mine"
+    assert system.link_per_device("inter-node") == 2.5e9
+    assert load(str(write(GOOD))) == system
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("", "", None),
+        ('name = "X"', 'nam = "X"', "device.nam = 'X': unknown key; did you mean name?"),
+        ("[device.peak_flops]", "[device.peak_flop]", "device.peak_flop = "),
+        ('nodes = { value = 2, source = "here" }', "", "nodes: is missing"),
+        (
+            'nodes = { value = 2, source = "here" }',
+            "nodes = 2",
+            "nodes = 2: a table { value = ..., source = ... }",
+        ),
+        ('{ value = 2, source = "here" }', '{ value = 2.5, source = "here" }', "nodes = 2.5: a whole number"),
+        ('{ value = 2, source = "here" }', '{ value = -2, source = "here" }', "nodes.value = -2"),
+        ('{ value = 2, source = "here" }', "{ value = 2 }", "nodes.source: is missing"),
+        ('{ value = 2, source = "here" }', '{ value = 2, source = " " }', "where the number comes from"),
+        ("value = 16e9", 'value = "16 GB"', "device.memory_bytes.value = '16 GB'"),
+        ("fp16 =", "fp12 =", "peak_flops = 'fp12': precisions among"),
+        ('per = "node"', 'per = "rack"', "links.inter-node.per = 'rack': one of device, node"),
+        ("[links.inter-node]", "[links.ethernet]", "links = 'ethernet': classes among"),
+        ("[links.inter-node]", "links = 3\n[x]", "links = 3"),
+        ("devices_per_node", 'name = "x"\ndevices_per_node', "a system is called as its file"),
+    ],
+)
+def test_mistakes_are_one_line_with_file_key_and_remedy(
+    write: Any, old: str, new: str, message: str | None
+) -> None:
+    path = write(GOOD.replace(old, new, 1))
+    if message is None:
+        load(path)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_and_missing_systems() -> None:
+    with pytest.raises(ConfigError, match=r"system = 'dgx-2': did you mean dgx2\?"):
+        load("dgx-2")
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        load("nowhere.toml")
