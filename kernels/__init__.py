@@ -1,0 +1,34 @@
+"""The kernels that every strategy shares, as torch operators `repro::*` that work on CPU, CUDA and meta.
+
+One kernel a file: the operator, its autograd, its shape function, its cost formula, and `reference`, the
+same maths in plain torch, which is what the tests trust.
+"""
+
+from repro.kernels.adamw import adamw_
+from repro.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_max, cross_entropy_sums
+from repro.kernels.dropout import bias_dropout_residual
+from repro.kernels.flops import cost
+from repro.kernels.gelu import bias_gelu
+from repro.kernels.layernorm import layer_norm
+from repro.kernels.norm import norm_squared
+from repro.kernels.packing import pack, unpack
+from repro.kernels.random import derive_key, keep_mask, normal, normal_at, uniform_bits
+
+__all__ = [
+    "adamw_",
+    "bias_dropout_residual",
+    "bias_gelu",
+    "cost",
+    "cross_entropy_backward_",
+    "cross_entropy_max",
+    "cross_entropy_sums",
+    "derive_key",
+    "keep_mask",
+    "layer_norm",
+    "norm_squared",
+    "normal",
+    "normal_at",
+    "pack",
+    "uniform_bits",
+    "unpack",
+]

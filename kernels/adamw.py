@@ -1,0 +1,176 @@
+"""AdamW over flat shards: unscale, moments, fp32 master and 16-bit copy in one pass.
+
+The arithmetic is that of `torch.optim.AdamW` (decoupled weight decay, 1711.05101). Of the ZeRO paper's K =
+12 bytes of optimizer state per parameter, 4 are the master and 8 the two moments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro.kernels.library import Cost, Operand, operator
+
+CHUNK = 2**20
+"""Elements of a 16-bit gradient that are widened to fp32 at once: 4 MiB, whatever the shard."""
+
+
+def reference(
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    copies: list[Tensor],
+    *,
+    step: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """The definition: full-size temporaries, no fused kernel, and no decision on the host."""
+    go = torch.ones((), dtype=torch.bool, device=step.device) if found_inf is None else found_inf == 0
+    for master, grad, exp_avg, exp_avg_sq in zip(masters, grads, exp_avgs, exp_avg_sqs, strict=True):
+        g = grad.to(master.dtype) if grad_scale is None else grad.to(master.dtype) / grad_scale
+        decayed = master * (1 - lr * weight_decay)
+        first = exp_avg + (1 - beta1) * (g - exp_avg)
+        second = beta2 * exp_avg_sq + (1 - beta2) * g * g
+        denominator = second.sqrt() / (1 - beta2**step).sqrt() + eps
+        updated = decayed - lr / (1 - beta1**step) * first / denominator
+        for state, value in ((master, updated), (exp_avg, first), (exp_avg_sq, second)):
+            state.copy_(torch.where(go, value, state))
+    for copy, master in zip(copies, masters, strict=bool(copies)):
+        copy.copy_(master)
+
+
+@torch.no_grad()
+def _adamw(
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    copies: list[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    options: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
+    options |= {"weight_decay": weight_decay, "grad_scale": grad_scale, "found_inf": found_inf}
+    if not (hasattr(torch, "_fused_adamw_") and masters[0].device.type in ("cpu", "cuda")):
+        reference(masters, grads, exp_avgs, exp_avg_sqs, copies, step=step, **options)
+        return
+
+    def update(p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
+        torch._fused_adamw_(p, g, m, v, [], [step] * len(p), amsgrad=False, maximize=False, **options)
+
+    ready = [i for i, (p, g) in enumerate(zip(masters, grads, strict=True)) if p.dtype == g.dtype]
+    if ready:
+        update(*([tensors[i] for i in ready] for tensors in (masters, grads, exp_avgs, exp_avg_sqs)))
+        if copies:
+            torch._foreach_copy_([copies[i] for i in ready], [masters[i] for i in ready])
+    narrow = [i for i in range(len(masters)) if masters[i].dtype != grads[i].dtype]
+    if not narrow:
+        return
+    longest = max(masters[i].numel() for i in narrow)
+    buffer = torch.empty(min(CHUNK, longest), dtype=masters[0].dtype, device=masters[0].device)
+    for i in narrow:
+        for start in range(0, masters[i].numel(), CHUNK):
+            part = slice(start, min(masters[i].numel(), start + CHUNK))
+            master = masters[i][part]
+            wide = buffer[: master.numel()].copy_(grads[i][part])
+            update([master], [wide], [exp_avgs[i][part]], [exp_avg_sqs[i][part]])
+            if copies:
+                copies[i][part].copy_(master)
+
+
+def _shape(*_: object) -> None:
+    return None
+
+
+adamw_operator = operator(
+    "adamw_(Tensor(a!)[] masters, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
+    " Tensor(e!)[] copies, Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay,"
+    " Tensor? grad_scale, Tensor? found_inf) -> ()",
+    _adamw,
+    _shape,
+)
+
+
+def adamw_(
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    copies: list[Tensor],
+    *,
+    step: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One AdamW step over flat shards (1-D tensors; element i of every list is the same shard).
+
+    masters, exp_avgs and exp_avg_sqs are fp32 and updated in place; grads are fp32, bf16 or fp16 and *may
+    be overwritten*; copies are the parameters of lower precision that receive the new masters, or an empty
+    list when the masters are the parameters. `step` (the number of this step, from 1), `lr`, `grad_scale`
+    (gradients are divided by it) and `found_inf` (1: leave master and moments as they are) are 0-dim fp32
+    tensors on the device of the masters, so that nothing waits for the host; a skipped step must not
+    advance `step`, which is the caller's. Raises ValueError when the lists do not match or are empty.
+    """
+    count = len(masters)
+    lengths = [len(grads), len(exp_avgs), len(exp_avg_sqs), len(copies) or count]
+    if count == 0 or any(length != count for length in lengths):
+        raise ValueError(
+            f"adamw_ needs one gradient, two moments and one or no copy per master, not {lengths} for {count}"
+        )
+    for i, master in enumerate(masters):
+        if master.dim() != 1 or any(
+            t[i].shape != master.shape for t in (grads, exp_avgs, exp_avg_sqs, copies or masters)
+        ):
+            raise ValueError(
+                f"adamw_ needs 1-D tensors of one length; shard {i} has a master of {list(master.shape)}"
+            )
+    adamw_operator(
+        masters,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        copies,
+        step,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        grad_scale,
+        found_inf,
+    )
+
+
+def cost(
+    masters: list[Operand],
+    grads: list[Operand],
+    exp_avgs: list[Operand],
+    exp_avg_sqs: list[Operand],
+    copies: list[Operand],
+    *_: object,
+    **__: object,
+) -> Cost:
+    """14 per element: unscale 1, decay 1, first moment 3, second moment 4, sqrt, eps, divide 3, update 2."""
+    states = sum(operand.nbytes for group in (masters, exp_avgs, exp_avg_sqs) for operand in group)
+    written = states + sum(operand.nbytes for operand in copies)
+    return Cost(14 * sum(m.numel for m in masters), states + sum(g.nbytes for g in grads), written)

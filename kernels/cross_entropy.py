@@ -1,0 +1,156 @@
+"""The three local steps of vocabulary-parallel cross-entropy (Megatron-LM, 1909.08053, section 3).
+
+A rank holds columns vocab_start .. vocab_start + v of the logits. Between the steps the caller reduces over
+the tensor-parallel group: the row maxima by maximum, the [2, n] sums by addition. Then loss = log(sums[0])
+- sums[1], and the gradient replaces the logits in place: no second tensor of their size exists.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+
+
+def reference_max(logits: Tensor) -> Tensor:
+    """The definition, in the dtype of the argument."""
+    return logits.amax(-1)
+
+
+def reference_sums(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int) -> Tensor:
+    """The definition, in the dtype of the arguments."""
+    shifted = logits - maximum[:, None]
+    hit = targets[:, None] == torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
+    return torch.stack([shifted.exp().sum(1), torch.where(hit, shifted, 0.0).sum(1)])
+
+
+def reference_gradient(
+    logits: Tensor, maximum: Tensor, sums: Tensor, targets: Tensor, vocab_start: int, grad_loss: Tensor
+) -> Tensor:
+    """(softmax - onehot) * grad_loss by the definition, as a new tensor."""
+    hit = targets[:, None] == torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
+    probability = (logits - maximum[:, None]).exp() / sums[0, :, None]
+    return (probability - hit.to(logits.dtype)) * grad_loss[:, None]
+
+
+def _max(logits: Tensor) -> Tensor:
+    return logits.amax(-1).to(accumulation_dtype(logits.dtype))
+
+
+def _local_targets(targets: Tensor, vocab_start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Column [n, 1] of every target, some column where it is elsewhere, and bool [n, 1]: is it here?"""
+    local = (targets - vocab_start).unsqueeze(1)
+    column = local.clamp(0, size - 1)
+    return column, column == local
+
+
+def _sums(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int) -> Tensor:
+    wide, (rows, size) = accumulation_dtype(logits.dtype), logits.shape
+    shift = maximum.to(wide).unsqueeze(1)
+    out = torch.empty(2, rows, dtype=wide, device=logits.device)
+    column, here = _local_targets(targets, vocab_start, size)
+    out[1] = torch.where(here, logits.gather(1, column).to(wide) - shift, 0.0).squeeze(1)
+    for first, last in row_chunks(rows, size, logits.device):
+        torch.sum(torch.sub(logits[first:last], shift[first:last]).exp_(), 1, out=out[0, first:last])
+    return out
+
+
+def _backward(
+    logits: Tensor, maximum: Tensor, sums: Tensor, targets: Tensor, vocab_start: int, grad_loss: Tensor
+) -> None:
+    wide, (rows, size) = accumulation_dtype(logits.dtype), logits.shape
+    shift, scale = maximum.to(wide).unsqueeze(1), grad_loss.to(wide).unsqueeze(1)
+    factor = scale / sums[0].to(wide).unsqueeze(1)
+    column, here = _local_targets(targets, vocab_start, size)
+    subtract = torch.where(here, -scale, 0.0)
+    for first, last in row_chunks(rows, size, logits.device):
+        part = logits[first:last]
+        work = part.sub_(shift[first:last]) if logits.dtype == wide else part - shift[first:last]
+        work.exp_().mul_(factor[first:last]).scatter_add_(1, column[first:last], subtract[first:last])
+        if work is not part:
+            part.copy_(work)
+
+
+def _max_shape(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
+
+
+def _sums_shape(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int) -> Tensor:
+    return logits.new_empty((2, logits.shape[0]), dtype=accumulation_dtype(logits.dtype))
+
+
+def _backward_shape(
+    logits: Tensor, maximum: Tensor, sums: Tensor, targets: Tensor, vocab_start: int, grad_loss: Tensor
+) -> None:
+    return None
+
+
+max_operator = operator("cross_entropy_max(Tensor logits) -> Tensor", _max, _max_shape)
+sums_operator = operator(
+    "cross_entropy_sums(Tensor logits, Tensor maximum, Tensor targets, int vocab_start) -> Tensor",
+    _sums,
+    _sums_shape,
+)
+backward_operator = operator(
+    "cross_entropy_backward_(Tensor(a!) logits, Tensor maximum, Tensor sums, Tensor targets, int vocab_start,"
+    " Tensor grad_loss) -> ()",
+    _backward,
+    _backward_shape,
+)
+
+
+def _check(logits: Tensor, *vectors: Tensor) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0 or any(v.shape != logits.shape[:1] for v in vectors):
+        raise ValueError(
+            f"cross-entropy needs logits [n, v] with v > 0 and one value per row, not {list(logits.shape)} "
+            f"with {[list(v.shape) for v in vectors]}"
+        )
+
+
+def cross_entropy_max(logits: Tensor) -> Tensor:
+    """Row maxima of this rank's logits [n, v]: fp32 [n] (fp64 for fp64). Not differentiable."""
+    _check(logits)
+    return max_operator(logits.detach())
+
+
+def cross_entropy_sums(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int) -> Tensor:
+    """fp32 [2, n] (fp64 for fp64 logits): sum of exp(logit - maximum), and target logit - maximum or 0.
+
+    `targets` int64 [n] are numbers in the whole vocabulary; those outside this rank's columns contribute 0.
+    16-bit logits are widened chunk by chunk. Not differentiable by itself: the gradient is
+    `cross_entropy_backward_`. Raises ValueError when the sizes do not agree.
+    """
+    _check(logits, maximum, targets)
+    return sums_operator(logits.detach(), maximum, targets, vocab_start)
+
+
+def cross_entropy_backward_(
+    logits: Tensor, maximum: Tensor, sums: Tensor, targets: Tensor, vocab_start: int, grad_loss: Tensor
+) -> None:
+    """Overwrite logits [n, v] by d loss / d logits = (softmax - onehot) * grad_loss.
+
+    maximum and sums are those of the whole vocabulary, reduced over the group.     `grad_loss` is fp32 [n]:
+    0 at rows that shall not count. Arithmetic in fp32, rounded once to the dtype of the logits. Raises
+    ValueError when the sizes do not agree.
+    """
+    _check(logits, maximum, sums[0], targets, grad_loss)
+    backward_operator(logits.detach(), maximum, sums, targets, vocab_start, grad_loss)
+
+
+def max_cost(logits: Operand) -> Cost:
+    """1 comparison per logit."""
+    return Cost(logits.numel, logits.nbytes, 4 * logits.shape[0])
+
+
+def sums_cost(logits: Operand, maximum: Operand, targets: Operand, *_: object) -> Cost:
+    """3 per logit: shift, exp, sum; the target's logit is read with its row."""
+    rows = logits.shape[0]
+    return Cost(3 * logits.numel + rows, logits.nbytes + maximum.nbytes + targets.nbytes, 2 * 4 * rows)
+
+
+def gradient_cost(logits: Operand, maximum: Operand, sums: Operand, targets: Operand, *_: object) -> Cost:
+    """3 per logit: shift, exp, times grad / sum; 2 per row. Of the sums only the first row is read."""
+    rows = logits.shape[0]
+    read = logits.nbytes + maximum.nbytes + sums.nbytes // 2 + targets.nbytes + 4 * rows
+    return Cost(3 * logits.numel + 2 * rows, read, logits.nbytes)

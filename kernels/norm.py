@@ -1,0 +1,60 @@
+"""Sum of squares of many tensors: the local part of a global gradient norm, and the overflow check in one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from repro.kernels.library import Cost, Operand, operator
+
+CHUNK = 2**18
+"""Elements summed at once on a CPU: bounds the fp32 copy of 16-bit tensors and the rounding of long sums."""
+
+
+def reference(tensors: list[Tensor]) -> Tensor:
+    """The definition, in the dtype of the arguments."""
+    return torch.stack([t.square().sum() for t in tensors]).sum()
+
+
+@torch.no_grad()
+def _norm_squared(tensors: list[Tensor]) -> Tensor:
+    # A foreach norm reads 16-bit tensors into fp32 registers: one kernel for all of them, no temporary.
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square_().sum()
+
+
+@torch.no_grad()
+def _norm_squared_cpu(tensors: list[Tensor]) -> Tensor:
+    # A dot product is as fast as the memory and keeps several partial sums; a CPU norm converts into a full
+    # copy first.
+    parts = []
+    for tensor in tensors:
+        for piece in tensor.reshape(-1).split(CHUNK):
+            wide = piece.float()
+            parts.append(torch.dot(wide, wide))
+    return torch.stack(parts).sum()
+
+
+def _shape(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((), dtype=torch.float32)
+
+
+norm_operator = operator("norm_squared(Tensor[] tensors) -> Tensor", _norm_squared, _shape, _norm_squared_cpu)
+
+
+def norm_squared(tensors: list[Tensor]) -> Tensor:
+    """Sum of the squares of all elements, 0-dim fp32, accumulated in fp32.
+
+    The tensors may have any floating dtype and any shape. inf and nan in any element end up in the result,
+    so `isfinite` of it is the overflow check. A finite value beyond 1.8e19 overflows too, as it does in any
+    fp32 norm. Raises ValueError for an empty list, which has no device.
+    """
+    if not tensors:
+        raise ValueError(
+            "norm_squared needs at least one tensor: an empty list does not say which device to use"
+        )
+    return norm_operator(tensors)
+
+
+def cost(tensors: list[Operand]) -> Cost:
+    """2 per element: square and add."""
+    return Cost(2 * sum(t.numel for t in tensors), sum(t.nbytes for t in tensors), 4)

@@ -1,0 +1,114 @@
+"""Counter-based random numbers: a value depends on (key, row, column), not on who computes it.
+
+So a dropout mask is the same under every layout and in recomputation, and a shard of a parameter can be
+initialised without the rest of it. All arithmetic is on integers with two's-complement wrap-around, so that
+a CUDA kernel reproduces it bit by bit:
+
+    mix(z)     = the splitmix64 finaliser, 64 bits, >>> is a logical shift:
+                 z ^= z >>> 30; z *= 0xBF58476D1CE4E5B9;
+                 z ^= z >>> 27; z *= 0x94D049BB133111EB; z ^= z >>> 31
+    hash(i)    = mix(mix(key) + i * 0x9E3779B97F4A7C15), 64 bits
+    bits(r, c) = (low(hash(r)) + low(hash(-1 - c))) * ((high(hash(r)) | 1) ^ (high(hash(-1 - c)) & ~1)),
+                 the low 32 bits, low() and high() being the 32-bit halves
+
+Rows and columns are hashed once each, so that a whole matrix costs three 32-bit passes. One factor of the
+product is always odd: multiplying by it permutes the 32-bit words, so every value is equally likely. Bit k
+of a product depends only on bits 0..k of its factors, therefore use the value as a whole (compare it with a
+threshold) or its high bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from repro.kernels.library import row_chunks
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as a signed number, which is what torch takes."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _mix_int(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def _hash_(index: Tensor, key: int) -> Tensor:
+    """`hash` in place on an int64 tensor; torch's >> is arithmetic, hence the masks."""
+    index.mul_(_signed(_GOLDEN)).add_(_signed(_mix_int(key & _MASK)))
+    index.bitwise_xor_((index >> 30).bitwise_and_(2**34 - 1)).mul_(_signed(_FIRST))
+    index.bitwise_xor_((index >> 27).bitwise_and_(2**37 - 1)).mul_(_signed(_SECOND))
+    return index.bitwise_xor_((index >> 31).bitwise_and_(2**33 - 1))
+
+
+def derive_key(*parts: int) -> int:
+    """Mix integers (seed, step, layer, site, ...) into a key in [0, 2**63); their order and number matter."""
+    state = _mix_int(len(parts) + _GOLDEN)
+    for part in parts:
+        state = _mix_int(((state ^ _mix_int(part & _MASK)) * 3 + _GOLDEN) & _MASK)
+    return state >> 1
+
+
+def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The 32-bit words that make `bits`: two int32 [R, 1] of the rows, two int32 [C] of the columns."""
+    index = torch.cat([rows, torch.arange(-1, -1 - columns, -1, device=rows.device)])
+    words = _hash_(index, key).view(torch.int32).view(-1, 2)  # little-endian: low word, high word
+    row, column = words[: rows.numel()], words[rows.numel() :]
+    return row[:, :1], row[:, 1:] | 1, column[:, 0], column[:, 1] & -2
+
+
+def combine(row_low: Tensor, row_odd: Tensor, column_low: Tensor, column_even: Tensor) -> Tensor:
+    """`bits` from the words of `factors`; takes any slice of the rows."""
+    return torch.bitwise_xor(row_odd, column_even).mul_(row_low + column_low)
+
+
+def uniform_bits(rows: Tensor, columns: int, key: int) -> Tensor:
+    """Uniform int32 [R, columns] over all of -2**31 .. 2**31 - 1; rows is int64 [R], values >= 0."""
+    return combine(*factors(rows, columns, key))
+
+
+def threshold(p: float) -> int:
+    """The smallest value of `uniform_bits` that is kept: a fraction p of the 2**32 values lies below it.
+
+    Raises ValueError unless 0 <= p < 1.
+    """
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout probability is {p}, it must be at least 0 and less than 1")
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+def keep_mask(rows: Tensor, columns: int, p: float, key: int) -> Tensor:
+    """bool [R, columns], False (dropped) with probability p; rows is int64 [R] with values >= 0."""
+    return uniform_bits(rows, columns, key) >= threshold(p)
+
+
+def normal_at(index: Tensor, key: int) -> Tensor:
+    """Standard normal numbers (float32) of the given elements (int64, any shape) of an endless sequence.
+
+    The highest 24 bits of `hash(element)` choose the middle of one of 2**24 equally likely intervals, and
+    `erfinv` maps it to a quantile, so |value| < 5.5. The integers are the same everywhere; erfinv may
+    differ between devices in the last bit.
+    """
+    # The arithmetic shift already centres it: -2**24 < middle < 2**24.
+    middle = (_hash_(index.clone(), key) >> 40).mul_(2).add_(1)
+    return middle.float().mul_(2.0**-24).erfinv_().mul_(math.sqrt(2.0))
+
+
+def normal(start: int, count: int, key: int, device: torch.device | str) -> Tensor:
+    """`normal_at` for the elements start .. start + count: float32 [count]."""
+    out = torch.empty(count, dtype=torch.float32, device=device)
+    if out.device.type == "meta":
+        return out
+    for first, last in row_chunks(count, 1, out.device):
+        out[first:last] = normal_at(torch.arange(start + first, start + last, device=out.device), key)
+    return out
