@@ -16,7 +16,7 @@ class Training:
     steps: int = 20
     """Optimizer steps, warm-up steps included."""
     untimed_steps: int = 3
-    """First steps that train and count for the loss but not for times and throughput."""
+    """First steps that train and count for the loss but not for times; the first also watches memory."""
     seq: int = 0
     """Tokens per sample; 0 means the model's longest sequence."""
     seed: int = 1234
@@ -55,9 +55,9 @@ class Training:
     """``synthetic``, ``shakespeare`` (bytes), ``shakespeare-gpt2`` (BPE), or a .txt or .bin file's path."""
 
     def __post_init__(self) -> None:
-        for key in ("steps", "loss_scale_window", "loss_scale_hysteresis"):
+        for key in ("steps", "untimed_steps", "loss_scale_window", "loss_scale_hysteresis"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
-        for key in ("untimed_steps", "seq", "warmup_steps", "decay_steps", "weight_decay", "clip", "min_lr"):
+        for key in ("seq", "warmup_steps", "decay_steps", "weight_decay", "clip", "min_lr"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
         for key in ("lr", "eps", "loss_scale"):
             require(getattr(self, key) > 0, key, getattr(self, key), "more than 0")

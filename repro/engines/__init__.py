@@ -1,1 +1,23 @@
+"""One small adapter per engine, one interface (:class:`repro.engines.base.Engine`)."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from repro.config import Experiment
+    from repro.engines.base import Engine
+    from repro.parallel.mesh import Mesh
+
+
+def build_engine(experiment: Experiment, mesh: Mesh, device: torch.device) -> Engine:
+    """The engine that the experiment names, with its model built on this rank."""
+    if experiment.engine == "torch":
+        from repro.engines.stock import StockEngine
+
+        return StockEngine(experiment, mesh, device)
+    from repro.engines.native import NativeEngine
+
+    return NativeEngine(experiment, mesh, device)

@@ -1,0 +1,46 @@
+"""What every engine offers: build the model of an experiment on this rank, and take one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from repro.models.gpt import Place
+from repro.parallel.optimizer import Norms
+
+Observer = Callable[[str], None]
+"""Called with the name of the phase that begins: forward, backward, optimizer."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tokens and targets [micro_batch, s], int64, on the engine's device."""
+
+    tokens: Tensor
+    targets: Tensor
+    place: Place
+
+
+class Engine(Protocol):
+    """One experiment's training state on one rank."""
+
+    def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
+        """One optimizer step over the replica's micro-batches."""
+
+    def loss_scale(self) -> Tensor | None:
+        """The loss scale that the next step will use, 0-dim; None without loss scaling."""
+
+    def synchronize(self) -> None:
+        """Have everything done that the last step started."""
+
+    def local_parameters(self) -> int:
+        """Parameters of one model replica that this rank's tp share has."""
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """A copy of every (tp-local) parameter, complete, by name."""
+
+    def padding(self) -> int:
+        """Elements that flat buffers hold beyond the parameters."""

@@ -1,0 +1,211 @@
+"""The one model of the suite: GPT, decoder-only, pre-LayerNorm, learned positions, GELU, tied embedding.
+
+Built on ``meta``; whoever shards it makes the values.  Every matrix is written in the tensor-parallel form
+of 1909.08053 sec. 3, which on one rank is the plain model.  Symbols: b samples, s tokens, h hidden, a
+heads, t tensor-parallel ranks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from repro import kernels
+from repro.config import Layout, Model, Training
+from repro.parallel import tensor
+from repro.parallel.comm import Group
+from repro.parallel.recompute import recompute
+from repro.parallel.zero import Unit, Use
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which samples of the training run a micro-batch holds; random numbers follow from it alone."""
+
+    step: int
+    first_sample: int
+    """Number, within the step's global batch, of the micro-batch's first sample."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all parts of one model share."""
+
+    model: Model
+    tp: Group
+    sp: bool
+    dropout: float
+    attention_dropout: float
+    seed: int
+
+    def key(self, place: Place, layer: int, site: int) -> int:
+        """Key of the random numbers of one dropout in one step."""
+        return kernels.derive_key(self.seed, place.step, layer, site)
+
+
+def dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    setting: Setting,
+    place: Place,
+    layer: int,
+    site: int,
+) -> Tensor:
+    """residual + dropout(x + bias) on x [b, s, h]; under ``sp`` the rank's part of the sequence."""
+    s = x.shape[1]
+    first_position = setting.tp.rank * s if setting.sp else 0
+    seq = s * setting.tp.size if setting.sp else s
+    key = setting.key(place, layer, site) if setting.dropout else 0
+    return kernels.bias_dropout_residual(
+        x, bias, residual, setting.dropout, key, place.first_sample, seq, first_position, True
+    )
+
+
+class Embedding(nn.Module):
+    """Tokens (split by vocabulary) plus positions, then dropout: [b, s] to [b, s, h]."""
+
+    def __init__(self, setting: Setting):
+        super().__init__()
+        m = setting.model
+        self.setting = setting
+        self.tokens = tensor.split_parameter((m.vocab, m.hidden), 0, setting.tp, "normal")
+        self.positions = tensor.split_parameter((m.seq, m.hidden), None, setting.tp, "normal")
+
+    def forward(self, tokens: Tensor, place: Place) -> Tensor:
+        tp, sp = self.setting.tp, self.setting.sp
+        x = tensor.embed(tokens, self.tokens, tp)
+        x = tensor.reduce_output(x, tp, sp, "embedding")
+        s = x.shape[1]
+        start = tp.rank * s if sp else 0
+        x = x + self.positions[start : start + s]
+        return dropout_add(x, None, None, self.setting, place, 0, 0)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; each rank has a/t of the heads."""
+
+    def __init__(self, setting: Setting, layer: int):
+        super().__init__()
+        m = setting.model
+        self.setting, self.layer = setting, layer
+        self.heads = m.heads // setting.tp.size
+        inner = m.heads * m.head_width
+        # Query, key and value are three matrices, each split by heads.
+        self.qkv = tensor.split_parameter((3, inner, m.hidden), 1, setting.tp, "normal")
+        self.qkv_bias = tensor.split_parameter((3, inner), 1, setting.tp, "zeros")
+        self.out = tensor.split_parameter((m.hidden, inner), 1, setting.tp, "residual")
+
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        tp, sp = self.setting.tp, self.setting.sp
+        qkv = tensor.column_linear(x, self.qkv.flatten(0, 1), self.qkv_bias.flatten(), tp, sp, "block")
+        b, s, _ = qkv.shape
+        q, k, v = qkv.view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.setting.attention_dropout:
+            y = self._explicit(q, k, v, place)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).reshape(b, s, -1)
+        return tensor.row_linear(y, self.out, tp, sp, "block")
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+        """softmax(q k^T / sqrt(d)) with dropout, written out; q, k, v are [b, a/t, s, d]."""
+        b, a, s, d = q.shape
+        p, tp = self.setting.attention_dropout, self.setting.tp
+        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        scores = (q @ k.transpose(-1, -2)) / math.sqrt(d)
+        weights = scores.float().masked_fill(future, float("-inf")).softmax(-1).to(q.dtype)
+        samples = place.first_sample + torch.arange(b, device=q.device)
+        heads = tp.rank * a + torch.arange(a, device=q.device)
+        row = (samples[:, None] * self.setting.model.heads + heads)[:, :, None] * s
+        rows = (row + torch.arange(s, device=q.device)).flatten()
+        keep = kernels.keep_mask(rows, s, p, self.setting.key(place, self.layer + 1, 0)).view(b, a, s, s)
+        return (weights * keep / (1 - p)) @ v
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): two all-reduces forward, two backward under tp."""
+
+    def __init__(self, setting: Setting, layer: int):
+        super().__init__()
+        m, tp, sp = setting.model, setting.tp, setting.sp
+        self.setting, self.layer = setting, layer
+        self.norm1, self.norm1_bias = norm_parameters(setting)
+        self.attention = Attention(setting, layer)
+        self.out_bias = duplicate(m.hidden, "zeros", tp, sp)
+        self.norm2, self.norm2_bias = norm_parameters(setting)
+        self.up = tensor.split_parameter((m.ffn_width, m.hidden), 0, tp, "normal")
+        self.up_bias = tensor.split_parameter((m.ffn_width,), 0, tp, "zeros")
+        self.down = tensor.split_parameter((m.hidden, m.ffn_width), 1, tp, "residual")
+        self.down_bias = duplicate(m.hidden, "zeros", tp, sp)
+
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        setting, layer = self.setting, self.layer + 1
+        tp, sp = setting.tp, setting.sp
+        y = self.attention(kernels.layer_norm(x, self.norm1, self.norm1_bias), place)
+        x = dropout_add(y, self.out_bias, x, setting, place, layer, 1)
+        y = tensor.column_linear(
+            kernels.layer_norm(x, self.norm2, self.norm2_bias), self.up, None, tp, sp, "block"
+        )
+        y = tensor.row_linear(kernels.bias_gelu(y, self.up_bias), self.down, tp, sp, "block")
+        return dropout_add(y, self.down_bias, x, setting, place, layer, 2)
+
+
+class Head(nn.Module):
+    """Final norm, logits with the tied embedding, loss per token: [b, s, h] and [b, s] to fp32 [b * s]."""
+
+    def __init__(self, setting: Setting, tokens: nn.Parameter):
+        super().__init__()
+        self.setting = setting
+        self.norm, self.norm_bias = norm_parameters(setting)
+        self.tokens = tokens
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        tp, sp = self.setting.tp, self.setting.sp
+        x = kernels.layer_norm(x, self.norm, self.norm_bias)
+        logits = tensor.column_linear(x, self.tokens, None, tp, sp, "head")
+        return tensor.vocab_parallel_cross_entropy(logits.flatten(0, 1), targets.flatten(), tp)
+
+
+def duplicate(size: int, init: str, tp: Group, sp: bool) -> nn.Parameter:
+    """A vector [size] that every tp rank holds; under ``sp`` each sees its part of the sequence only."""
+    parameter = tensor.split_parameter((size,), None, tp, init)
+    parameter.partial = sp  # type: ignore[attr-defined]
+    return parameter
+
+
+def norm_parameters(setting: Setting) -> tuple[nn.Parameter, nn.Parameter]:
+    """Weight and bias of a layer norm."""
+    h, tp, sp = setting.model.hidden, setting.tp, setting.sp
+    return duplicate(h, "ones", tp, sp), duplicate(h, "zeros", tp, sp)
+
+
+class GPT(nn.Module):
+    """Mean loss (0-dim fp32) of tokens [b, s] and targets [b, s], int64."""
+
+    def __init__(self, model: Model, layout: Layout, training: Training, tp: Group):
+        super().__init__()
+        setting = Setting(model, tp, layout.sp, training.dropout, training.attention_dropout, training.seed)
+        self.recompute = layout.recompute
+        self.embed = Embedding(setting)
+        self.embed.positions.partial = layout.sp  # type: ignore[attr-defined]
+        self.blocks = nn.ModuleList(Block(setting, i) for i in range(model.layers))
+        self.head = Head(setting, self.embed.tokens)
+
+    def forward(self, tokens: Tensor, targets: Tensor, place: Place) -> Tensor:
+        x = self.embed(tokens, place)
+        for block in self.blocks:
+            if self.recompute:
+                x = recompute(lambda y, block=block: block(y, place), x)
+            else:
+                x = block(x, place)
+        return self.head(x, targets).mean()
+
+    def zero_units(self) -> list[Unit]:
+        """One unit a block; embeddings and final norm together, used by both ends (the embedding is tied)."""
+        outer = Unit("outer", (Use("embed", backward=False), Use("head", free_early=True)))
+        return [outer, *(Unit(f"blocks.{i}", (Use(f"blocks.{i}"),)) for i in range(len(self.blocks)))]

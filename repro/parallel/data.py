@@ -1,0 +1,118 @@
+"""Bucketed data parallelism: average gradients over replicas while the backward pass still runs.
+
+When the last gradient of a bucket has been computed, the bucket is reduced.  Buckets are reduced in one
+fixed order on all ranks, whatever order gradients come in, so ranks that use different parameters cannot
+wait for different messages.  Stages differ only in what a bucket keeps (see :mod:`repro.parallel.bucket`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from repro.parallel.bucket import Bucket
+from repro.parallel.comm import Work
+
+
+class GradientReducer:
+    """Collects gradients by hooks and reduces them bucket by bucket.
+
+    Call :meth:`begin` before each micro-batch's forward and :meth:`finish` after its backward.
+    """
+
+    IN_FLIGHT = 2
+    """Transient gradient buffers (stages 2 and 3) that may be under reduction at once."""
+
+    def __init__(self, buckets: Sequence[Bucket], on_complete: Callable[[Bucket], None] | None = None):
+        self.buckets = list(buckets)
+        """In the order in which their gradients are expected, the last layers first."""
+        self.on_complete = on_complete
+        """Called when all gradients of a bucket have been computed (stage 3 frees its parameters)."""
+        self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
+        self._missing = [0] * len(self.buckets)
+        self._next = 0
+        self._works: deque[Work] = deque()
+        self._first = self._last = True
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(b, s))
+            for b, bucket in enumerate(self.buckets)
+            for s, parameter in enumerate(bucket.parameters)
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, micro_batch: int, micro_batches: int) -> None:
+        """Prepare for the backward pass of one of the step's micro-batches."""
+        self._first, self._last = micro_batch == 0, micro_batch == micro_batches - 1
+        self._next = 0
+        for b, bucket in enumerate(self.buckets):
+            self._arrived[b] = [False] * len(bucket.parameters)
+            self._missing[b] = len(bucket.parameters)
+
+    def finish(self) -> None:
+        """Reduce what is left and wait for everything; parameters without a gradient count as zero."""
+        for b, bucket in enumerate(self.buckets):
+            if self._missing[b]:
+                self._fill_missing(b, bucket)
+        self._launch_ready()
+        while self._works:
+            self._works.popleft().wait()
+
+    def _hook(self, b: int, s: int) -> Callable[[Parameter], None]:
+        bucket = self.buckets[b]
+
+        def collect(parameter: Parameter) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            parameter.grad = None
+            self._store(bucket, s, gradient)
+            self._arrived[b][s] = True
+            self._missing[b] -= 1
+            if not self._missing[b]:
+                if self.on_complete is not None:
+                    self.on_complete(bucket)
+                if b == self._next:
+                    self._launch_ready()
+
+        return collect
+
+    def _store(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
+        view = bucket.gradient_view(slot).view(gradient.shape)
+        if self._first or bucket.stage >= 2:
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)
+
+    def _fill_missing(self, b: int, bucket: Bucket) -> None:
+        if self._first or bucket.stage >= 2:
+            for s, arrived in enumerate(self._arrived[b]):
+                if not arrived:
+                    bucket.gradient_view(s).zero_()
+        self._missing[b] = 0
+        if self.on_complete is not None:
+            self.on_complete(bucket)
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self.buckets) and not self._missing[self._next]:
+            bucket = self.buckets[self._next]
+            self._next += 1
+            if bucket.stage < 2 and not self._last:
+                continue
+            while bucket.stage >= 2 and len(self._works) >= self.IN_FLIGHT:
+                self._works.popleft().wait()
+            self._works.append(bucket.reduce(add=not self._first))
+
+
+def broadcast_parameters(tensors: Sequence[Tensor], buckets: Sequence[Bucket]) -> None:
+    """Give every replica rank 0's ``tensors`` (buffers and values that were initialised differently)."""
+    group = buckets[0].group
+    with torch.no_grad():
+        for tensor in tensors:
+            group.broadcast(tensor, 0, purpose="initial values").wait()

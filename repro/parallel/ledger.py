@@ -1,0 +1,66 @@
+"""What was communicated: calls and bytes by operation, group and purpose.
+
+``payload_bytes`` is the size of the full (unsharded) message.  ``sent_bytes`` is what one rank sends under
+a ring algorithm, the unit of the papers' volumes (1910.02054 sec. 7.1; 2104.04473 sec. 3.2):
+``2 (n-1)/n`` of the payload for an all-reduce, ``(n-1)/n`` for a reduce-scatter or an all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+RING_PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
+
+
+@dataclass
+class Traffic:
+    """Counts of one (operation, group, purpose)."""
+
+    size: int
+    calls: int = 0
+    payload_bytes: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass
+class Ledger:
+    """Counts every collective of one rank; belongs to one set of groups, never shared."""
+
+    traffic: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)
+    sequence: int = 0
+    """Collectives issued so far; equal on all ranks of a group if they agree."""
+    observers: list[Callable[[int, str, str, str], None]] = field(default_factory=list)
+    """Called with (sequence, operation, group, purpose) when a collective is issued."""
+
+    def count(self, op: str, group: str, size: int, payload_bytes: int, purpose: str) -> None:
+        """Note one collective of ``payload_bytes`` over ``size`` ranks."""
+        self.sequence += 1
+        row = self.traffic.get((op, group, purpose))
+        if row is None:
+            row = self.traffic[op, group, purpose] = Traffic(size)
+        row.calls += 1
+        row.payload_bytes += payload_bytes
+        row.sent_bytes += RING_PASSES[op] * payload_bytes * (size - 1) // size
+        for observe in self.observers:
+            observe(self.sequence, op, group, purpose)
+
+    def reset(self) -> None:
+        """Start a new count; the sequence number goes on."""
+        self.traffic.clear()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Plain data, one row per operation, group and purpose."""
+        return [
+            {
+                "op": op,
+                "group": group,
+                "purpose": purpose,
+                "size": t.size,
+                "calls": t.calls,
+                "payload_bytes": t.payload_bytes,
+                "sent_bytes": t.sent_bytes,
+            }
+            for (op, group, purpose), t in sorted(self.traffic.items())
+        ]

@@ -1,0 +1,193 @@
+"""Put a module's parameters into buckets and attach what a ZeRO stage needs: the parts, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from repro.parallel import storage
+from repro.parallel.bucket import Bucket, InitialValues, Tag
+from repro.parallel.comm import Group
+from repro.parallel.data import GradientReducer
+from repro.parallel.partition import BucketPlan, plan_bucket, plan_buckets
+from repro.parallel.zero import ParameterGatherer, ParameterPublisher, Unit
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are spread over the dp group."""
+
+    stage: int
+    group: Group
+    device: torch.device
+    bucket_bytes: int = 25_000_000
+    all_reduce_first: bool = False
+    """Stage 1 as in February 2020: all-reduce, then all-gather."""
+    dtype: torch.dtype | None = None
+    """Data type of the parameters; None keeps each one's own."""
+
+
+def _leave_meta(module: nn.Module, sharding: Sharding) -> None:
+    """Replace parameters on ``meta`` by ones on the device that own no memory yet; shared ones stay shared."""
+    replaced: dict[int, Parameter] = {}
+    for child in module.modules():
+        for name, old in list(child._parameters.items()):
+            if old is None or old.device.type != "meta" or sharding.device.type == "meta":
+                continue
+            if id(old) not in replaced:
+                one = torch.empty((), dtype=sharding.dtype or old.dtype, device=sharding.device)
+                new = Parameter(one.expand(old.shape), requires_grad=old.requires_grad)
+                new.__dict__.update(old.__dict__)
+                replaced[id(old)] = new
+            child._parameters[name] = replaced[id(old)]
+
+
+class ShardedModule:
+    """A module whose parameters live in buckets, with the hooks that communicate them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        sharding: Sharding,
+        tag_of: Callable[[Parameter], Tag],
+        values: Callable[[list[Parameter]], InitialValues],
+    ):
+        self.module, self.sharding = module, sharding
+        _leave_meta(module, sharding)
+        self.names = [name for name, p in module.named_parameters() if p.requires_grad]
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.shapes = [p.shape for p in self.parameters]
+        initial = values(self.parameters)
+        tags = [tag_of(p) for p in self.parameters]
+        self.buckets: list[Bucket] = []
+        """In the order in which their gradients come, the last layers first."""
+        self.gatherer: ParameterGatherer | None = None
+
+        def make(plan: BucketPlan[Tag]) -> Bucket:
+            chosen = [self.parameters[slot.index] for slot in plan.slots]
+            dtype = sharding.dtype or chosen[0].dtype
+            bucket = Bucket(
+                plan,
+                chosen,
+                initial,
+                stage=sharding.stage,
+                group=sharding.group,
+                device=sharding.device,
+                dtype=dtype,
+                master_weights=dtype != torch.float32,
+                all_reduce_first=sharding.all_reduce_first,
+            )
+            self.buckets.append(bucket)
+            return bucket
+
+        with torch.no_grad():
+            if sharding.stage == 3:
+                self._shard_units(units, tags, make)
+            else:
+                for plan in self._plans(tags):
+                    make(plan)
+        on_complete = self.gatherer.complete if self.gatherer else None
+        self.reducer = GradientReducer(self.buckets, on_complete)
+        self.publisher = ParameterPublisher(module, self.buckets) if sharding.stage in (1, 2) else None
+
+    @property
+    def padding(self) -> int:
+        """Elements that the buckets hold beyond the parameters."""
+        return sum(bucket.plan.padded - bucket.plan.numel for bucket in self.buckets)
+
+    def begin(self, micro_batch: int, micro_batches: int) -> None:
+        """Before the forward pass of one micro-batch of the step."""
+        self.reducer.begin(micro_batch, micro_batches)
+        if self.gatherer is not None:
+            self.gatherer.begin()
+
+    def finish(self) -> None:
+        """After its backward pass: gradients are reduced (on the last micro-batch, or every one by stage)."""
+        self.reducer.finish()
+        if self.gatherer is not None:
+            self.gatherer.finish()
+
+    def publish(self) -> None:
+        """After the optimizer step: let every rank have the new parameters (stages 1 and 2)."""
+        if self.publisher is not None:
+            self.publisher.start()
+
+    def wait(self) -> None:
+        """Have everything that was started done."""
+        if self.publisher is not None:
+            self.publisher.wait()
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """A copy of every (tp-local) parameter, complete, by name; for tests and checkpoints."""
+        self.wait()
+        found: dict[str, torch.Tensor] = {}
+        for bucket in self.buckets:
+            if self.sharding.stage == 3:
+                bucket.gather().wait()
+            for slot in bucket.plan.slots:
+                values = bucket.full[slot.start : slot.stop].clone()
+                found[self.names[slot.index]] = values.view(self.shapes[slot.index])
+            if self.sharding.stage == 3:
+                storage.release(bucket.full)
+        return found
+
+    def remove_hooks(self) -> None:
+        """Undo what was attached to the module; its parameters stay in the buckets."""
+        self.reducer.remove()
+        if self.gatherer is not None:
+            self.gatherer.remove()
+        if self.publisher is not None:
+            self.publisher.remove()
+
+    def _by_dtype(self, indices: Sequence[int]) -> list[list[int]]:
+        """Indices split by the parameters' dtype, which one flat buffer cannot mix."""
+        dtypes: dict[torch.dtype, list[int]] = {}
+        for i in indices:
+            dtypes.setdefault(self.sharding.dtype or self.parameters[i].dtype, []).append(i)
+        return list(dtypes.values())
+
+    def _plans(self, tags: Sequence[Tag]) -> list[BucketPlan[Tag]]:
+        plans = []
+        backwards = list(range(len(self.parameters)))[::-1]
+        for indices in self._by_dtype(backwards):
+            sizes = [(i, self.parameters[i].numel(), tags[i]) for i in indices]
+            dtype = self.sharding.dtype or self.parameters[indices[0]].dtype
+            plans += plan_buckets(sizes, self.sharding.group.size, self.sharding.bucket_bytes // dtype.itemsize)
+        return plans
+
+    def _shard_units(
+        self, units: Sequence[Unit], tags: Sequence[Tag], make: Callable[[BucketPlan[Tag]], Bucket]
+    ) -> None:
+        index_of = {id(p): i for i, p in enumerate(self.parameters)}
+        modules = dict(self.module.named_modules())
+        taken: set[int] = set()
+        of_unit: list[list[Bucket]] = []
+        for unit in units:
+            indices: list[int] = []
+            for use in unit.uses:
+                for p in modules[use.module].parameters():
+                    i = index_of.get(id(p))
+                    if i is not None and i not in taken:
+                        taken.add(i)
+                        indices.append(i)
+            # Matrices and vectors apart, so that a shard has few runs of one tag.
+            indices.sort(key=lambda i: (tags[i].group, tags[i].duplicate, tags[i].partial))
+            n = self.sharding.group.size
+            of_unit.append(
+                [
+                    make(plan_bucket([(i, self.parameters[i].numel(), tags[i]) for i in same], n))
+                    for same in self._by_dtype(indices)
+                ]
+            )
+        left = [self.names[i] for i in range(len(self.parameters)) if i not in taken]
+        assert not left, f"parameters of no unit: {left}"
+        order = {name: i for i, name in enumerate(modules)}
+        last_use = [min(order[use.module] for use in unit.uses) for unit in units]
+        backwards = sorted(range(len(units)), key=lambda u: -last_use[u])
+        self.buckets = [bucket for u in backwards for bucket in of_unit[u]]
+        self.gatherer = ParameterGatherer(self.module, units, of_unit)

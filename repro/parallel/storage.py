@@ -1,0 +1,50 @@
+"""Tensors that say what they are for.
+
+Memory is accounted by category (1910.02054 sec. 3).  The category is a mark on the storage, so that it
+travels with every view, costs nothing in a step and needs no registry that outlives an experiment.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+ACTIVATIONS, COMMUNICATION, OTHER = "activations", "communication", "other"
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER)
+
+
+def mark(tensor: Tensor, category: str) -> Tensor:
+    """``tensor``, its storage marked as being for ``category``."""
+    tensor.untyped_storage().category = category  # type: ignore[attr-defined]
+    return tensor
+
+
+def category_of(storage: torch.UntypedStorage) -> str | None:
+    """The mark of a storage; None for what autograd and operators allocate."""
+    return getattr(storage, "category", None)
+
+
+def empty(numel: int, like: Tensor, category: str, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised flat tensor [numel] on ``like``'s device, in its dtype unless another is given."""
+    return mark(torch.empty(numel, dtype=dtype or like.dtype, device=like.device), category)
+
+
+def zeros(numel: int, like: Tensor, category: str, dtype: torch.dtype | None = None) -> Tensor:
+    """A zeroed flat tensor [numel] on ``like``'s device, in its dtype unless another is given."""
+    return mark(torch.zeros(numel, dtype=dtype or like.dtype, device=like.device), category)
+
+
+def release(tensor: Tensor) -> None:
+    """Free the tensor's memory; it and its views keep their shapes and come back with :func:`restore`."""
+    tensor.untyped_storage().resize_(0)
+
+
+def restore(tensor: Tensor) -> None:
+    """Give a released tensor its memory back, contents undefined."""
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+
+def is_released(tensor: Tensor) -> bool:
+    """Whether :func:`release` freed the memory."""
+    return tensor.untyped_storage().nbytes() == 0

@@ -1,0 +1,179 @@
+"""Tensor parallelism of Megatron-LM (1909.08053 sec. 3) and its sequence parallelism (2205.05198 sec. 4).
+
+A block's two matrix pairs are split over the tp group: the first of a pair by columns (each rank computes
+some heads, or some of the MLP's hidden units), the second by rows, so that one all-reduce per pair and
+direction is all the communication there is.  With ``sp`` that all-reduce becomes a reduce-scatter along
+the sequence and an all-gather, and what lies between the pairs is split along the sequence.
+
+A parameter knows the dimension along which it is split (``parameter.split``), or is a duplicate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from repro import kernels
+from repro.parallel.comm import MAX, SUM, Group, Work
+
+
+def gather_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
+    """[b, s/t, h] of each rank to [b, s, h]; usable after the work's wait."""
+    b, s, h = x.shape
+    parts = torch.empty((tp.size, b, s, h), dtype=x.dtype, device=x.device)
+    work = tp.all_gather(parts.view(-1), x.contiguous().view(-1), purpose)
+    if b == 1:
+        return parts.view(1, tp.size * s, h), work
+    whole = torch.empty((b, tp.size, s, h), dtype=x.dtype, device=x.device)
+
+    def finish() -> None:
+        work.wait()
+        whole.copy_(parts.transpose(0, 1))
+
+    return whole.view(b, tp.size * s, h), Work(finish=finish)
+
+
+def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
+    """Sum [b, s, h] over the ranks, each keeping its [b, s/t, h]; usable after the work's wait."""
+    b, s, h = x.shape
+    part = torch.empty((b, s // tp.size, h), dtype=x.dtype, device=x.device)
+    parts = x.view(b, tp.size, s // tp.size, h).transpose(0, 1).contiguous()
+    return part, tp.reduce_scatter(part.view(-1), parts.view(-1), SUM, purpose)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """y = x w^T with w split by rows of w (columns of w^T): Megatron's f, then the matrix product.
+
+    Backward starts the sum of the input's gradient over tp and computes the weight's gradient meanwhile.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sp: bool, purpose: str
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tp, ctx.sp, ctx.purpose, ctx.has_bias = tp, sp, purpose, bias is not None
+        if sp:
+            x, work = gather_sequence(x, tp, purpose)
+            work.wait()
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        tp: Group = ctx.tp
+        gradient = gradients[0].contiguous()
+        if ctx.sp:
+            # The whole input was not kept; it is gathered again under the first matrix product.
+            x, gathered = gather_sequence(x, tp, ctx.purpose)
+        dx = gradient.matmul(weight)
+        if ctx.sp:
+            dx, work = scatter_sequence(dx, tp, ctx.purpose)
+            gathered.wait()
+        else:
+            work = tp.all_reduce(dx, SUM, ctx.purpose)
+        rows = gradient.flatten(0, -2)
+        dw = rows.t().matmul(x.flatten(0, -2))
+        db = rows.sum(0) if ctx.has_bias else None
+        work.wait()
+        return dx, dw, db, None, None, None
+
+
+class _ReduceOutput(torch.autograd.Function):
+    """Megatron's g: sum over tp in forward, identity in backward; with sp reduce-scatter and all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
+        ctx.tp, ctx.sp, ctx.purpose = tp, sp, purpose
+        if sp:
+            x, work = scatter_sequence(x, tp, purpose)
+            work.wait()
+            return x
+        ctx.mark_dirty(x)
+        tp.all_reduce(x, SUM, purpose).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = gradients[0]
+        if ctx.sp:
+            gradient, work = gather_sequence(gradient, ctx.tp, ctx.purpose)
+            work.wait()
+        return gradient, None, None, None
+
+
+def reduce_output(x: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
+    """Sum the ranks' partial results x [b, s, h]: all of it, or with ``sp`` each rank's [b, s/t, h]."""
+    return x if tp.size == 1 else _ReduceOutput.apply(x, tp, sp, purpose)
+
+
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sp: bool, purpose: str
+) -> Tensor:
+    """x [b, s, h] (``sp``: [b, s/t, h]) times the rank's rows of ``weight`` [o/t, h], plus bias: [b, s, o/t]."""
+    if tp.size == 1:
+        return F.linear(x, weight, bias)
+    return _ColumnLinear.apply(x, weight, bias, tp, sp, purpose)
+
+
+def row_linear(x: Tensor, weight: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
+    """x [b, s, i/t] times the rank's columns of ``weight`` [o, i/t], summed over tp (no bias): [b, s, o]."""
+    return reduce_output(F.linear(x, weight), tp, sp, purpose)
+
+
+def split_parameter(shape: tuple[int, ...], split: int | None, tp: Group, init: str) -> nn.Parameter:
+    """A parameter of full ``shape`` of which each tp rank holds an equal part of dimension ``split``.
+
+    ``init`` names how it starts: ``normal``, ``residual`` (normal / sqrt(2 layers)), ``zeros``, ``ones``.
+    """
+    local = list(shape)
+    if split is not None:
+        assert local[split] % tp.size == 0
+        local[split] //= tp.size
+    parameter = nn.Parameter(torch.empty(local, device="meta"))
+    parameter.split, parameter.init, parameter.partial = split, init, False  # type: ignore[attr-defined]
+    return parameter
+
+
+def embed(tokens: Tensor, weight: Tensor, tp: Group) -> Tensor:
+    """Rows of a vocabulary-parallel embedding [V/t, h] for tokens [b, s]: partial [b, s, h], to be summed."""
+    if tp.size == 1:
+        return F.embedding(tokens, weight)
+    local = tokens - tp.rank * weight.shape[0]
+    outside = (local < 0) | (local >= weight.shape[0])
+    rows = F.embedding(local.masked_fill(outside, 0), weight)
+    return rows.masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: Group) -> Tensor:
+        start = tp.rank * logits.shape[1]
+        maximum = kernels.cross_entropy_max(logits)
+        tp.all_reduce(maximum, MAX, "cross-entropy").wait()
+        sums = kernels.cross_entropy_sums(logits, maximum, targets, start)
+        tp.all_reduce(sums, SUM, "cross-entropy").wait()
+        ctx.save_for_backward(logits, maximum, sums, targets)
+        ctx.start = start
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits, maximum, sums, targets = ctx.saved_tensors
+        # The logits are the largest activation there is; their gradient takes their place.
+        with torch.no_grad():
+            kernels.cross_entropy_backward_(
+                logits.detach(), maximum, sums, targets, ctx.start, gradients[0].float().contiguous()
+            )
+        return logits, None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, tp: Group) -> Tensor:
+    """Loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
+
+    The whole row of logits never exists on one rank.  Backward overwrites ``logits``.
+    """
+    return _CrossEntropy.apply(logits, targets, tp)

@@ -1,0 +1,204 @@
+"""One experiment on one rank: build, first steps, timed steps, and what was seen."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro.config import Experiment
+from repro.data import open_stream
+from repro.engines import build_engine
+from repro.engines.base import MicroBatch
+from repro.measure.memory import MemoryTracker
+from repro.measure.timing import PHASES, StepClock
+from repro.models import flops
+from repro.models.gpt import Place
+from repro.parallel import storage
+from repro.parallel.mesh import Mesh
+from repro.parallel.optimizer import Norms
+
+SKIPPED_IN_A_ROW = 50
+"""Consecutive skipped steps after which fp16 training counts as diverged."""
+
+Report = Callable[[int, str], None]
+"""Called with (step, phase) at every change of phase."""
+
+
+class Diverged(FloatingPointError):
+    """The loss is no longer a number."""
+
+
+@dataclass
+class Series:
+    """What every step leaves behind: device tensors until they are read."""
+
+    norms: list[Norms] = field(default_factory=list)
+    scales: list[Tensor] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float | None] = field(default_factory=list)
+    loss_scale: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+
+    def read(self, fp16: bool) -> None:
+        """Bring what has accumulated to the host; raises :class:`Diverged`."""
+        if self.norms:
+            shape = [torch.stack((n.loss, n.gradient, n.overflow)) for n in self.norms]
+            for loss, gradient, overflow in torch.stack(shape).tolist():
+                step = len(self.loss)
+                if fp16 and overflow:
+                    self.skipped.append(step)
+                    if self.skipped[-SKIPPED_IN_A_ROW:] == list(range(step - SKIPPED_IN_A_ROW + 1, step + 1)):
+                        raise Diverged(f"{SKIPPED_IN_A_ROW} steps in a row overflowed, up to step {step}")
+                elif not math.isfinite(loss) or not math.isfinite(gradient):
+                    what = "loss" if not math.isfinite(loss) else "gradient norm"
+                    value = loss if what == "loss" else gradient
+                    raise Diverged(f"{what} is {value} at step {step}")
+                self.loss.append(loss)
+                self.grad_norm.append(gradient if math.isfinite(gradient) else None)
+        self.loss_scale += [float(scale) for scale in self.scales]
+        self.norms.clear()
+        self.scales.clear()
+
+
+class Run:
+    """One experiment's life on one rank.  Call :meth:`prelude`, :meth:`steps` as often as needed, :meth:`result`."""
+
+    def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device, report: Report):
+        self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
+        self.index = 0
+        self.series = Series()
+        self.rounds: list[list[float]] = []
+        self.phase_rows: list[dict[str, float]] = []
+        self.clock = StepClock(device)
+        self.stream = open_stream(experiment.training, experiment.model)
+        self.memory: dict[str, Any] = {}
+        self.comm: list[dict[str, Any]] = []
+        report(0, "init")
+        self.tracker: MemoryTracker | None = MemoryTracker()
+        with self.tracker:
+            self.engine = build_engine(experiment, mesh, device)
+        self.init_peak = self.tracker.peak["total"]
+
+    def prelude(self) -> None:
+        """The untimed steps; the first one also watches memory, which is slow."""
+        tracker = self.tracker
+        assert tracker is not None
+        with tracker:
+            self._step(self._watch(tracker))
+            self.engine.synchronize()
+        live = tracker.live()
+        self.memory = {
+            "states": {c: live[c] for c in (storage.PARAMETERS, storage.GRADIENTS, storage.OPTIMIZER)},
+            "peak": dict(tracker.peak),
+            "peak_phase": tracker.peak_phase,
+            "init_peak_bytes": self.init_peak,
+        }
+        self.tracker = None
+        for _ in range(self.experiment.training.untimed_steps - 1):
+            self._step(lambda phase: None)
+        self.engine.synchronize()
+        self._read()
+
+    def steps(self, count: int) -> None:
+        """Timed steps, one round; communication is counted on the last."""
+        for i in range(count):
+            self.clock.begin()
+            if i == count - 1:
+                self.mesh.ledger.reset()
+            self._step(self.clock.mark)
+            if i == count - 1:
+                self.engine.synchronize()
+                self.comm = self.mesh.ledger.rows()
+            self.clock.mark("end")
+        rows = self.clock.read()
+        first = self.index - count
+        self._read()
+        ordinary = [row for i, row in enumerate(rows) if first + i not in self.series.skipped]
+        self.rounds.append([row["step"] for row in ordinary])
+        self.phase_rows += ordinary
+
+    def _watch(self, tracker: MemoryTracker) -> Callable[[str], None]:
+        def observe(phase: str) -> None:
+            tracker.phase = phase
+
+        return observe
+
+    def _step(self, observe: Callable[[str], None]) -> None:
+        step, report = self.index, self.report
+
+        def phase(name: str) -> None:
+            report(step, name)
+            observe(name)
+
+        scale = self.engine.loss_scale()
+        if scale is not None:
+            self.series.scales.append(scale.clone())
+        self.series.norms.append(self.engine.step(self._micro_batches(step), phase))
+        self.index += 1
+
+    def _micro_batches(self, step: int) -> list[MicroBatch]:
+        layout = self.experiment.layout
+        mine = self.mesh.dp.rank * layout.replica_batch
+        samples = self.stream.samples(step * layout.global_batch + mine, layout.replica_batch).to(self.device)
+        found = []
+        for k in range(layout.accumulation):
+            part = samples[k * layout.micro_batch : (k + 1) * layout.micro_batch]
+            place = Place(step, mine + k * layout.micro_batch)
+            found.append(MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), place))
+        return found
+
+    def _read(self) -> None:
+        self.series.read(self.experiment.layout.precision == "fp16")
+
+    def result(self, outcome: str = "ok", reason: str = "") -> dict[str, Any]:
+        """Everything that was seen, as plain data."""
+        e, series = self.experiment, self.series
+        timed = max(1, len(self.phase_rows))
+        uses = e.layout.accumulation * e.model.layers
+        blocks = [row for row in self.comm if row["purpose"] == "block"]
+        samples = e.layout.global_batch
+        return {
+            "rank": self.mesh.rank,
+            "outcome": outcome,
+            "reason": reason,
+            "loss": series.loss,
+            "grad_norm": series.grad_norm,
+            "loss_scale": series.loss_scale,
+            "skipped_steps": series.skipped,
+            "rounds": self.rounds,
+            "phase_seconds": {p: sum(row[p] for row in self.phase_rows) / timed for p in PHASES},
+            "memory": {**self.memory, **process_memory(self.device)},
+            "comm": self.comm,
+            "comm_per_layer": [
+                {"op": row["op"], "group": row["group"], "calls": row["calls"] / uses} for row in blocks
+            ],
+            "tokens_per_step": samples * e.seq,
+            "samples_per_step": samples,
+            "model_flops_per_step": flops.model_flops(e.model, e.seq, samples),
+            "hardware_flops_per_step": flops.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
+            "flops_formula": flops.FORMULA,
+            "parameters": self.engine.local_parameters(),
+            "padding": self.engine.padding(),
+        }
+
+
+def process_memory(device: torch.device) -> dict[str, Any]:
+    """What the process has taken: peak resident set and, on CUDA, what the caching allocator says; bytes."""
+    found: dict[str, Any] = {
+        "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "cuda": {},
+    }
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        found["cuda"] = {
+            "allocated_peak": stats.get("allocated_bytes.all.peak", 0),
+            "reserved_peak": stats.get("reserved_bytes.all.peak", 0),
+            "retries": stats.get("num_alloc_retries", 0),
+        }
+    return found

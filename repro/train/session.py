@@ -1,0 +1,117 @@
+"""What one rank of a job does: join the others, run the experiments, hand in what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from repro.config import Experiment
+from repro.launch.beacon import Beacon
+from repro.launch.job import Job
+from repro.parallel import mesh as meshes
+from repro.parallel.mesh import Mesh
+from repro.train.run import Diverged, Report, Run
+
+__all__ = ["Diverged", "run_rank"]
+
+NEVER = timedelta(days=7)
+"""Collectives do not time out by themselves: the launcher sees a hang sooner and says where it is."""
+
+
+@contextmanager
+def process_group(rank: int, world: int, device: torch.device, rendezvous: str) -> Iterator[None]:
+    """The default process group of a job; nothing for one process."""
+    if world == 1:
+        yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=NEVER)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
+    """This rank's groups for one experiment."""
+    layout = experiment.layout
+    if layout.world == 1:
+        return meshes.single()
+    return meshes.distributed(layout.dp, layout.tp, device.type)
+
+
+def run_rank(
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
+) -> dict[str, dict[str, Any]]:
+    """Run the job's experiments on this rank; a ``RankResult`` per experiment key.
+
+    Compared experiments take turns in rounds (A B A B ...), so that what disturbs the machine disturbs
+    both; others run one after the other.
+    """
+    place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    with process_group(rank, world, place, rendezvous):
+        if job.compare:
+            return _compare(job, place, beacon)
+        results = {}
+        for index, experiment in enumerate(job.experiments):
+            results[experiment.key] = _alone(experiment, index, place, beacon)
+        return results
+
+
+def _start(experiment: Experiment, index: int, device: torch.device, beacon: Beacon) -> Run:
+    mesh = mesh_of(experiment, device)
+    mesh.ledger.observers.append(lambda sequence, op, group, purpose: beacon.collective(sequence, op, group))
+    report: Report = lambda step, phase: beacon.phase(index, step, phase)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return Run(experiment, mesh, device, report)
+
+
+def _alone(experiment: Experiment, index: int, device: torch.device, beacon: Beacon) -> dict[str, Any]:
+    run = _start(experiment, index, device, beacon)
+    try:
+        run.prelude()
+        run.steps(experiment.training.steps - experiment.training.untimed_steps)
+    except Diverged as error:
+        result = run.result("diverged", str(error))
+    else:
+        result = run.result()
+    beacon.phase(index, experiment.training.steps, "done")
+    beacon.finished(index, result)
+    return result
+
+
+def _compare(job: Job, device: torch.device, beacon: Beacon) -> dict[str, dict[str, Any]]:
+    runs = [_start(experiment, i, device, beacon) for i, experiment in enumerate(job.experiments)]
+    diverged: dict[int, str] = {}
+
+    def attempt(i: int, steps: int | None) -> None:
+        if i in diverged:
+            return
+        try:
+            runs[i].prelude() if steps is None else runs[i].steps(steps)
+        except Diverged as error:
+            diverged[i] = str(error)
+
+    for i in range(len(runs)):
+        attempt(i, None)
+    for turn in range(job.rounds):
+        for i, experiment in enumerate(job.experiments):
+            timed = experiment.training.steps - experiment.training.untimed_steps
+            # Rounds are equal but for the last, which takes what does not divide.
+            count = timed // job.rounds + (timed % job.rounds if turn == job.rounds - 1 else 0)
+            attempt(i, count)
+    results = {}
+    for i, (run, experiment) in enumerate(zip(runs, job.experiments, strict=True)):
+        result = run.result("diverged", diverged[i]) if i in diverged else run.result()
+        beacon.phase(i, experiment.training.steps, "done")
+        beacon.finished(i, result)
+        results[experiment.key] = result
+    return results
