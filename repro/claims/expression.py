@@ -1,0 +1,210 @@
+"""Expressions of the ledger: arithmetic and calls of named functions, and nothing else.
+
+An expression is read with Python's own parser and walked node by node: numbers, strings, names of
+constants and table columns, ``+ - * / **``, parentheses and calls of known functions.  There are no
+attributes, subscripts, comprehensions or lambdas, so that a ledger file from a stranger can compute and
+cannot do anything else.
+
+An input that is itself a rounded or digitised number is an :class:`Uncertain`; the result is then an
+interval, evaluated at every corner of the inputs (right for expressions monotone in each input, which
+sums, products, quotients and powers of positive numbers are).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+Value = int | float | str
+LONGEST = 2000
+"""Characters; a longer expression is a mistake."""
+MOST_CORNERS = 12
+"""Uncertain inputs in one expression; 2**12 evaluations."""
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.Pow: lambda a, b: _power(a, b),
+}
+
+
+class ExpressionError(ValueError):
+    """The expression cannot be read, or names something that does not exist."""
+
+
+@dataclass(frozen=True)
+class Uncertain:
+    """A number known to lie in ``[low, high]``, best guess ``value``."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an expression came to; ``low == high == value`` for exact inputs, and for text."""
+
+    value: Value
+    low: Value
+    high: Value
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A checked expression.  ``names`` are the variables it reads, ``calls`` the functions it calls."""
+
+    text: str
+    tree: ast.expr
+    names: frozenset[str]
+    calls: frozenset[str]
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Expression:
+    """Read ``text``.  Raises :class:`ExpressionError` with one line if it is more than arithmetic."""
+    if len(text) > LONGEST:
+        raise ExpressionError(f"longer than {LONGEST} characters")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ExpressionError(f"not an expression ({error.args[0]})") from None
+    names: set[str] = set()
+    calls: set[str] = set()
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Constant):
+            if type(node.value) not in (int, float, str):
+                raise ExpressionError(f"{node.value!r} is not a number or a string")
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.BinOp):
+            if type(node.op) not in _OPERATORS:
+                raise ExpressionError(f"operator {type(node.op).__name__} is not one of + - * / **")
+            todo += [node.left, node.right]
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+            todo.append(node.operand)
+        elif isinstance(node, ast.Call):
+            if not isinstance(node.func, ast.Name):
+                raise ExpressionError(f"{ast.unparse(node.func)} is not a function of the ledger")
+            if any(isinstance(a, ast.Starred) for a in node.args) or any(
+                k.arg is None for k in node.keywords
+            ):
+                raise ExpressionError("arguments are written out, without *")
+            calls.add(node.func.id)
+            todo += [*node.args, *(keyword.value for keyword in node.keywords)]
+        else:
+            raise ExpressionError(f"{ast.unparse(node)} is not arithmetic")
+    return Expression(text, tree, frozenset(names), frozenset(calls))
+
+
+def check(expression: Expression, functions: Mapping[str, Callable[..., Any]], names: frozenset[str]) -> None:
+    """Raise :class:`ExpressionError` for an unknown function, wrong arguments or an unknown name."""
+    for node in ast.walk(expression.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            function = functions.get(node.func.id)
+            if function is None:
+                raise ExpressionError(f"unknown function {node.func.id}{_near(node.func.id, functions)}")
+            try:
+                _signature(function).bind(*node.args, **{str(k.arg): k.value for k in node.keywords})
+            except TypeError as error:
+                raise ExpressionError(f"{node.func.id}{_signature(function)}: {error}") from None
+    functions_called = expression.calls
+    for name in expression.names - functions_called:
+        if name not in names:
+            raise ExpressionError(f"unknown name {name}{_near(name, names)}")
+
+
+def evaluate(
+    expression: Expression,
+    functions: Mapping[str, Callable[..., Any]],
+    variables: Mapping[str, Value | Uncertain],
+) -> Result:
+    """The value, and its interval where inputs are uncertain.
+
+    Raises :class:`ExpressionError` where the arithmetic fails (division by zero, overflow).  What a
+    function raises by itself, such as a missing record, passes through.
+    """
+    uncertain: dict[str, Uncertain] = {}
+    value = _walk(expression.tree, functions, variables, uncertain, {})
+    if not uncertain:
+        return Result(value, value, value)
+    if len(uncertain) > MOST_CORNERS:
+        raise ExpressionError(f"{len(uncertain)} uncertain inputs; {MOST_CORNERS} at most")
+    corners = []
+    for ends in itertools.product(*((u.low, u.high) for u in uncertain.values())):
+        corners.append(
+            _walk(expression.tree, functions, variables, {}, dict(zip(uncertain, ends, strict=True)))
+        )
+    return Result(value, min(corners), max(corners))
+
+
+def _walk(
+    node: ast.expr,
+    functions: Mapping[str, Callable[..., Any]],
+    variables: Mapping[str, Value | Uncertain],
+    seen: dict[str, Uncertain],
+    chosen: Mapping[str, float],
+) -> Any:
+    """Value of ``node``.  Uncertain inputs are noted in ``seen`` and take their value from ``chosen``."""
+
+    def settle(key: str, value: Any) -> Any:
+        if isinstance(value, Uncertain):
+            seen[key] = value
+            return chosen.get(key, value.value)
+        return value
+
+    def walk(inner: ast.expr) -> Any:
+        return _walk(inner, functions, variables, seen, chosen)
+
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return settle(node.id, variables[node.id])
+    try:
+        if isinstance(node, ast.UnaryOp):
+            return -walk(node.operand) if isinstance(node.op, ast.USub) else walk(node.operand)
+        if isinstance(node, ast.BinOp):
+            return _OPERATORS[type(node.op)](walk(node.left), walk(node.right))
+    except (ArithmeticError, TypeError) as error:
+        raise ExpressionError(f"{ast.unparse(node)}: {error}") from None
+    assert isinstance(node, ast.Call)
+    assert isinstance(node.func, ast.Name)
+    positional = [walk(argument) for argument in node.args]
+    keyword = {str(argument.arg): walk(argument.value) for argument in node.keywords}
+    try:
+        # One place in the text is one input: the same digitised number written twice may vary twice.
+        key = f"{node.func.id}@{node.col_offset}"
+        return settle(key, functions[node.func.id](*positional, **keyword))
+    except (ArithmeticError, TypeError) as error:
+        raise ExpressionError(f"{ast.unparse(node)}: {error}") from None
+
+
+def _power(base: float, exponent: float) -> float:
+    if abs(exponent) > 64:
+        raise ArithmeticError("an exponent over 64")
+    result = base**exponent
+    if isinstance(result, complex) or (isinstance(result, float) and math.isnan(result)):
+        raise ArithmeticError("not a real number")
+    return result
+
+
+@lru_cache(maxsize=256)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _near(name: str, known: Any) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,297 @@
+"""The judge: ledger and records in, verdicts out.  It reads and never runs anything.
+
+Every way of testing a row (analytic, simulated, measured at some scale) gets its own verdict.  A row speaks
+with its strongest decided evidence: measured at the published scale, then one rank of N, a scaled twin,
+simulated, analytic.  A claim is ``reproduced`` when every row that can be compared is, ``not reproduced``
+when one is not, and ``not run`` while some rows have no evidence yet.  Weaker evidence that disagrees with
+the strongest is listed, never dropped.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from repro.claims.expression import Expression, ExpressionError, Result, Value, evaluate
+from repro.claims.formulas import CONSTANTS, FORMULAS
+from repro.claims.ledger import KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Claim, Evidence, Ledger, Row
+from repro.claims.published import UNITS, digitised, printed, show
+from repro.claims.records import Missing, Records
+from repro.claims.tolerance import RELATIVE, accepted, agrees_at_scale
+
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+NOT_COMPARABLE, NOT_RUN = "not comparable", "not run"
+VERDICTS = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_RUN)
+_INPUTS = {"printed": printed, "digitised": digitised}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One piece of evidence for one row, with its own verdict."""
+
+    kind: str
+    scale: str
+    verdict: str
+    reason: str
+    """The rule that was applied, or what is missing."""
+    value: Value | None = None
+    """In the row's unit; None when not run."""
+    low: Value | None = None
+    high: Value | None = None
+    expected: Value | None = None
+    """What the formula says at a twin's scale, in the row's unit; None: the published value counts."""
+    text: str = ""
+    """The value for a person."""
+    expression: str = ""
+
+    @property
+    def decided(self) -> bool:
+        """Whether there was something to judge."""
+        return self.verdict in (REPRODUCED, NOT_REPRODUCED)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One published value and everything that speaks for or against it."""
+
+    row: Row
+    findings: tuple[Finding, ...]
+    """Strongest first."""
+    verdict: str
+    basis: str
+    """Kind and scale that the verdict rests on; empty when nothing is decided."""
+    reason: str
+
+    @property
+    def disagrees(self) -> tuple[Finding, ...]:
+        """Weaker decided evidence with another verdict than the row's."""
+        return tuple(f for f in self.findings if f.decided and f.verdict != self.verdict)
+
+
+@dataclass(frozen=True)
+class KindResult:
+    """All rows of a claim under one kind of evidence."""
+
+    kind: str
+    scale: str
+    """Of measured evidence: every scale that occurs, joined by ``, ``."""
+    verdict: str
+    reproduced: int
+    decided: int
+    rows: int
+    """Rows that this kind of evidence could test."""
+
+
+@dataclass(frozen=True)
+class ClaimResult:
+    """One claim, judged."""
+
+    claim: Claim
+    rows: tuple[RowResult, ...]
+    kinds: tuple[KindResult, ...]
+    """Only kinds that some row of the claim can be tested by."""
+    verdict: str
+    basis: str
+    """Strongest kind and scale that a row rests on, with the number of rows."""
+    reason: str
+    disagreements: tuple[str, ...]
+
+    def kind(self, name: str) -> KindResult | None:
+        """The summary for ``analytic``, ``simulated`` or ``measured``; None if no row can be tested so."""
+        return next((k for k in self.kinds if k.kind == name), None)
+
+
+def judge(ledger: Ledger, records: Iterable[Mapping[str, Any]]) -> list[ClaimResult]:
+    """A result for every claim of ``ledger``, in its order."""
+    seen = Records(records)
+    return [judge_claim(claim, seen) for claim in ledger.claims]
+
+
+def judge_claim(claim: Claim, records: Records) -> ClaimResult:
+    """One claim against the store's records."""
+    rows = tuple(_judge_row(row, claim, records) for row in claim.rows)
+    kinds = tuple(kind for kind in (_kind(name, rows) for name in KINDS) if kind)
+    comparable = [row for row in rows if row.verdict != NOT_COMPARABLE]
+    good = [row for row in comparable if row.verdict == REPRODUCED]
+    if not comparable:
+        verdict = NOT_COMPARABLE
+        reason = next(row.reason for row in rows)
+    elif any(row.verdict == NOT_REPRODUCED for row in comparable):
+        verdict = NOT_REPRODUCED
+        reason = next(row.row.note or row.reason for row in comparable if row.verdict == NOT_REPRODUCED)
+    elif len(good) == len(comparable):
+        verdict, reason = REPRODUCED, ""
+    else:
+        verdict = NOT_RUN
+        reason = next(row.reason for row in comparable if row.verdict == NOT_RUN)
+    return ClaimResult(
+        claim=claim,
+        rows=rows,
+        kinds=kinds,
+        verdict=verdict,
+        basis=_basis(comparable, len(good)),
+        reason=reason,
+        disagreements=tuple(
+            f"{row.row.label}: {row.basis} says {row.verdict}, {_name(finding)} says {finding.verdict}"
+            for row in rows
+            for finding in row.disagrees
+        ),
+    )
+
+
+def strength(kind: str, scale: str) -> int:
+    """Rank of a kind of evidence; 0 is the strongest."""
+    order = (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)
+    if kind == "measured":
+        return next(i for i, start in enumerate(order) if scale.startswith(start))
+    return len(order) + ("simulated", "analytic").index(kind)
+
+
+def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
+    findings = sorted(
+        (_find(evidence, row, claim, records) for evidence in row.evidence),
+        key=lambda f: strength(f.kind, f.scale),
+    )
+    for level in dict.fromkeys(strength(f.kind, f.scale) for f in findings):
+        equals = [f for f in findings if strength(f.kind, f.scale) == level]
+        # One failure is enough; success needs all expressions of this strength.
+        failed = next((f for f in equals if f.verdict == NOT_REPRODUCED), None)
+        if failed or all(f.decided for f in equals):
+            best = failed or equals[0]
+            return RowResult(row, tuple(findings), best.verdict, _name(best), best.reason)
+    if row.not_comparable:
+        return RowResult(row, tuple(findings), NOT_COMPARABLE, "", row.not_comparable)
+    reason = next((f.reason for f in findings), "") or row.needs or "no expression tests this row yet"
+    return RowResult(row, tuple(findings), NOT_RUN, "", reason)
+
+
+def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Finding:
+    """Evaluate one piece of evidence and compare it."""
+    common = {"kind": evidence.kind, "scale": evidence.scale, "expression": evidence.value.text}
+    functions: dict[str, Any] = {**FORMULAS, **_INPUTS}
+    if evidence.kind != "analytic":
+        functions |= records.functions(evidence.kind)
+    variables = {**CONSTANTS, **row.variables}
+    try:
+        value = evaluate(evidence.value, functions, variables)
+        expected = evaluate(evidence.expect, functions, variables) if evidence.expect else None
+    except Missing as missing:
+        return Finding(
+            verdict=NOT_RUN,
+            reason=f"{missing.experiment}: {missing.reason}; `repro run suites/{missing.suite}.toml`",
+            **common,
+        )
+    except ExpressionError as error:
+        return Finding(verdict=NOT_RUN, reason=f"cannot be computed: {error}", **common)
+    if isinstance(value.value, str) or (expected and isinstance(expected.value, str)):
+        right = expected.value if expected else row.published
+        verdict = REPRODUCED if value.value == right else NOT_REPRODUCED
+        return Finding(
+            verdict=verdict,
+            reason=f"expected {right}",
+            value=value.value,
+            expected=right,
+            text=str(value.value),
+            **common,
+        )
+    value = _in_unit(value, row.unit)
+    low, high = float(value.low), float(value.high)
+    if expected is not None:
+        expected = _in_unit(expected, row.unit)
+        agrees = agrees_at_scale((low, high), (float(expected.low), float(expected.high)), evidence.metric)
+        slack = RELATIVE[evidence.metric]
+        limit = f"within {slack:g} relative" if slack else "exactly"
+        reason = f"{show(float(expected.value))} expected at this scale, {limit} ({evidence.metric})"
+    else:
+        assert row.printed is not None
+        rule = accepted(
+            row.printed,
+            evidence.metric,
+            closed_form=evidence.kind == "analytic",
+            bound=row.bound,
+            error=row.error,
+            steps=tuple(step / UNITS[row.unit] for step in claim.steps),
+        )
+        reason = rule.because
+        if evidence.kind == "analytic":
+            agrees = rule.meets(low, high)
+        else:
+            # Noise must not help: the point decides, and an interval that reaches across is said.
+            agrees = rule.meets(float(value.value), float(value.value))
+            if rule.meets(low, high) and not (rule.meets(low, low) and rule.meets(high, high)):
+                reason += "; the interval reaches across the limit"
+    return Finding(
+        verdict=REPRODUCED if agrees else NOT_REPRODUCED,
+        reason=reason,
+        value=value.value,
+        low=value.low,
+        high=value.high,
+        expected=expected.value if expected else None,
+        text=_text(value, row),
+        **common,
+    )
+
+
+def _in_unit(result: Result, unit: str) -> Result:
+    size = UNITS[unit]
+    if size == 1:
+        return result
+    return Result(float(result.value) / size, float(result.low) / size, float(result.high) / size)
+
+
+def _text(result: Result, row: Row) -> str:
+    text = show(float(result.value), row.printed)
+    if result.low != result.high:
+        text += f" [{show(float(result.low), row.printed)}, {show(float(result.high), row.printed)}]"
+    return text
+
+
+def _kind(name: str, rows: tuple[RowResult, ...]) -> KindResult | None:
+    tested = [[f for f in row.findings if f.kind == name] for row in rows]
+    tested = [findings for findings in tested if findings]
+    if not tested:
+        return None
+    decided = [findings for findings in tested if all(f.decided for f in findings)]
+    good = sum(all(f.verdict == REPRODUCED for f in findings) for findings in decided)
+    if any(f.verdict == NOT_REPRODUCED for findings in tested for f in findings):
+        verdict = NOT_REPRODUCED
+    elif len(decided) < len(tested):
+        verdict = NOT_RUN
+    else:
+        verdict = REPRODUCED
+    scales = dict.fromkeys(f.scale for findings in decided or tested for f in findings)
+    return KindResult(name, ", ".join(scales), verdict, good, len(decided), len(tested))
+
+
+def _basis(rows: list[RowResult], good: int) -> str:
+    """``measured, scaled twin 12/12`` or, over several kinds, ``measured, scaled twin 9/16; analytic 7/16``."""
+    bases: dict[str, list[RowResult]] = {}
+    for row in rows:
+        if row.basis:
+            bases.setdefault(row.basis, []).append(row)
+
+    def rank(name: str) -> int:
+        kind, _, scale = name.partition(", ")
+        return strength(kind, scale)
+
+    parts = []
+    for name in sorted(bases, key=rank):
+        reproduced = sum(row.verdict == REPRODUCED for row in bases[name])
+        parts.append(f"{name} {reproduced}/{len(rows)}")
+    return "; ".join(parts)
+
+
+def _name(finding: Finding) -> str:
+    return f"measured, {finding.scale}" if finding.kind == "measured" else finding.kind
+
+
+def experiments(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
+    """The experiments that an expression reads, as ``suite/name``."""
+    found: list[str] = []
+    for node in ast.walk(expression.tree):
+        text = variables.get(node.id) if isinstance(node, ast.Name) else getattr(node, "value", None)
+        if isinstance(text, str) and "/" in text:
+            found.append(text)
+    return sorted(dict.fromkeys(found))

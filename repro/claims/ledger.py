@@ -1,0 +1,151 @@
+"""The ledger: every published claim, read from the TOML files beside this module.
+
+A claim has rows; a row is one published value with the expressions that test it.  Rows are written one by
+one (``rows``) or as a table like the source's (``[[claim.table]]``), whose ``cells`` say which columns are
+claims and may use the other columns of the line by name.  `repro/claims/README.md` shows how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from repro.claims.expression import Expression, Uncertain, Value
+from repro.claims.published import Printed
+from repro.config.errors import ConfigError
+
+HERE = Path(__file__).parent
+KINDS = ("analytic", "simulated", "measured")
+CERTAINTIES = {
+    "confirmed": "read in the primary text",
+    "second-hand": "read in a source that quotes the primary one",
+    "press only": "only in a press article",
+    "digitised": "measured by pixel from a published figure; the error is stated",
+    "derived": "arithmetic on confirmed numbers, not published as such",
+    "unconfirmed": "remembered; no text found",
+}
+FAMILIES = (
+    "memory",
+    "limit",
+    "communication",
+    "throughput",
+    "scaling",
+    "time",
+    "configuration",
+    "quality",
+    "harness",
+)
+PUBLISHED_SCALE, SCALED_TWIN, ONE_RANK = "published scale", "scaled twin", "one rank of "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where claims were published; ``[[source]]`` in sources.toml."""
+
+    key: str
+    """What claims cite, for example ``ZERO3``."""
+    title: str
+    where: str
+    """arXiv number, repository and commit, or publisher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One way to test a row."""
+
+    kind: str
+    """``analytic``, ``simulated`` or ``measured``."""
+    scale: str
+    """``published scale``, ``one rank of N`` or ``scaled twin``."""
+    value: Expression
+    """In bytes, seconds, FLOP or plain numbers."""
+    expect: Expression | None
+    """What the same formula says at the twin's own scale; None: compare with the published value."""
+    metric: str
+    """Class of tolerance, a key of ``tolerance.RELATIVE``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published value."""
+
+    label: str
+    published: str
+    """As printed, without the unit."""
+    printed: Printed | None
+    """``published`` as a number; None where it is a formula or words."""
+    unit: str
+    """A key of ``published.UNITS``."""
+    metric: str
+    """Class of tolerance, a key of ``tolerance.RELATIVE``."""
+    bound: str
+    """How the source states it: empty (equal), ``over``, ``at least``, ``under``, ``at most``, ``up to``."""
+    error: float
+    """Of digitisation, in ``unit``; 0 where nothing was digitised."""
+    certainty: str
+    evidence: tuple[Evidence, ...]
+    needs: str
+    """Hardware and run that would measure it."""
+    not_comparable: str
+    """Why nothing can be compared with it; empty where something can."""
+    note: str
+    variables: Mapping[str, Value | Uncertain] = field(default_factory=dict, compare=False)
+    """The other columns of the row's line, for its expressions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One claim of one source."""
+
+    id: str
+    title: str
+    """The claim in one sentence."""
+    family: str
+    """One of ``FAMILIES``; suites and the report group by it."""
+    published: str
+    """The published value for a person, in one line."""
+    conditions: str
+    source: tuple[str, ...]
+    """Each is a source key and a place in it: ``ZERO3 sec. 3.1 p.8``."""
+    certainty: str
+    """A key of ``CERTAINTIES``."""
+    contradictions: tuple[str, ...]
+    """Where sources disagree with each other or with themselves."""
+    note: str
+    needs: str
+    steps: tuple[float, ...]
+    """Model sizes that the source tried, for class ``limit``."""
+    rows: tuple[Row, ...]
+    file: str
+    """Name of the ledger file."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All claims, in the order of the files; and their sources by key."""
+
+    claims: tuple[Claim, ...]
+    sources: Mapping[str, Source]
+    titles: Mapping[str, str]
+    """Title of each ledger file, by file name."""
+
+    def claim(self, claim_id: str) -> Claim:
+        """The claim of that id.  Raises ``ConfigError`` with near matches."""
+        for claim in self.claims:
+            if claim.id == claim_id:
+                return claim
+        import difflib
+
+        known = [claim.id for claim in self.claims]
+        near = difflib.get_close_matches(claim_id, known, n=3, cutoff=0.4)
+        near += [k for k in known if claim_id and claim_id in k and k not in near][: 3 - len(near)]
+        hint = f"did you mean {' or '.join(near)}?" if near else "a claim's id; `repro claims` lists them"
+        raise ConfigError("claim", claim_id, hint)
+
+
+def load(directory: Path = HERE) -> Ledger:
+    """Read and check every ``*.toml`` in ``directory``.  Raises ``ConfigError`` in one line."""
+    from repro.claims.reader import read_ledger
+
+    return read_ledger(directory)

@@ -1,0 +1,103 @@
+"""Numbers as a source prints them: the digits are kept, so that the precision is known."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from repro.claims.expression import ExpressionError, Uncertain
+
+UNITS: dict[str, float] = {
+    "": 1,
+    "x": 1,
+    "%": 0.01,
+    "parameters": 1,
+    "elements": 1,
+    "calls": 1,
+    "bytes": 1,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "GB/s": 1e9,
+    "ms": 1e-3,
+    "s": 1,
+    "min": 60,
+    "h": 3600,
+    "days": 86400,
+    "years": 365 * 86400,
+    "TFLOP/s": 1e12,
+    "PFLOP/s": 1e15,
+    "PFLOP/s-days": 1e15 * 86400,
+    "samples/s": 1,
+    "FLOP/byte": 1,
+}
+"""Unit of the published value in bytes, seconds or FLOP; expressions give bytes, seconds or FLOP."""
+_MAGNITUDES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_NUMBER = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)([KMBT]?)")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A published number or range.  ``step`` is the value of one unit in the last printed digit."""
+
+    text: str
+    low: float
+    """The number, or the lower end of a printed range such as ``16-20B``."""
+    high: float
+    step: float
+
+    @property
+    def value(self) -> float:
+        """The number; the middle of a range."""
+        return (self.low + self.high) / 2
+
+
+def read(text: str) -> Printed:
+    """``"1.88"``, ``"4,187"``, ``"14.4B"``, ``"0.5T"`` or the range ``"3-5"``.  Raises ``ValueError`` otherwise."""
+    parts = [part.strip() for part in re.split(r"(?<=[\dKMBT])\s*-\s*", text.strip())]
+    matches = [_NUMBER.fullmatch(part) for part in parts]
+    if len(parts) > 2 or not all(matches):
+        raise ValueError(f"{text!r} is not a number such as 1.88, 4187, 14.4B or the range 3-5")
+    found = [match for match in matches if match]
+    last = found[-1].group(2)
+    values = [float(match.group(1).replace(",", "")) * _MAGNITUDES[match.group(2) or last] for match in found]
+    digits = max(len(match.group(1).partition(".")[2]) for match in found)
+    if values[0] > values[-1]:
+        raise ValueError(f"{text!r} is a range from high to low")
+    return Printed(text, values[0], values[-1], _MAGNITUDES[last] * 10.0**-digits)
+
+
+def printed(text: str) -> Uncertain:
+    """A printed number as an *input* of an expression: it carries the rounding of its last digit."""
+    number = _input(text)
+    return Uncertain(number.value, number.low - number.step / 2, number.high + number.step / 2)
+
+
+def digitised(text: str, error: float) -> Uncertain:
+    """A number measured from a figure as an input: plus or minus ``error``, in the number's unit."""
+    number = _input(text)
+    return Uncertain(number.value, number.low - error, number.high + error)
+
+
+def _input(text: str) -> Printed:
+    try:
+        return read(text)
+    except (TypeError, ValueError) as error:
+        raise ExpressionError(str(error)) from None
+
+
+def show(value: float, like: Printed | None = None) -> str:
+    """``value`` for a person: the digits of the published number, or four significant ones."""
+    if math.isinf(value) or math.isnan(value):
+        return str(value)
+    if like is not None and like.text and like.text[-1] in "KMBT":
+        size = _MAGNITUDES[like.text[-1]]
+        return f"{show(value / size)}{like.text[-1]}"
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000 or float(value).is_integer():
+        return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.4g}"
+    return f"{value:.4g}"

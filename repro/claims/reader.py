@@ -1,0 +1,372 @@
+"""Read ledger files into :mod:`repro.claims.ledger`; every mistake is one line that names file, claim and key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from repro.claims import ledger as the
+from repro.claims.expression import Expression, ExpressionError, Uncertain, Value, check, parse
+from repro.claims.formulas import CONSTANTS, FORMULAS
+from repro.claims.published import UNITS, Printed, digitised, printed, read
+from repro.claims.records import Records
+from repro.claims.tolerance import BOUNDS, RELATIVE
+from repro.config.errors import ConfigError
+from repro.config.files import build, read_toml
+
+INPUTS = {"printed": printed, "digitised": digitised}
+_CLOSED = {**FORMULAS, **INPUTS}
+_WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured")}
+_ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
+
+
+@dataclass(kw_only=True)
+class EvidenceEntry:
+    """``measured = { value = "...", expect = "...", scale = "scaled twin", metric = "exact" }``."""
+
+    value: str
+    expect: str = ""
+    scale: str = the.PUBLISHED_SCALE
+    metric: str = ""
+
+
+@dataclass(kw_only=True)
+class Testable:
+    """What a row and a column of a table have in common; empty: as the claim says."""
+
+    label: str = ""
+    unit: str = ""
+    metric: str = ""
+    bound: str = ""
+    error: float = 0.0
+    certainty: str = ""
+    analytic: str = ""
+    simulated: list[EvidenceEntry] = field(default_factory=list)
+    measured: list[EvidenceEntry] = field(default_factory=list)
+    needs: str = ""
+    not_comparable: str = ""
+    note: str = ""
+
+
+@dataclass(kw_only=True)
+class RowEntry(Testable):
+    """One element of ``rows``."""
+
+    published: str
+
+
+@dataclass(kw_only=True)
+class CellEntry(Testable):
+    """One element of a table's ``cells``: the column of that name holds published values."""
+
+    column: str
+
+
+@dataclass(kw_only=True)
+class TableEntry:
+    """``[[claim.table]]``.  Strings in ``body`` are printed values, numbers are exact; "" is no value."""
+
+    columns: list[str]
+    keys: list[str]
+    """Columns that name a line."""
+    cells: list[CellEntry]
+    body: list[list[int | float | str]]
+
+
+@dataclass(kw_only=True)
+class ClaimEntry:
+    """``[[claim]]``; the fields are explained at ``ledger.Claim``."""
+
+    id: str
+    title: str
+    family: str
+    published: str
+    source: list[str]
+    certainty: str
+    conditions: str = ""
+    metric: str = "exact"
+    unit: str = ""
+    contradictions: list[str] = field(default_factory=list)
+    needs: str = ""
+    not_comparable: str = ""
+    note: str = ""
+    steps: list[str] = field(default_factory=list)
+    rows: list[RowEntry] = field(default_factory=list)
+    table: list[TableEntry] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Entries:
+    """All files at once, so that pydantic builds its validator once."""
+
+    claim: list[ClaimEntry]
+    source: list[the.Source]
+
+
+_INNER: dict[tuple[type, str], type] = {
+    (ClaimEntry, "rows"): RowEntry,
+    (ClaimEntry, "table"): TableEntry,
+    (TableEntry, "cells"): CellEntry,
+    **{(cls, kind): EvidenceEntry for cls in (RowEntry, CellEntry) for kind in ("simulated", "measured")},
+}
+
+
+def read_ledger(directory: Path) -> the.Ledger:
+    """See :func:`repro.claims.ledger.load`."""
+    titles: dict[str, str] = {}
+    claims: list[Any] = []
+    sources: list[Any] = []
+    files: list[str] = []
+    for path in sorted(directory.glob("*.toml")):
+        data = read_toml(path)
+        known = {"title": str, "claim": list, "source": list}
+        for key, value in data.items():
+            if key not in known:
+                raise ConfigError(
+                    key, expected="unknown key; known are title, [[claim]], [[source]]", file=str(path)
+                )
+            if not isinstance(value, known[key]):
+                raise ConfigError(
+                    key, value, "title is text, claim and source are [[tables]]", file=str(path)
+                )
+        for entry in data.get("claim", []):
+            if "id" not in entry:
+                raise ConfigError("id", expected="is missing in one [[claim]]", file=str(path))
+            _known_keys(ClaimEntry, entry, str(path), str(entry["id"]))
+        claims += data.get("claim", [])
+        sources += data.get("source", [])
+        files += [str(path)] * len(data.get("claim", []))
+        titles[path.name] = data.get("title", path.stem)
+    if not claims:
+        raise ConfigError("claims", str(directory), "a folder with ledger files (*.toml)")
+    try:
+        entries = build(Entries, {"claim": claims, "source": sources})
+    except ConfigError as error:
+        raise _placed(error, claims, files) from None
+    by_key = {source.key: source for source in entries.source}
+    seen: dict[str, str] = {}
+    result = []
+    for entry, file in zip(entries.claim, files, strict=True):
+        try:
+            if entry.id in seen:
+                raise ConfigError("id", entry.id, f"used once; {Path(seen[entry.id]).name} has it already")
+            seen[entry.id] = file
+            result.append(_claim(entry, by_key, Path(file).name))
+        except ConfigError as error:
+            raise error.within(file=file, where=entry.id) from None
+    return the.Ledger(tuple(result), by_key, titles)
+
+
+def _known_keys(cls: type, data: Any, file: str, where: str) -> None:
+    """Refuse unknown keys at every depth; turn a single evidence table into a list of one."""
+    if not isinstance(data, dict):
+        raise ConfigError(
+            where.rpartition(".")[2], data, "a table", file=file, where=where.rpartition(".")[0]
+        )
+    fields = [f.name for f in dataclasses.fields(cls)]
+    for key, value in data.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = (
+                f"unknown key; did you mean {near[0]}?"
+                if near
+                else f"unknown key; known are {', '.join(fields)}"
+            )
+            raise ConfigError(key, value, hint, file=file, where=where)
+        inner = _INNER.get((cls, key))
+        if inner is EvidenceEntry and isinstance(value, dict):
+            data[key] = value = [value]
+        if inner is not None and isinstance(value, list):
+            for number, item in enumerate(value):
+                name = item.get("label") or item.get("column") if isinstance(item, dict) else None
+                _known_keys(inner, item, file, f"{where}.{key}[{name or number}]")
+
+
+def _placed(error: ConfigError, claims: list[Any], files: list[str]) -> ConfigError:
+    """pydantic counts claims over all files; a person wants the file and the id."""
+    found = re.fullmatch(r"claim\.(\d+)\.(.+)", error.key)
+    if not found:
+        return error.within(file="sources.toml")
+    number = int(found.group(1))
+    return ConfigError(
+        found.group(2), error.value, error.expected, file=files[number], where=str(claims[number]["id"])
+    )
+
+
+def _claim(entry: ClaimEntry, sources: Mapping[str, the.Source], file: str) -> the.Claim:
+    if not _ID.fullmatch(entry.id):
+        raise ConfigError("id", entry.id, "lower-case words joined by hyphens")
+    _one_of("family", entry.family, the.FAMILIES)
+    if not entry.source:
+        raise ConfigError("source", entry.source, "at least one source key with a place")
+    for source in entry.source:
+        _one_of("source", source.partition(" ")[0], sources)
+    steps = tuple(_number("steps", step).value for step in entry.steps)
+    rows = [_row(entry, row, row.published, {}, f"rows[{row.label}]") for row in entry.rows]
+    for table in entry.table:
+        rows += _table_rows(entry, table)
+    if not rows:
+        raise ConfigError("rows", expected="at least one row, in rows or in [[claim.table]]")
+    labels = [row.label for row in rows]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError("label", label, "different for every row of the claim")
+    for row in rows:
+        if row.metric == "limit" and not steps:
+            raise ConfigError(
+                "steps", expected="is missing: the sizes that the source tried (a row has metric limit)"
+            )
+    return the.Claim(
+        id=entry.id,
+        title=entry.title,
+        family=entry.family,
+        published=entry.published,
+        conditions=entry.conditions,
+        source=tuple(entry.source),
+        certainty=_one_of("certainty", entry.certainty, the.CERTAINTIES),
+        contradictions=tuple(entry.contradictions),
+        note=entry.note,
+        needs=entry.needs,
+        steps=steps,
+        rows=tuple(rows),
+        file=file,
+    )
+
+
+def _table_rows(entry: ClaimEntry, table: TableEntry) -> list[the.Row]:
+    for key in [*table.keys, *(cell.column for cell in table.cells)]:
+        _one_of("table.columns", key, table.columns)
+    errors = {cell.column: cell.error for cell in table.cells}
+    rows = []
+    for line in table.body:
+        if len(line) != len(table.columns):
+            raise ConfigError(
+                "table.body", line, f"{len(table.columns)} values, one for each of {table.columns}"
+            )
+        at = dict(zip(table.columns, line, strict=True))
+        variables = {
+            key: _variable(value, errors.get(key, 0.0)) for key, value in at.items() if key.isidentifier()
+        }
+        name = " ".join(str(at[key]) for key in table.keys)
+        for cell in table.cells:
+            published = at[cell.column]
+            if published == "":
+                continue
+            if not isinstance(published, str):
+                raise ConfigError(
+                    f"table.body[{name}].{cell.column}", published, "a published value in quotes"
+                )
+            label = f"{name}: {cell.label or cell.column}"
+            note = " ".join(part for part in (cell.note, str(at.get("note", ""))) if part)
+            rows.append(
+                _row(entry, dataclasses.replace(cell, label=label, note=note), published, variables, label)
+            )
+    return rows
+
+
+def _variable(value: int | float | str, error: float) -> Value | Uncertain:
+    """A table cell as an input: numbers are exact, printed values carry their rounding or their error."""
+    if not isinstance(value, str):
+        return value
+    try:
+        read(value)
+    except ValueError:
+        return value
+    return digitised(value, error) if error else printed(value)
+
+
+def _row(
+    claim: ClaimEntry, entry: Testable, published: str, variables: Mapping[str, Value | Uncertain], where: str
+) -> the.Row:
+    try:
+        metric = _one_of("metric", entry.metric or claim.metric, RELATIVE)
+        certainty = _one_of("certainty", entry.certainty or claim.certainty, the.CERTAINTIES)
+        if entry.error < 0:
+            raise ConfigError("error", entry.error, "0 or more")
+        evidence = []
+        if entry.analytic:
+            value = _expression("analytic", entry.analytic, _CLOSED, variables)
+            evidence.append(
+                the.Evidence(
+                    kind="analytic", scale=the.PUBLISHED_SCALE, value=value, expect=None, metric=metric
+                )
+            )
+        for kind in ("simulated", "measured"):
+            for item in getattr(entry, kind):
+                evidence.append(_evidence(kind, item, metric, variables))
+        number: Printed | None
+        try:
+            number = read(published)
+        except ValueError:
+            number = None
+        if number is None and any(item.expect is None for item in evidence):
+            raise ConfigError(
+                "published", published, "a number such as 1.88, 14.4B or 3-5, since a value is compared"
+            )
+        return the.Row(
+            label=entry.label,
+            published=published,
+            printed=number,
+            unit=_one_of("unit", entry.unit or claim.unit, UNITS),
+            metric=metric,
+            bound=_one_of("bound", entry.bound, BOUNDS),
+            error=entry.error,
+            certainty=certainty,
+            evidence=tuple(evidence),
+            needs=entry.needs or claim.needs,
+            not_comparable=entry.not_comparable or claim.not_comparable,
+            note=entry.note,
+            variables=variables,
+        )
+    except ConfigError as error:
+        raise error.within(where=where) from None
+
+
+def _evidence(
+    kind: str, item: EvidenceEntry, metric: str, variables: Mapping[str, Value | Uncertain]
+) -> the.Evidence:
+    if item.scale not in (the.PUBLISHED_SCALE, the.SCALED_TWIN) and not item.scale.startswith(the.ONE_RANK):
+        raise ConfigError("scale", item.scale, "published scale, one rank of N, or scaled twin")
+    if item.scale == the.SCALED_TWIN and metric not in ("exact", "ratio") and not item.expect:
+        raise ConfigError(
+            "expect", expected="is missing: a scaled twin is compared with the formula at its own scale"
+        )
+    fallback = "exact" if item.expect else metric
+    return the.Evidence(
+        kind=kind,
+        scale=item.scale,
+        value=_expression(kind, item.value, _WITH_RECORDS, variables),
+        expect=_expression("expect", item.expect, _WITH_RECORDS, variables) if item.expect else None,
+        metric=_one_of("metric", item.metric or fallback, RELATIVE),
+    )
+
+
+def _expression(
+    key: str, text: str, functions: Mapping[str, Any], variables: Mapping[str, Any]
+) -> Expression:
+    try:
+        expression = parse(text)
+        check(expression, functions, frozenset(variables) | frozenset(CONSTANTS))
+    except ExpressionError as error:
+        raise ConfigError(key, text, str(error)) from None
+    return expression
+
+
+def _one_of(key: str, value: str, known: Collection[str]) -> str:
+    if value not in known:
+        near = difflib.get_close_matches(value, list(known), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(k for k in known if k)}"
+        raise ConfigError(key, value, hint)
+    return value
+
+
+def _number(key: str, text: str) -> Printed:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise ConfigError(key, text, str(error)) from None

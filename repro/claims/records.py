@@ -1,0 +1,90 @@
+"""What expressions of the ledger may read from the store: metrics, outcomes and compared ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from repro.claims.expression import Uncertain, Value
+from repro.config.experiment import PROTOCOL
+
+CONCLUSIVE = ("ok", "oom", "diverged")
+"""Outcomes that say something about the experiment and not about the day it was run."""
+
+
+class Missing(Exception):
+    """A record that an expression needs is not there.  ``str`` says which, or how its run ended."""
+
+    def __init__(self, experiment: str, reason: str):
+        self.experiment, self.reason = experiment, reason
+        self.suite = experiment.partition("/")[0]
+        super().__init__(f"{experiment}: {reason}")
+
+
+class Records:
+    """The newest conclusive record of each experiment and the newest comparison of each pair.
+
+    Records of another measurement protocol are left out: they are not comparable with today's.
+    """
+
+    def __init__(self, records: Iterable[Mapping[str, Any]]):
+        self._experiments: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._failures: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._comparisons: dict[tuple[str, str], Mapping[str, Any]] = {}
+        for record in sorted(records, key=lambda r: str(r.get("written", ""))):
+            if record.get("protocol") != PROTOCOL:
+                continue
+            suite = record.get("suite")
+            if record.get("kind") == "experiment":
+                at = (str(record.get("evidence")), f"{suite}/{record.get('name')}")
+                conclusive = record.get("outcome") in CONCLUSIVE
+                (self._experiments if conclusive else self._failures)[at] = record
+            elif record.get("kind") == "comparison":
+                subject, baseline = record["subject"]["name"], record["baseline"]["name"]
+                self._comparisons[f"{suite}/{subject}", f"{suite}/{baseline}"] = record
+
+    def functions(self, kind: str) -> dict[str, Callable[..., Value | Uncertain]]:
+        """The functions for expressions of evidence ``kind`` (``simulated`` or ``measured``)."""
+
+        def find(experiment: str) -> Mapping[str, Any]:
+            record = self._experiments.get((kind, experiment))
+            if record is not None:
+                return record
+            failed = self._failures.get((kind, experiment))
+            if failed is None:
+                raise Missing(experiment, "no record")
+            raise Missing(
+                experiment, f"ended {failed['outcome']}: {failed.get('reason') or 'no reason given'}"
+            )
+
+        def metric(experiment: str, name: str) -> Value:
+            """A metric of an experiment that ended ok: ``metric("smoke/states-z1-dp4", "memory.states_bytes")``."""
+            record = find(experiment)
+            if record["outcome"] != "ok":
+                raise Missing(
+                    experiment, f"ended {record['outcome']}: {record.get('reason') or 'no reason given'}"
+                )
+            value = record.get("metrics", {}).get(name)
+            if not isinstance(value, int | float):
+                raise Missing(experiment, f"its record has no metric {name}")
+            return value
+
+        def parameters(experiment: str) -> Value:
+            """The experiment's own Psi, counted on the model that it trained."""
+            return metric(experiment, "parameters")
+
+        def outcome(experiment: str) -> Value:
+            """``"ok"``, ``"oom"`` or ``"diverged"``."""
+            return str(find(experiment)["outcome"])
+
+        def compared(subject: str, baseline: str) -> Value | Uncertain:
+            """Throughput of ``subject`` over ``baseline`` from one interleaved run, with its 95 % interval."""
+            record = self._comparisons.get((subject, baseline))
+            if record is not None:
+                return Uncertain(record["ratio"], record["low"], record["high"])
+            record = self._comparisons.get((baseline, subject))
+            if record is not None:
+                return Uncertain(1 / record["ratio"], 1 / record["high"], 1 / record["low"])
+            raise Missing(subject, f"not compared with {baseline} in one run")
+
+        return {"metric": metric, "parameters": parameters, "outcome": outcome, "compared": compared}

@@ -1,0 +1,118 @@
+"""The one rule by which a value agrees with a published value.
+
+**The rule.**  Evidence agrees if its value, with the uncertainty of its inputs, meets the widest of
+
+1. the source's printed digits: the value prints as published when rounded *or* truncated (the ZeRO paper
+   does both: 31.41 -> 31.4, 41.25 -> 41.3, but 4187.5 -> 4187); not for measured counts, which are equal;
+2. the error of a value digitised from a figure, where the ledger states one;
+3. the tolerance of the metric's class, below, for simulated and measured evidence.  Analytic evidence gets
+   only 1 and 2, because a closed form has no noise; but for ``size``, which is a name and not a result.
+
+A bound ("over 38", "at least 24", "less than 20", "up to 6") is met on its own side; 2 and 3 widen it.
+``up to`` asks that the best case gets there.
+
+A scaled twin is not compared with the published number but with the same formula at the twin's own scale,
+which the ledger writes as ``expect``; its class is ``exact``, ``exact-padding`` or ``parity``.
+
+No row of the ledger has a tolerance of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from repro.claims.published import Printed
+
+RELATIVE: dict[str, float] = {
+    "exact": 0.0,
+    "exact-padding": 1e-3,
+    "parity": 1e-5,
+    "memory": 0.05,
+    "size": 0.05,
+    "limit": 0.0,
+    "throughput": 0.15,
+    "time": 0.15,
+    "ratio": 0.12,
+    "quality": 0.0,
+}
+"""Relative tolerance by class of metric.
+
+``exact``: counts and closed forms.  ``exact-padding``: bytes to the byte but for the padding of shards and
+the few scalars (loss, norm) that a real step adds; a missing or doubled term of any formula here is at least
+a hundred times larger.  ``parity``: the same loss from another layout in fp32.  ``size``: the name that a
+source gives a model ("100B"), against its true parameter count; as memory.  ``limit``: the largest model
+that fits, good to one step of the sizes that the source tried.  ``quality``: scores of weights; never
+compared without the weights.
+"""
+NOISELESS = ("exact", "exact-padding", "parity")
+"""Classes whose measured values have no noise: the printed digits give them no room (4.4 calls are not 4)."""
+BOUNDS = ("", "over", "at least", "under", "at most", "up to")
+"""How a source can state a number other than as an equality."""
+_ROUNDING = 1e-9
+"""Slack for binary floating point, relative."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The values that agree: ``low <= value <= high``, without the ends where open; and why."""
+
+    low: float
+    high: float
+    open_low: bool
+    open_high: bool
+    because: str
+
+    def meets(self, low: float, high: float) -> bool:
+        """Whether an evidence interval ``[low, high]`` overlaps the accepted values."""
+        slack = _ROUNDING * max(abs(low), abs(high))
+        above = high > self.low + slack if self.open_low else high >= self.low - slack
+        below = low < self.high - slack if self.open_high else low <= self.high + slack
+        return above and below
+
+
+def accepted(
+    published: Printed,
+    metric: str,
+    *,
+    closed_form: bool,
+    bound: str = "",
+    error: float = 0.0,
+    steps: tuple[float, ...] = (),
+) -> Accepted:
+    """The values that agree with ``published`` under the rule above, all in the published unit.
+
+    ``closed_form``: the evidence is analytic.  ``error``: of digitisation.  ``steps``: the sizes that the
+    source tried, for class ``limit``.
+    """
+    low, high = published.low, published.high
+    if not closed_form and metric in NOISELESS and not bound:
+        slack = RELATIVE[metric] * max(abs(low), abs(high))
+        return Accepted(low - slack, high + slack, False, False, "exactly" if not slack else f"{slack:g}")
+    relative = 0.0 if closed_form and metric != "size" else RELATIVE[metric]
+    widened = [(low - error, high + error, f"digitised +-{error:g}")] if error else []
+    if relative:
+        widened.append((low - relative * abs(low), high + relative * abs(high), f"{relative:.0%} ({metric})"))
+    if metric == "limit" and not closed_form and steps:
+        below = max((step for step in steps if step < low), default=low)
+        above = min((step for step in steps if step > high), default=high)
+        widened.append((below, above, "one published step"))
+    if bound:
+        start = min((w[0] for w in widened), default=low)
+        end = max((w[1] for w in widened), default=high)
+        why = " and ".join([bound, *(w[2] for w in widened)])
+        if bound in ("under", "at most"):
+            return Accepted(float("-inf"), end, False, bound == "under", why)
+        return Accepted(start, float("inf"), bound == "over", False, why)
+    # The upper end is open: truncation accepts everything below the next printed number.
+    digits = (low - published.step / 2, high + published.step)
+    wider = [w for w in widened if w[0] < digits[0] or w[1] >= digits[1]]
+    if not wider:
+        return Accepted(*digits, False, True, "printed digits")
+    start, end = min(digits[0], *(w[0] for w in wider)), max(digits[1], *(w[1] for w in wider))
+    return Accepted(start, end, False, end == digits[1], " or ".join(w[2] for w in wider))
+
+
+def agrees_at_scale(value: tuple[float, float], expected: tuple[float, float], metric: str) -> bool:
+    """Whether two intervals, of a scaled twin and of the formula at its scale, meet under ``metric``."""
+    slack = max(RELATIVE[metric], _ROUNDING) * max(abs(expected[0]), abs(expected[1]))
+    return value[1] >= expected[0] - slack and value[0] <= expected[1] + slack
