@@ -16,7 +16,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +112,10 @@ def _content(path: Path) -> bytes:
     return b""
 
 
-def versions() -> dict[str, str]:
-    """Installed distributions among :data:`PACKAGES` and their versions."""
+def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Installed distributions among ``names`` and their versions."""
     found = {}
-    for name in PACKAGES:
+    for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
