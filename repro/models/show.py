@@ -67,7 +67,7 @@ def human(number: float) -> str:
 def gigabytes(size: float) -> str:
     """Bytes in GB = 1e9 bytes, three digits or more."""
     value = size / GB
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
 def _print_all(models: list[Model]) -> None:
@@ -126,9 +126,7 @@ def _print_one(model: Model) -> None:
         parts.add_row(part.replace("_", " "), f"{size:,}", f"{100 * size / psi:.1f} %")
     console.print(parts)
 
-    console.print(
-        "\nModel states per device in GB, mixed-precision Adam (K = 12), by data-parallel degree Nd"
-    )
+    console.print("\nModel states per device in GB (mixed-precision Adam, K = 12) by degree Nd")
     states = Table(box=None, pad_edge=False, header_style="bold")
     states.add_column("stage")
     for nd in DEGREES:
@@ -141,7 +139,7 @@ def _print_one(model: Model) -> None:
         plain = flops.model_flops(model, model.seq, 1) / model.seq
         repeated = flops.hardware_flops(model, model.seq, 1, True) / model.seq
         console.print(f"\nFLOP per token: {plain:.4g}, with recomputation {repeated:.4g}")
-        console.print(flops.FORMULA)
+        console.print(flops.FORMULA.replace("; ", ";\n"))
     for label, text in (("source", model.source), ("note", model.note)):
         if text:
             console.print(f"{label}: {text}", markup=False)

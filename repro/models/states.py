@@ -1,4 +1,4 @@
-"""Bytes of model states per device, mixed-precision Adam, in the ZeRO paper's symbols (1910.02054 sec. 3, 5)."""
+"""Bytes of model states per device, mixed-precision Adam, in the ZeRO paper's symbols (sec. 3.1, 5)."""
 
 from __future__ import annotations
 
