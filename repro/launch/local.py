@@ -135,13 +135,16 @@ class LocalLaunch:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(REAP_S)
 
-    def close(self, *, keep_logs: bool) -> None:
-        """Remove the launch's files; the logs stay where something failed."""
+    def close(self, *, keep_logs: Path | None) -> None:
+        """Remove the launch's files; the logs move to ``keep_logs`` where something failed."""
         self.kill()
         self._lookout.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        if not keep_logs:
+        if keep_logs is None:
             shutil.rmtree(self.logs, ignore_errors=True)
+        elif keep_logs != self.logs:
+            shutil.rmtree(keep_logs, ignore_errors=True)
+            self.logs.rename(keep_logs)
 
     def _signal(self, number: int) -> None:
         for process in self._ranks:

@@ -22,6 +22,7 @@ from typing import Any
 SCHEMA = 1
 """Version of the record's layout."""
 RESERVE_BYTES = 256 * 1024
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 CONCLUSIVE = ("ok", "oom", "diverged")
 """Outcomes that a further run would only repeat."""
 
@@ -39,6 +40,10 @@ class Store:
         self._owner = 0
         self._read: dict[str, _Reading] = {}
 
+    def prepare(self) -> None:
+        """Create this writer's file and its reserve now, while there is room."""
+        self._open()
+
     def append(self, record: dict[str, Any]) -> None:
         """Write one record (finite numbers only) and wait until it is on disk.
 
@@ -55,7 +60,7 @@ class Store:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, self._good)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in DISK_FULL:
                 self._free_reserve()
             raise
         self._good += len(line)

@@ -1,0 +1,35 @@
+"""Ctrl-C as a flag: it is acted on where nothing is half done."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupt:
+    """While entered, SIGINT, SIGTERM and SIGHUP only set ``signal``; a signal that is ignored stays so."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._previous: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        return self.signal != 0
+
+    def __enter__(self) -> Interrupt:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            previous = signal.getsignal(number)
+            if previous != signal.SIG_IGN:  # nohup
+                self._previous[number] = previous
+                signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or number

@@ -1,0 +1,196 @@
+"""Records made of what the ranks measured.  Names of metrics are fixed, since claims refer to them.
+
+Times are seconds, sizes bytes, work FLOP.  A step takes as long as its slowest rank; memory is the largest
+of any rank; communication is rank 0's, of one ordinary step.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from datetime import datetime, timezone
+from statistics import median
+from typing import Any
+
+from repro.config import PROTOCOL, Experiment
+from repro.measure.statistics import ratio_interval, summary
+from repro.results.store import SCHEMA
+
+RankResult = dict[str, Any]
+"""One experiment's results of one rank, as ``repro.train.session`` returns them."""
+_WORST_FIRST = ("oom", "diverged", "error", "ok")
+
+
+def experiment_record(
+    experiment: Experiment,
+    results: list[RankResult],
+    *,
+    suite: str,
+    provenance: dict[str, Any],
+    wall_s: float,
+    outcome: str = "ok",
+    reason: str = "",
+) -> dict[str, Any]:
+    """The record of one experiment.  ``results``: one of every rank, or none if it did not finish.
+
+    A rank may finish and still say that it was no success; the worst rank's outcome is the record's.
+    """
+    if outcome == "ok" and results:
+        worst = min(results, key=lambda result: _WORST_FIRST.index(result["outcome"]))
+        if worst["outcome"] != "ok":
+            outcome, reason = worst["outcome"], f"rank {worst['rank']}: {worst['reason']}"
+    series = _series(results) if results else {}
+    return {
+        **_head("experiment", suite, experiment.name),
+        "key": experiment.key,
+        "experiment": experiment.as_dict(),
+        "evidence": "measured",
+        "outcome": outcome,
+        "reason": reason,
+        "metrics": _metrics(results) if results else {},
+        "series": series,
+        "flops_formula": results[0]["flops_formula"] if results else "",
+        "memory_by_rank": _plain([result["memory"] for result in results]),
+        "comm": _plain(results[0]["comm"]) if results else [],
+        "comm_per_layer": _plain(results[0].get("comm_per_layer", [])) if results else [],
+        "comm_by_rank": _plain([result["comm"] for result in results]),
+        "provenance": provenance,
+        "wall_s": round(wall_s, 3),
+    }
+
+
+def comparison_record(
+    baseline: Experiment,
+    subject: Experiment,
+    results: tuple[list[RankResult], list[RankResult]],
+    *,
+    suite: str,
+    provenance: dict[str, Any],
+) -> dict[str, Any] | None:
+    """Ratio subject/baseline of samples/s over paired rounds; None if either has a round without a time.
+
+    ``results``: the ranks' results of the baseline and of the subject, from one interleaved launch.
+    """
+    rates = [_round_rates(ranks) for ranks in results]
+    pairs = [list(pair) for pair in zip(*rates, strict=True)]
+    if not pairs or not all(math.isfinite(rate) for pair in pairs for rate in pair):
+        return None
+    ratio, low, high = ratio_interval(pairs, seed=0)
+    return {
+        **_head("comparison", suite, f"{baseline.name} vs {subject.name}"),
+        "baseline": {"name": baseline.name, "key": baseline.key},
+        "subject": {"name": subject.name, "key": subject.key},
+        "metric": "samples_per_s",
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "rounds": len(pairs),
+        "pairs": pairs,
+        "provenance": provenance,
+    }
+
+
+def step_seconds(results: list[RankResult]) -> list[list[float]]:
+    """Seconds of each timed step by round: those of the step's slowest rank."""
+    return [
+        [max(step) for step in zip(*ranks, strict=True)]
+        for ranks in zip(*(result["rounds"] for result in results), strict=True)
+    ]
+
+
+def _round_rates(results: list[RankResult]) -> list[float]:
+    samples = results[0]["samples_per_step"]
+    return [samples / median(steps) if steps else math.nan for steps in step_seconds(results)]
+
+
+def _metrics(results: list[RankResult]) -> dict[str, float]:
+    first = results[0]
+    metrics: dict[str, float] = {
+        "parameters": first["parameters"],
+        "steps": len(first["loss"]),
+        "skipped_steps": len(first["skipped_steps"]),
+    }
+    if first["loss"]:
+        metrics["loss.first"], metrics["loss.last"] = first["loss"][0], first["loss"][-1]
+    metrics.update(_speed(results))
+    metrics.update(_memory([result["memory"] for result in results]))
+    metrics.update(_communication(first))
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _speed(results: list[RankResult]) -> dict[str, float]:
+    seconds = [second for steps in step_seconds(results) for second in steps]
+    if not seconds:
+        return {}
+    middle, p20, p80 = summary(seconds)
+    metrics = {"step_seconds.median": middle, "step_seconds.p20": p20, "step_seconds.p80": p80}
+    for work in ("tokens", "samples", "model_flops", "hardware_flops"):
+        metrics[f"{work}_per_s"] = results[0][f"{work}_per_step"] / middle
+    return metrics
+
+
+def _memory(memories: list[dict[str, Any]]) -> dict[str, float]:
+    def most(*path: str) -> float:
+        values = []
+        for memory in memories:
+            value: Any = memory
+            for key in path:
+                value = value[key]
+            values.append(value)
+        return max(values)
+
+    metrics = {
+        "memory.states_bytes": max(sum(memory["states"].values()) for memory in memories),
+        "memory.peak_bytes": most("peak", "total"),
+        "memory.activations_bytes": most("peak", "activations"),
+        "memory.init_peak_bytes": most("init_peak_bytes"),
+        "memory.rss_peak_bytes": most("rss_peak_bytes"),
+    }
+    for category in ("parameters", "gradients", "optimizer"):
+        metrics[f"memory.{category}_bytes"] = most("states", category)
+    return metrics
+
+
+def _communication(result: RankResult) -> dict[str, float]:
+    metrics: dict[str, float] = {"comm.sent_bytes": sum(row["sent_bytes"] for row in result["comm"])}
+    # One operation may appear in several rows (sizes of the group, types): they add up.
+    for row in result["comm"]:
+        for quantity in ("calls", "payload_bytes", "sent_bytes"):
+            name = f"comm.{row['group']}.{row['op']}.{quantity}"
+            metrics[name] = metrics.get(name, 0) + row[quantity]
+    for row in result.get("comm_per_layer", []):
+        name = f"comm.per_layer.{row['group']}.{row['op']}.calls"
+        metrics[name] = metrics.get(name, 0) + row["calls"]
+    return metrics
+
+
+def _series(results: list[RankResult]) -> dict[str, Any]:
+    first = results[0]
+    series = {name: first[name] for name in ("loss", "grad_norm", "loss_scale", "skipped_steps")}
+    series["step_seconds"] = step_seconds(results)
+    series["phase_seconds"] = [result["phase_seconds"] for result in results]
+    plain: dict[str, Any] = _plain(series)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """JSON data without NaN and infinity, which JSON has not: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _head(kind: str, suite: str, name: str) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "protocol": PROTOCOL,
+        "id": uuid.uuid4().hex,
+        "written": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        "kind": kind,
+        "suite": suite,
+        "name": name,
+    }
