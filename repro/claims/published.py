@@ -15,6 +15,9 @@ UNITS: dict[str, float] = {
     "parameters": 1,
     "elements": 1,
     "calls": 1,
+    "samples": 1,
+    "steps": 1,
+    "GPUs": 1,
     "bytes": 1,
     "MB": 1e6,
     "GB": 1e9,
@@ -72,21 +75,16 @@ def read(text: str) -> Printed:
 
 def printed(text: str) -> Uncertain:
     """A printed number as an *input* of an expression: it carries the rounding of its last digit."""
-    number = _input(text)
+    try:
+        number = read(text)
+    except (AttributeError, TypeError, ValueError):
+        raise ExpressionError(f"printed({text!r}): a printed number in quotes, such as printed('39')") from None
     return Uncertain(number.value, number.low - number.step / 2, number.high + number.step / 2)
 
 
-def digitised(text: str, error: float) -> Uncertain:
-    """A number measured from a figure as an input: plus or minus ``error``, in the number's unit."""
-    number = _input(text)
-    return Uncertain(number.value, number.low - error, number.high + error)
-
-
-def _input(text: str) -> Printed:
-    try:
-        return read(text)
-    except (TypeError, ValueError) as error:
-        raise ExpressionError(str(error)) from None
+def digitised(value: float, error: float) -> Uncertain:
+    """A number measured from a figure as an input of an expression: plus or minus ``error``."""
+    return Uncertain(value, value - error, value + error)
 
 
 def show(value: float, like: Printed | None = None) -> str:

@@ -274,10 +274,10 @@ def _variable(value: int | float | str, error: float) -> Value | Uncertain:
     if not isinstance(value, str):
         return value
     try:
-        read(value)
+        number = read(value)
     except ValueError:
         return value
-    return digitised(value, error) if error else printed(value)
+    return digitised(number.value, error) if error else printed(value)
 
 
 def _row(
