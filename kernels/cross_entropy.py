@@ -134,7 +134,9 @@ def cross_entropy_backward_(
     0 at rows that shall not count. Arithmetic in fp32, rounded once to the dtype of the logits. Raises
     ValueError when the sizes do not agree.
     """
-    _check(logits, maximum, sums[0], targets, grad_loss)
+    _check(logits, maximum, targets, grad_loss)
+    if sums.shape != (2, *logits.shape[:1]):
+        raise ValueError(f"cross-entropy needs sums [2, {logits.shape[0]}], not {list(sums.shape)}")
     backward_operator(logits.detach(), maximum, sums, targets, vocab_start, grad_loss)
 
 

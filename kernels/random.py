@@ -12,9 +12,9 @@ a CUDA kernel reproduces it bit by bit:
                  the low 32 bits, low() and high() being the 32-bit halves
 
 Rows and columns are hashed once each, so that a whole matrix costs three 32-bit passes. One factor of the
-product is always odd: multiplying by it permutes the 32-bit words, so every value is equally likely. Bit k
-of a product depends only on bits 0..k of its factors, therefore use the value as a whole (compare it with a
-threshold) or its high bits.
+product is always odd, and multiplying by it permutes the 32-bit words, so every value is equally likely. Bit k
+of a product depends only on bits 0..k of its factors: compare the value as a whole with a threshold or use its
+high 16 bits, which the tests examine; the low ones are weak.
 """
 
 from __future__ import annotations

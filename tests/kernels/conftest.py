@@ -1,0 +1,38 @@
+"""What the kernel tests share: the dtypes, and how far a result may be from the fp64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+EPSILON = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def close() -> Callable[..., None]:
+    """close(actual, expected fp64, roundings=1): equal within so many roundings of the actual's dtype."""
+
+    def check(
+        actual: Tensor, expected: Tensor, roundings: float = 1.0, dtype: torch.dtype | None = None
+    ) -> None:
+        assert actual.shape == expected.shape
+        scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+        epsilon = EPSILON[dtype or actual.dtype] * roundings
+        torch.testing.assert_close(actual.double(), expected.double(), rtol=epsilon, atol=epsilon * scale)
+
+    return check

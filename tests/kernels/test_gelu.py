@@ -1,0 +1,81 @@
+"""Bias + tanh GELU against its fp64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from repro.kernels import bias_gelu
+from repro.kernels.gelu import _backward, _forward, reference
+
+Close = Callable[..., None]
+
+
+def with_gradients(function: Callable[..., torch.Tensor], grad: torch.Tensor, *tensors: torch.Tensor) -> list:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+def test_forward_and_backward(dtype: torch.dtype, close: Close) -> None:
+    x, bias, grad = ((torch.randn(s) * 3).to(dtype) for s in ((3, 5, 40), (40,), (3, 5, 40)))
+    actual = with_gradients(bias_gelu, grad, x, bias)
+    expected = with_gradients(reference, grad.double(), x.double(), bias.double())
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == dtype
+        close(a, e, roundings=2)
+
+
+def test_form_for_other_devices_agrees(dtype: torch.dtype, close: Close) -> None:
+    x, bias, grad = (torch.randn(s).to(dtype) for s in ((15, 40), (40,), (15, 40)))
+    expected = with_gradients(reference, grad.double(), x.double(), bias.double())
+    actual = [_forward(x, bias), *_backward(grad, x, bias)]
+    for a, e in zip(actual, expected, strict=True):
+        close(a, e, roundings=4)
+
+
+def test_extreme_values() -> None:
+    x = torch.tensor([[-1e30, -100.0, -6.0, -0.0, 6.0, 100.0, 1e12, float("nan")]])
+    y, dx, _ = with_gradients(bias_gelu, torch.ones_like(x), x, torch.zeros(8))
+    torch.testing.assert_close(
+        y[0, 1:7], reference(x.double(), torch.zeros(8))[0, 1:7].float(), atol=1e-6, rtol=1e-6
+    )
+    assert y[0, 0] == 0
+    assert dx[0, [1, 5, 6]].tolist() == [0, 1, 1]
+    assert y[0, 7].isnan()
+
+
+def test_only_arguments_are_saved() -> None:
+    saved: list[int] = []
+    x, bias = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        bias_gelu(x, bias)
+    assert saved == [x.data_ptr(), bias.data_ptr()]
+
+
+def test_gradcheck() -> None:
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 2, 5), (5,))]
+    assert torch.autograd.gradcheck(bias_gelu, leaves)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(0, 60), f=st.integers(1, 50), chunk=st.integers(1, 500), seed=st.integers(0, 1000))
+def test_odd_sizes_strides_and_chunks(rows: int, f: int, chunk: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, grad = (torch.randn(f, rows, generator=generator).t() for _ in range(2))
+    bias = torch.randn(f, generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("repro.kernels.library.CPU_CHUNK", chunk)
+        actual = with_gradients(bias_gelu, grad, x, bias)
+    expected = with_gradients(reference, grad.double(), x.double(), bias.double())
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=1e-5)
+
+
+def test_sizes_that_do_not_agree() -> None:
+    with pytest.raises(ValueError, match=r"bias of \[3\], not \[4\]"):
+        bias_gelu(torch.ones(2, 3), torch.ones(4))

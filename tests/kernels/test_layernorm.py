@@ -1,0 +1,84 @@
+"""Layer norm against its fp64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from repro.kernels import layer_norm
+from repro.kernels.layernorm import forward_operator, reference
+
+Close = Callable[..., None]
+
+
+def with_gradients(function: Callable[..., torch.Tensor], grad: torch.Tensor, *tensors: torch.Tensor) -> list:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+@pytest.mark.parametrize("shape", [(4, 7, 64), (3, 33), (1, 1, 8)])
+def test_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype, close: Close) -> None:
+    x = (torch.randn(shape) * 3 + 1).to(dtype)
+    weight, bias, grad = (torch.randn(s).to(dtype) for s in (shape[-1], shape[-1], shape))
+    actual = with_gradients(layer_norm, grad, x, weight, bias)
+    expected = with_gradients(reference, grad.double(), x.double(), weight.double(), bias.double())
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == dtype
+        close(a, e, roundings=2)
+
+
+def test_fp32_weights_with_16_bit_rows(close: Close) -> None:
+    x, weight, bias = torch.randn(5, 16).bfloat16(), torch.randn(16), torch.randn(16)
+    y, dx, dweight, _ = with_gradients(layer_norm, torch.ones(5, 16).bfloat16(), x, weight, bias)
+    assert (y.dtype, dx.dtype, dweight.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    close(y, reference(x.double(), weight.double(), bias.double()))
+
+
+def test_statistics_are_fp32_and_only_they_are_saved(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(2, 3, 8).to(dtype), torch.ones(8).to(dtype), torch.zeros(8).to(dtype)
+    _, mean, rstd = forward_operator(x, weight, bias, 1e-5)
+    assert mean.dtype == rstd.dtype == torch.float32
+    assert mean.shape == rstd.shape == (2, 3, 1)
+    saved: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        layer_norm(x.requires_grad_(), weight, bias)
+    assert sorted(saved) == sorted([x.shape, mean.shape, rstd.shape, weight.shape])
+
+
+def test_rows_far_from_zero_keep_their_digits(close: Close) -> None:
+    x = torch.randn(4, 256, dtype=torch.float64) + 1000
+    y = layer_norm(x.float(), torch.ones(256), torch.zeros(256))
+    close(
+        y, reference(x.float().double(), torch.ones(256).double(), torch.zeros(256).double()), roundings=100
+    )
+
+
+def test_gradcheck() -> None:
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 2, 5), (5,), (5,))]
+    assert torch.autograd.gradcheck(layer_norm, leaves)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(0, 40), h=st.integers(1, 70), seed=st.integers(0, 1000))
+def test_odd_sizes_and_strides(rows: int, h: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(h, rows, generator=generator).t()
+    grad = torch.randn(h, rows, generator=generator).t()
+    weight, bias = torch.randn(h, generator=generator), torch.randn(h, generator=generator)
+    # A large epsilon: with a row of one or two nearly equal values the result is a quotient of rounding errors.
+    actual = with_gradients(lambda *t: layer_norm(*t, eps=1e-1), grad, x, weight, bias)
+    expected = with_gradients(
+        lambda *t: reference(*t, eps=1e-1), grad.double(), x.double(), weight.double(), bias.double()
+    )
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_that_do_not_agree() -> None:
+    with pytest.raises(ValueError, match=r"layer_norm of \[2, 3\]"):
+        layer_norm(torch.ones(2, 3), torch.ones(4), torch.ones(4))

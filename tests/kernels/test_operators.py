@@ -1,0 +1,154 @@
+"""What holds for every operator: schema, shape function, one event per call, and its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import repro.kernels as kernels
+from repro.kernels import cost
+from repro.kernels.flops import FORMULAS
+from repro.kernels.library import Cost
+
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+
+
+def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...]]:
+    """Arguments for every operator, in the order of its schema."""
+
+    def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape).to(device, kind)
+
+    def wide(*shape: int) -> Tensor:
+        return tensor(*shape, kind=torch.float32).abs()
+
+    x, h, flat = tensor(2, 3, 8), tensor(8), [wide(5), wide(2)]
+    targets = torch.tensor([0, 5, 9, 2], device=device)
+    narrow = [t.to(dtype) for t in flat]
+    return {
+        "layer_norm": (x, h, h, 1e-5),
+        "layer_norm_backward": (x, x, wide(2, 3, 1), wide(2, 3, 1), h),
+        "bias_gelu": (x, h),
+        "bias_gelu_backward": (x, x, h),
+        "bias_dropout_residual": (x, h, x, 0.3, 7, 1, 4, 1),
+        "bias_dropout_residual_backward": (x, True, 0.3, 7, 1, 4, 1),
+        "cross_entropy_max": (tensor(4, 6),),
+        "cross_entropy_sums": (tensor(4, 6), wide(4), targets, 3),
+        "cross_entropy_backward_": (tensor(4, 6), wide(4), wide(2, 4), targets, 3, wide(4)),
+        "adamw_": (
+            flat,
+            narrow,
+            [wide(5), wide(2)],
+            [wide(5), wide(2)],
+            [tensor(5), tensor(2)],
+            *(torch.tensor(v, device=device) for v in (1.0, 1e-3)),
+            *(0.9, 0.95, 1e-8, 0.1),
+            *(torch.tensor(v, device=device) for v in (2.0, 0.0)),
+        ),
+        "norm_squared": ([x, h],),
+        "pack": ([x, h], wide(60)),
+        "unpack": (wide(60), [x, h]),
+    }
+
+
+NAMES = sorted(samples(torch.float32))
+
+
+def test_every_operator_is_sampled() -> None:
+    assert set(FORMULAS) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str) -> None:
+    arguments = samples(torch.float32)[name]
+    torch.library.opcheck(getattr(torch.ops.repro, name).default, arguments, test_utils=CHECKS[:2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_meta_has_the_same_shapes_and_dtypes(name: str, dtype: torch.dtype) -> None:
+    operator = getattr(torch.ops.repro, name).default
+    real, meta = operator(*samples(dtype)[name]), operator(*samples(dtype, "meta")[name])
+    if real is None:
+        assert meta is None
+        return
+    pairs = zip(*((t,) if isinstance(t, Tensor) else t for t in (real, meta)), strict=True)
+    for a, b in pairs:
+        assert b.device.type == "meta"
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("layer_norm", lambda x, h: kernels.layer_norm(x, h, h)),
+        ("bias_gelu", lambda x, h: kernels.bias_gelu(x, h)),
+        ("bias_dropout_residual", lambda x, h: kernels.bias_dropout_residual(x, h, x, 0.2, 1, 0, 3, 0, True)),
+    ],
+)
+def test_a_dispatch_mode_sees_one_operator_each_way(
+    name: str, call: Callable[[Tensor, Tensor], Tensor], device: str
+) -> None:
+    x = torch.randn(2, 3, 8, device=device, requires_grad=True)
+    h = torch.randn(8, device=device, requires_grad=True)
+    with Names() as seen:
+        y = call(x, h)
+        torch.autograd.grad(y, [x, h], torch.ones_like(y))
+    ours = [c for c in seen.calls if c.startswith("repro.")]
+    assert ours == [f"repro.{name}.default", f"repro.{name}_backward.default"]
+    rest = {c.split(".")[1] for c in seen.calls if not c.startswith("repro.")}
+    assert rest <= {"ones_like", "add", "detach", "empty_strided", "_to_copy"}, rest
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flop_counter_knows_every_operator(name: str) -> None:
+    arguments = samples(torch.bfloat16, "meta")[name]
+    with FlopCounterMode(display=False) as counter:
+        getattr(torch.ops.repro, name)(*arguments)
+    assert counter.get_total_flops() == cost(name, *arguments).flops
+
+
+def test_costs_by_hand() -> None:
+    assert cost("layer_norm", (2, 3, 8), (8,), (8,)) == Cost(8 * 48 + 4 * 6, 4 * 64, 4 * 48 + 8 * 6)
+    assert cost("repro::bias_gelu.default", (4, 8), (8,), itemsize=2) == Cost(8 * 32, 2 * 40, 2 * 32)
+    assert cost("bias_dropout_residual", (1, 2, 8), None, (1, 2, 8)) == Cost(16, 4 * 32, 4 * 16)
+    assert cost("bias_dropout_residual", (1, 2, 8), (8,), (1, 2, 8), 0.1) == Cost(48, 4 * 40, 4 * 16)
+    assert cost("bias_dropout_residual_backward", (1, 2, 8), False) == Cost(16, 64, 64)
+    assert cost("cross_entropy_max", (4, 10), itemsize=2) == Cost(40, 80, 16)
+    assert cost("norm_squared", [(4, 10), (3,)]) == Cost(86, 4 * 43, 4)
+    bf16, fp32 = torch.empty(10, dtype=torch.bfloat16, device="meta"), torch.empty(10, device="meta")
+    # 12 bytes of states read and written, 2 of gradient read, 2 of parameter written: 28 per parameter.
+    assert cost("adamw_", [fp32], [bf16], [fp32], [fp32], [bf16]) == Cost(140, 140, 140)
+    assert cost("pack", [bf16, bf16], fp32) == Cost(0, 40, 80)
+    assert cost("unpack", fp32, [bf16]) == Cost(0, 40, 20)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_never_exceed_the_operands(name: str) -> None:
+    arguments = samples(torch.float32, "meta")[name]
+    flat = [t for a in arguments for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
+    limit = sum(t.nbytes for t in flat)
+    price = cost(name, *arguments)
+    assert 0 < price.bytes_read <= limit
+    assert price.bytes_written > 0
+
+
+def test_unknown_operator() -> None:
+    with pytest.raises(ValueError, match="no operator repro::softmax"):
+        cost("softmax", (1,))
