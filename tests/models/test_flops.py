@@ -21,7 +21,9 @@ def test_both_counts_are_the_papers_equation(name: str) -> None:
     s, layers, h, v = model.seq, model.layers, model.hidden, model.vocab
 
     def equation(factor: int, logits: int) -> Fraction:
-        return factor * samples * s * layers * h**2 * (1 + Fraction(s, 6 * h) + Fraction(v, logits * layers * h))
+        return (
+            factor * samples * s * layers * h**2 * (1 + Fraction(s, 6 * h) + Fraction(v, logits * layers * h))
+        )
 
     assert hardware_flops(model, s, samples, recompute=True) == equation(96, 16)
     assert hardware_flops(model, s, samples, recompute=False) == equation(72, 12)
@@ -53,7 +55,8 @@ def test_torch_counts_the_same_products(ffn: int, head_dim: int) -> None:
         x = torch.empty(samples * s, h, requires_grad=True)
         for w in weights:
             q, k, v = (
-                each.reshape(samples, s, model.heads, -1).transpose(1, 2) for each in (x @ w["qkv"]).chunk(3, -1)
+                each.reshape(samples, s, model.heads, -1).transpose(1, 2)
+                for each in (x @ w["qkv"]).chunk(3, -1)
             )
             mixed = ((q @ k.mT) @ v).transpose(1, 2).reshape(samples * s, inner)
             x = mixed @ w["proj"] @ w["up"] @ w["down"]

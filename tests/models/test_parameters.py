@@ -55,7 +55,7 @@ def test_a_gpt_counts_what_torch_modules_of_its_sizes_hold(
 @pytest.mark.parametrize(
     ("name", "published"),
     [
-        # As printed, in billions: MEG1 Tables 1 and 2, MEG-README images/tables.tex, MEG2 Table 1, GPT3 Table D.1.
+        # Billions as printed: MEG1 Tables 1, 2; MEG-README images/tables.tex; MEG2 Table 1; GPT3 Table D.1.
         ("megatron-1.2b", "1.2"),
         ("megatron-2.5b", "2.5"),
         ("megatron-4.2b", "4.2"),

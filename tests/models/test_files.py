@@ -1,0 +1,195 @@
+"""The model files: all load, say where they come from, and are the shapes that the sources print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repro.config import ConfigError, Layout
+from repro.config.files import build
+from repro.config.model import Model
+from repro.models import FILES, _packaged, load, names
+from repro.models.parameters import total
+
+SMALL = ("smoke-states", "smoke-speed", "char-1m", "tiny-parity", "gpt2-tiny", "limit-40m")
+TABLES = {
+    # name: layers, hidden, heads, published MP degrees.  ZERO3 Table 5, Fig. 2.
+    "zero-1.5b": (48, 1600, 16, (1, 2)),
+    "zero-8b": (72, 3072, 24, (4, 8)),
+    "zero-40b": (88, 6144, 32, (4,)),
+    "zero-40b-h64": (88, 6144, 64, (32,)),
+    "zero-60b": (132, 6144, 32, (16,)),
+    "zero-60b-h64": (132, 6144, 64, (64, 16)),
+    "zero-80b": (100, 8192, 64, (16,)),
+    "zero-80b-h128": (100, 8192, 128, (128,)),
+    "zero-100b": (125, 8192, 64, (16,)),
+    "zero-100b-h128": (125, 8192, 128, (128,)),
+    "zero-120b": (150, 8192, 64, (16,)),
+    "zero-120b-h128": (150, 8192, 128, (128,)),
+    "zero-140b": (175, 8192, 64, (16,)),
+    "zero-140b-h128": (175, 8192, 128, (128,)),
+    "zero-170b": (212, 8192, 64, (16,)),
+    "zero-170b-h256": (212, 8192, 256, (256,)),
+    # Tables 6 to 9.
+    "zero-60b-fig3": (75, 8192, 32, (16,)),
+    "zero-40b-fig6": (50, 8192, 32, (16,)),
+    "zero-50b": (62, 8192, 32, (16,)),
+    "zero-150b": (187, 8192, 64, (16,)),
+    "zero-60b-fig8": (75, 8192, 64, (16,)),
+    # Table 10, Fig. 4.
+    "zero-1.5b-fig4": (34, 1920, 16, (1,)),
+    "zero-2.5b": (54, 1920, 16, (1,)),
+    "zero-4b": (64, 2304, 24, (1,)),
+    "zero-6b": (52, 3072, 24, (1,)),
+    "zero-10b": (50, 4096, 32, (1,)),
+    "zero-11b": (54, 4096, 32, (1,)),
+    "zero-12b": (58, 4096, 32, (1,)),
+    "zero-13b": (62, 4096, 32, (1,)),
+    "zero-1.16b": (24, 1920, 16, (1,)),
+    "zero-1.38b": (40, 1536, 16, (1,)),
+    # DS-FEB20 tutorial sec. 3.1 and 3.3, figure; DS-HEAD zero.md.
+    "deepspeed-1.5b": (48, 1600, 16, (1, 2, 4)),
+    "deepspeed-4b": (64, 2304, 16, (1, 4)),
+    "deepspeed-8b": (72, 3072, 24, (2, 4)),
+    "deepspeed-20b": (111, 3808, 32, (4, 16)),
+    "deepspeed-40b": (88, 6144, 32, (16,)),
+    "deepspeed-60b": (132, 6144, 32, (16,)),
+    "deepspeed-80b": (100, 8192, 64, (16,)),
+    "deepspeed-100b": (125, 8192, 64, (16,)),
+    "deepspeed-10b": (50, 4096, 32, (1,)),
+    # MEG1 Tables 1, 2 and 7; images/tables.tex; MEG2 Table 1 (heads, width and depth in its order there).
+    "megatron-355m": (24, 1024, 16, (1,)),
+    "megatron-1.2b": (40, 1536, 16, (1,)),
+    "megatron-2.5b": (54, 1920, 20, (2,)),
+    "megatron-4.2b": (64, 2304, 24, (4,)),
+    "megatron-8.3b": (72, 3072, 32, (8,)),
+    "megatron-8.3b-h24": (72, 3072, 24, (8,)),
+    "megatron-8.3b-h16": (72, 3072, 16, (8,)),
+    "megatron-2020-1b": (24, 1920, 15, (1,)),
+    "megatron-2020-2b": (30, 2304, 18, (2,)),
+    "megatron-2020-4b": (36, 3072, 24, (4,)),
+    "megatron-2020-8b": (42, 4096, 32, (8,)),
+    "megatron-1.7b": (24, 2304, 24, (1,)),
+    "megatron-3.6b": (30, 3072, 32, (2,)),
+    "megatron-7.5b": (36, 4096, 32, (4,)),
+    "megatron-18.4b": (40, 6144, 48, (8,)),
+    "megatron-39.1b": (48, 8192, 64, (8,)),
+    "megatron-76.1b": (60, 10240, 80, (8,)),
+    "megatron-145.6b": (80, 12288, 96, (8,)),
+    "megatron-310.1b": (96, 16384, 128, (8,)),
+    "megatron-529.6b": (105, 20480, 128, (8,)),
+    "megatron-1t": (128, 25600, 160, (8,)),
+    "megatron-175b": (96, 12288, 96, (8,)),
+    "turing-nlg-17b": (78, 4256, 28, (4,)),
+    "turing-nlg-17b-h32": (78, 4256, 32, (16,)),
+    "yuan-1.0-245b": (76, 16384, 128, (8,)),
+    "gpt2-1.5b": (48, 1600, 25, (1,)),
+    "gpt3-175b": (96, 12288, 96, (1,)),
+}
+
+
+def test_every_model_is_here_once() -> None:
+    assert sorted(names()) == sorted({*TABLES, *SMALL, "bert-large", "t5-11b"})
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_quick_way_in_reads_what_pydantic_reads(name: str) -> None:
+    table, path = _packaged()[name]
+    assert load(name) == build(Model, table, file=str(path))
+    assert load(name).name == name == name.lower()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_shapes_are_the_printed_ones_and_split_as_published(name: str) -> None:
+    model = load(name)
+    layers, hidden, heads, degrees = TABLES[name]
+    assert (model.layers, model.hidden, model.heads, model.ffn_width) == (layers, hidden, heads, 4 * hidden)
+    for degree in degrees:
+        Layout(tp=degree).check(model)
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name not in SMALL])
+def test_a_published_size_that_is_not_the_rounded_count_has_a_note(name: str) -> None:
+    model = load(name)
+    assert model.source
+    digits, unit = model.published_name[:-1], {"M": 1e6, "B": 1e9}[model.published_name[-1]]
+    assert float(digits) * unit == pytest.approx(model.published_params)
+    psi = total(model) / unit
+    if f"{psi:.{len(digits.partition('.')[2])}f}" != digits:
+        assert any(f"{psi:.{places}f}{model.published_name[-1]}" in model.note for places in (1, 2)), psi
+
+
+def test_small_models_are_small() -> None:
+    assert {name: round(total(load(name)) / 1e6, 1) for name in SMALL} == {
+        "smoke-states": 0.2,
+        "smoke-speed": 4.9,
+        "char-1m": 0.8,
+        "tiny-parity": 0.1,
+        "gpt2-tiny": 7.2,
+        "limit-40m": 39.6,
+    }
+
+
+GOOD = "layers = 2\nhidden = 8\nheads = 2\nvocab = 16\nseq = 4\n"
+
+
+@pytest.mark.parametrize(
+    "text", [GOOD, "[[model]]\n" + GOOD, "[model]\n" + GOOD, "[defaults]\n" + GOOD + "[model]"]
+)
+def test_a_persons_file_is_named_after_itself(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    expected = Model(name="mine", layers=2, hidden=8, heads=2, vocab=16, seq=4)
+    assert load(path) == load(str(path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GOOD.replace("heads = 2", "heads = 3"), "heads = 3: a divisor of hidden = 8"),
+        (GOOD.replace("layers = 2", "layers = -2"), "layers = -2: a whole number of at least 1"),
+        (GOOD.replace("vocab = 16", "vocab = 'many'"), "vocab = 'many'"),
+        (GOOD.replace("vocab = 16", "vocab = 16.5"), "vocab = 16.5"),
+        (GOOD.replace("seq = 4", ""), "seq: is missing"),
+        (GOOD + "head = 2", "head = 2: unknown key; did you mean heads?"),
+        (f"[[model]]\n{GOOD}[[model]]\n{GOOD}", "one [[model]] table"),
+        ("[defaults]\n" + GOOD, "one [[model]] table"),
+        ("[[models]]\n[defaults]\n" + GOOD, "only [defaults] and [[model]] tables"),
+        ("model = 3", "[[model]] tables"),
+        ("layers: 2", "not TOML"),
+    ],
+)
+def test_a_wrong_file_gets_one_line_with_its_name(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    line = str(caught.value)
+    assert said in line
+    assert str(path) in line
+    assert "\n" not in line
+
+
+def test_unknown_names_and_missing_files() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean .*zero-100b"):
+        load("zero-100")
+    with pytest.raises(ConfigError, match="repro models"):
+        load("llama")
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        load("nowhere.toml")
+
+
+def test_files_are_the_packages_data() -> None:
+    assert len(list(FILES.glob("*.toml"))) >= 8
+
+
+def test_listing_the_models_needs_no_heavy_import() -> None:
+    code = (
+        "import sys; from repro.models.show import command; command(None, False);"
+        "print([m for m in ('torch', 'numpy', 'pandas', 'pydantic') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip().splitlines()[-1] == "[]"

@@ -1,0 +1,75 @@
+"""What ``repro models`` prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from repro.config import ConfigError
+from repro.models import load, names
+from repro.models.parameters import total
+from repro.models.show import command, gigabytes, human
+
+
+def test_the_list_names_every_model_uncut_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command(None, False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = {line.split()[0]: line for line in lines if line.strip()}
+    for name in names():
+        assert f"{total(load(name)):,}" in rows[name]
+
+
+def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("zero-1.38b", False) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for said in (
+        "1,212,103,680",
+        "published as 1.38B",
+        "not 1.38B",
+        "ZERO3 Table 10",
+        "P_os+g+p",
+        "FLOP per token",
+    ):
+        assert said in out
+
+
+def test_a_counted_model_has_no_flops(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("t5-11b", False) == 0
+    assert "FLOP" not in capsys.readouterr().out
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(None, True) == 0
+    everything = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in everything] == names()
+    assert command("yuan-1.0-245b", True) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert one in everything
+    assert sum(one["parameters_by_part"].values()) == one["parameters"]
+    assert one["states_bytes"]["zero3"]["1024"] == 16 * one["parameters"] / 1024
+
+
+def test_an_unknown_name_is_the_callers_to_report() -> None:
+    with pytest.raises(ConfigError):
+        command("nothing-like-it", True)
+
+
+def test_numbers_for_people() -> None:
+    assert [human(n) for n in (842, 236_928, 39_594_240, 1_557_611_200, 1_008_038_758_400)] == [
+        "842",
+        "236.9K",
+        "39.6M",
+        "1.558B",
+        "1.008T",
+    ]
+    assert [gigabytes(n) for n in (3_790_000, 57e9, 119.4e9, 16_129e9)] == [
+        "0.00379",
+        "57.0",
+        "119",
+        "16,129",
+    ]
