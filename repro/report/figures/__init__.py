@@ -1,0 +1,18 @@
+"""The report's figures, one a module; each is drawn from records and says which."""
+
+from __future__ import annotations
+
+from repro.report.figures import communication, comparison, loss, peak, states
+from repro.report.figures.style import Drawing, Record, look
+
+
+def draw_all(experiments: list[Record], comparisons: list[Record]) -> list[Drawing]:
+    """Every figure, in the order of the page; one without records has no picture and says what to run."""
+    with look():
+        return [
+            states.draw(experiments),
+            communication.draw(experiments),
+            loss.draw(experiments),
+            comparison.draw(comparisons),
+            peak.draw(experiments),
+        ]

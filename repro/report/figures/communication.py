@@ -1,0 +1,97 @@
+"""Bytes that a rank sends in one step by ZeRO stage, relative to data parallelism."""
+
+from __future__ import annotations
+
+from repro.report.figures.style import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    Drawing,
+    Record,
+    canvas,
+    dp,
+    label,
+    quiet,
+    succeeded,
+    zero,
+)
+
+TITLE = "Communication volume of the stages"
+RUN = "repro run suites/smoke.toml"
+PUBLISHED = {"DP": 1.0, "P_os": 1.0, "P_os+g": 1.0, "P_os+g+p": 1.5, "P_os, Feb 2020": 1.5}
+"""1910.02054 sec. 7.1-7.2; the release of February 2020 reduced with an all-reduce, 3 Psi for 2 Psi."""
+COLOURS = (BLUE, ORANGE, GREEN)
+
+
+def draw(records: list[Record]) -> Drawing:
+    """Bars: bytes counted where the collectives are called, ring algorithms.  Lines: the published ratio."""
+    candidates = [
+        r for r in succeeded(records, "states-") + succeeded(records, "comm-z1-allreduce") if dp(r) > 1
+    ]
+    base = {(_model(r), dp(r)): sent(r) for r in candidates if zero(r) == 0 and sent(r) > 0}
+    shown = sorted((r for r in candidates if (_model(r), dp(r)) in base), key=lambda r: (_column(r), dp(r)))
+    if not shown:
+        return Drawing(
+            "communication", TITLE, "No record of states-z0-dp2 and of stages to compare with it.", (), RUN
+        )
+    degrees = sorted({dp(r) for r in shown})
+    names = list(PUBLISHED)
+
+    figure, axes = canvas(3.3)
+    width = 0.8 / len(degrees)
+    for record in shown:
+        ratio = sent(record) / base[_model(record), dp(record)]
+        index = degrees.index(dp(record))
+        x = _column(record) + (index - (len(degrees) - 1) / 2) * width
+        axes.bar(x, ratio, width * 0.92, color=COLOURS[index % len(COLOURS)])
+        axes.annotate(f"{ratio:.4f}", (x, ratio), (0, 4), textcoords="offset points", ha="center", fontsize=8)
+    for column, name in enumerate(names):
+        axes.hlines(PUBLISHED[name], column - 0.45, column + 0.45, color=INK, linewidth=2, zorder=3)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.set_ylim(0, 1.85)
+    axes.set_yticks([0, 0.5, 1, 1.5])
+    axes.set_ylabel("bytes sent, relative to DP")
+    quiet(axes, "y")
+    _legend(axes, degrees)
+
+    caption = (
+        "Bytes that one rank sends over the data-parallel group in one ordinary step, divided by those of "
+        "plain data parallelism with the same model and Nd. Lines: the published 1x, 1x, 1x and 1.5x; the "
+        "release of February 2020 sent 1.5x under P_os as well. Small collectives, such as that of the "
+        "gradient norm, count."
+    )
+    return Drawing("communication", TITLE, caption, tuple(map(label, shown)), _incomplete(shown), figure)
+
+
+def sent(record: Record) -> float:
+    """Bytes that rank 0 sends over the data-parallel group in one step."""
+    return float(sum(row["sent_bytes"] for row in record["comm"] if row["group"] == "dp"))
+
+
+def _model(record: Record) -> str:
+    return str(record["experiment"]["model"]["name"])
+
+
+def _column(record: Record) -> int:
+    if record["experiment"]["layout"]["zero1_reduce"] == "all-reduce":
+        return len(PUBLISHED) - 1
+    return zero(record)
+
+
+def _legend(axes, degrees: list[int]) -> None:  # type: ignore[no-untyped-def]
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Patch | Line2D] = [
+        Patch(color=COLOURS[i % len(COLOURS)], label=f"measured, Nd = {degree}")
+        for i, degree in enumerate(degrees)
+    ]
+    handles.append(Line2D([], [], color=INK, linewidth=2, label="published"))
+    axes.legend(handles=handles, ncols=len(handles), loc="upper left", bbox_to_anchor=(0, 1.12))
+
+
+def _incomplete(shown: list[Record]) -> str:
+    have = {(_column(r), dp(r)) for r in shown}
+    return "" if {(column, nd) for column in range(len(PUBLISHED)) for nd in (2, 4)} <= have else RUN

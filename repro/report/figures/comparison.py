@@ -1,0 +1,54 @@
+"""Ratios of strategies that ran interleaved, with their confidence intervals."""
+
+from __future__ import annotations
+
+from repro.report import text
+from repro.report.figures.style import BLUE, INK, MUTED, ORANGE, Drawing, Record, canvas, label, quiet
+
+TITLE = "Throughput of compared strategies"
+RUN = "repro run suites/smoke.toml --only 'speed-*'"
+
+
+def draw(comparisons: list[Record]) -> Drawing:
+    """One line a comparison: the median of the rounds' ratios, its 95 % interval, and every round."""
+    shown = sorted(comparisons, key=lambda r: (r["baseline"]["name"], r["subject"]["name"]))
+    if not shown:
+        return Drawing("comparison", TITLE, "No comparison in the store.", (), RUN)
+
+    figure, axes = canvas(1.3 + 0.32 * len(shown))
+    for y, record in enumerate(shown):
+        low, high, ratio = record["low"], record["high"], record["ratio"]
+        rounds = [subject / baseline for baseline, subject in record.get("pairs", []) if baseline]
+        axes.scatter(rounds, [y] * len(rounds), s=12, color=MUTED, alpha=0.55, linewidths=0, zorder=2)
+        known = low is not None and high is not None
+        colour = ORANGE if known and high < 1 else BLUE
+        if known:
+            axes.plot([low, high], [y, y], color=colour, linewidth=3.5, solid_capstyle="butt", zorder=3)
+        fill = colour if known else "white"
+        axes.scatter(ratio, y, s=46, color=fill, edgecolors=INK if known else colour, linewidths=1, zorder=4)
+        words = f"{ratio:.2f} {text.interval(low, high)}"
+        axes.annotate(words, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8.5)
+    axes.axvline(1, color=INK, linewidth=1.2)
+    axes.set_yticks(range(len(shown)), [f"{r['subject']['name']}  /  {r['baseline']['name']}" for r in shown])
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    spread = [
+        abs(x - 1) for r in shown for x in (r["low"] or r["ratio"], r["high"] or r["ratio"], *_ratios(r))
+    ]
+    reach = max(0.12, 1.08 * max(spread))
+    axes.set_xlim(max(0, 1 - reach), 1 + reach)
+    axes.set_xlabel("samples/s, subject over baseline (right of 1: the subject is faster)")
+    quiet(axes, "x")
+
+    rounds_text = " to ".join(
+        str(n) for n in sorted({min(r["rounds"] for r in shown), max(r["rounds"] for r in shown)})
+    )
+    caption = (
+        f"The pairs ran interleaved (A B A B ...) in {rounds_text} rounds. Large dots: median of the rounds' "
+        "ratios; bars: its 95 % bootstrap interval (BCa; five rounds cannot give more than 94 % coverage); "
+        "small dots: single rounds. Orange: the whole interval is below 1."
+    )
+    return Drawing("comparison", TITLE, caption, tuple(map(label, shown)), "", figure)
+
+
+def _ratios(record: Record) -> list[float]:
+    return [subject / baseline for baseline, subject in record.get("pairs", []) if baseline]

@@ -1,0 +1,135 @@
+"""Loss under every strategy of the parity group, and its distance from one process."""
+
+from __future__ import annotations
+
+import math
+
+from repro.report.figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    Drawing,
+    Record,
+    canvas,
+    dp,
+    label,
+    quiet,
+    succeeded,
+    zero,
+)
+
+PREFIX, SINGLE = "parity-", "parity-single"
+TITLE = "The loss does not depend on the strategy"
+RUN = "repro run suites/smoke.toml --only 'parity-*'"
+TOLERANCE = 1e-5
+FLOOR = 1e-9
+"""Where a difference of exactly zero is drawn on the log axis; fp32 losses near 5 cannot differ by less."""
+
+
+def draw(records: list[Record]) -> Drawing:
+    """Left: the curves, one over the other.  Right: relative difference at every step, a line a strategy."""
+    import pandas as pd
+    import seaborn as sns
+
+    shown = [r for r in succeeded(records, PREFIX) if r["series"].get("loss")]
+    single = next((r for r in shown if r["name"] == SINGLE), None)
+    if single is None:
+        missing = (
+            f"No record of {SINGLE}, which the others are compared with."
+            if shown
+            else "No record of parity-*."
+        )
+        return Drawing("loss", TITLE, missing, (), RUN)
+    others = sorted(
+        (r for r in shown if r is not single), key=lambda r: (_order(_kind(r)), zero(r), r["name"])
+    )
+    reference = single["series"]["loss"]
+
+    rows = max(3.2, 1.1 + 0.24 * len(others))
+    figure, (left, right) = canvas(rows, 1, 2, width_ratios=(1, 1.35))
+    curves = pd.DataFrame(
+        {"step": step + 1, "loss": loss, "strategy": _kind(r), "name": r["name"]}
+        for r in [single, *others]
+        for step, loss in enumerate(r["series"]["loss"])
+        if loss is not None
+    )
+    sns.lineplot(
+        curves, x="step", y="loss", hue="strategy", style="strategy", units="name", estimator=None, ax=left,
+        palette=COLOURS, hue_order=list(COLOURS), style_order=list(COLOURS), linewidth=1.6,
+    )  # fmt: skip
+    present = [kind for kind in COLOURS if kind in set(curves["strategy"])]
+    handles = dict(zip(COLOURS, left.get_legend_handles_labels()[0], strict=False))
+    left.legend([handles[kind] for kind in present], present, loc="upper right")
+    left.set_xlabel("optimizer step")
+    left.set_ylabel("loss (nats per token)")
+    left.set_title("loss curves, overlaid")
+    quiet(left, "y")
+
+    for y, record in enumerate(others):
+        differences = relative_differences(record["series"]["loss"], reference)
+        drawn = [max(difference, FLOOR) for difference in differences]
+        colour = COLOURS[_kind(record)]
+        right.scatter(drawn, [y] * len(drawn), s=14, color=colour, alpha=0.35, linewidths=0)
+        right.scatter(max(drawn), y, s=34, color=colour, edgecolors=INK, linewidths=0.8, zorder=3)
+    right.axvline(TOLERANCE, color=INK, linewidth=1.2, linestyle="--")
+    right.text(TOLERANCE * 1.25, -0.55, "tolerance", ha="left", va="bottom", fontsize=8)
+    right.set_xscale("log")
+    right.set_xlim(FLOOR * 0.6, max(1e-3, *right.get_xlim()) if others else 1e-3)
+    right.set_xticks([FLOOR, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
+    right.set_xticklabels(["equal", "1e-8", "1e-7", "1e-6", "1e-5", "1e-4", "1e-3"])
+    right.minorticks_off()
+    right.set_yticks(range(len(others)), [r["name"].removeprefix(PREFIX) for r in others])
+    right.set_ylim(len(others) - 0.4, -0.9)
+    right.set_xlabel("relative difference to one process, every step")
+    right.set_title("distance from one process (largest outlined)")
+    quiet(right, "x")
+
+    worst = max((max(relative_differences(r["series"]["loss"], reference)) for r in others), default=0.0)
+    steps = len(reference)
+    caption = (
+        f"Loss of {single['experiment']['model']['name']} from the same seed, text and global batch over "
+        f"{steps} steps: {len(others)} strategies against one process. Largest relative difference at any "
+        f"step: {worst:.1e} (tolerance {TOLERANCE:.0e} in fp32)."
+    )
+    return Drawing(
+        "loss", TITLE, caption, tuple(map(label, [single, *others])), "" if others else RUN, figure
+    )
+
+
+COLOURS = {
+    "one process": INK,
+    "ZeRO 0-3": BLUE,
+    "tensor parallel": ORANGE,
+    "tensor x ZeRO": GREEN,
+    "recomputation": PURPLE,
+    "other": GREY,
+}
+
+
+def relative_differences(losses: list[float | None], reference: list[float | None]) -> list[float]:
+    """|loss - reference| / |reference| of every step; infinity where a loss is missing (NaN when it ran)."""
+    differences = []
+    for loss, right in zip(losses, reference, strict=False):
+        known = loss is not None and right is not None and right != 0
+        differences.append(
+            abs(loss - right) / abs(right) if known and loss is not None and right else math.inf
+        )
+    return differences
+
+
+def _kind(record: Record) -> str:
+    layout = record["experiment"]["layout"]
+    if record["name"] == SINGLE:
+        return "one process"
+    if layout["recompute"]:
+        return "recomputation"
+    if layout["tp"] > 1:
+        return "tensor x ZeRO" if dp(record) > 1 else "tensor parallel"
+    return "ZeRO 0-3" if dp(record) > 1 else "other"
+
+
+def _order(kind: str) -> int:
+    return list(COLOURS).index(kind)

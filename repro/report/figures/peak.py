@@ -1,0 +1,63 @@
+"""Peak memory of one step by category, for every experiment."""
+
+from __future__ import annotations
+
+from repro.report import text
+from repro.report.figures.style import CATEGORY, Drawing, Record, canvas, label, quiet
+
+TITLE = "Peak memory of one step by category"
+RUN = "repro run suites/smoke.toml"
+
+
+def draw(records: list[Record]) -> Drawing:
+    """One panel a model, one bar an experiment: what was live when the fullest rank held most."""
+    shown = [r for r in records if r["outcome"] == "ok" and r["memory_by_rank"]]
+    if not shown:
+        return Drawing("peak", TITLE, "No experiment in the store that ended ok.", (), RUN)
+    panels: dict[str, list[Record]] = {}
+    for record in sorted(shown, key=lambda r: str(r["name"])):
+        panels.setdefault(record["experiment"]["model"]["name"], []).append(record)
+    models = sorted(panels, key=lambda name: (-len(panels[name]), name))
+    heights = [len(panels[name]) + 2.0 for name in models]
+
+    figure, grid = canvas(0.6 + 0.205 * sum(heights), len(models), 1, squeeze=False, height_ratios=heights)
+    for axes, model in zip(grid[:, 0], models, strict=True):
+        rows = panels[model]
+        totals = [fullest(r)["total"] for r in rows]
+        unit, scale = ("GB", 1e9) if max(totals) >= 1e9 else ("MB", 1e6)
+        for y, record in enumerate(rows):
+            peak, base = fullest(record), 0.0
+            for category, colour in CATEGORY.items():
+                width = peak.get(category, 0) / scale
+                axes.barh(y, width, 0.74, left=base, color=colour, edgecolor="white", linewidth=0.4)
+                base += width
+            axes.annotate(
+                text.size(peak["total"]),
+                (base, y),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+        axes.set_yticks(range(len(rows)), [r["name"] for r in rows], fontsize=8)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, 1.12 * max(totals) / scale)
+        axes.set_xlabel(f"{unit} on the fullest rank")
+        axes.set_title(model)
+        quiet(axes, "x")
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=category) for category, colour in CATEGORY.items()]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside upper center")
+
+    caption = (
+        "Bytes of live tensor storages at the moment of one step when the rank that needs most held most. "
+        "Category 'other' is what backward and the optimizer allocate for a moment. The allocator's "
+        "overhead and the process itself are not in it; the table gives the resident size."
+    )
+    return Drawing("peak", TITLE, caption, tuple(map(label, shown)), "", figure)
+
+
+def fullest(record: Record) -> dict[str, float]:
+    """Bytes by category, and their total, on the rank whose peak is largest."""
+    return max((memory["peak"] for memory in record["memory_by_rank"]), key=lambda peak: float(peak["total"]))

@@ -1,0 +1,146 @@
+"""One look for all figures: colours that colour-blind readers tell apart, one font, thin frames."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Record = dict[str, Any]
+
+WIDTH = 9.5
+"""Inches; the page shows figures at most this wide."""
+INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
+# Okabe and Ito's colours, in an order in which neighbours also differ in lightness.
+BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
+CATEGORY = {
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "optimizer": GREEN,
+    "activations": PURPLE,
+    "communication": YELLOW,
+    "other": GREY,
+}
+"""Colours of the categories of memory, the same in every figure."""
+STAGE = {0: "DP", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
+"""The ZeRO paper's names of the stages."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure, the records it shows, and what to run where they are missing."""
+
+    id: str
+    """File name without its ending, and the anchor in the page."""
+    title: str
+    caption: str
+    records: tuple[str, ...]
+    """``suite/name`` of every record that the figure shows."""
+    missing: str = ""
+    """What would fill an empty figure, or complete one; empty where nothing is missing."""
+    figure: Figure | None = None
+    """None where there is nothing to draw."""
+
+
+def svg(drawing: Drawing) -> str:
+    """The figure as an ``<svg>`` element with text as text, its ids made unique in the page."""
+    assert drawing.figure is not None
+    out = io.StringIO()
+    with look():
+        drawing.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :].strip()
+    text = re.sub(r'\bid="', f'id="{drawing.id}-', text)
+    text = re.sub(r"url\(#", f"url(#{drawing.id}-", text)
+    text = re.sub(r'href="#', f'href="#{drawing.id}-', text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # The page scales it: width and height become the view box alone.
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{drawing.title}"', 1)
+
+
+def png(drawing: Drawing) -> bytes:
+    """The figure as a PNG of 160 dots per inch on white."""
+    assert drawing.figure is not None
+    out = io.BytesIO()
+    with look():
+        drawing.figure.savefig(out, format="png", dpi=160, metadata={"Software": None})
+    return out.getvalue()
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """Seaborn's ticks style with our font and colours, for drawing and for saving alike."""
+    import matplotlib
+    import seaborn as sns
+
+    own: dict[str, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "repro",
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "axes.titlesize": 9.5,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.labelsize": 9,
+        "xtick.labelsize": 8.5,
+        "ytick.labelsize": 8.5,
+        "legend.fontsize": 8.5,
+        "legend.frameon": False,
+        "axes.edgecolor": MUTED,
+        "axes.labelcolor": INK,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": GRID,
+        "grid.linewidth": 0.8,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "figure.facecolor": "white",
+    }
+    settings: Any = {**sns.axes_style("ticks"), **own}
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def canvas(height: float, rows: int = 1, columns: int = 1, **keywords: Any) -> tuple[Figure, Any]:
+    """A figure of the page's width that no global state knows, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **keywords)
+
+
+def quiet(axes: Axes, axis: str) -> None:
+    """Grid lines across ``axis`` only."""
+    axes.grid(visible=True, axis=axis)  # type: ignore[arg-type]
+    axes.tick_params(length=3)
+
+
+def label(record: Record) -> str:
+    """``suite/name``, as claims and captions cite records."""
+    return f"{record['suite']}/{record['name']}"
+
+
+def zero(record: Record) -> int:
+    """The record's ZeRO stage."""
+    return int(record["experiment"]["layout"]["zero"])
+
+
+def dp(record: Record) -> int:
+    """The record's data-parallel degree Nd."""
+    return int(record["experiment"]["layout"]["dp"])
+
+
+def succeeded(records: list[Record], prefix: str) -> list[Record]:
+    """Measured experiments that ended ok and whose names start with ``prefix``."""
+    return [r for r in records if r["outcome"] == "ok" and r["name"].startswith(prefix)]

@@ -1,0 +1,145 @@
+"""What was measured: the records that count, as a table of experiments and the machines they ran on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from repro.config.experiment import PROTOCOL
+from repro.report import text
+
+Record = dict[str, Any]
+CONCLUSIVE = ("ok", "oom", "diverged")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The records that the page shows; the same that the judge reads."""
+
+    experiments: list[Record]
+    """The newest conclusive record of each experiment, else its newest failure."""
+    comparisons: list[Record]
+    """The newest of each pair."""
+    older: int
+    """Records that a newer one of the same experiment replaces."""
+    foreign: int
+    """Records of another measurement protocol, which are not comparable."""
+
+
+def select(records: Iterable[Record]) -> Selection:
+    """Pick the newest records by suite and name, conclusive ones first."""
+    experiments: dict[tuple[str, ...], Record] = {}
+    comparisons: dict[tuple[str, ...], Record] = {}
+    total = foreign = 0
+    for record in sorted(records, key=lambda r: str(r.get("written", ""))):
+        total += 1
+        if record.get("protocol") != PROTOCOL:
+            foreign += 1
+        elif record.get("kind") == "experiment":
+            at = (str(record["evidence"]), str(record["suite"]), str(record["name"]))
+            before = experiments.get(at)
+            if before is None or record["outcome"] in CONCLUSIVE or before["outcome"] not in CONCLUSIVE:
+                experiments[at] = record
+        elif record.get("kind") == "comparison":
+            comparisons[str(record["suite"]), record["subject"]["name"], record["baseline"]["name"]] = record
+        else:
+            total -= 1
+    shown = len(experiments) + len(comparisons)
+    return Selection(
+        experiments=[experiments[at] for at in sorted(experiments)],
+        comparisons=[comparisons[at] for at in sorted(comparisons)],
+        older=total - foreign - shown,
+        foreign=foreign,
+    )
+
+
+def experiment_row(record: Record) -> dict[str, Any]:
+    """One line of the table of experiments, every number as text."""
+    metrics = record["metrics"]
+    experiment = record["experiment"]
+
+    def of(name: str) -> float | None:
+        return metrics.get(name)
+
+    spread = ""
+    if of("step_seconds.median") is not None:
+        spread = f"[{text.seconds(of('step_seconds.p20'))}, {text.seconds(of('step_seconds.p80'))}]"
+    return {
+        "name": record["name"],
+        "suite": record["suite"],
+        "anchor": f"run-{record['suite']}-{record['name']}",
+        "model": experiment["model"]["name"],
+        "engine": experiment["engine"],
+        "layout": layout(experiment["layout"]),
+        "outcome": record["outcome"],
+        "reason": record.get("reason", ""),
+        "step": text.seconds(of("step_seconds.median")),
+        "spread": spread,
+        "tokens_per_s": text.count(of("tokens_per_s")),
+        "states": text.size(of("memory.states_bytes")),
+        "peak": text.size(of("memory.peak_bytes")),
+        "resident": text.size(of("memory.rss_peak_bytes")),
+        "sent": text.size(of("comm.sent_bytes")),
+        "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else text.NOTHING,
+        "written": str(record.get("written", ""))[:19].replace("T", " "),
+        "commit": _commit(record.get("provenance") or {}),
+        "id": record.get("id", ""),
+    }
+
+
+def layout(values: dict[str, Any]) -> str:
+    """A layout in a few words: ``dp 2, tp 2, sp, zero 3, bf16``; what is off is not said."""
+    parts = [f"{key} {values[key]}" for key in ("dp", "tp") if values[key] > 1]
+    parts += ["sp"] if values["sp"] else []
+    if values["dp"] > 1 or values["zero"]:
+        parts.append(
+            f"zero {values['zero']}" + (" (all-reduce)" if values["zero1_reduce"] == "all-reduce" else "")
+        )
+    parts += ["recompute"] if values["recompute"] else []
+    return ", ".join([*(parts or ["one process"]), values["precision"]])
+
+
+def machines(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Where the records come from: one entry per machine, source state and set of versions, newest first."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(_where(record.get("provenance") or {}).values()), []).append(record)
+    entries = []
+    for members in groups.values():
+        written = sorted(str(record.get("written", ""))[:19].replace("T", " ") for record in members)
+        provenance = members[-1].get("provenance") or {}
+        entries.append(
+            {
+                **_where(provenance),
+                "records": len(members),
+                "first": written[0],
+                "last": written[-1],
+                "provenance": provenance,
+            }
+        )
+    return sorted(entries, key=lambda entry: entry["last"], reverse=True)
+
+
+def _where(provenance: Record) -> dict[str, str]:
+    cpu, packages = provenance.get("cpu") or {}, provenance.get("packages") or {}
+    memory, gpus = provenance.get("memory") or {}, provenance.get("gpus") or []
+    names = [str(gpu.get("name")) for gpu in gpus]
+    kinds = [f"{names.count(name)} x {name}" for name in sorted(set(names))]
+    return {
+        "host": str(provenance.get("host", "unknown")),
+        "cpu": f"{cpu.get('model', 'unknown')}, {cpu.get('usable_cores', '?')} cores",
+        "memory": text.size(memory.get("total_bytes")),
+        "gpus": ", ".join(kinds) or "none",
+        "torch": str(packages.get("torch", "unknown")),
+        "python": str((provenance.get("python") or {}).get("version", "unknown")),
+        "commit": _commit(provenance),
+    }
+
+
+def _commit(provenance: Record) -> str:
+    """``3300ebc0a1b2``, with the hash of the uncommitted difference where there is one."""
+    git = provenance.get("git") or {}
+    if not git.get("commit"):
+        return "not a checkout" if not git else f"no commit, tree {git.get('diff')}"
+    return git["commit"][:12] + (f" + changes {git['diff']}" if git.get("dirty") else "")

@@ -1,0 +1,124 @@
+"""Synthetic records for the report's tests: invented numbers in the real records' shape, never measured."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from repro.config import Experiment, Layout, Model, Training
+from repro.results.record import comparison_record, experiment_record
+from repro.results.store import Store
+
+MODEL = Model(name="synthetic", layers=2, hidden=32, heads=2, vocab=256, seq=32)
+PSI = 100_003
+PROVENANCE = {
+    "git": {"commit": "0" * 40, "dirty": True, "diff": "0123456789abcdef"},
+    "packages": {"torch": "0.0.0"},
+    "python": {"version": "3.0"},
+    "cpu": {"model": "synthetic processor", "usable_cores": 2},
+    "memory": {"total_bytes": 8_000_000_000},
+    "gpus": [],
+    "host": "synthetic",
+}
+
+
+def experiment(name: str, **layout: Any) -> Experiment:
+    return Experiment(name=name, model=MODEL, layout=Layout(**layout), training=Training(steps=20, seq=32))
+
+
+def rank_result(rank: int, e: Experiment, seed: int = 0, speed: float = 1.0) -> dict[str, Any]:
+    rng = random.Random(f"{e.name} {rank} {seed}")
+    nd, stage = e.layout.dp, e.layout.zero
+    mixed = e.layout.precision != "fp32"
+    shard = math.ceil(PSI / nd)
+    states = {
+        "parameters": 2 * (shard if stage == 3 else PSI),
+        "gradients": 2 * (shard if stage >= 2 else PSI),
+        "optimizer": 12 * (shard if stage >= 1 else PSI),
+    }
+    if not mixed:
+        states = {key: 2 * value for key, value in states.items()}
+    peak = states | {"activations": 900_000, "communication": 70_000 * (nd > 1), "other": 40_000}
+    peak = {"total": sum(peak.values()), **peak}
+    steps = [[speed * 0.01 * (1 + 0.05 * rng.random()) for _ in range(4)] for _ in range(5)]
+    volume = 2 * PSI * (3 if stage == 3 or e.layout.zero1_reduce == "all-reduce" else 2) * (nd - 1) / nd
+    comm = [
+        {"op": "any", "group": "dp", "size": nd, "calls": 3, "payload_bytes": 4 * PSI, "sent_bytes": volume}
+    ]
+    losses = [5.5 * math.exp(-step / 30) for step in range(20)]
+    if e.layout.world > 1:
+        losses = [loss * (1 + 1e-7 * rng.choice((0, 1, 3))) for loss in losses]
+    memory = {
+        "states": states,
+        "peak": peak,
+        "init_peak_bytes": 10**6,
+        "rss_peak_bytes": 3 * 10**8,
+        "cuda": {},
+    }
+    result = {
+        "rank": rank,
+        "outcome": "ok",
+        "reason": "",
+        "loss": losses,
+        "grad_norm": [1.0] * 20,
+        "loss_scale": [],
+    }
+    result |= {"skipped_steps": [], "rounds": steps, "memory": memory, "comm": comm if nd > 1 else []}
+    result |= {"phase_seconds": {"forward": 3e-3, "backward": 6e-3, "optimizer": 1e-3}, "parameters": PSI}
+    result |= {"tokens_per_step": 128, "samples_per_step": 4, "flops_formula": "synthetic"}
+    return result | {"model_flops_per_step": 10**8, "hardware_flops_per_step": 10**8}
+
+
+def results(e: Experiment, speed: float = 1.0) -> list[dict[str, Any]]:
+    return [rank_result(rank, e, speed=speed) for rank in range(e.layout.world)]
+
+
+def experiments() -> list[Experiment]:
+    found = [
+        experiment(f"states-z{z}-dp{n}", dp=n, zero=z, precision="bf16")
+        for n in (1, 2, 4)
+        for z in (0, 1, 2, 3)
+    ]
+    found += [
+        experiment(f"comm-z1-allreduce-dp{n}", dp=n, zero=1, zero1_reduce="all-reduce", precision="bf16")
+        for n in (2, 4)
+    ]
+    found.append(experiment("parity-single", global_batch=4))
+    found += [experiment(f"parity-z{z}-dp2", dp=2, zero=z, global_batch=4) for z in (0, 1, 2, 3)]
+    found += [
+        experiment("parity-tp2", tp=2, global_batch=4),
+        experiment("parity-tp2-sp", tp=2, sp=True, global_batch=4),
+    ]
+    found += [experiment(f"parity-z{z}-tp2-dp2", dp=2, tp=2, zero=z, global_batch=4) for z in (0, 1, 2, 3)]
+    return found
+
+
+def records() -> list[dict[str, Any]]:
+    """All experiments ok, one that ran out of memory, one that failed, and three comparisons."""
+    common = {"suite": "smoke", "provenance": PROVENANCE}
+    found = [experiment_record(e, results(e), wall_s=1.0, **common) for e in experiments()]
+    limit = experiment("limit-z0-dp2", dp=2, micro_batch=2)
+    reason = "rank 1: out of memory in backward of step 1 <not enough>"
+    found.append(experiment_record(limit, [], wall_s=2.0, outcome="oom", reason=reason, **common))
+    hung = experiment("fp16-z2-dp2", dp=2, zero=2, precision="fp16")
+    found.append(experiment_record(hung, [], wall_s=60.0, outcome="hang", reason="rank 0 stopped", **common))
+    for number, (stage, speed) in enumerate(((0, 1.06), (1, 1.01), (3, 0.9))):
+        a, b = (
+            experiment(f"speed-torch-z{stage}-dp2", dp=2, zero=stage),
+            experiment(f"speed-z{stage}-dp2", dp=2, zero=stage),
+        )
+        record = comparison_record(a, b, (results(a), results(b, 1 / speed)), **common)
+        assert record is not None
+        if number == 2:
+            record |= {"low": None, "high": None, "rounds": 2, "pairs": record["pairs"][:2]}
+        found.append(record)
+    return found
+
+
+def store(root: Path) -> Path:
+    with Store(root) as opened:
+        for record in records():
+            opened.append(record)
+    return root
