@@ -115,8 +115,7 @@ def check(expression: Expression, functions: Mapping[str, Callable[..., Any]], n
                 _signature(function).bind(*node.args, **{str(k.arg): k.value for k in node.keywords})
             except TypeError as error:
                 raise ExpressionError(f"{node.func.id}{_signature(function)}: {error}") from None
-    functions_called = expression.calls
-    for name in expression.names - functions_called:
+    for name in sorted(expression.names):
         if name not in names:
             raise ExpressionError(f"unknown name {name}{_near(name, names)}")
 
@@ -141,7 +140,7 @@ def evaluate(
 
     lowest, highest = {}, {}
     for key, interval in uncertain.items():
-        ends = sorted((interval.low, interval.high), key=lambda end: at({key: end}))  # noqa: B023
+        ends = sorted((interval.low, interval.high), key=lambda end: at({key: end}))
         lowest[key], highest[key] = ends
     return Result(value, at(lowest), at(highest))
 
@@ -181,7 +180,7 @@ def _walk(
     keyword = {str(argument.arg): walk(argument.value) for argument in node.keywords}
     try:
         # One place in the text is one input: the same digitised number written twice may vary twice.
-        key = f"{node.func.id}@{node.col_offset}"
+        key = f"{node.func.id}@{node.lineno}:{node.col_offset}"
         return settle(key, functions[node.func.id](*positional, **keyword))
     except (ArithmeticError, TypeError) as error:
         raise ExpressionError(f"{ast.unparse(node)}: {error}") from None

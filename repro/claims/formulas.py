@@ -39,7 +39,7 @@ def _bytes_per_parameter(nd: float, stage: int, k: float) -> float:
 
 
 def memory_reduction(nd: float, stage: int, k: float = K_ADAM) -> float:
-    """How many times smaller the model states are than under plain DP (ZERO3 sec. 1); ``nd = inf``: the limit."""
+    """Plain DP's model states over this stage's (ZERO3 sec. 1); ``nd = inf``: the limit of large Nd."""
     return (4 + k) / _bytes_per_parameter(nd, stage, k)
 
 
@@ -94,7 +94,7 @@ def dp_elements(psi: float, stage: int = 0, variant: str = "reduce-scatter") -> 
 
 
 def megatron_all_reduces(recompute: int = 0) -> int:
-    """All-reduces per transformer layer: 2 forward, 2 backward, 2 more if the forward runs twice (MEG1 sec. 3)."""
+    """All-reduces per transformer layer: 2 forward, 2 backward, 2 more if recomputed (MEG1 sec. 3)."""
     return 4 + 2 * recompute
 
 
@@ -114,7 +114,7 @@ def tensor_parallel_elements(batch: float, seq: float, hidden: float, t: float) 
 
 
 def pipeline_elements(batch: float, seq: float, hidden: float, scatter: float = 1) -> float:
-    """``b s h / t``: point-to-point per micro-batch between stages; scatter = t with scatter/gather (MEG2 sec. 4.1)."""
+    """``b s h`` between stages per micro-batch; ``scatter=t``: over t with scatter/gather (MEG2 sec. 4.1)."""
     return batch * seq * hidden / scatter
 
 

@@ -266,7 +266,7 @@ def _kind(name: str, rows: tuple[RowResult, ...]) -> KindResult | None:
 
 
 def _basis(rows: list[RowResult], good: int) -> str:
-    """``measured, scaled twin 12/12`` or, over several kinds, ``measured, scaled twin 9/16; analytic 7/16``."""
+    """``measured, scaled twin 12/12``, or several: ``measured, scaled twin 9/16; analytic 7/16``."""
     bases: dict[str, list[RowResult]] = {}
     for row in rows:
         if row.basis:

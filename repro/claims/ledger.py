@@ -37,6 +37,9 @@ FAMILIES = (
     "harness",
 )
 PUBLISHED_SCALE, SCALED_TWIN, ONE_RANK = "published scale", "scaled twin", "one rank of "
+CLOSED_FORM, OWN_NUMBERS = "closed form", "source's own numbers"
+"""What analytic evidence computes from: the model's sizes, or other printed figures of the same source.  The
+second shows that a source agrees with itself, not that its machine did what it says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class Evidence:
     kind: str
     """``analytic``, ``simulated`` or ``measured``."""
     scale: str
-    """``published scale``, ``one rank of N`` or ``scaled twin``."""
+    """``published scale``, ``one rank of N`` or ``scaled twin``; analytic: ``CLOSED_FORM``, ``OWN_NUMBERS``."""
     value: Expression
     """In bytes, seconds, FLOP or plain numbers."""
     expect: Expression | None

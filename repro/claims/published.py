@@ -33,6 +33,7 @@ UNITS: dict[str, float] = {
     "years": 365 * 86400,
     "TFLOP/s": 1e12,
     "PFLOP/s": 1e15,
+    "EFLOP": 1e18,
     "PFLOP/s-days": 1e15 * 86400,
     "samples/s": 1,
     "FLOP/byte": 1,
@@ -59,7 +60,7 @@ class Printed:
 
 
 def read(text: str) -> Printed:
-    """``"1.88"``, ``"4,187"``, ``"14.4B"``, ``"0.5T"`` or the range ``"3-5"``.  Raises ``ValueError`` otherwise."""
+    """``"1.88"``, ``"4,187"``, ``"14.4B"``, ``"0.5T"`` or the range ``"3-5"``; else raises ``ValueError``."""
     parts = [part.strip() for part in re.split(r"(?<=[\dKMBT])\s*-\s*", text.strip())]
     matches = [_NUMBER.fullmatch(part) for part in parts]
     if len(parts) > 2 or not all(matches):
@@ -78,7 +79,9 @@ def printed(text: str) -> Uncertain:
     try:
         number = read(text)
     except (AttributeError, TypeError, ValueError):
-        raise ExpressionError(f"printed({text!r}): a printed number in quotes, such as printed('39')") from None
+        raise ExpressionError(
+            f"printed({text!r}): a printed number in quotes, such as printed('39')"
+        ) from None
     return Uncertain(number.value, number.low - number.step / 2, number.high + number.step / 2)
 
 

@@ -1,200 +1,49 @@
-"""Read ledger files into :mod:`repro.claims.ledger`; every mistake is one line that names file, claim and key."""
+"""Read ledger files into :mod:`repro.claims.ledger`: expressions parsed, names known, ids used once."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from repro.claims import ledger as the
+from repro.claims.entries import ClaimEntry, EvidenceEntry, TableEntry, Testable, read_file
 from repro.claims.expression import Expression, ExpressionError, Uncertain, Value, check, parse
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.published import UNITS, Printed, digitised, printed, read
 from repro.claims.records import Records
 from repro.claims.tolerance import BOUNDS, RELATIVE
 from repro.config.errors import ConfigError
-from repro.config.files import build, read_toml
 
-INPUTS = {"printed": printed, "digitised": digitised}
-_CLOSED = {**FORMULAS, **INPUTS}
+_CLOSED = {**FORMULAS, "printed": printed, "digitised": digitised}
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured")}
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 
 
-@dataclass(kw_only=True)
-class EvidenceEntry:
-    """``measured = { value = "...", expect = "...", scale = "scaled twin", metric = "exact" }``."""
-
-    value: str
-    expect: str = ""
-    scale: str = the.PUBLISHED_SCALE
-    metric: str = ""
-
-
-@dataclass(kw_only=True)
-class Testable:
-    """What a row and a column of a table have in common; empty: as the claim says."""
-
-    label: str = ""
-    unit: str = ""
-    metric: str = ""
-    bound: str = ""
-    error: float = 0.0
-    certainty: str = ""
-    analytic: str = ""
-    simulated: list[EvidenceEntry] = field(default_factory=list)
-    measured: list[EvidenceEntry] = field(default_factory=list)
-    needs: str = ""
-    not_comparable: str = ""
-    note: str = ""
-
-
-@dataclass(kw_only=True)
-class RowEntry(Testable):
-    """One element of ``rows``."""
-
-    published: str
-
-
-@dataclass(kw_only=True)
-class CellEntry(Testable):
-    """One element of a table's ``cells``: the column of that name holds published values."""
-
-    column: str
-
-
-@dataclass(kw_only=True)
-class TableEntry:
-    """``[[claim.table]]``.  Strings in ``body`` are printed values, numbers are exact; "" is no value."""
-
-    columns: list[str]
-    keys: list[str]
-    """Columns that name a line."""
-    cells: list[CellEntry]
-    body: list[list[int | float | str]]
-
-
-@dataclass(kw_only=True)
-class ClaimEntry:
-    """``[[claim]]``; the fields are explained at ``ledger.Claim``."""
-
-    id: str
-    title: str
-    family: str
-    published: str
-    source: list[str]
-    certainty: str
-    conditions: str = ""
-    metric: str = "exact"
-    unit: str = ""
-    contradictions: list[str] = field(default_factory=list)
-    needs: str = ""
-    not_comparable: str = ""
-    note: str = ""
-    steps: list[str] = field(default_factory=list)
-    rows: list[RowEntry] = field(default_factory=list)
-    table: list[TableEntry] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Entries:
-    """All files at once, so that pydantic builds its validator once."""
-
-    claim: list[ClaimEntry]
-    source: list[the.Source]
-
-
-_INNER: dict[tuple[type, str], type] = {
-    (ClaimEntry, "rows"): RowEntry,
-    (ClaimEntry, "table"): TableEntry,
-    (TableEntry, "cells"): CellEntry,
-    **{(cls, kind): EvidenceEntry for cls in (RowEntry, CellEntry) for kind in ("simulated", "measured")},
-}
-
-
 def read_ledger(directory: Path) -> the.Ledger:
     """See :func:`repro.claims.ledger.load`."""
-    titles: dict[str, str] = {}
-    claims: list[Any] = []
-    sources: list[Any] = []
-    files: list[str] = []
-    for path in sorted(directory.glob("*.toml")):
-        data = read_toml(path)
-        known = {"title": str, "claim": list, "source": list}
-        for key, value in data.items():
-            if key not in known:
-                raise ConfigError(
-                    key, expected="unknown key; known are title, [[claim]], [[source]]", file=str(path)
-                )
-            if not isinstance(value, known[key]):
-                raise ConfigError(
-                    key, value, "title is text, claim and source are [[tables]]", file=str(path)
-                )
-        for entry in data.get("claim", []):
-            if "id" not in entry:
-                raise ConfigError("id", expected="is missing in one [[claim]]", file=str(path))
-            _known_keys(ClaimEntry, entry, str(path), str(entry["id"]))
-        claims += data.get("claim", [])
-        sources += data.get("source", [])
-        files += [str(path)] * len(data.get("claim", []))
-        titles[path.name] = data.get("title", path.stem)
+    files = {path: read_file(path) for path in sorted(directory.glob("*.toml"))}
+    sources: dict[str, the.Source] = {}
+    for path, content in files.items():
+        for source in content.source:
+            if source.key in sources:
+                raise ConfigError("key", source.key, "used once", file=str(path), where="source")
+            sources[source.key] = source
+    claims: dict[str, the.Claim] = {}
+    for path, content in files.items():
+        for entry in content.claim:
+            try:
+                if entry.id in claims:
+                    raise ConfigError("id", entry.id, f"used once; {claims[entry.id].file} has it already")
+                claims[entry.id] = _claim(entry, sources, path.name)
+            except ConfigError as error:
+                raise error.within(file=str(path), where=entry.id) from None
     if not claims:
         raise ConfigError("claims", str(directory), "a folder with ledger files (*.toml)")
-    try:
-        entries = build(Entries, {"claim": claims, "source": sources})
-    except ConfigError as error:
-        raise _placed(error, claims, files) from None
-    by_key = {source.key: source for source in entries.source}
-    seen: dict[str, str] = {}
-    result = []
-    for entry, file in zip(entries.claim, files, strict=True):
-        try:
-            if entry.id in seen:
-                raise ConfigError("id", entry.id, f"used once; {Path(seen[entry.id]).name} has it already")
-            seen[entry.id] = file
-            result.append(_claim(entry, by_key, Path(file).name))
-        except ConfigError as error:
-            raise error.within(file=file, where=entry.id) from None
-    return the.Ledger(tuple(result), by_key, titles)
-
-
-def _known_keys(cls: type, data: Any, file: str, where: str) -> None:
-    """Refuse unknown keys at every depth; turn a single evidence table into a list of one."""
-    if not isinstance(data, dict):
-        raise ConfigError(
-            where.rpartition(".")[2], data, "a table", file=file, where=where.rpartition(".")[0]
-        )
-    fields = [f.name for f in dataclasses.fields(cls)]
-    for key, value in data.items():
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = (
-                f"unknown key; did you mean {near[0]}?"
-                if near
-                else f"unknown key; known are {', '.join(fields)}"
-            )
-            raise ConfigError(key, value, hint, file=file, where=where)
-        inner = _INNER.get((cls, key))
-        if inner is EvidenceEntry and isinstance(value, dict):
-            data[key] = value = [value]
-        if inner is not None and isinstance(value, list):
-            for number, item in enumerate(value):
-                name = item.get("label") or item.get("column") if isinstance(item, dict) else None
-                _known_keys(inner, item, file, f"{where}.{key}[{name or number}]")
-
-
-def _placed(error: ConfigError, claims: list[Any], files: list[str]) -> ConfigError:
-    """pydantic counts claims over all files; a person wants the file and the id."""
-    found = re.fullmatch(r"claim\.(\d+)\.(.+)", error.key)
-    if not found:
-        return error.within(file="sources.toml")
-    number = int(found.group(1))
-    return ConfigError(
-        found.group(2), error.value, error.expected, file=files[number], where=str(claims[number]["id"])
+    return the.Ledger(
+        tuple(claims.values()), sources, {p.name: content.title for p, content in files.items()}
     )
 
 
@@ -291,10 +140,12 @@ def _row(
         evidence = []
         if entry.analytic:
             value = _expression("analytic", entry.analytic, _CLOSED, variables)
+            own = value.calls & {"printed", "digitised"} or any(
+                isinstance(variables.get(name), Uncertain) for name in value.names
+            )
+            scale = the.OWN_NUMBERS if own else the.CLOSED_FORM
             evidence.append(
-                the.Evidence(
-                    kind="analytic", scale=the.PUBLISHED_SCALE, value=value, expect=None, metric=metric
-                )
+                the.Evidence(kind="analytic", scale=scale, value=value, expect=None, metric=metric)
             )
         for kind in ("simulated", "measured"):
             for item in getattr(entry, kind):
@@ -359,6 +210,8 @@ def _expression(
 
 def _one_of(key: str, value: str, known: Collection[str]) -> str:
     if value not in known:
+        import difflib
+
         near = difflib.get_close_matches(value, list(known), n=1)
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(k for k in known if k)}"
         raise ConfigError(key, value, hint)

@@ -58,7 +58,7 @@ class Records:
             )
 
         def metric(experiment: str, name: str) -> Value:
-            """A metric of an experiment that ended ok: ``metric("smoke/states-z1-dp4", "memory.states_bytes")``."""
+            """A metric of an experiment that ended ok: ``metric("smoke/parity-tp2", "loss.last")``."""
             record = find(experiment)
             if record["outcome"] != "ok":
                 raise Missing(
@@ -78,7 +78,7 @@ class Records:
             return str(find(experiment)["outcome"])
 
         def compared(subject: str, baseline: str) -> Value | Uncertain:
-            """Throughput of ``subject`` over ``baseline`` from one interleaved run, with its 95 % interval."""
+            """Throughput of ``subject`` over ``baseline`` in one interleaved run, with its 95 % interval."""
             record = self._comparisons.get((subject, baseline))
             if record is not None:
                 return Uncertain(record["ratio"], record["low"], record["high"])

@@ -103,8 +103,8 @@ def accepted(
         if bound in ("under", "at most"):
             return Accepted(float("-inf"), end, False, bound == "under", why)
         return Accepted(start, float("inf"), bound == "over", False, why)
-    # The upper end is open: truncation accepts everything below the next printed number.
-    digits = (low - published.step / 2, high + published.step)
+    # Truncation accepts everything below the next printed number; the end of a range is only rounded.
+    digits = (low - published.step / 2, high + published.step / (1 if low == high else 2))
     wider = [w for w in widened if w[0] < digits[0] or w[1] >= digits[1]]
     if not wider:
         return Accepted(*digits, False, True, "printed digits")
