@@ -6,9 +6,8 @@ Every mistake is one ``ConfigError`` line that names file, claim, row and key.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,6 +115,18 @@ _INNER: dict[tuple[type, str], type] = {
     (TableEntry, "cells"): CellEntry,
     **{(cls, kind): EvidenceEntry for cls in (RowEntry, CellEntry) for kind in ("simulated", "measured")},
 }
+
+
+def _fields(cls: Any) -> tuple[dict[str, str], frozenset[str]]:
+    """Declared types by name, as written, and the names that have no default."""
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(cls)
+    return {f.name: str(f.type) for f in fields}, frozenset(
+        f.name for f in fields if f.default is missing and f.default_factory is missing
+    )
+
+
+_FIELDS = {cls: _fields(cls) for cls in (FileEntry, *_INNER.values())}
 _IS: dict[str, Callable[[Any], bool]] = {
     "str": lambda v: type(v) is str,
     "float": lambda v: type(v) in (int, float),
@@ -136,7 +147,7 @@ def _make(cls: type[T], data: Any, file: str, where: str) -> T:
     if not isinstance(data, dict):
         outer, _, key = where.rpartition(".")
         raise ConfigError(key, data, "a table", file=file, where=outer)
-    known, required = _fields(cls)
+    known, required = _FIELDS[cls]
     values: dict[str, Any] = {}
     sound = required <= data.keys()
     for key, value in data.items():
@@ -149,17 +160,6 @@ def _make(cls: type[T], data: Any, file: str, where: str) -> T:
             sound = sound and inner is None and key in known and _IS[known[key]](value)
         values[key] = value
     return cls(**values) if sound else build(cls, values, file=file, where=where)
-
-
-@lru_cache(maxsize=16)
-def _fields(cls: Hashable) -> tuple[dict[str, str], frozenset[str]]:
-    """Declared types by name, as written, and the names that have no default."""
-    missing = dataclasses.MISSING
-    assert isinstance(cls, type)
-    fields = dataclasses.fields(cls)
-    return {f.name: str(f.type) for f in fields}, frozenset(
-        f.name for f in fields if f.default is missing and f.default_factory is missing
-    )
 
 
 def _place(where: str, key: str, number: int, item: Any) -> str:

@@ -60,7 +60,7 @@ class Evidence:
     kind: str
     """``analytic``, ``simulated`` or ``measured``."""
     scale: str
-    """``published scale``, ``one rank of N`` or ``scaled twin``; analytic: ``CLOSED_FORM``, ``OWN_NUMBERS``."""
+    """``published scale``, ``one rank of N``, ``scaled twin``; analytic: ``CLOSED_FORM``, ``OWN_NUMBERS``."""
     value: Expression
     """In bytes, seconds, FLOP or plain numbers."""
     expect: Expression | None
