@@ -12,7 +12,12 @@ import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
 
-ROUNDS = 6
+ROUNDS = 10
+"""With 6 rounds the 24 orders of four things differ by 6 % in frequency, with 10 by 0.4 % (enumerated).
+
+More rounds do not remove one bias: for b > 1 only even permutations arise, so the sign of an order is not
+quite a fair coin.  Where one or two windows land is not affected.
+"""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
