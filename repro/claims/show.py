@@ -93,7 +93,7 @@ def show_one(result: ClaimResult, ledger: Ledger, console: Console) -> None:
     if result.basis:
         verdict.append(f"  ({result.basis})", style="dim")
     facts.add_row("verdict", verdict)
-    if result.reason:
+    if result.reason and result.reason != claim.needs:
         facts.add_row("because", Text(result.reason))
     for text in result.disagreements:
         facts.add_row("disagrees", Text(text, style="red"))
@@ -120,7 +120,7 @@ def _rows(result: ClaimResult) -> Any:
         first = [Text(row.row.label), Text(_published(row))]
         findings = row.findings or (None,)
         for finding in findings:
-            cells = _finding_cells(finding) if finding else _nothing(row)
+            cells = _finding_cells(finding) if finding else _nothing(row, result.claim.needs)
             grid.add_row(*first, *cells)
             first = [Text(""), Text("")]
         note = " ".join(
@@ -147,10 +147,11 @@ def _finding_cells(finding: Finding) -> list[Any]:
     ]
 
 
-def _nothing(row: RowResult) -> list[Any]:
+def _nothing(row: RowResult, needs: str) -> list[Any]:
     from rich.text import Text
 
-    return [Text("-"), Text("-"), Text(row.verdict, style=STYLES[row.verdict]), Text(row.reason)]
+    reason = "see needs" if row.reason == needs else row.reason
+    return [Text("-"), Text("-"), Text(row.verdict, style=STYLES[row.verdict]), Text(reason)]
 
 
 def _published(result: RowResult) -> str:
