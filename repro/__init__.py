@@ -1,7 +1,7 @@
 """Reproduce the published claims of ZeRO, DeepSpeed, Turing-NLG, Megatron-LM and Yuan 1.0.
 
-The only name most users need from Python is :func:`repro.parallelize`; everything else is behind the
-``repro`` command. Importing this package imports no torch.
+From Python most users need :func:`repro.parallelize` and :class:`repro.Layout` only; everything else is
+behind the ``repro`` command. Importing this package imports no torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "parallelize"]
+__all__ = ["Layout", "__version__", "parallelize"]
 
 if TYPE_CHECKING:
+    from repro.config import Layout
     from repro.engines.wrap import parallelize
 
 
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from repro.engines.wrap import parallelize
 
         return parallelize
+    if name == "Layout":
+        from repro.config import Layout
+
+        return Layout
     raise AttributeError(f"module 'repro' has no attribute {name!r}")

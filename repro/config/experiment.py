@@ -50,7 +50,9 @@ class Experiment:
 
     def __post_init__(self) -> None:
         require(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
-        require(self.model.architecture == "gpt", "model", self.model.name, "a gpt; other models are only counted")
+        require(
+            self.model.architecture == "gpt", "model", self.model.name, "a gpt; other models are only counted"
+        )
         require(
             self.training.seq <= self.model.seq,
             "seq",
@@ -63,12 +65,19 @@ class Experiment:
         except ConfigError as error:
             raise error.within(where="layout") from None
         if self.layout.sp:
-            require(self.seq % self.layout.tp == 0, "seq", self.seq, f"a multiple of tp = {self.layout.tp} under sp")
+            require(
+                self.seq % self.layout.tp == 0,
+                "seq",
+                self.seq,
+                f"a multiple of tp = {self.layout.tp} under sp",
+            )
 
     def _check_engine(self) -> None:
         if self.engine == "torch":
             require(self.layout.tp == 1, "tp", self.layout.tp, "tp = 1 with engine torch")
-            require(self.layout.precision == "fp32", "precision", self.layout.precision, "fp32 with engine torch")
+            require(
+                self.layout.precision == "fp32", "precision", self.layout.precision, "fp32 with engine torch"
+            )
 
     @property
     def seq(self) -> int:

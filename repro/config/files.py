@@ -45,7 +45,11 @@ def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
     for key in data:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; known are {', '.join(known)}"
+            hint = (
+                f"unknown key; did you mean {near[0]}?"
+                if near
+                else f"unknown key; known are {', '.join(known)}"
+            )
             raise ConfigError(key, data[key], hint, file=file, where=where)
     try:
         return TypeAdapter(cls).validate_python(data, strict=False)

@@ -82,11 +82,18 @@ class Layout:
 
     def check(self, model: Model) -> None:
         """Raise ``ConfigError`` if ``model`` cannot be spread this way."""
-        require(model.heads % self.tp == 0, "tp", self.tp, f"a divisor of heads = {model.heads} ({model.name})")
         require(
-            model.ffn_width % self.tp == 0, "tp", self.tp, f"a divisor of ffn = {model.ffn_width} ({model.name})"
+            model.heads % self.tp == 0, "tp", self.tp, f"a divisor of heads = {model.heads} ({model.name})"
         )
-        require(model.vocab % self.tp == 0, "tp", self.tp, f"a divisor of vocab = {model.vocab} ({model.name})")
+        require(
+            model.ffn_width % self.tp == 0,
+            "tp",
+            self.tp,
+            f"a divisor of ffn = {model.ffn_width} ({model.name})",
+        )
+        require(
+            model.vocab % self.tp == 0, "tp", self.tp, f"a divisor of vocab = {model.vocab} ({model.name})"
+        )
         require(
             not self.sp or model.seq % self.tp == 0,
             "sp",

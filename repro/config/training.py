@@ -69,6 +69,4 @@ class Training:
             self.untimed_steps,
             f"fewer than steps = {self.steps}, or nothing is timed",
         )
-        require(
-            self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}"
-        )
+        require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")

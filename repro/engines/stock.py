@@ -30,6 +30,7 @@ from repro.models.gpt import GPT
 from repro.models.init import initial_values
 from repro.parallel.mesh import Mesh
 from repro.parallel.optimizer import Norms
+from repro.parallel.sharding import leave_meta
 
 
 class StockEngine:
@@ -38,14 +39,21 @@ class StockEngine:
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout, training = experiment.layout, experiment.training
         self.clip, self.mesh, self.stage = training.clip, mesh, layout.zero
-        model = GPT(experiment.model, layout, training, mesh.tp).to_empty(device=device)
+        model = GPT(experiment.model, layout, training, mesh.tp)
+        leave_meta(model, device)
         names, parameters = zip(*model.named_parameters(), strict=True)
         values = initial_values(
-            names, parameters, seed=training.seed, layers=experiment.model.layers, rank=0, ranks=1, device=device
+            names,
+            parameters,
+            seed=training.seed,
+            layers=experiment.model.layers,
+            rank=0,
+            ranks=1,
+            device=device,
         )
         with torch.no_grad():
             for i, parameter in enumerate(parameters):
-                parameter.copy_(values(i, 0, parameter.numel()).view(parameter.shape))
+                parameter.data = values(i, 0, parameter.numel()).view(parameter.shape)
         self.count = sum(p.numel() for p in parameters)
         self.names = list(names)
         self.model = self._wrap(model, layout.bucket_bytes)

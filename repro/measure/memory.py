@@ -74,7 +74,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def largest(self, category: str) -> int:
         """Bytes of the largest live storage of a category."""
-        sizes = [s.nbytes() for r, _ in list(self._live.values()) if (s := r()) and storage.category_of(s) == category]
+        sizes = [
+            s.nbytes()
+            for r, _ in list(self._live.values())
+            if (s := r()) and storage.category_of(s) == category
+        ]
         return max(sizes, default=0)
 
     def _see(self, seen: torch.UntypedStorage) -> None:

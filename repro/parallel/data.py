@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from repro.parallel.bucket import Bucket
-from repro.parallel.comm import Work
+from repro.parallel.comm import Group, Work
 
 
 class GradientReducer:
@@ -57,7 +57,7 @@ class GradientReducer:
             self._missing[b] = len(bucket.parameters)
 
     def finish(self) -> None:
-        """Reduce what is left and wait for everything; parameters without a gradient count as zero."""
+        """Reduce what is left and wait for everything; a parameter without a gradient counts as having a zero one."""
         for b, bucket in enumerate(self.buckets):
             if self._missing[b]:
                 self._fill_missing(b, bucket)
@@ -110,9 +110,9 @@ class GradientReducer:
             self._works.append(bucket.reduce(add=not self._first))
 
 
-def broadcast_parameters(tensors: Sequence[Tensor], buckets: Sequence[Bucket]) -> None:
-    """Give every replica rank 0's ``tensors`` (buffers and values that were initialised differently)."""
-    group = buckets[0].group
+def broadcast_parameters(tensors: Sequence[Tensor], group: Group) -> None:
+    """Give every replica the values of the group's rank 0 (parameters and buffers, before they are sharded)."""
     with torch.no_grad():
         for tensor in tensors:
-            group.broadcast(tensor, 0, purpose="initial values").wait()
+            if tensor.numel():
+                group.broadcast(tensor, 0, purpose="initial values").wait()

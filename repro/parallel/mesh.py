@@ -37,7 +37,11 @@ class Mesh:
 
 
 def build(
-    dp: int, tp: int, rank: int, transport_of: Callable[[tuple[int, ...]], Transport], ledger: Ledger | None = None
+    dp: int,
+    tp: int,
+    rank: int,
+    transport_of: Callable[[tuple[int, ...]], Transport],
+    ledger: Ledger | None = None,
 ) -> Mesh:
     """The mesh of ``rank`` in a dp x tp grid.
 

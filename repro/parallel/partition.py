@@ -86,9 +86,7 @@ def plan_bucket(sizes: Iterable[tuple[int, int, Tag]], n: int) -> BucketPlan[Tag
     return BucketPlan(tuple(slots), n)
 
 
-def plan_buckets(
-    sizes: Sequence[tuple[int, int, Tag]], n: int, bucket_numel: int
-) -> list[BucketPlan[Tag]]:
+def plan_buckets(sizes: Sequence[tuple[int, int, Tag]], n: int, bucket_numel: int) -> list[BucketPlan[Tag]]:
     """Buckets of at most ``bucket_numel`` elements, in the order given; a larger parameter gets its own."""
     plans: list[BucketPlan[Tag]] = []
     current: list[tuple[int, int, Tag]] = []

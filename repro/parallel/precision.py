@@ -16,7 +16,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class LossScaler:
     """Dynamic loss scale as 0-dim fp32 tensors."""
 
-    def __init__(self, initial: float, window: int, hysteresis: int, device: torch.device, floor: float = 1.0):
+    def __init__(
+        self, initial: float, window: int, hysteresis: int, device: torch.device, floor: float = 1.0
+    ):
         def scalar(value: float) -> Tensor:
             return torch.tensor(value, dtype=torch.float32, device=device)
 

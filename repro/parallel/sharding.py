@@ -14,7 +14,7 @@ from repro.parallel.bucket import Bucket, InitialValues, Tag
 from repro.parallel.comm import Group
 from repro.parallel.data import GradientReducer
 from repro.parallel.partition import BucketPlan, plan_bucket, plan_buckets
-from repro.parallel.zero import ParameterGatherer, ParameterPublisher, Unit
+from repro.parallel.zero import ParameterGatherer, ParameterPublisher, Unit, parameters_of
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Sharding:
     """Data type of the parameters; None keeps each one's own."""
 
 
-def _leave_meta(module: nn.Module, sharding: Sharding) -> None:
+def leave_meta(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Replace parameters on ``meta`` by ones on the device that own no memory yet; shared ones stay shared."""
     replaced: dict[int, Parameter] = {}
     for child in module.modules():
         for name, old in list(child._parameters.items()):
-            if old is None or old.device.type != "meta" or sharding.device.type == "meta":
+            if old is None or old.device.type != "meta" or device.type == "meta":
                 continue
             if id(old) not in replaced:
-                one = torch.empty((), dtype=sharding.dtype or old.dtype, device=sharding.device)
+                one = torch.empty((), dtype=dtype or old.dtype, device=device)
                 new = Parameter(one.expand(old.shape), requires_grad=old.requires_grad)
                 new.__dict__.update(old.__dict__)
                 replaced[id(old)] = new
@@ -58,9 +58,11 @@ class ShardedModule:
         values: Callable[[list[Parameter]], InitialValues],
     ):
         self.module, self.sharding = module, sharding
-        _leave_meta(module, sharding)
-        self.names = [name for name, p in module.named_parameters() if p.requires_grad]
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        leave_meta(module, sharding.device, sharding.dtype)
+        # Frozen and empty parameters stay as they are: nothing of them is communicated.
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+        self.names = [name for name, _ in trained]
+        self.parameters = [p for _, p in trained]
         self.shapes = [p.shape for p in self.parameters]
         initial = values(self.parameters)
         tags = [tag_of(p) for p in self.parameters]
@@ -93,7 +95,9 @@ class ShardedModule:
                     make(plan)
         on_complete = self.gatherer.complete if self.gatherer else None
         self.reducer = GradientReducer(self.buckets, on_complete)
-        self.publisher = ParameterPublisher(module, self.buckets) if sharding.stage in (1, 2) else None
+        self.publisher: ParameterPublisher | None = None
+        if sharding.stage in (1, 2):
+            self.publisher = ParameterPublisher(module, units, self.buckets)
 
     @property
     def padding(self) -> int:
@@ -157,24 +161,18 @@ class ShardedModule:
         for indices in self._by_dtype(backwards):
             sizes = [(i, self.parameters[i].numel(), tags[i]) for i in indices]
             dtype = self.sharding.dtype or self.parameters[indices[0]].dtype
-            plans += plan_buckets(sizes, self.sharding.group.size, self.sharding.bucket_bytes // dtype.itemsize)
+            plans += plan_buckets(
+                sizes, self.sharding.group.size, self.sharding.bucket_bytes // dtype.itemsize
+            )
         return plans
 
     def _shard_units(
         self, units: Sequence[Unit], tags: Sequence[Tag], make: Callable[[BucketPlan[Tag]], Bucket]
     ) -> None:
         index_of = {id(p): i for i, p in enumerate(self.parameters)}
-        modules = dict(self.module.named_modules())
-        taken: set[int] = set()
         of_unit: list[list[Bucket]] = []
-        for unit in units:
-            indices: list[int] = []
-            for use in unit.uses:
-                for p in modules[use.module].parameters():
-                    i = index_of.get(id(p))
-                    if i is not None and i not in taken:
-                        taken.add(i)
-                        indices.append(i)
+        for parameters in parameters_of(self.module, units):
+            indices = [index_of[id(p)] for p in parameters if id(p) in index_of]
             # Matrices and vectors apart, so that a shard has few runs of one tag.
             indices.sort(key=lambda i: (tags[i].group, tags[i].duplicate, tags[i].partial))
             n = self.sharding.group.size
@@ -184,8 +182,7 @@ class ShardedModule:
                     for same in self._by_dtype(indices)
                 ]
             )
-        left = [self.names[i] for i in range(len(self.parameters)) if i not in taken]
-        assert not left, f"parameters of no unit: {left}"
+        modules = dict(self.module.named_modules())
         order = {name: i for i, name in enumerate(modules)}
         last_use = [min(order[use.module] for use in unit.uses) for unit in units]
         backwards = sorted(range(len(units)), key=lambda u: -last_use[u])

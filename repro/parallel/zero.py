@@ -55,7 +55,9 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
     known = dict(module.named_modules())
     for name in names:
         if name not in known:
-            raise ValueError(f"blocks: {name!r}: not a submodule; known are {', '.join(list(known)[1:9])}, ...")
+            raise ValueError(
+                f"blocks: {name!r}: not a submodule; known are {', '.join(list(known)[1:9])}, ..."
+            )
     return [*(Unit(name, (Use(name),)) for name in names if name), Unit("", (Use(""),))]
 
 
@@ -65,6 +67,34 @@ def _children_of(module: nn.Module, kind: type[nn.Module]) -> list[str]:
     for name, container in module.named_modules():
         if isinstance(container, kind) and not any(name.startswith(f"{outer}.") for outer in found):
             found += [f"{name}.{child}" if name else child for child, _ in container.named_children()]
+    return found
+
+
+def parameters_of(module: nn.Module, units: Sequence[Unit]) -> list[list[nn.Parameter]]:
+    """The parameters of every unit.  What several units use belongs to the one around them all (``""``).
+
+    Raises ``ValueError`` if units share a parameter and there is none around them.
+    """
+    modules = dict(module.named_modules())
+    users: dict[int, list[int]] = {}
+    named: dict[int, nn.Parameter] = {}
+    outer = next((u for u, unit in enumerate(units) if unit.uses[0].module == ""), None)
+    for u, unit in enumerate(units):
+        for use in unit.uses:
+            for parameter in modules[use.module].parameters():
+                named[id(parameter)] = parameter
+                mine = users.setdefault(id(parameter), [])
+                if u not in mine:
+                    mine.append(u)
+    found: list[list[nn.Parameter]] = [[] for _ in units]
+    for key, mine in users.items():
+        inner = [u for u in mine if u != outer]
+        if len(inner) > 1 and outer is None:
+            names = ", ".join(units[u].name for u in inner)
+            raise ValueError(f"units {names} share a parameter and no unit is around them")
+        owner = inner[0] if len(inner) == 1 else outer
+        assert owner is not None
+        found[owner].append(named[key])
     return found
 
 
@@ -201,19 +231,21 @@ class ParameterGatherer:
 class ParameterPublisher:
     """Stages 1 and 2: every rank gets the updated parameters while the next forward pass already runs.
 
-    After the optimizer step all buckets are gathered, first layers first; a module whose forward reads a
-    bucket waits for that bucket only.
+    After the optimizer step all buckets are gathered, first layers first; a unit whose forward reads a
+    bucket waits for that bucket only.  (A unit, not each module: some modules read a child's parameters
+    without calling the child.)
     """
 
-    def __init__(self, module: nn.Module, buckets: Sequence[Bucket]):
+    def __init__(self, module: nn.Module, units: Sequence[Unit], buckets: Sequence[Bucket]):
         self.buckets = list(buckets)[::-1]
         self._works: dict[int, Work] = {}
-        owner = {id(p): b for b, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        bucket_of = {id(p): b for b, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        modules = dict(module.named_modules())
         self._handles = []
-        for child in module.modules():
-            needed = sorted({owner[id(p)] for p in child.parameters(recurse=False) if id(p) in owner})
-            if needed:
-                self._handles.append(child.register_forward_pre_hook(self._before(needed)))
+        for unit, parameters in zip(units, parameters_of(module, units), strict=True):
+            needed = sorted({bucket_of[id(p)] for p in parameters if id(p) in bucket_of})
+            for use in unit.uses:
+                self._handles.append(modules[use.module].register_forward_pre_hook(self._before(needed)))
 
     def start(self) -> None:
         """Begin to gather every bucket's parameters."""

@@ -53,7 +53,9 @@ def run_rank(
     Compared experiments take turns in rounds (A B A B ...), so that what disturbs the machine disturbs
     both; others run one after the other.
     """
-    place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device(device)
+    place = (
+        torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device(device)
+    )
     if place.type == "cuda":
         torch.cuda.set_device(place)
     with process_group(rank, world, place, rendezvous):

@@ -1,0 +1,171 @@
+"""Stock PyTorch modules, each awkward in its own way, and the plain training loop on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import repro
+
+BATCH, STEPS = 8, 8
+
+
+class Tied(nn.Module):
+    """Input and output share a matrix; blocks are in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 12)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(12, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x.argmax(-1))
+        for layer in self.layers:
+            y = y + layer(y)
+        return self.head(y)
+
+
+class Unused(nn.Module):
+    """A layer that no step uses, one that only odd steps use, a frozen one and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(11, 11) for _ in range(4))
+        self.never = nn.Linear(11, 3)
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.layers[3].requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = torch.relu(self.layers[0](x))
+        if self.calls % 2:
+            x = self.layers[1](x)
+        return self.layers[3](self.layers[2](x))
+
+
+class Twice(nn.Module):
+    """The same block is used twice in one pass; the output is a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(11, 11)
+        self.blocks = nn.ModuleList([nn.Linear(11, 11)])
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.blocks[0](x))
+        return {"y": self.blocks[0](x) * self.scale}
+
+
+class Buffers(nn.Module):
+    """Convolution, group norm and a buffer that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
+        self.out = nn.Linear(44, 11)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.out(self.body(x.unsqueeze(1)))
+
+
+class Encoder(nn.Module):
+    """torch's own transformer, whose attention reads a child's parameters without calling the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True)
+        self.into = nn.Linear(1, 12)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out = nn.Linear(12, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.encoder(self.into(x.unsqueeze(-1))).mean(1))
+
+
+class SharedBlocks(nn.Module):
+    """Two blocks share a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(11, 11) for _ in range(3))
+        self.blocks[2].weight = self.blocks[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": Tied,
+    "unused": Unused,
+    "twice": Twice,
+    "buffers": Buffers,
+    "encoder": Encoder,
+    "shared": SharedBlocks,
+}
+
+
+def optimizer_of(module: nn.Module, name: str) -> torch.optim.Optimizer:
+    """AdamW with two groups, or SGD with momentum."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if name == "sgd":
+        return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+    matrices = [p for p in trained if p.dim() > 1]
+    vectors = [p for p in trained if p.dim() <= 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-2,
+        eps=1e-5,
+    )
+
+
+def train_stock(
+    model: str, optimizer_name: str, layout: repro.Layout | None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The plain loop; with a layout the module and the optimizer are parallelized, nothing else changes."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(rank)  # replicas start differently on purpose: rank 0's values must win
+    module = MODELS[model]()
+    optimizer = optimizer_of(module, optimizer_name)
+    pieces, mine = 1, slice(0, BATCH)
+    if layout is not None:
+        module, optimizer = repro.parallelize(module, optimizer, layout)
+        pieces = layout.accumulation
+        mine = slice(rank * layout.replica_batch, (rank + 1) * layout.replica_batch)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=STEPS)
+    losses = []
+    data = torch.Generator().manual_seed(7)
+    for _ in range(STEPS):
+        inputs = torch.randn(BATCH, 11, generator=data)
+        targets = torch.randint(11, (BATCH,), generator=data)
+        total = 0.0
+        for x, t in zip(inputs[mine].chunk(pieces), targets[mine].chunk(pieces), strict=True):
+            out = module(x)
+            loss = F.cross_entropy(out["y"] if isinstance(out, dict) else out, t) / pieces
+            loss.backward()
+            total += loss.item()
+        if layout is None:  # as in all flat buffers, no gradient is a gradient of zero
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(total)
+    if layout is None:
+        return losses, {
+            n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad and p.numel()
+        }
+    return losses, module.repro.full_parameters()

@@ -1,0 +1,178 @@
+"""What is sent is what the papers say, to the byte; and it is sent while there is still work to hide it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from repro.config import Experiment, Layout
+from repro.engines.native import NativeEngine
+from repro.parallel import mesh as meshes
+from tests.pool import RankPool
+from tests.training import TINY, micro_batches, tiny
+
+NORM_BYTES = 8
+
+
+def traffic(experiment: Experiment) -> dict[str, Any]:
+    """One step's counts on this rank, by (operation, group, purpose)."""
+    layout = experiment.layout
+    mesh = meshes.distributed(layout.dp, layout.tp, "cpu")
+    engine = NativeEngine(experiment, mesh, torch.device("cpu"))
+    engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
+    engine.synchronize()
+    mesh.ledger.reset()
+    engine.step(micro_batches(experiment, mesh.dp.rank, 1), lambda phase: None)
+    engine.synchronize()
+    rows = {(r["op"], r["group"], r["purpose"]): r for r in mesh.ledger.rows()}
+    return {"rows": rows, "psi": engine.local_parameters() + engine.padding()}
+
+
+def sent(seen: dict[str, Any], group: str) -> int:
+    """Bytes that this rank sent over a group's ring."""
+    return sum(row["sent_bytes"] for key, row in seen["rows"].items() if key[1] == group)
+
+
+@pytest.mark.parametrize(
+    ("zero", "feb2020", "passes"),
+    [(0, False, 2), (1, False, 2), (1, True, 3), (2, False, 2), (3, False, 3)],
+    ids=["dp", "zero1", "zero1-feb2020", "zero2", "zero3"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("pool", ["two", "four"])
+def test_dp_volume(
+    request: pytest.FixtureRequest, pool: str, zero: int, feb2020: bool, passes: int, precision: str
+) -> None:
+    """2 Psi, 2 Psi, 2 Psi, 3 Psi (1910.02054 sec. 7), and 3 Psi as released in February 2020; ring (n-1)/n."""
+    ranks: RankPool = request.getfixturevalue(pool)
+    n = ranks.world
+    layout = Layout(
+        dp=n,
+        zero=zero,
+        zero1_reduce="all-reduce" if feb2020 else "reduce-scatter",
+        precision=precision,
+        bucket_bytes=20_000,
+    )
+    size = 4 if precision == "fp32" else 2
+    for seen in ranks.run(traffic, tiny(layout)):
+        assert sent(seen, "dp") == passes * seen["psi"] * size * (n - 1) // n
+        assert sent(seen, "world") == 2 * NORM_BYTES * (n - 1) // n
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_accumulation_costs_what_the_stage_must(two: RankPool, zero: int) -> None:
+    """Stages 0 and 1 reduce once a step; 2 reduces, and 3 also gathers, for every micro-batch."""
+    k = 3
+    layout = Layout(dp=2, zero=zero, micro_batch=1, global_batch=2 * k)
+    passes = {0: 2, 1: 2, 2: k + 1, 3: 3 * k}[zero]
+    for seen in two.run(traffic, tiny(layout)):
+        assert sent(seen, "dp") == passes * seen["psi"] * 4 // 2
+
+
+@pytest.mark.parametrize(("recompute", "per_layer"), [(False, 4), (True, 6)], ids=["", "recompute"])
+def test_tensor_parallel_all_reduces(two: RankPool, recompute: bool, per_layer: int) -> None:
+    """Two all-reduces of b s h forward and two backward per layer (1909.08053 sec. 3); recomputation repeats
+    the forward ones (1910.02054 sec. 8)."""
+    b = 4
+    layout = Layout(tp=2, micro_batch=b, recompute=recompute)
+    for seen in two.run(traffic, tiny(layout)):
+        block = seen["rows"]["all_reduce", "tp", "block"]
+        assert block["calls"] == per_layer * TINY.layers
+        assert block["payload_bytes"] == per_layer * TINY.layers * b * TINY.seq * TINY.hidden * 4
+        outside = {key[2]: row["calls"] for key, row in seen["rows"].items() if key[1] == "tp"}
+        assert outside == {"block": per_layer * TINY.layers, "embedding": 1, "head": 1, "cross-entropy": 2}
+
+
+def test_sequence_parallel_volume_is_that_of_tensor_parallel(two: RankPool) -> None:
+    """A reduce-scatter and an all-gather instead of each all-reduce; plus, as in Megatron, the inputs of the
+    two column-parallel products gathered again for the weights' gradients."""
+    b = 4
+    for seen in two.run(traffic, tiny(Layout(tp=2, sp=True, micro_batch=b))):
+        rows = seen["rows"]
+        message = b * TINY.seq * TINY.hidden * 4
+        assert rows["reduce_scatter", "tp", "block"]["payload_bytes"] == 4 * TINY.layers * message
+        assert rows["all_gather", "tp", "block"]["payload_bytes"] == (4 + 2) * TINY.layers * message
+
+
+def events(experiment: Experiment) -> list[tuple[str, str]]:
+    """What happens in one step, in order: collectives as they are issued, and blocks as they run."""
+    layout = experiment.layout
+    mesh = meshes.distributed(layout.dp, layout.tp, "cpu")
+    engine = NativeEngine(experiment, mesh, torch.device("cpu"))
+    engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
+    engine.synchronize()
+    seen: list[tuple[str, str]] = []
+    mesh.ledger.observers.append(lambda sequence, op, group, purpose: seen.append((op, purpose)))
+    for i, block in enumerate(engine.model.blocks):
+        block.register_forward_pre_hook(lambda m, a, i=i: seen.append(("forward starts", str(i))))
+        block.register_forward_hook(lambda m, a, o, i=i: seen.append(("forward ends", str(i))))
+        block.register_full_backward_pre_hook(lambda m, g, i=i: seen.append(("backward starts", str(i))))
+    first = engine.model.blocks[0].norm1
+    first.register_post_accumulate_grad_hook(lambda p: seen.append(("backward ends", "0")))
+    engine.step(micro_batches(experiment, mesh.dp.rank, 1), lambda phase: seen.append(("phase", phase)))
+    engine.synchronize()
+    return seen
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_reductions_start_before_backward_ends(two: RankPool, zero: int) -> None:
+    """All buckets but those of the first layers are under way when the first block's backward ends."""
+    layout = Layout(dp=2, zero=zero, bucket_bytes=40_000)
+    for seen in two.run(events, tiny(layout)):
+        end = seen.index(("backward ends", "0"))
+        reductions = [i for i, (_, purpose) in enumerate(seen) if purpose == "gradients"]
+        early = [i for i in reductions if i < end]
+        assert len(reductions) >= 4
+        assert len(early) >= len(reductions) - 2
+        # The first one does not even wait for half of the blocks.
+        assert early[0] < seen.index(("backward starts", str(TINY.layers // 2 - 1)))
+
+
+def test_stage_3_gathers_one_block_ahead(two: RankPool) -> None:
+    """Block i+1 is asked for before block i runs forward, block i-1 before block i runs backward."""
+    for seen in two.run(events, tiny(Layout(dp=2, zero=3))):
+        gathers: dict[str, int] = defaultdict(int)
+        order: list[tuple[int, str]] = []
+        for op, what in seen:
+            gathers["count"] += what == "parameters"
+            if op in ("forward starts", "backward starts"):
+                order.append((gathers["count"], f"{op} {what}"))
+        last = TINY.layers - 1
+        asked = dict((name, count) for count, name in order)
+        # Forward: embeddings, then block 0, 1, ...; when block i starts, embeddings and blocks 0..i+1 are asked for.
+        for i in range(last):
+            assert asked[f"forward starts {i}"] == 1 + (i + 2)
+        # Backward: the head's unit stayed; when block i starts, blocks last..i-1 have been asked for again.
+        forward = asked[f"forward starts {last}"]
+        assert forward == 1 + last + 1 + 1, "the last block asks for the head's unit"
+        for i in range(last, 0, -1):
+            assert asked[f"backward starts {i}"] == forward + (last - i) + 2
+        assert asked["backward starts 0"] == forward + last + 1
+
+
+def test_stage_1_publishes_under_the_next_forward(two: RankPool) -> None:
+    """The updated parameters are gathered after the step, and the next forward starts before all have come."""
+    for done in two.run(_pending, tiny(Layout(dp=2, zero=1, bucket_bytes=20_000))):
+        assert done["at step end"] > 3
+        assert 0 < done["when block 0 runs"] < done["at step end"]
+        assert done["after forward"] == 0
+
+
+def _pending(experiment: Experiment) -> dict[str, int]:
+    mesh = meshes.distributed(2, 1, "cpu")
+    engine = NativeEngine(experiment, mesh, torch.device("cpu"))
+    publisher = engine.sharded.publisher
+    assert publisher is not None
+    engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
+    seen = {"at step end": len(publisher._works)}
+    engine.model.blocks[0].register_forward_hook(
+        lambda *_: seen.setdefault("when block 0 runs", len(publisher._works))
+    )
+    batch = micro_batches(experiment, mesh.dp.rank, 1)[0]
+    engine.sharded.begin(0, 1)
+    engine.model(batch.tokens, batch.targets, batch.place)
+    seen["after forward"] = len(publisher._works)
+    return seen

@@ -1,0 +1,151 @@
+"""No rank ever holds what its stage has partitioned away: live storages, watched through initialisation and steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from repro.config import Experiment, Layout, Model
+from repro.engines.native import NativeEngine
+from repro.measure.memory import MemoryTracker
+from repro.parallel import mesh as meshes
+from repro.parallel import storage
+from repro.parallel.partition import ALIGNMENT
+from tests.pool import RankPool
+from tests.training import micro_batches, tiny
+
+MODEL = Model(name="deep", layers=6, hidden=32, heads=4, vocab=64, seq=16)
+BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
+"""Bytes per parameter of parameters, gradients and optimizer states (1910.02054 sec. 3.1, K = 12 when mixed)."""
+
+
+class Watch(MemoryTracker):
+    """Also keeps, for each category, the most that was ever live, whatever the total was then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = dict.fromkeys(storage.CATEGORIES, 0)
+
+    def sample(self) -> None:
+        super().sample()
+        for category, size in self.live().items():
+            if category in self.most:
+                self.most[category] = max(self.most[category], size)
+
+
+def watch(experiment: Experiment, steps: int) -> dict[str, Any]:
+    """States between steps and the largest amount of each category at any moment, on this rank."""
+    layout = experiment.layout
+    mesh = meshes.distributed(layout.dp, layout.tp, "cpu")
+    with Watch() as tracker:
+        engine = NativeEngine(experiment, mesh, torch.device("cpu"))
+        born = tracker.live()
+        for step in range(steps):
+            engine.step(
+                micro_batches(experiment, mesh.dp.rank, step), lambda phase: setattr(tracker, "phase", phase)
+            )
+            engine.synchronize()
+        rest = tracker.live()
+    buckets = engine.sharded.buckets
+    return {
+        "born": born,
+        "rest": rest,
+        "most": tracker.most,
+        "psi": engine.local_parameters(),
+        "padding": engine.padding(),
+        "buckets": [bucket.plan.padded for bucket in buckets],
+    }
+
+
+def states(psi: int, nd: int, stage: int, precision: str) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer states by 1910.02054 sec. 5."""
+    p, g, k = BYTES[precision]
+    return (
+        p * psi / (nd if stage >= 3 else 1),
+        g * psi / (nd if stage >= 2 else 1),
+        k * psi / (nd if stage >= 1 else 1),
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("pool", ["two", "four"])
+def test_states_are_what_the_paper_says_to_the_byte(
+    request: pytest.FixtureRequest, pool: str, zero: int, precision: str
+) -> None:
+    """2 Psi, 2 Psi, 12 Psi (fp32: 4, 4, 8), each divided by Nd from its stage on; padding counted as Psi."""
+    ranks: RankPool = request.getfixturevalue(pool)
+    layout = Layout(dp=ranks.world, zero=zero, precision=precision, bucket_bytes=20_000)
+    for seen in ranks.run(watch, tiny(layout, MODEL), 2):
+        psi = seen["psi"] + seen["padding"]
+        assert seen["padding"] < len(seen["buckets"]) * ranks.world * ALIGNMENT
+        expected = states(psi, ranks.world, zero, precision)
+        found = [seen["rest"][c] for c in (storage.PARAMETERS, storage.GRADIENTS, storage.OPTIMIZER)]
+        # Step counter and, in fp16, the loss scale are the few bytes that are no one's.
+        assert found == [pytest.approx(value, abs=0) for value in expected]
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("accumulation", [1, 2], ids=["", "accumulate"])
+def test_never_more_than_the_stage_allows(four: RankPool, zero: int, recompute: bool, accumulation: int) -> None:
+    """At no moment, initialisation included: stage 3 at most two units in full, stage 2 and 3 a few buckets."""
+    layout = Layout(
+        dp=4,
+        zero=zero,
+        precision="bf16",
+        recompute=recompute,
+        bucket_bytes=30_000,
+        global_batch=4 * accumulation,
+    )
+    for seen in four.run(watch, tiny(layout, MODEL), 2):
+        most, psi = seen["most"], seen["psi"] + seen["padding"]
+        parameters, gradients, optimizer = states(psi, 4, zero, "bf16")
+        blocks = sorted(2 * size for size in seen["buckets"])
+        assert most[storage.OPTIMIZER] == optimizer
+        if zero == 3:
+            # The largest unit (embeddings) and one block, or two blocks, beside the shards.
+            parameters += blocks[-1] + blocks[-2]
+        assert most[storage.PARAMETERS] <= parameters
+        if zero == 3:
+            assert most[storage.PARAMETERS] < 2 * psi * 0.75, "most of the model was there at once"
+        if zero >= 2:
+            # Two buckets under reduction and the one that fills.
+            gradients += sum(blocks[-3:])
+        assert most[storage.GRADIENTS] <= gradients
+        assert seen["born"][storage.OPTIMIZER] == optimizer
+
+
+def test_stage_3_frees_everything_after_evaluation(two: RankPool) -> None:
+    """A forward pass without gradients leaves nothing gathered."""
+    for left in two.run(_evaluate, tiny(Layout(dp=2, zero=3), MODEL)):
+        assert left == 0
+
+
+def _evaluate(experiment: Experiment) -> int:
+    mesh = meshes.distributed(2, 1, "cpu")
+    engine = NativeEngine(experiment, mesh, torch.device("cpu"))
+    batch = micro_batches(experiment, mesh.dp.rank, 0)[0]
+    with torch.no_grad():
+        engine.sharded.begin(0, 1)
+        engine.model(batch.tokens, batch.targets, batch.place)
+    return sum(bucket.full.untyped_storage().nbytes() for bucket in engine.sharded.buckets)
+
+
+def test_activations_fall_with_recomputation(two: RankPool) -> None:
+    """One checkpoint a block instead of all of its activations (1910.02054 sec. 3.2)."""
+    plain = Layout(dp=2, micro_batch=8)
+    with_it = two.run(watch, tiny(replace(plain, recompute=True), MODEL), 1)[0]["most"]
+    without = two.run(watch, tiny(plain, MODEL), 1)[0]["most"]
+    assert with_it[storage.ACTIVATIONS] < 0.4 * without[storage.ACTIVATIONS]
+
+
+def test_sequence_parallelism_divides_norms_and_dropouts(two: RankPool) -> None:
+    """2205.05198 sec. 4.2.2: what tp alone leaves whole is divided by sp."""
+    plain = Layout(tp=2, micro_batch=8)
+    alone = two.run(watch, tiny(plain, MODEL), 1)[0]["most"]
+    split = two.run(watch, tiny(replace(plain, sp=True), MODEL), 1)[0]["most"]
+    assert split[storage.ACTIVATIONS] < 0.85 * alone[storage.ACTIVATIONS]

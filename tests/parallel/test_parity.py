@@ -1,0 +1,129 @@
+"""Every layout trains the same model: losses and parameters equal those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from repro.config import Experiment, Layout, Model
+from tests.pool import RankPool
+from tests.training import TINY, Trained, tiny, train
+
+BATCH = 8
+
+LAYOUTS = [
+    *(Layout(dp=2, zero=z, micro_batch=4, global_batch=BATCH) for z in range(4)),
+    Layout(dp=2, zero=1, zero1_reduce="all-reduce", micro_batch=4, global_batch=BATCH),
+    Layout(tp=2, micro_batch=8, global_batch=BATCH),
+    Layout(tp=2, sp=True, micro_batch=8, global_batch=BATCH),
+    *(Layout(dp=4, zero=z, micro_batch=2, global_batch=BATCH) for z in range(4)),
+    *(Layout(tp=2, dp=2, zero=z, micro_batch=4, global_batch=BATCH) for z in range(4)),
+    *(Layout(tp=2, dp=2, zero=z, sp=True, micro_batch=4, global_batch=BATCH) for z in (1, 2, 3)),
+    Layout(tp=4, micro_batch=8, global_batch=BATCH),
+    Layout(tp=4, sp=True, micro_batch=8, global_batch=BATCH),
+]
+
+
+def name_of(layout: Layout) -> str:
+    """A short name for the test's id."""
+    parts = [f"dp{layout.dp}", f"tp{layout.tp}", f"z{layout.zero}"]
+    parts += ["sp"] if layout.sp else []
+    parts += ["feb2020"] if layout.zero1_reduce == "all-reduce" else []
+    return "-".join(parts)
+
+
+@cache
+def alone(precision: str = "fp32", model: Model = TINY, **training: Any) -> Trained:
+    """The same experiment in one process, all samples in one micro-batch."""
+    torch.set_num_threads(1)
+    return train(tiny(Layout(micro_batch=BATCH, precision=precision), model, **training))
+
+
+def assert_same(found: list[Trained], expected: Trained, loss: float, parameters: float) -> None:
+    """Losses within a relative, parameters within a relative (to the parameter's norm) distance."""
+    for trained in found:
+        torch.testing.assert_close(
+            torch.tensor(trained.loss), torch.tensor(expected.loss), rtol=loss, atol=0.0
+        )
+        assert trained.parameters.keys() == expected.parameters.keys()
+        for name, value in trained.parameters.items():
+            reference = expected.parameters[name].float()
+            distance = (value.float() - reference).norm() / reference.norm().clamp(min=1e-3)
+            assert distance <= parameters, f"{name}: {distance}"
+
+
+def run(pool: RankPool, experiment: Experiment) -> list[Trained]:
+    return pool.run(train, experiment)
+
+
+def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
+    return request.getfixturevalue({2: "two", 4: "four"}[layout.world])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
+    expected = alone()
+    assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
+    assert_same(run(pool_of(request, layout), tiny(layout)), expected, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:7] + LAYOUTS[14:16], ids=name_of)
+@pytest.mark.parametrize(
+    ("settings", "training"),
+    [
+        ({"recompute": True}, {}),
+        ({"micro_batch": 1}, {}),
+        ({"micro_batch": 2, "recompute": True, "bucket_bytes": 3000}, {"dropout": 0.2}),
+        ({"micro_batch": 2}, {"dropout": 0.1, "attention_dropout": 0.1}),
+    ],
+    ids=["recompute", "accumulate", "tiny-buckets", "dropout"],
+)
+def test_nothing_else_changes_the_result(
+    request: pytest.FixtureRequest, layout: Layout, settings: dict[str, Any], training: dict[str, Any]
+) -> None:
+    """Recomputation, accumulation, the size of buckets and dropout: still one process's numbers."""
+    found = run(pool_of(request, layout), tiny(replace(layout, **settings), **training))
+    assert_same(found, alone(**training), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [*LAYOUTS[:4], LAYOUTS[5], LAYOUTS[14]], ids=name_of)
+def test_mixed_precision_equals_one_process_within_its_rounding(
+    request: pytest.FixtureRequest, layout: Layout, precision: str
+) -> None:
+    """Gradients are summed in 16 bits, so losses agree to a few of their units in the last place."""
+    unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
+    expected = alone(precision)
+    found = run(pool_of(request, layout), tiny(replace(layout, precision=precision)))
+    assert_same(found, expected, 4 * unit, 16 * unit)
+    assert all(t.skipped == expected.skipped and t.scale == expected.scale for t in found)
+
+
+def test_one_process_is_what_torch_computes() -> None:
+    """The reference itself: our step on one rank against autograd and torch.optim.AdamW on the same model."""
+    ours = alone()
+    theirs = train(tiny(Layout(micro_batch=BATCH), engine="torch", warmup_steps=0))
+    again = alone(warmup_steps=0)
+    assert_same([again], theirs, 1e-5, 1e-5)
+    assert ours.loss[0] == pytest.approx(theirs.loss[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_torch_engine_agrees(two: RankPool, zero: int) -> None:
+    """DDP, ZeroRedundancyOptimizer and FSDP2 do the same work, so comparing their speed is fair."""
+    layout = Layout(dp=2, zero=zero, micro_batch=4, global_batch=BATCH)
+    found = run(two, tiny(layout, engine="torch", warmup_steps=0))
+    assert_same(found, alone(warmup_steps=0), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_parameters_smaller_than_the_group(four: RankPool, zero: int) -> None:
+    """Vectors of 4 elements over 4 ranks: some shards hold padding only."""
+    model = Model(name="thin", layers=2, hidden=4, heads=2, vocab=8, seq=4)
+    layout = Layout(dp=4, zero=zero, micro_batch=2, global_batch=BATCH, bucket_bytes=16)
+    expected = alone(model=model, steps=5)
+    assert_same(run(four, tiny(layout, model, steps=5)), expected, 1e-5, 1e-5)

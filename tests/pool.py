@@ -1,0 +1,94 @@
+"""Real gloo processes for tests: started once, used by many tests, killed when one of them hangs."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+TIMEOUT_S = 90.0
+
+
+def _serve(rank: int, world: int, rendezvous: str, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        function, arguments = task
+        try:
+            pipe.send((True, function(*arguments)))
+        except Exception:
+            pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """``world`` processes in one gloo group; :meth:`run` calls a module-level function on all of them."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                continue
+        for process in self._processes:
+            process.join(5)
+        self._kill()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """``function(*arguments)`` on every rank, results by rank.  Fails if a rank raises or does not answer."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        deadline = time.monotonic() + timeout_s
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self._kill()
+                raise TimeoutError(f"rank {rank} of {self.world} did not answer within {timeout_s} s")
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                self._kill()
+                raise RuntimeError(f"rank {rank} of {self.world} died") from None
+        errors = [value for good, value in answers if not good]
+        if errors:
+            # The other ranks may wait for the one that failed.
+            self._kill()
+            raise AssertionError("\n".join(errors))
+        return [value for _, value in answers]
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        folder = tempfile.mkdtemp(prefix="ranks-")
+        rendezvous = "file://" + os.path.join(folder, "store")
+        for rank in range(self.world):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, rendezvous, theirs), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(mine)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(5)
+        self._processes, self._pipes = [], []
