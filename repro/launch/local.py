@@ -85,7 +85,7 @@ class LocalLaunch:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    env=environment(rank, self.world),
+                    env=environment(rank, self.world, limited=bool(self.job.memory_bytes)),
                     start_new_session=True,
                 )
             self._ranks.append(process)
@@ -156,14 +156,20 @@ class LocalLaunch:
         return open(self.logs / f"rank-{rank}.{stream}", "wb")
 
 
-def environment(rank: int, world: int) -> dict[str, str]:
-    """Environment of one rank: the user's own, with the cores shared out among the ranks."""
+def environment(rank: int, world: int, *, limited: bool = False) -> dict[str, str]:
+    """Environment of one rank: the user's own, with the cores shared out among the ranks.
+
+    Under a memory limit, tensors' freed memory goes back to the kernel at once: glibc would keep blocks of up
+    to 32 MB in its heap, and the limit would hit on what has long been freed.
+    """
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // world)),
         # gloo otherwise looks the host's name up, which fails on machines without a network.
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    if limited:
+        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     return {**defaults, **os.environ, **ours}
 

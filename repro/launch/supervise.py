@@ -73,11 +73,12 @@ def watch(
     launch: Launch,
     *,
     interrupted: Callable[[], bool] = lambda: False,
-    tick: Callable[[Position], None] = lambda position: None,
+    tick: Callable[[Position, list[float]], None] = lambda position, spent_s: None,
 ) -> Ending:
     """Wait for all ranks; kill and reap them if one fails, all stall, time is up or ``interrupted()``.
 
-    ``tick`` is called about twenty times a second with the position of rank 0.
+    ``tick`` is called about twenty times a second with the position of rank 0 and the seconds that each
+    experiment has had so far.
     """
     watcher = _Watcher(launch)
     try:
@@ -97,7 +98,7 @@ class _Watcher:
         self.last_word = [0.0] * launch.world
         self.last_progress = time.monotonic()
 
-    def run(self, interrupted: Callable[[], bool], tick: Callable[[Position], None]) -> Ending:
+    def run(self, interrupted: Callable[[], bool], tick: Callable[[Position, list[float]], None]) -> Ending:
         before = time.monotonic()
         while True:
             ended = self._collect()
@@ -116,7 +117,7 @@ class _Watcher:
                 overdue = self._overdue(now, current)
                 if overdue is not None:
                     return overdue
-            tick(self.launch.position(0))
+            tick(self.launch.position(0), self.spent)
             time.sleep(POLL_S)
 
     def _collect(self) -> int:

@@ -64,7 +64,7 @@ def memory(records: Iterable[Record]) -> pd.DataFrame:
         for record in _of_kind(records, "experiment")
         for rank, measured in enumerate(record["memory_by_rank"])
         for moment in ("states", "peak")
-        for category, size in measured[moment].items()
+        for category, size in measured.get(moment, {}).items()
         if category != "total"
     )
 

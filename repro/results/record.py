@@ -91,10 +91,13 @@ def comparison_record(
 
 
 def step_seconds(results: list[RankResult]) -> list[list[float]]:
-    """Seconds of each timed step by round: those of the step's slowest rank."""
+    """Seconds of each timed step by round: those of the step's slowest rank.
+
+    Ranks that diverge may stop a step apart; the steps that all of them took count.
+    """
     return [
-        [max(step) for step in zip(*ranks, strict=True)]
-        for ranks in zip(*(result["rounds"] for result in results), strict=True)
+        [max(step) for step in zip(*ranks, strict=False)]
+        for ranks in zip(*(result["rounds"] for result in results), strict=False)
     ]
 
 
@@ -107,13 +110,17 @@ def _metrics(results: list[RankResult]) -> dict[str, float]:
     first = results[0]
     metrics: dict[str, float] = {
         "parameters": first["parameters"],
+        "padding": first.get("padding", 0),
         "steps": len(first["loss"]),
         "skipped_steps": len(first["skipped_steps"]),
     }
     if first["loss"]:
         metrics["loss.first"], metrics["loss.last"] = first["loss"][0], first["loss"][-1]
     metrics.update(_speed(results))
-    metrics.update(_memory([result["memory"] for result in results]))
+    # A rank that diverges in its first steps has not looked at its memory yet.
+    memories = [result["memory"] for result in results if "states" in result["memory"]]
+    if memories:
+        metrics.update(_memory(memories))
     metrics.update(_communication(first))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
