@@ -48,7 +48,7 @@ NOISELESS = ("exact", "exact-padding", "parity")
 """Classes whose measured values have no noise: the printed digits give them no room (4.4 calls are not 4)."""
 BOUNDS = ("", "over", "at least", "under", "at most", "up to")
 """How a source can state a number other than as an equality."""
-_ROUNDING = 1e-9
+_ROUNDING = 1e-12
 """Slack for binary floating point, relative."""
 
 

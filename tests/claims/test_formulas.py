@@ -1,0 +1,77 @@
+"""Closed forms against the papers' printed examples and against sums done by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro.claims import formulas as f
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.40625), (2, 16.640625), (3, 1.875)])
+def test_figure_1(stage: int, gigabytes: float) -> None:
+    assert f.model_state_bytes(7.5e9, 64, stage) == pytest.approx(gigabytes * 1e9)
+
+
+@given(st.integers(1, 10**12), st.integers(1, 4096), st.sampled_from([0, 1, 2, 3]))
+def test_a_stage_never_holds_more_than_the_one_before(psi: int, nd: int, stage: int) -> None:
+    here = f.model_state_bytes(psi, nd, stage)
+    assert f.model_state_bytes(psi, 1, stage) == 16 * psi
+    assert here <= f.model_state_bytes(psi, nd, max(stage - 1, 0))
+    assert f.model_state_bytes(psi, nd, 0) / here == pytest.approx(f.memory_reduction(nd, stage))
+    assert f.model_state_bytes(f.max_params(32e9, nd, stage), nd, stage) == pytest.approx(32e9)
+
+
+def test_limits_of_the_reductions() -> None:
+    assert [f.memory_reduction(f.inf, stage) for stage in (0, 1, 2)] == [1, 4, 8]
+    assert f.memory_reduction(64, 3) == 64
+
+
+def test_an_unknown_stage_is_refused() -> None:
+    with pytest.raises(ArithmeticError, match="stage 4"):
+        f.model_state_bytes(1, 1, 4)
+    with pytest.raises(ArithmeticError, match="variant"):
+        f.dp_elements(1, 1, "ring")
+
+
+def test_communication_volumes() -> None:
+    assert [f.dp_elements(10, stage) for stage in (0, 1, 2, 3)] == [20, 20, 20, 30]
+    assert f.dp_elements(10, 1, "all-reduce") == 30
+    assert f.megatron_block_elements(1024, 8192) == 12 * 1024 * 8192
+    assert f.tensor_parallel_elements(2, 3, 5, 8) == pytest.approx(8 * 2 * 3 * 5 * 7 / 8)
+    assert f.pipeline_elements(2, 3, 8, scatter=4) == 2 * 3 * 8 / 4
+
+
+def test_parameters_are_the_sum_of_the_parts() -> None:
+    """Two layers of width 4, counted matrix by matrix; vocabulary 10, 6 positions; no final norm in eq. 2."""
+    h = 4
+    attention = 3 * (h * h + h) + h * h + h
+    mlp = h * 4 * h + 4 * h + 4 * h * h + h
+    norms = 2 * 2 * h
+    assert f.gpt_params(2, h, 10, 6) == pytest.approx(2 * (attention + mlp + norms) + 10 * h + 6 * h)
+
+
+def test_flops_are_the_sum_of_the_matrix_products() -> None:
+    """Forward per token and layer: 2 x 12 h^2 for the weights, 4 s h for scores and values; logits 2 h V."""
+    layers, h, s, vocab, batch = 3, 8, 5, 16, 2
+    layer = batch * s * (24 * h * h + 4 * s * h)
+    logits = batch * s * 2 * h * vocab
+    assert f.gpt_flops(batch, s, layers, h, vocab) == pytest.approx(4 * layers * layer + 3 * logits)
+    assert f.gpt_flops(batch, s, layers, h, vocab, recompute=0) == pytest.approx(3 * layers * layer + 3 * logits)
+
+
+def test_bubble_by_counting_slots() -> None:
+    """Four stages, eight micro-batches: each stage computes in 8 slots and waits in 3."""
+    assert f.bubble_fraction(4, 8) == 3 / 8
+    assert f.bubble_fraction(4, 8, 2) == 3 / 16
+
+
+def test_training_time() -> None:
+    """MEG2 sec. 5.1: 300B tokens, 175B parameters, 1024 GPUs at 140 TF are 34 days."""
+    assert round(f.train_seconds(300e9, 175e9, 1024, 140e12) / f.DAY) == 34
+    assert f.training_steps(3 * 5 * 7, 3, 5) == 7
+
+
+def test_every_formula_says_where_it_comes_from() -> None:
+    assert all(function.__doc__ for name, function in f.FORMULAS.items() if name != "sqrt")

@@ -1,0 +1,130 @@
+"""The one rule: printed digits, digitisation error, class of metric, bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from repro.claims.published import read
+from repro.claims.tolerance import RELATIVE, accepted, agrees_at_scale
+
+
+def agrees(published: str, value: float, metric: str = "exact", closed_form: bool = True, **how: object) -> bool:
+    rule = accepted(read(published), metric, closed_form=closed_form, **how)  # type: ignore[arg-type]
+    return rule.meets(value, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high", "step"),
+    [
+        ("1.88", 1.88, 1.88, 0.01),
+        ("4187", 4187, 4187, 1),
+        ("1,640", 1640, 1640, 1),
+        ("14.4B", 14.4e9, 14.4e9, 1e8),
+        ("0.5T", 0.5e12, 0.5e12, 1e11),
+        ("16-20B", 16e9, 20e9, 1e9),
+        ("4.56-4.64", 4.56, 4.64, 0.01),
+        ("6.0", 6, 6, 0.1),
+    ],
+)
+def test_printed_numbers_keep_their_digits(text: str, low: float, high: float, step: float) -> None:
+    number = read(text)
+    assert (number.low, number.high) == pytest.approx((low, high))
+    assert number.step == pytest.approx(step)
+
+
+@pytest.mark.parametrize("text", ["", "oom", "1.5e-4", "4 x", "1-2-3", "5-3", "1.2.3", "B"])
+def test_words_are_not_numbers(text: str) -> None:
+    with pytest.raises(ValueError, match="range|not a number"):
+        read(text)
+
+
+@given(st.floats(0, 1e6), st.integers(0, 3))
+def test_a_rounded_value_agrees(value: float, digits: int) -> None:
+    assert agrees(f"{value:.{digits}f}", value)
+
+
+@given(st.floats(0, 1e6), st.integers(0, 3))
+def test_a_truncated_value_agrees(value: float, digits: int) -> None:
+    assert agrees(f"{math.floor(value * 10**digits) / 10**digits:.{digits}f}", value)
+
+
+@given(st.integers(1, 10**6), st.integers(0, 3), st.floats(-100, 100))
+def test_a_value_that_prints_otherwise_does_not_agree(number: int, digits: int, offset: float) -> None:
+    """Half a digit below, or a digit above, prints as another number however it is rounded."""
+    assume(not -0.501 < offset < 1.001)
+    step = 10.0**-digits
+    assert not agrees(f"{number * step:.{digits}f}", (number + offset) * step)
+
+
+def test_measured_counts_get_no_room_from_printed_digits() -> None:
+    assert agrees("4", 4.4)
+    assert not agrees("4", 4.4, closed_form=False)
+    assert agrees("4", 4, closed_form=False)
+
+
+@pytest.mark.parametrize(("metric", "percent"), [("memory", 5), ("throughput", 15), ("time", 15), ("ratio", 12)])
+def test_measured_values_agree_within_their_class(metric: str, percent: int) -> None:
+    """The issue's rule: memory 5 %, throughput 15 %, ratios 12 %, time as throughput."""
+    for sign in (-1, 1):
+        inside, outside = 1000 * (1 + sign * (percent - 0.2) / 100), 1000 * (1 + sign * (percent + 0.2) / 100)
+        assert agrees("1000", inside, metric, closed_form=False)
+        assert not agrees("1000", outside, metric, closed_form=False)
+        assert not agrees("1000", inside, metric, closed_form=True), "a closed form has no noise"
+
+
+def test_a_limit_is_good_to_one_published_step() -> None:
+    how = {"metric": "limit", "closed_form": False, "steps": (1.5e9, 4e9, 6e9, 8e9, 13e9)}
+    assert agrees("6B", 4e9, **how)  # type: ignore[arg-type]
+    assert agrees("6B", 8e9, **how)  # type: ignore[arg-type]
+    assert not agrees("6B", 3.9e9, **how)  # type: ignore[arg-type]
+    assert not agrees("6B", 13e9, **how)  # type: ignore[arg-type]
+    assert agrees("13B", 20e9, bound="up to", **how)  # type: ignore[arg-type]
+    assert not agrees("13B", 6e9, bound="up to", **how)  # type: ignore[arg-type]
+
+
+def test_bounds_hold_on_their_side() -> None:
+    assert agrees("40", 40.1, bound="over")
+    assert not agrees("40", 40, bound="over")
+    assert agrees("24", 24, bound="at least")
+    assert agrees("20", 18.2, bound="under")
+    assert not agrees("20", 20, bound="under")
+    assert agrees("20", 20, bound="at most")
+    assert agrees("38", 33, "throughput", closed_form=False, bound="over")
+    assert not agrees("38", 32, "throughput", closed_form=False, bound="over")
+
+
+def test_a_digitised_value_agrees_within_its_error() -> None:
+    assert agrees("10.23", 10.19, error=0.05)
+    assert not agrees("10.23", 10.17, error=0.05)
+
+
+def test_the_ends_of_a_range_are_only_rounded() -> None:
+    assert agrees("3-5", 4.1)
+    assert agrees("3-5", 2.92)
+    assert not agrees("3-5", 5.78)
+
+
+def test_an_interval_agrees_where_it_overlaps() -> None:
+    rule = accepted(read("40"), "exact", closed_form=True, bound="over")
+    assert rule.meets(38.7, 40.2)
+    assert not rule.meets(38.7, 39.3)
+
+
+@given(st.integers(1, 10**12), st.integers(2, 1024))
+def test_padding_is_accepted_and_a_missing_term_is_not(psi: int, nd: int) -> None:
+    """One byte per parameter too much or too little is at least 1/16 of the model states."""
+    states = 16 * psi
+    assert agrees_at_scale((states, states), (states, states), "exact")
+    assert not agrees_at_scale((states + psi, states + psi), (states, states), "exact-padding")
+    assert not agrees_at_scale((states - psi, states - psi), (states, states), "exact-padding")
+    assert not agrees_at_scale((4 * psi, 4 * psi), (4 * psi + 12 * psi / nd,) * 2, "exact-padding")
+
+
+def test_parity_is_one_in_a_hundred_thousand() -> None:
+    assert RELATIVE["parity"] == 1e-5
+    assert agrees_at_scale((4.00003, 4.00003), (4, 4), "parity")
+    assert not agrees_at_scale((4.00005, 4.00005), (4, 4), "parity")
