@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -39,7 +40,7 @@ class StepClock:
         found = []
         for marks in self._marks:
             row = dict.fromkeys(PHASES, 0.0)
-            for (phase, start), (_, stop) in zip(marks, marks[1:], strict=False):
+            for (phase, start), (_, stop) in pairwise(marks):
                 row[phase] += self._between(start, stop)
             row["step"] = self._between(marks[0][1], marks[-1][1])
             found.append(row)

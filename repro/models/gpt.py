@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ class Setting:
 
     def key(self, place: Place, layer: int, site: int) -> int:
         """Key of the random numbers of one dropout in one step."""
-        return kernels.derive_key(self.seed, place.step, layer, site)
+        return kernels.derive_key(self.seed, place.step, layer, site)  # layer 0 is the embedding
 
 
 def dropout_add(
@@ -87,22 +88,25 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each rank has a/t of the heads."""
+    """x + dropout(attention(norm(x))), causal; each rank has a/t of the heads."""
 
     def __init__(self, setting: Setting, layer: int):
         super().__init__()
-        m = setting.model
+        m, tp = setting.model, setting.tp
         self.setting, self.layer = setting, layer
-        self.heads = m.heads // setting.tp.size
+        self.heads = m.heads // tp.size
         inner = m.heads * m.head_width
+        self.norm, self.norm_bias = norm_parameters(setting)
         # Query, key and value are three matrices, each split by heads.
-        self.qkv = tensor.split_parameter((3, inner, m.hidden), 1, setting.tp, "normal")
-        self.qkv_bias = tensor.split_parameter((3, inner), 1, setting.tp, "zeros")
-        self.out = tensor.split_parameter((m.hidden, inner), 1, setting.tp, "residual")
+        self.qkv = tensor.split_parameter((3, inner, m.hidden), 1, tp, "normal")
+        self.qkv_bias = tensor.split_parameter((3, inner), 1, tp, "zeros")
+        self.out = tensor.split_parameter((m.hidden, inner), 1, tp, "residual")
+        self.out_bias = duplicate(m.hidden, "zeros", tp, setting.sp)
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
-        qkv = tensor.column_linear(x, self.qkv.flatten(0, 1), self.qkv_bias.flatten(), tp, sp, "block")
+        y = kernels.layer_norm(x, self.norm, self.norm_bias)
+        qkv = tensor.column_linear(y, self.qkv.flatten(0, 1), self.qkv_bias.flatten(), tp, sp, "block")
         b, s, _ = qkv.shape
         q, k, v = qkv.view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         if self.setting.attention_dropout:
@@ -110,7 +114,8 @@ class Attention(nn.Module):
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).reshape(b, s, -1)
-        return tensor.row_linear(y, self.out, tp, sp, "block")
+        y = tensor.row_linear(y, self.out, tp, sp, "block")
+        return dropout_add(y, self.out_bias, x, self.setting, place, self.layer, 1)
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
         """softmax(q k^T / sqrt(d)) with dropout, written out; q, k, v are [b, a/t, s, d]."""
@@ -123,36 +128,41 @@ class Attention(nn.Module):
         heads = tp.rank * a + torch.arange(a, device=q.device)
         row = (samples[:, None] * self.setting.model.heads + heads)[:, :, None] * s
         rows = (row + torch.arange(s, device=q.device)).flatten()
-        keep = kernels.keep_mask(rows, s, p, self.setting.key(place, self.layer + 1, 0)).view(b, a, s, s)
+        keep = kernels.keep_mask(rows, s, p, self.setting.key(place, self.layer, 0)).view(b, a, s, s)
         return (weights * keep / (1 - p)) @ v
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): two all-reduces forward, two backward under tp."""
+class Mlp(nn.Module):
+    """x + dropout(mlp(norm(x))); each rank has f/t of the hidden units."""
 
     def __init__(self, setting: Setting, layer: int):
         super().__init__()
-        m, tp, sp = setting.model, setting.tp, setting.sp
+        m, tp = setting.model, setting.tp
         self.setting, self.layer = setting, layer
-        self.norm1, self.norm1_bias = norm_parameters(setting)
-        self.attention = Attention(setting, layer)
-        self.out_bias = duplicate(m.hidden, "zeros", tp, sp)
-        self.norm2, self.norm2_bias = norm_parameters(setting)
+        self.norm, self.norm_bias = norm_parameters(setting)
         self.up = tensor.split_parameter((m.ffn_width, m.hidden), 0, tp, "normal")
         self.up_bias = tensor.split_parameter((m.ffn_width,), 0, tp, "zeros")
         self.down = tensor.split_parameter((m.hidden, m.ffn_width), 1, tp, "residual")
-        self.down_bias = duplicate(m.hidden, "zeros", tp, sp)
+        self.down_bias = duplicate(m.hidden, "zeros", tp, setting.sp)
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
-        setting, layer = self.setting, self.layer + 1
-        tp, sp = setting.tp, setting.sp
-        y = self.attention(kernels.layer_norm(x, self.norm1, self.norm1_bias), place)
-        x = dropout_add(y, self.out_bias, x, setting, place, layer, 1)
-        y = tensor.column_linear(
-            kernels.layer_norm(x, self.norm2, self.norm2_bias), self.up, None, tp, sp, "block"
-        )
+        tp, sp = self.setting.tp, self.setting.sp
+        y = kernels.layer_norm(x, self.norm, self.norm_bias)
+        y = tensor.column_linear(y, self.up, None, tp, sp, "block")
         y = tensor.row_linear(kernels.bias_gelu(y, self.up_bias), self.down, tp, sp, "block")
-        return dropout_add(y, self.down_bias, x, setting, place, layer, 2)
+        return dropout_add(y, self.down_bias, x, self.setting, place, self.layer, 2)
+
+
+class Block(nn.Module):
+    """One transformer layer: two all-reduces forward and two backward under tp."""
+
+    def __init__(self, setting: Setting, layer: int):
+        super().__init__()
+        self.attention = Attention(setting, layer)
+        self.mlp = Mlp(setting, layer)
+
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        return self.mlp(self.attention(x, place), place)
 
 
 class Head(nn.Module):
@@ -193,14 +203,14 @@ class GPT(nn.Module):
         self.recompute = layout.recompute
         self.embed = Embedding(setting)
         self.embed.positions.partial = layout.sp  # type: ignore[attr-defined]
-        self.blocks = nn.ModuleList(Block(setting, i) for i in range(model.layers))
+        self.blocks = nn.ModuleList(Block(setting, i + 1) for i in range(model.layers))
         self.head = Head(setting, self.embed.tokens)
 
     def forward(self, tokens: Tensor, targets: Tensor, place: Place) -> Tensor:
         x = self.embed(tokens, place)
         for block in self.blocks:
             if self.recompute:
-                x = recompute(lambda y, block=block: block(y, place), x)
+                x = recompute(partial(block, place=place), x)
             else:
                 x = block(x, place)
         return self.head(x, targets).mean()

@@ -55,7 +55,7 @@ def initial_values(
     """
     shapes = [tuple(p.shape) for p in parameters]
     kinds = [p.init for p in parameters]  # type: ignore[attr-defined]
-    splits = [p.split for p in parameters]  # type: ignore[attr-defined]
+    splits: list[int | None] = [vars(p)["split"] for p in parameters]
     keys = [kernels.derive_key(seed, zlib.crc32(name.encode())) for name in names]
 
     def values(i: int, start: int, stop: int) -> Tensor:

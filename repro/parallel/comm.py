@@ -7,7 +7,8 @@ carries: gloo and NCCL through torch, or nothing at all (one rank; shapes only o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,7 @@ class NoTransport:
 class NcclTransport:
     """CUDA tensors through NCCL."""
 
-    OPS = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX, AVERAGE: dist.ReduceOp.AVG}
+    OPS: ClassVar = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX, AVERAGE: dist.ReduceOp.AVG}
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -106,6 +107,10 @@ class NcclTransport:
         dist.barrier(group=self.group)
 
 
+def _divide(tensor: Tensor, by: int) -> None:
+    tensor.div_(by)
+
+
 class GlooTransport:
     """CPU tensors through gloo.
 
@@ -126,7 +131,7 @@ class GlooTransport:
         if op == MAX or tensor.numel() < self.SMALL or tensor.numel() % self.size:
             kind = dist.ReduceOp.MAX if op == MAX else dist.ReduceOp.SUM
             work = dist.all_reduce(tensor, kind, group=self.group, async_op=True)
-            return Work(work, finish=(lambda: tensor.div_(self.size)) if op == AVERAGE else None)
+            return Work(work, finish=partial(_divide, tensor, self.size) if op == AVERAGE else None)
         flat = tensor.view(-1)
         part = flat.chunk(self.size)[self.rank]
         scatter = self.reduce_scatter(part, flat, op)

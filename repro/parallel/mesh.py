@@ -88,6 +88,7 @@ def distributed(dp: int, tp: int, device_type: str) -> Mesh:
             everyone = len(ranks) == dist.get_world_size()
             group = dist.group.WORLD if everyone else dist.new_group(list(ranks))
             outside = dist.get_rank() not in ranks
+            assert group is not None
             members[ranks] = NoTransport() if outside else kind(group)
         return members[ranks]
 

@@ -134,7 +134,7 @@ def split_parameter(shape: tuple[int, ...], split: int | None, tp: Group, init: 
         assert local[split] % tp.size == 0
         local[split] //= tp.size
     parameter = nn.Parameter(torch.empty(local, device="meta"))
-    parameter.split, parameter.init, parameter.partial = split, init, False  # type: ignore[attr-defined]
+    vars(parameter).update(split=split, init=init, partial=False)
     return parameter
 
 

@@ -67,7 +67,7 @@ class Series:
 
 
 class Run:
-    """One experiment's life on one rank.  Call :meth:`prelude`, :meth:`steps` as often as needed, :meth:`result`."""
+    """One experiment's life on one rank: :meth:`prelude`, then :meth:`steps` once or often, then :meth:`result`."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device, report: Report):
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report

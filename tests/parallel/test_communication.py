@@ -109,9 +109,9 @@ def events(experiment: Experiment) -> list[tuple[str, str]]:
     for i, block in enumerate(engine.model.blocks):
         block.register_forward_pre_hook(lambda m, a, i=i: seen.append(("forward starts", str(i))))
         block.register_forward_hook(lambda m, a, o, i=i: seen.append(("forward ends", str(i))))
-        block.register_full_backward_pre_hook(lambda m, g, i=i: seen.append(("backward starts", str(i))))
-    first = engine.model.blocks[0].norm1
-    first.register_post_accumulate_grad_hook(lambda p: seen.append(("backward ends", "0")))
+        last, first = block.mlp.down_bias, block.attention.norm
+        last.register_post_accumulate_grad_hook(lambda p, i=i: seen.append(("backward runs", str(i))))
+        first.register_post_accumulate_grad_hook(lambda p, i=i: seen.append(("backward ends", str(i))))
     engine.step(micro_batches(experiment, mesh.dp.rank, 1), lambda phase: seen.append(("phase", phase)))
     engine.synchronize()
     return seen
@@ -128,7 +128,7 @@ def test_reductions_start_before_backward_ends(two: RankPool, zero: int) -> None
         assert len(reductions) >= 4
         assert len(early) >= len(reductions) - 2
         # The first one does not even wait for half of the blocks.
-        assert early[0] < seen.index(("backward starts", str(TINY.layers // 2 - 1)))
+        assert early[0] < seen.index(("backward runs", str(TINY.layers // 2 - 1)))
 
 
 def test_stage_3_gathers_one_block_ahead(two: RankPool) -> None:
@@ -138,7 +138,7 @@ def test_stage_3_gathers_one_block_ahead(two: RankPool) -> None:
         order: list[tuple[int, str]] = []
         for op, what in seen:
             gathers["count"] += what == "parameters"
-            if op in ("forward starts", "backward starts"):
+            if op in ("forward starts", "backward runs"):
                 order.append((gathers["count"], f"{op} {what}"))
         last = TINY.layers - 1
         asked = dict((name, count) for count, name in order)
@@ -149,8 +149,8 @@ def test_stage_3_gathers_one_block_ahead(two: RankPool) -> None:
         forward = asked[f"forward starts {last}"]
         assert forward == 1 + last + 1 + 1, "the last block asks for the head's unit"
         for i in range(last, 0, -1):
-            assert asked[f"backward starts {i}"] == forward + (last - i) + 2
-        assert asked["backward starts 0"] == forward + last + 1
+            assert asked[f"backward runs {i}"] == forward + (last - i) + 2
+        assert asked["backward runs 0"] == forward + last + 1
 
 
 def test_stage_1_publishes_under_the_next_forward(two: RankPool) -> None:
@@ -168,9 +168,11 @@ def _pending(experiment: Experiment) -> dict[str, int]:
     assert publisher is not None
     engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
     seen = {"at step end": len(publisher._works)}
-    engine.model.blocks[0].register_forward_hook(
-        lambda *_: seen.setdefault("when block 0 runs", len(publisher._works))
-    )
+
+    def note(*_: object) -> None:
+        seen["when block 0 runs"] = len(publisher._works)
+
+    engine.model.blocks[0].register_forward_hook(note)
     batch = micro_batches(experiment, mesh.dp.rank, 1)[0]
     engine.sharded.begin(0, 1)
     engine.model(batch.tokens, batch.targets, batch.place)
