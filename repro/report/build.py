@@ -58,6 +58,7 @@ def build(results: Path, out: Path) -> Report:
     """Write ``out``/index.html and ``out``/figures/*.svg, *.png.  ``ConfigError`` if ``out`` is no folder."""
     from repro.claims.judge import judge
     from repro.claims.ledger import load
+    from repro.claims.table import table
     from repro.report.figures import draw_all
     from repro.results.store import Store
 
@@ -65,7 +66,9 @@ def build(results: Path, out: Path) -> Report:
     records = store.records()
     selection = measured.select(records)
     ledger = load()
-    claims = [verdicts.claim_view(result, ledger) for result in judge(ledger, records)]
+    judged = judge(ledger, records)
+    lines = table(judged)
+    claims = [verdicts.claim_view(*pair, ledger) for pair in zip(judged, lines, strict=True)]
     counts = verdicts.summary(claims)
     drawings = draw_all(selection.experiments, selection.comparisons)
     remarks = _remarks(results, records, selection, store.torn)

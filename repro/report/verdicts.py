@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, KINDS
+
 if TYPE_CHECKING:
-    from repro.claims.judge import ClaimResult, Finding, KindResult, RowResult
-    from repro.claims.ledger import Ledger
+    from repro.claims.judge import ClaimResult, Finding, RowResult
+    from repro.claims.ledger import Claim, Ledger
+    from repro.claims.table import Line
 
 SIGNS = {"reproduced": "✓", "not reproduced": "✗", "not comparable": "≠", "not run": "○"}
 """A verdict is never told by colour alone."""
@@ -17,10 +20,9 @@ def slug(verdict: str) -> str:
     return verdict.replace(" ", "-")
 
 
-def claim_view(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
+def claim_view(result: ClaimResult, line: Line, ledger: Ledger) -> dict[str, Any]:
     """Everything that the page says about one claim."""
     from repro.claims.judge import experiments
-    from repro.claims.ledger import CERTAINTIES, KINDS
 
     claim = result.claim
     names = [
@@ -52,55 +54,52 @@ def claim_view(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
         "strongest": result.basis.partition(",")[0].split(" ")[0] if result.basis else "",
         "reason": result.reason,
         "disagreements": result.disagreements,
-        "cells": {kind: _cell(result, result.kind(kind)) for kind in KINDS},
-        "rows": [_row(row) for row in result.rows],
+        "cells": {kind: _cell(result, line, kind) for kind in KINDS},
+        "rows": [_row(row, claim) for row in result.rows],
         "experiments": list(dict.fromkeys(names)),
     }
 
 
-def _cell(result: ClaimResult, kind: KindResult | None) -> dict[str, str] | None:
-    """One kind of evidence for a claim: its value if there is just one, else how many rows it reproduces."""
-    if kind is None:
-        return None
-    values = [(row, f) for row in result.rows for f in row.findings if f.kind == kind.kind]
-    if kind.decided == 0:
-        words = "not run"
-    elif kind.rows == 1 and len(values) == 1:
-        row, finding = values[0]
-        words = _with_unit(finding.text, row.row.unit)
-    else:
-        words = f"{kind.reproduced} of {kind.rows}"
-        if 0 < kind.decided < kind.rows:
-            words += f" ({kind.rows - kind.decided} not run)"
-    # A count of rows that all ran is no failure only because others did not run.
-    shown = kind.verdict
-    if shown == "not run" and kind.decided:
-        shown = "reproduced" if kind.reproduced == kind.decided else "not reproduced"
-    return {"text": words, "scale": kind.scale, "verdict": shown, "slug": slug(shown), "sign": SIGNS[shown]}
+def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
+    """One kind of evidence for a claim: its value if there is just one, else the ledger table's count."""
+    words = str(getattr(line, name))
+    kind = result.kind(name)
+    if kind is None or kind.decided == 0:
+        return {"text": words, "scale": "", "verdict": words, "slug": "", "sign": ""}
+    values = [(row, f) for row in result.rows for f in row.findings if f.kind == name]
+    if len(values) == 1:
+        words = _value(values[0][1], values[0][0])
+    elif kind.decided < kind.rows:
+        words += f" ({kind.rows - kind.decided} not run)"
+    # Rows that all ran and agree are no failure only because others did not run.
+    shown = "reproduced" if kind.reproduced == kind.decided else "not reproduced"
+    scale = "" if kind.scale == CLOSED_FORM else kind.scale
+    return {"text": words, "scale": scale, "verdict": shown, "slug": slug(shown), "sign": SIGNS[shown]}
 
 
-def _row(result: RowResult) -> dict[str, Any]:
+def _row(result: RowResult, claim: Claim) -> dict[str, Any]:
     row = result.row
     published = f"{row.bound} {row.published}".strip()
+    if row.printed is not None:
+        published = _with_unit(published, row.unit)
     return {
         "label": row.label,
-        "published": _with_unit(published, row.unit) + (f" ± {row.error:g}" if row.error else ""),
+        "published": published + (f" ± {row.error:g}" if row.error else ""),
         "certainty": row.certainty,
         "verdict": result.verdict,
         "slug": slug(result.verdict),
         "sign": SIGNS[result.verdict],
-        "reason": result.reason,
+        "reason": "" if result.reason == claim.needs or result.findings else result.reason,
         "note": row.note,
         "findings": [_finding(finding, result) for finding in result.findings],
     }
 
 
 def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
-    value = _with_unit(finding.text, result.row.unit) if finding.decided else "not run"
     return {
         "kind": finding.kind,
         "scale": finding.scale,
-        "value": value,
+        "value": _value(finding, result) if finding.decided else "not run",
         "reason": finding.reason,
         "expression": finding.expression,
         "verdict": finding.verdict,
@@ -110,11 +109,18 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
     }
 
 
+def _value(finding: Finding, result: RowResult) -> str:
+    """The value for a person, with the row's unit if it is a number."""
+    return finding.text if isinstance(finding.value, str) else _with_unit(finding.text, result.row.unit)
+
+
 def _with_unit(text: str, unit: str) -> str:
-    """``31.4 GB``, ``44.8%``, ``4x``; nothing twice."""
+    """``31.4 GB``, ``44.8%``, ``9.09x [8.7, 9.5]``; nothing twice."""
     if not unit or text.endswith(unit):
         return text
-    return f"{text}{unit}" if unit in ("x", "%") else f"{text} {unit}"
+    value, bracket, interval = text.partition(" [")
+    joined = f"{value}{unit}" if unit in ("x", "%") else f"{value} {unit}"
+    return joined + bracket + interval
 
 
 def _source(text: str, ledger: Ledger) -> dict[str, str]:
@@ -125,23 +131,12 @@ def _source(text: str, ledger: Ledger) -> dict[str, str]:
 
 
 def summary(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number of claims by verdict, and among them by the strongest evidence that decided."""
+    """Number of claims by verdict, and among the decided by the strongest evidence that decided."""
     counts = []
     for verdict, sign in SIGNS.items():
         members = [claim for claim in claims if claim["verdict"] == verdict]
-        by_kind = {
-            kind: sum(claim["strongest"] == kind for claim in members)
-            for kind in ("measured", "simulated", "analytic")
-        }
-        if verdict not in ("reproduced", "not reproduced"):
-            by_kind = {}
-        counts.append(
-            {
-                "verdict": verdict,
-                "slug": slug(verdict),
-                "sign": sign,
-                "count": len(members),
-                "by_kind": by_kind,
-            }
-        )
+        kinds = KINDS[::-1] if verdict in ("reproduced", "not reproduced") else ()
+        by_kind = {kind: sum(claim["strongest"] == kind for claim in members) for kind in kinds}
+        entry = {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": len(members)}
+        counts.append({**entry, "by_kind": by_kind})
     return counts

@@ -7,6 +7,7 @@ from repro.report.figures.style import (
     GREEN,
     INK,
     ORANGE,
+    STAGE,
     Drawing,
     Record,
     canvas,
@@ -17,9 +18,9 @@ from repro.report.figures.style import (
     zero,
 )
 
-TITLE = "Communication volume of the stages"
+TITLE = "Communication volume by stage"
 RUN = "repro run suites/smoke.toml"
-PUBLISHED = {"DP": 1.0, "P_os": 1.0, "P_os+g": 1.0, "P_os+g+p": 1.5, "P_os, Feb 2020": 1.5}
+PUBLISHED = {STAGE[0]: 1.0, STAGE[1]: 1.0, STAGE[2]: 1.0, STAGE[3]: 1.5, f"{STAGE[1]}, Feb 2020": 1.5}
 """1910.02054 sec. 7.1-7.2; the release of February 2020 reduced with an all-reduce, 3 Psi for 2 Psi."""
 COLOURS = (BLUE, ORANGE, GREEN)
 

@@ -19,7 +19,7 @@ def draw(comparisons: list[Record]) -> Drawing:
     for y, record in enumerate(shown):
         low, high, ratio = record["low"], record["high"], record["ratio"]
         rounds = [subject / baseline for baseline, subject in record.get("pairs", []) if baseline]
-        axes.scatter(rounds, [y] * len(rounds), s=12, color=MUTED, alpha=0.55, linewidths=0, zorder=2)
+        axes.scatter(rounds, [y + 0.24] * len(rounds), s=12, color=MUTED, alpha=0.55, linewidths=0, zorder=2)
         known = low is not None and high is not None
         colour = ORANGE if known and high < 1 else BLUE
         if known:

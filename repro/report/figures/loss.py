@@ -22,7 +22,7 @@ from repro.report.figures.style import (
 )
 
 PREFIX, SINGLE = "parity-", "parity-single"
-TITLE = "The loss does not depend on the strategy"
+TITLE = "Loss under every strategy, against one process"
 RUN = "repro run suites/smoke.toml --only 'parity-*'"
 TOLERANCE = 1e-5
 FLOOR = 1e-9
@@ -63,6 +63,7 @@ def draw(records: list[Record]) -> Drawing:
     present = [kind for kind in COLOURS if kind in set(curves["strategy"])]
     handles = dict(zip(COLOURS, left.get_legend_handles_labels()[0], strict=False))
     left.legend([handles[kind] for kind in present], present, loc="upper right")
+    left.xaxis.get_major_locator().set_params(integer=True)
     left.set_xlabel("optimizer step")
     left.set_ylabel("loss (nats per token)")
     left.set_title("loss curves, overlaid")

@@ -15,7 +15,7 @@ def draw(records: list[Record]) -> Drawing:
     if not shown:
         return Drawing("peak", TITLE, "No experiment in the store that ended ok.", (), RUN)
     panels: dict[str, list[Record]] = {}
-    for record in sorted(shown, key=lambda r: str(r["name"])):
+    for record in sorted(shown, key=_order):
         panels.setdefault(record["experiment"]["model"]["name"], []).append(record)
     models = sorted(panels, key=lambda name: (-len(panels[name]), name))
     heights = [len(panels[name]) + 2.0 for name in models]
@@ -56,6 +56,11 @@ def draw(records: list[Record]) -> Drawing:
         "overhead and the process itself are not in it; the table gives the resident size."
     )
     return Drawing("peak", TITLE, caption, tuple(map(label, shown)), "", figure)
+
+
+def _order(record: Record) -> tuple[str, int, int, int, str]:
+    layout = record["experiment"]["layout"]
+    return record["name"].partition("-")[0], layout["tp"], layout["dp"], layout["zero"], record["name"]
 
 
 def fullest(record: Record) -> dict[str, float]:

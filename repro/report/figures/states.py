@@ -21,7 +21,7 @@ from repro.report.figures.style import (
 
 PREFIX = "states-"
 PARTS = ("parameters", "gradients", "optimizer")
-TITLE = "Memory of model states falls as the formulas say"
+TITLE = "Memory of model states by stage and Nd"
 RUN = "repro run suites/smoke.toml --only 'states-*'"
 FORMULA = {0: "16Ψ", 1: "4Ψ + 12Ψ/Nd", 2: "2Ψ + 14Ψ/Nd", 3: "16Ψ/Nd"}
 
@@ -57,11 +57,11 @@ def draw(records: list[Record]) -> Drawing:
         axes.plot(
             x, formula, marker="D", color="white", markeredgecolor=INK, markersize=5.5, linestyle="none"
         )
-    axes.set_xticks([_place(degrees, r) for r in shown], [STAGE[zero(r)] for r in shown], fontsize=8)
+    axes.set_xticks([_place(degrees, r) for r in shown], [STAGE[zero(r)] for r in shown])
     for degree in degrees:
         middle = 5 * degrees.index(degree) + 1.5
         at = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top", "weight": "bold"}
-        axes.text(middle, -0.13, f"Nd = {degree}", **at)
+        axes.text(middle, -0.14, f"Nd = {degree}", **at)
     axes.set_ylabel("bytes per parameter and rank")
     axes.set_ylim(0, 19.5)
     axes.set_yticks(range(0, 17, 4))

@@ -29,8 +29,8 @@ CATEGORY = {
     "other": GREY,
 }
 """Colours of the categories of memory, the same in every figure."""
-STAGE = {0: "DP", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
-"""The ZeRO paper's names of the stages."""
+STAGE = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
+"""The ZeRO paper's names of the stages, as the paper sets them."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def look() -> Iterator[None]:
         "svg.hashsalt": "repro",
         "font.family": "DejaVu Sans",
         "font.size": 9,
+        "mathtext.fontset": "dejavusans",
+        "mathtext.default": "regular",
         "axes.titlesize": 9.5,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
