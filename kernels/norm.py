@@ -8,7 +8,10 @@ from torch import Tensor
 from repro.kernels.library import Cost, Operand, operator
 
 CHUNK = 2**18
-"""Elements summed at once on a CPU: bounds the fp32 copy of 16-bit tensors and the rounding of long sums."""
+"""Elements that a CPU works on at once: bounds the fp32 copy of 16-bit tensors (1 MiB)."""
+
+ROW = 2**10
+"""Elements that a CPU adds up one after the other: torch's norm of 4e6 equal numbers is wrong by 0.2 %."""
 
 
 def reference(tensors: list[Tensor]) -> Tensor:
@@ -24,14 +27,16 @@ def _norm_squared(tensors: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _norm_squared_cpu(tensors: list[Tensor]) -> Tensor:
-    # A dot product is as fast as the memory and keeps several partial sums; a CPU norm converts into a full
-    # copy first.
-    parts = []
+    norms = []
     for tensor in tensors:
         for piece in tensor.reshape(-1).split(CHUNK):
             wide = piece.float()
-            parts.append(torch.dot(wide, wide))
-    return torch.stack(parts).sum()
+            whole = wide.numel() // ROW * ROW
+            if whole:
+                norms.append(torch.linalg.vector_norm(wide[:whole].view(-1, ROW), dim=1))
+            if whole < wide.numel() or not whole:
+                norms.append(torch.linalg.vector_norm(wide[whole:]).view(1))
+    return torch.cat(norms).square_().sum()
 
 
 def _shape(tensors: list[Tensor]) -> Tensor:

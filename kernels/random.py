@@ -7,14 +7,15 @@ a CUDA kernel reproduces it bit by bit:
     mix(z)     = the splitmix64 finaliser, 64 bits, >>> is a logical shift:
                  z ^= z >>> 30; z *= 0xBF58476D1CE4E5B9;
                  z ^= z >>> 27; z *= 0x94D049BB133111EB; z ^= z >>> 31
-    hash(i)    = mix(mix(key) + i * 0x9E3779B97F4A7C15), 64 bits
+    hash(i)    = z of 64 bits: z = mix(key) + i * 0x9E3779B97F4A7C15;
+                 z ^= z >>> 32; z *= M; z ^= z >>> 32; z *= M; z ^= z >>> 32 with M = 0xD6E8FEB86659FD93
     bits(r, c) = (low(hash(r)) + low(hash(-1 - c))) * ((high(hash(r)) | 1) ^ (high(hash(-1 - c)) & ~1)),
                  the low 32 bits, low() and high() being the 32-bit halves
 
 Rows and columns are hashed once each, so that a whole matrix costs three 32-bit passes. One factor of the
-product is always odd, and multiplying by it permutes the 32-bit words, so every value is equally likely. Bit k
-of a product depends only on bits 0..k of its factors: compare the value as a whole with a threshold or use its
-high 16 bits, which the tests examine; the low ones are weak.
+product is always odd, and multiplying by it permutes the 32-bit words, so every value is equally likely. Bit
+k of a product depends only on bits 0..k of its factors: compare the value as a whole with a threshold or use
+its high 16 bits, which the tests examine; the low ones are weak.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
+_MULTIPLIER = 0xD6E8FEB86659FD93
 
 
 def _signed(value: int) -> int:
@@ -43,12 +45,19 @@ def _mix_int(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _hash_(index: Tensor, key: int) -> Tensor:
-    """`hash` in place on an int64 tensor; torch's >> is arithmetic, hence the masks."""
+def _hash_(index: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """`hash` in place on a contiguous int64 tensor; returns int32 views of all low and all high words.
+
+    z ^= z >>> 32 is one operation on these views: the low word takes up the high one (little-endian memory).
+    """
+    low, high = index.view(torch.int32).view(-1, 2).unbind(1)
     index.mul_(_signed(_GOLDEN)).add_(_signed(_mix_int(key & _MASK)))
-    index.bitwise_xor_((index >> 30).bitwise_and_(2**34 - 1)).mul_(_signed(_FIRST))
-    index.bitwise_xor_((index >> 27).bitwise_and_(2**37 - 1)).mul_(_signed(_SECOND))
-    return index.bitwise_xor_((index >> 31).bitwise_and_(2**33 - 1))
+    low.bitwise_xor_(high)
+    index.mul_(_signed(_MULTIPLIER))
+    low.bitwise_xor_(high)
+    index.mul_(_signed(_MULTIPLIER))
+    low.bitwise_xor_(high)
+    return low, high
 
 
 def derive_key(*parts: int) -> int:
@@ -62,9 +71,9 @@ def derive_key(*parts: int) -> int:
 def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The 32-bit words that make `bits`: two int32 [R, 1] of the rows, two int32 [C] of the columns."""
     index = torch.cat([rows, torch.arange(-1, -1 - columns, -1, device=rows.device)])
-    words = _hash_(index, key).view(torch.int32).view(-1, 2)  # little-endian: low word, high word
-    row, column = words[: rows.numel()], words[rows.numel() :]
-    return row[:, :1], row[:, 1:] | 1, column[:, 0], column[:, 1] & -2
+    low, high = _hash_(index, key)
+    count = rows.numel()
+    return low[:count, None], high[:count, None].bitwise_or_(1), low[count:], high[count:].bitwise_and_(-2)
 
 
 def combine(row_low: Tensor, row_odd: Tensor, column_low: Tensor, column_even: Tensor) -> Tensor:
@@ -99,8 +108,10 @@ def normal_at(index: Tensor, key: int) -> Tensor:
     `erfinv` maps it to a quantile, so |value| < 5.5. The integers are the same everywhere; erfinv may
     differ between devices in the last bit.
     """
-    # The arithmetic shift already centres it: -2**24 < middle < 2**24.
-    middle = (_hash_(index.clone(), key) >> 40).mul_(2).add_(1)
+    word = index.clone(memory_format=torch.contiguous_format)
+    _hash_(word, key)
+    # An arithmetic shift leaves a signed number n of 24 bits, so 2 n + 1 lies between -2**24 and 2**24.
+    middle = (word >> 40).mul_(2).add_(1)
     return middle.float().mul_(2.0**-24).erfinv_().mul_(math.sqrt(2.0))
 
 

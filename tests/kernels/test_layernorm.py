@@ -70,7 +70,7 @@ def test_odd_sizes_and_strides(rows: int, h: int, seed: int) -> None:
     x = torch.randn(h, rows, generator=generator).t()
     grad = torch.randn(h, rows, generator=generator).t()
     weight, bias = torch.randn(h, generator=generator), torch.randn(h, generator=generator)
-    # A large epsilon: with a row of one or two nearly equal values the result is a quotient of rounding errors.
+    # A large epsilon: a row of one or two nearly equal values gives a quotient of rounding errors.
     actual = with_gradients(lambda *t: layer_norm(*t, eps=1e-1), grad, x, weight, bias)
     expected = with_gradients(
         lambda *t: reference(*t, eps=1e-1), grad.double(), x.double(), weight.double(), bias.double()
