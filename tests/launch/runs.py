@@ -1,0 +1,142 @@
+"""Suites for tests and ``repro run`` as a process of its own, with stand-in or real ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAKE = "tests.launch.fake_session:run_rank"
+MODEL = """
+layers = 2
+hidden = 16
+heads = 4
+vocab = 256
+seq = 16
+"""
+
+
+def write_suite(folder: Path, body: str, *, name: str = "faults", limits: str = "hang_s = 2") -> Path:
+    """A suite in ``folder`` with a tiny model, two ranks and six steps unless ``body`` says otherwise."""
+    (folder / "tiny.toml").write_text(MODEL)
+    path = folder / f"{name}.toml"
+    path.write_text(
+        f"""
+        [suite]
+        name = "{name}"
+        [defaults]
+        model = "tiny.toml"
+        layout = {{ dp = 2 }}
+        training = {{ steps = 6, untimed_steps = 1 }}
+        limits = {{ {limits} }}
+        {body}
+        """
+    )
+    return path
+
+
+def experiments(*names: str, extra: str = "") -> str:
+    """``[[experiment]]`` tables that differ in their seed only."""
+    return "\n".join(
+        f'[[experiment]]\nname = "{name}"\ntraining.seed = {seed}\n{extra}' for seed, name in enumerate(names)
+    )
+
+
+def start(
+    suite: Path, results: Path, *arguments: str, fake: bool = True, **variables: str
+) -> subprocess.Popen[str]:
+    """``repro run`` in a session of its own."""
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if fake:
+        environment["REPRO_RANK_TARGET"] = FAKE
+    program = [sys.executable, "-c", "import sys; from repro.cli import main; sys.exit(main())"]
+    return subprocess.Popen(
+        [*program, "run", str(suite), "--results", str(results), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def run(
+    suite: Path, results: Path, *arguments: str, fake: bool = True, **variables: str
+) -> tuple[int, str, str]:
+    """``repro run`` to its end."""
+    return finish(start(suite, results, *arguments, fake=fake, **variables))
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks that a ``repro run`` has started, in order."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            line = child.cmdline()
+        except psutil.Error:
+            continue
+        if "repro.launch.rank" in line:
+            found.append((int(line[line.index("--rank") + 1]), child))
+    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Return as soon as ``condition`` holds; fail if it never does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.02)
+
+
+@contextmanager
+def no_orphans(process: subprocess.Popen[str]) -> Iterator[list[psutil.Process]]:
+    """Two ranks are running inside; none of them may be left after."""
+    wait_for(lambda: len(ranks_of(process)) == 2)
+    ranks = ranks_of(process)
+    yield ranks
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    for orphan in alive:
+        orphan.kill()
+    assert not alive, f"orphans: {alive}"
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int = 1) -> Iterator[Path]:
+    """A tmpfs of a few megabytes, where this user may mount one; the test is skipped elsewhere."""
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(disk)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"no permission to mount a small disk: {mounted.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Take all the room that is left."""
+    descriptor = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
+    try:
+        while True:
+            os.write(descriptor, b"x" * 4096)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+    finally:
+        os.close(descriptor)

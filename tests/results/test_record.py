@@ -1,0 +1,110 @@
+"""Records carry the metrics that claims refer to, and nothing that JSON cannot hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from repro.config import Experiment, Layout, Model, Training
+from repro.results import frame
+from repro.results.record import comparison_record, experiment_record
+from tests.launch.fake_session import _result
+
+MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
+
+
+def experiment(name: str = "a", seed: int = 0) -> Experiment:
+    return Experiment(
+        name=name, model=MODEL, layout=Layout(dp=2), training=Training(steps=4, untimed_steps=1, seed=seed)
+    )
+
+
+def build(results: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return experiment_record(experiment(), results, suite="s", provenance={"git": "x"}, wall_s=1.0, **more)
+
+
+def results(rounds: int = 1) -> list[dict[str, Any]]:
+    return [_result(experiment(), rank, rounds) for rank in range(2)]
+
+
+def test_metrics_have_their_fixed_names() -> None:
+    metrics = build(results())["metrics"]
+    assert metrics["step_seconds.median"] == pytest.approx(0.101)  # rank 1 is the slower one
+    assert metrics["tokens_per_s"] == pytest.approx(1024 / 0.101)
+    assert metrics["model_flops_per_s"] == pytest.approx(1e9 / 0.101)
+    assert metrics["memory.states_bytes"] == 16001  # of rank 1, the largest
+    assert metrics["memory.parameters_bytes"] == 4001
+    assert metrics["memory.peak_bytes"] == 20000
+    assert metrics["comm.dp.all_reduce.calls"] == 3
+    assert metrics["comm.per_layer.tp.all_reduce.calls"] == 4
+    assert metrics["comm.sent_bytes"] == 4000
+    assert (metrics["loss.first"], metrics["steps"], metrics["skipped_steps"]) == (5.0, 4, 0)
+
+
+def test_rows_of_one_operation_add_up() -> None:
+    ranks = results()
+    ranks[0]["comm"] = ranks[0]["comm"] * 2
+    metrics = build(ranks)["metrics"]
+    assert metrics["comm.dp.all_reduce.calls"] == 6
+    assert metrics["comm.sent_bytes"] == 8000
+
+
+def test_the_worst_rank_gives_the_outcome() -> None:
+    ranks = results()
+    ranks[1].update(outcome="diverged", reason="loss is nan at step 2")
+    record = build(ranks)
+    assert record["outcome"] == "diverged"
+    assert record["reason"] == "rank 1: loss is nan at step 2"
+
+
+def test_a_rank_that_diverged_at_once_still_makes_a_record() -> None:
+    ranks = results()
+    for rank in ranks:
+        rank.update(
+            outcome="diverged", reason="loss is nan", rounds=[], memory={"rss_peak_bytes": 1, "cuda": {}}
+        )
+        rank.update(loss=[5.0, float("nan")], grad_norm=[1.0, float("inf")], phase_seconds={})
+    record = build(ranks)
+    json.dumps(record, allow_nan=False)
+    assert record["series"]["loss"] == [5.0, None]
+    assert "loss.last" not in record["metrics"]
+    assert "step_seconds.median" not in record["metrics"]
+
+
+def test_no_results_is_an_outcome_too() -> None:
+    record = build([], outcome="hang", reason="rank 1 is stopped")
+    assert (record["outcome"], record["metrics"], record["memory_by_rank"]) == ("hang", {}, [])
+
+
+def test_ratio_of_paired_rounds() -> None:
+    fast, slow = results(rounds=6), results(rounds=6)
+    for rank in fast:
+        rank["rounds"] = [[second / 2 for second in steps] for steps in rank["rounds"]]
+    record = comparison_record(experiment("a", 0), experiment("b", 1), (slow, fast), suite="s", provenance={})
+    assert record is not None
+    assert record["ratio"] == pytest.approx(2)
+    assert record["low"] <= record["ratio"] <= record["high"]
+    assert (record["rounds"], len(record["pairs"]), record["name"]) == (6, 6, "a vs b")
+
+
+def test_a_round_without_a_timed_step_gives_no_ratio() -> None:
+    one, two = results(rounds=2), results(rounds=2)
+    for rank in two:
+        rank["rounds"][1] = []
+    assert comparison_record(experiment("a"), experiment("b"), (one, two), suite="s", provenance={}) is None
+
+
+def test_frames_are_tidy() -> None:
+    record = build(results(rounds=2))
+    failed = build([], outcome="oom", reason="no memory")
+    assert list(frame.experiments([record, failed])["outcome"]) == ["ok", "oom"]
+    assert set(frame.metrics([record, failed])["metric"]) == set(record["metrics"])
+    assert len(frame.losses([record])) == 4
+    assert len(frame.step_seconds([record])) == 2 * 3
+    memory = frame.memory([record, failed])
+    assert set(memory["moment"]) == {"states", "peak"}
+    assert memory[memory["moment"] == "states"]["bytes"].sum() == 2 * 16000 + 1
+    assert list(frame.communication([record])["rank"]) == [0, 1]
+    assert frame.comparisons([record]).empty

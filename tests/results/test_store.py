@@ -1,0 +1,180 @@
+"""The store loses nothing: kill -9, torn lines, concurrent writers, a full disk."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro.results.store import RESERVE_BYTES, Store
+from tests.launch.runs import fill, small_disk
+
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def record(name: str, key: str = "k", **more: Any) -> dict[str, Any]:
+    return {"kind": "experiment", "key": key, "name": name, "written": f"{time.time():020.6f}", **more}
+
+
+@given(
+    st.lists(st.dictionaries(st.text().filter(lambda key: key != "written"), values, max_size=5), max_size=5)
+)
+def test_what_goes_in_comes_out(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]
+) -> None:
+    root = tmp_path_factory.mktemp("store")
+    with Store(root) as store:
+        for entry in records:
+            store.append(entry)
+        assert store.records() == records
+    assert Store(root).records() == records
+    assert Store(root).torn == []
+
+
+def test_nothing_is_created_before_the_first_append(tmp_path: Path) -> None:
+    root = tmp_path / "results"
+    with Store(root) as store:
+        assert store.records() == []
+        assert store.latest() == {}
+    assert not root.exists()
+
+
+def test_reserve_exists_while_writing_and_not_after(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.append(record("a"))
+        (reserve,) = store.folder.glob("*.reserve")
+        assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
+    assert not list(store.folder.glob("*.reserve"))
+
+
+def test_torn_and_foreign_lines_are_skipped_and_reported(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.append(record("a"))
+        path = store.path
+    assert path is not None
+    with open(path, "ab") as file:
+        file.write(b'\0\0\0\n[1, 2]\n{"name": "half')
+    store = Store(tmp_path)
+    assert [entry["name"] for entry in store.records()] == ["a"]
+    torn = store.torn
+    assert len(torn) == 3
+    assert all(str(path) in remark for remark in torn)
+    assert "torn" in torn[-1]
+
+
+def test_a_line_that_grows_whole_is_read_by_the_next_call(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    folder.mkdir()
+    line = json.dumps(record("a")) + "\n"
+    path = folder / "w.jsonl"
+    path.write_text(line + line[:10])
+    store = Store(tmp_path)
+    assert len(store.records()) == 1
+    with open(path, "a") as file:
+        file.write(line[10:])
+    assert len(store.records()) == 2
+    assert store.torn == []
+
+
+def test_latest_is_the_newest_of_each_key(tmp_path: Path) -> None:
+    with Store(tmp_path) as first, Store(tmp_path) as second:
+        first.append(record("old", written="2026-01-01"))
+        second.append(record("new", written="2026-01-02"))
+        first.append(record("other", key="x", written="2025-01-01"))
+        assert {key: entry["name"] for key, entry in Store(tmp_path).latest().items()} == {
+            "k": "new",
+            "x": "other",
+        }
+        assert first.path != second.path
+
+
+def test_infinity_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        with pytest.raises(ValueError, match="JSON"):
+            store.append({"loss": float("nan")})
+        store.append(record("a"))
+        assert len(store.records()) == 1
+
+
+def _write(root: Path, who: int, count: int) -> None:
+    with Store(root) as store:
+        for number in range(count):
+            store.append(record(f"{who}-{number}", filler="x" * 5000))
+
+
+def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write, args=(tmp_path, who, 25)) for who in range(4)]
+    for writer in writers:
+        writer.start()
+    store = Store(tmp_path)
+    while any(writer.is_alive() for writer in writers):
+        store.records()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    names = [entry["name"] for entry in store.records()]
+    assert sorted(names) == sorted(f"{who}-{number}" for who in range(4) for number in range(25))
+    assert store.torn == []
+
+
+def test_kill_9_loses_no_record_that_was_acknowledged(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writer = context.Process(target=_write, args=(tmp_path, 0, 1_000_000))
+    writer.start()
+    store = Store(tmp_path)
+    while len(store.records()) < 10:
+        time.sleep(0.01)
+    assert writer.pid is not None
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join()
+    names = [entry["name"] for entry in Store(tmp_path).records()]
+    assert names == [f"0-{number}" for number in range(len(names))]
+    assert len(names) >= 10
+    # The killed writer's reserve goes with the next writer.
+    assert list(store.folder.glob("*.reserve"))
+    with Store(tmp_path) as heir:
+        heir.append(record("after"))
+        assert len(list(store.folder.glob("*.reserve"))) == 1
+
+
+def test_a_full_disk_keeps_what_was_written_and_has_room_for_the_outcome(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as disk, Store(disk) as store:
+        store.append(record("first"))
+        fill(disk)
+        with pytest.raises(OSError, match="No space"):
+            store.append(record("big", filler="y" * 100_000))
+        store.append(record("last", outcome="error", reason="disk full"))
+        reader = Store(disk)
+        assert [entry["name"] for entry in reader.records()] == ["first", "last"]
+        assert reader.torn == []
+
+
+def test_a_failed_write_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same without a mount: the kernel takes half of the line."""
+    real = os.write
+    with Store(tmp_path) as store:
+        store.append(record("a"))
+        monkeypatch.setattr(os, "write", lambda descriptor, line: real(descriptor, line[: len(line) // 2]))
+        with pytest.raises(OSError, match="No space"):
+            store.append(record("b"))
+        monkeypatch.undo()
+        assert not list(store.folder.glob("*.reserve"))
+        store.append(record("c"))
+        assert [entry["name"] for entry in Store(tmp_path).records()] == ["a", "c"]
+        assert Store(tmp_path).torn == []
