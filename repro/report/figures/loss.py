@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from repro.report.figures.style import (
     BLUE,
     GREEN,
@@ -74,7 +72,8 @@ def draw(records: list[Record]) -> Drawing:
         drawn = [max(difference, FLOOR) for difference in differences]
         colour = COLOURS[_kind(record)]
         right.scatter(drawn, [y] * len(drawn), s=14, color=colour, alpha=0.35, linewidths=0)
-        right.scatter(max(drawn), y, s=34, color=colour, edgecolors=INK, linewidths=0.8, zorder=3)
+        if drawn:
+            right.scatter(max(drawn), y, s=34, color=colour, edgecolors=INK, linewidths=0.8, zorder=3)
     right.axvline(TOLERANCE, color=INK, linewidth=1.2, linestyle="--")
     right.text(TOLERANCE * 1.25, -0.55, "tolerance", ha="left", va="bottom", fontsize=8)
     right.set_xscale("log")
@@ -88,13 +87,16 @@ def draw(records: list[Record]) -> Drawing:
     right.set_title("distance from one process (largest outlined)")
     quiet(right, "x")
 
-    worst = max((max(relative_differences(r["series"]["loss"], reference)) for r in others), default=0.0)
+    differences = [d for r in others for d in relative_differences(r["series"]["loss"], reference)]
+    absent = sum(loss is None for r in [single, *others] for loss in r["series"]["loss"])
     steps = len(reference)
     caption = (
         f"Loss of {single['experiment']['model']['name']} from the same seed, text and global batch over "
         f"{steps} steps: {len(others)} strategies against one process. Largest relative difference at any "
-        f"step: {worst:.1e} (tolerance {TOLERANCE:.0e} in fp32)."
+        f"step: {max(differences, default=0):.1e} (tolerance {TOLERANCE:.0e} in fp32)."
     )
+    if absent:
+        caption += f" {absent} loss values were NaN and are not drawn."
     return Drawing(
         "loss", TITLE, caption, tuple(map(label, [single, *others])), "" if others else RUN, figure
     )
@@ -111,14 +113,9 @@ COLOURS = {
 
 
 def relative_differences(losses: list[float | None], reference: list[float | None]) -> list[float]:
-    """|loss - reference| / |reference| of every step; infinity where a loss is missing (NaN when it ran)."""
-    differences = []
-    for loss, right in zip(losses, reference, strict=False):
-        known = loss is not None and right is not None and right != 0
-        differences.append(
-            abs(loss - right) / abs(right) if known and loss is not None and right else math.inf
-        )
-    return differences
+    """|loss - reference| / |reference| of every step that has both; a loss that was NaN has none."""
+    pairs = zip(losses, reference, strict=False)
+    return [abs(loss - right) / abs(right) for loss, right in pairs if loss is not None and right]
 
 
 def _kind(record: Record) -> str:

@@ -1,0 +1,151 @@
+"""Figures show the records' own numbers, name their records, and never invent any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import synthetic
+
+from repro.report import text
+from repro.report.figures import communication, comparison, draw_all, loss, peak, states
+from repro.report.figures.style import CATEGORY, look
+from repro.report.measured import layout, machines, select
+
+
+@pytest.fixture(scope="module")
+def chosen() -> Any:
+    return select(synthetic.records())
+
+
+def drawn(module: Any, records: list[Any]) -> Any:
+    with look():
+        return module.draw(records)
+
+
+@pytest.mark.parametrize("module", [states, communication, loss, comparison, peak])
+def test_without_records_nothing_is_drawn_and_the_remedy_is_named(module: Any) -> None:
+    drawing = drawn(module, [])
+    assert drawing.figure is None
+    assert drawing.records == ()
+    assert drawing.missing.startswith("repro run suites/smoke.toml")
+
+
+def test_states_bars_are_the_records_and_markers_the_formula(chosen: Any) -> None:
+    drawing = drawn(states, chosen.experiments)
+    axes = drawing.figure.axes[0]
+    metrics = {r["name"]: r["metrics"] for r in chosen.experiments}
+    tops: dict[float, float] = {}
+    for bar in axes.patches:
+        tops[bar.get_x()] = max(tops.get(bar.get_x(), 0.0), bar.get_y() + bar.get_height())
+    measured = [
+        metrics[f"states-z{z}-dp{n}"]["memory.states_bytes"] / synthetic.PSI
+        for n in (1, 2, 4)
+        for z in range(4)
+    ]
+    assert [tops[x] for x in sorted(tops)] == pytest.approx(measured)
+    formula = [line.get_ydata()[0] for line in axes.lines]
+    assert formula == [16, 16, 16, 16, 16, 10, 9, 8, 16, 7, 5.5, 4]
+    assert len(drawing.records) == 12
+    assert drawing.missing == ""
+
+
+def test_incomplete_figures_say_what_is_missing(chosen: Any) -> None:
+    some = [r for r in chosen.experiments if r["name"] in ("states-z0-dp2", "states-z1-dp2")]
+    drawing = drawn(states, some)
+    assert drawing.figure is not None
+    assert set(drawing.records) == {"smoke/states-z0-dp2", "smoke/states-z1-dp2"}
+    assert drawing.missing == states.RUN
+
+
+def test_communication_is_relative_to_plain_data_parallelism(chosen: Any) -> None:
+    axes = drawn(communication, chosen.experiments).figure.axes[0]
+    heights = [bar.get_height() for bar in axes.patches]
+    assert heights == pytest.approx([1, 1, 1, 1, 1, 1, 1.5, 1.5, 1.5, 1.5])
+    without_base = [r for r in chosen.experiments if r["name"] != "states-z0-dp2"]
+    assert len(drawn(communication, without_base).figure.axes[0].patches) == 5
+
+
+def test_loss_needs_the_single_process(chosen: Any) -> None:
+    drawing = drawn(loss, chosen.experiments)
+    assert len(drawing.records) == 11
+    assert "10 strategies" in drawing.caption
+    without = [r for r in chosen.experiments if r["name"] != loss.SINGLE]
+    assert drawn(loss, without).figure is None
+
+
+def test_loss_differences() -> None:
+    assert loss.relative_differences([2.0, 2.2], [2.0, 2.0]) == pytest.approx([0, 0.1])
+    assert loss.relative_differences([None, 2.0], [2.0, 2.0]) == [0]
+
+
+def test_a_missing_loss_does_not_break_the_figure(chosen: Any) -> None:
+    spoiled = []
+    for record in chosen.experiments:
+        if record["name"] == "parity-z1-dp2":
+            losses = [*record["series"]["loss"][:-1], None]
+            record = record | {"series": record["series"] | {"loss": losses}}
+        spoiled.append(record)
+    drawing = drawn(loss, spoiled)
+    assert drawing.figure is not None
+    drawing.figure.canvas.draw()
+    assert "1 loss values were NaN" in drawing.caption
+
+
+def test_comparison_without_interval(chosen: Any) -> None:
+    drawing = drawn(comparison, chosen.comparisons)
+    words = [annotation.get_text() for annotation in drawing.figure.axes[0].texts]
+    assert [word.split(" ", 1)[1].startswith("[") for word in words] == [True, True, False]
+
+
+def test_peak_uses_the_fullest_rank(chosen: Any) -> None:
+    record = chosen.experiments[0]
+    small = record["memory_by_rank"][0]
+    large = {**small, "peak": {**small["peak"], "total": small["peak"]["total"] + 1}}
+    assert peak.fullest(record | {"memory_by_rank": [small, large]}) == large["peak"]
+    assert set(CATEGORY) | {"total"} == set(small["peak"])
+
+
+def test_only_failures(chosen: Any) -> None:
+    failed = [r for r in chosen.experiments if r["outcome"] != "ok"]
+    assert failed
+    assert all(drawing.figure is None for drawing in draw_all(failed, []))
+
+
+def test_newest_conclusive_record_counts() -> None:
+    first, *_ = synthetic.records()
+    newer = first | {"written": "9998", "id": "newer"}
+    failed = first | {"written": "9999", "outcome": "hang", "id": "failed"}
+    foreign = first | {"protocol": -1}
+    chosen = select([failed, newer, first, foreign])
+    assert [r["id"] for r in chosen.experiments] == ["newer"]
+    assert (chosen.older, chosen.foreign) == (2, 1)
+
+
+def test_machines_are_told_apart() -> None:
+    records = synthetic.records()[:2]
+    other = records[1] | {"provenance": synthetic.PROVENANCE | {"host": "another"}}
+    assert {entry["host"] for entry in machines([records[0], other])} == {"synthetic", "another"}
+    assert machines([records[0] | {"provenance": {}}])[0]["commit"] == "not a checkout"
+
+
+def test_layout_in_words() -> None:
+    values = synthetic.experiment("x", tp=2, sp=True, dp=2, zero=1, zero1_reduce="all-reduce").as_dict()[
+        "layout"
+    ]
+    assert layout(values) == "dp 2, tp 2, sp, zero 1 (all-reduce), fp32"
+    assert layout(synthetic.experiment("x").as_dict()["layout"]) == "one process, fp32"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(None, "–"), (0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (31.4e9, "31.4 GB"), (2e12, "2.00 TB")],
+)
+def test_sizes(value: float | None, words: str) -> None:
+    assert text.size(value) == words
+
+
+def test_times_and_counts() -> None:
+    assert (text.seconds(0.0123), text.seconds(1.5), text.seconds(125)) == ("12.3 ms", "1.50 s", "2 min 5 s")
+    assert (text.count(12345.6), text.count(87.61), text.count(None)) == ("12,346", "87.6", "–")
+    assert text.interval(None, None) == "no interval"

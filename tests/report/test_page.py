@@ -1,0 +1,176 @@
+"""The page: one self-contained file, the same verdicts as the judge, every claim and record reachable."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.claims.judge import judge
+from repro.claims.ledger import load
+from repro.claims.table import table
+from repro.config import ConfigError
+from repro.report.build import build, command
+from repro.results.store import Store
+
+VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
+
+
+class Page(HTMLParser):
+    """Tags, ids, links and whether every tag is closed."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.sources: list[str] = []
+        self.rows: list[dict[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if values.get("id"):
+            self.ids.append(str(values["id"]))
+        if tag == "a":
+            self.links.append(str(values.get("href")))
+        if tag in ("script", "img", "link", "iframe", "image"):
+            self.sources.append(str(values.get("src") or values.get("href") or ""))
+        if tag == "tr" and values.get("class") == "row":
+            self.rows.append(values)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if values.get("id"):
+            self.ids.append(str(values["id"]))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def text(built: Path) -> str:
+    return (built / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(text: str) -> Page:
+    return Page(text)
+
+
+def test_is_well_formed_with_unique_ids_and_links_that_lead_somewhere(page: Page, built: Path) -> None:
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    for link in page.links:
+        if link.startswith("#"):
+            # Experiments that were never run have no line to lead to; the link still names them.
+            assert link[1:] in page.ids or link.startswith("#run-"), link
+        else:
+            assert (built / link).is_file(), link
+
+
+def test_needs_nothing_but_itself(text: str, page: Page) -> None:
+    assert all(not source or source.startswith("data:") for source in page.sources)
+    assert not re.search(r"url\((?!#|['\"]?#)", text)
+    assert "@import" not in text
+
+
+def test_says_what_the_judge_says(page: Page, text: str, synthetic_results: Path) -> None:
+    judged = judge(load(), Store(synthetic_results).records())
+    assert [row["data-verdict"] for row in page.rows] == [result.verdict for result in judged]
+    for line in table(judged):
+        assert f'id="claim-{line.id}"' in text
+
+
+def test_measured_evidence_of_the_store_is_judged(text: str) -> None:
+    details = text[text.index('id="claim-zero-mem-formula-stages"') :]
+    assert "scaled twin" in details[: details.index("</details>")]
+
+
+def test_reasons_are_escaped(text: str) -> None:
+    assert "step 1 &lt;not enough&gt;" in text
+    assert "<not enough>" not in text
+
+
+def test_failures_and_missing_intervals_are_said(text: str) -> None:
+    assert "without a conclusive result: smoke/fp16-z2-dp2 (hang)" in text
+    assert "no interval" in text
+
+
+def test_every_figure_is_in_the_page_and_beside_it(text: str, built: Path) -> None:
+    for name in ("states", "communication", "loss", "comparison", "peak"):
+        assert f'id="figure-{name}"' in text
+        assert (built / "figures" / f"{name}.svg").read_text().startswith("<svg")
+        assert (built / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_is_one_document(
+    synthetic_results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(synthetic_results, tmp_path, json=True) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert Path(document["page"]).is_file()
+    assert sum(document["verdicts"].values()) == document["claims"] > 0
+    assert len(document["figures"]) == 10
+
+
+def test_empty_store_gives_the_ledger_and_says_what_to_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "figures").mkdir(parents=True)
+    stale = tmp_path / "out" / "figures" / "states.svg"
+    stale.touch()
+    assert command(tmp_path / "results", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert Page(text).rows
+    assert "repro run suites/smoke.toml --only &#39;states-*&#39;" in text
+    assert "no records in" in capsys.readouterr().out
+    assert not stale.exists()
+    assert not (tmp_path / "results").exists()
+
+
+def test_torn_lines_and_other_protocols_are_said(synthetic_results: Path, tmp_path: Path) -> None:
+    shutil.copytree(synthetic_results, tmp_path / "results")
+    file = next((tmp_path / "results" / "records").glob("*.jsonl"))
+    lines = file.read_text().splitlines(keepends=True)
+    old = json.loads(lines[0]) | {"protocol": -1, "name": "from-another-time"}
+    file.write_text(json.dumps(old) + "\n" + "".join(lines[1:]) + '{"torn')
+    report = build(tmp_path / "results", tmp_path / "out")
+    assert any("torn record" in remark for remark in report.remarks)
+    assert any("another measurement protocol" in remark for remark in report.remarks)
+    assert "from-another-time" not in report.page.read_text(encoding="utf-8")
+
+
+def test_out_that_is_a_file_is_one_clear_error(synthetic_results: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"out = '.*file'"):
+        build(synthetic_results, tmp_path / "file")
+
+
+def test_in_a_browser(built: Path, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("no chromium on the path; it checks that filters and anchors work in a real browser")
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+    ]
+    options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    url = f"{(built / 'index.html').as_uri()}#claim-zero-mem-formula-stages"
+    done = subprocess.run([browser, *options, url], capture_output=True, text=True, timeout=90)
+    assert re.search(r'id="count"[^>]*>(\d+) of \1 claims<', done.stdout)
+    opened: Any = re.findall(r'<details class="claim" id="([^"]+)" open', done.stdout)
+    assert opened == ["claim-zero-mem-formula-stages"]
+    assert "Uncaught" not in done.stderr
