@@ -1,0 +1,249 @@
+"""The ledger is complete, and says what the papers' arithmetic says and no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from repro.claims.judge import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult, judge
+from repro.claims.ledger import Ledger, load
+from repro.claims.tolerance import RELATIVE
+from repro.config import ConfigError
+
+IDS = [
+    "zero-mem-formula-baseline",
+    "zero-mem-formula-stages",
+    "zero-fig1-7p5b",
+    "zero-table1-per-device-memory",
+    "zero-max-size-nd64",
+    "zero-table2-max-model-size",
+    "zero-1t-on-1024",
+    "zero-gpt2-1p5b-24gb",
+    "zero-ddp-oom-limit",
+    "zero-activation-formula",
+    "zero-tempbuffer",
+    "zero-fragmentation",
+    "zero-r-pa-memory",
+    "zero-r-arith-intensity",
+    "zero-r-cb-md",
+    "ds-zero1-doc-1p5b-8gpu",
+    "ds-zero2-doc-10b-32gpu",
+    "ds-zero2-estimator",
+    "zero-comm-dp-2psi",
+    "zero-comm-posg-2psi",
+    "ds-stage1-comm-release-vs-march",
+    "zero-comm-posgp-3psi",
+    "zero-comm-megatron-block",
+    "zero-comm-pa-dp-tradeoff",
+    "meg2-comm-tp-pp",
+    "meg1-allreduce-count",
+    "zero-table3-configs",
+    "zero-table4-model-shapes",
+    "zero-table5-fig2-configs",
+    "zero-fig2-throughput",
+    "meg-40b-two-dgx2-5tflops",
+    "meg-limit-single-dgx2",
+    "zero-bw-cliff",
+    "zero-table6-fig3-superlinear",
+    "zero-table7-fig6-maxmodel",
+    "zero-table8-fig7-maxcache",
+    "zero-table9-fig8-ablation",
+    "zero-table10-fig4-dp-only",
+    "zero-1t-time",
+    "ds-100b-support",
+    "ds-3p75x-lowbw",
+    "ds-3to5x-20to80b",
+    "ds-64gpu-table",
+    "ds-20b-3x-resources",
+    "ds-6b-without-mp",
+    "ds-4x-memory",
+    "ds-bert-feb20",
+    "ds-zero2-may20",
+    "ds-zero3-offload-2021",
+    "tnlg-architecture",
+    "tnlg-mp16-to-4",
+    "tnlg-256-vs-1024",
+    "tnlg-throughput",
+    "tnlg-training-recipe",
+    "tnlg-wikitext103-ppl",
+    "tnlg-lambada",
+    "tnlg-validation-ppl-curve",
+    "tnlg-rouge",
+    "tnlg-direct-qa",
+    "meg1-baseline-39tf",
+    "meg1-512gpu-76pct",
+    "meg1-mp8-77pct",
+    "meg1-table1-weak-scaling",
+    "meg1-table7-heads",
+    "meg1-ddp-overlap",
+    "meg1-table2-training",
+    "meg1-quality",
+    "meg-dec2020-table",
+    "meg2-table1-weak-scaling",
+    "meg2-bubble",
+    "meg2-train-time",
+    "yuan-config",
+    "yuan-bubble",
+    "yuan-step-time",
+    "yuan-efficiency-press",
+    "yuan-design-rules",
+    "yuan-quality",
+    "yuan-asc22",
+    "ds-few-lines",
+    "repro-parity",
+]
+
+
+@pytest.fixture(scope="module")
+def ledger() -> Ledger:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def results(ledger: Ledger) -> dict[str, ClaimResult]:
+    """Verdicts with an empty store."""
+    return {result.claim.id: result for result in judge(ledger, [])}
+
+
+def test_every_claim_is_there_once(ledger: Ledger) -> None:
+    assert Counter(claim.id for claim in ledger.claims) == Counter(IDS)
+
+
+ROWS = {
+    "zero-table1-per-device-memory": 9 * 6,
+    "zero-table2-max-model-size": 5 * 6,
+    "zero-table5-fig2-configs": 18,
+    "zero-fig2-throughput": 9 * 3 + 6,
+    "zero-table6-fig3-superlinear": 4 * 3 + 3,
+    "zero-table7-fig6-maxmodel": 5 * 3,
+    "zero-table8-fig7-maxcache": 7,
+    "zero-table10-fig4-dp-only": 11 * 2 + 4,
+    "ds-64gpu-table": 8 * 3 + 4,
+    "meg-dec2020-table": 8 * 4 + 1,
+    "meg1-table1-weak-scaling": 4 * 3,
+    "meg1-table7-heads": 3,
+    "meg2-table1-weak-scaling": 10 * 4,
+}
+
+
+@pytest.mark.parametrize("claim_id", ROWS)
+def test_tables_have_all_their_values(ledger: Ledger, claim_id: str) -> None:
+    assert len(ledger.claim(claim_id).rows) == ROWS[claim_id]
+
+
+def test_every_row_can_be_tested_or_says_why_not(ledger: Ledger) -> None:
+    for claim in ledger.claims:
+        for row in claim.rows:
+            assert row.evidence or row.needs or row.not_comparable, f"{claim.id}: {row.label}"
+
+
+def test_digitised_rows_state_their_error(ledger: Ledger) -> None:
+    for claim in ledger.claims:
+        for row in claim.rows:
+            assert (row.certainty == "digitised") == bool(row.error), f"{claim.id}: {row.label}"
+
+
+def test_sources_are_all_used(ledger: Ledger) -> None:
+    cited = {source.partition(" ")[0] for claim in ledger.claims for source in claim.source}
+    assert cited <= set(ledger.sources)
+    assert set(ledger.sources) - cited <= {"DSE-JUN20"}, "a source nothing cites"
+
+
+def analytic(results: dict[str, ClaimResult], claim_id: str) -> tuple[int, int]:
+    kind = results[claim_id].kind("analytic")
+    assert kind is not None
+    return kind.reproduced, kind.rows
+
+
+@pytest.mark.parametrize(
+    ("claim_id", "rows"),
+    [
+        ("zero-table1-per-device-memory", 54),
+        ("zero-table2-max-model-size", 20),
+        ("zero-fig1-7p5b", 4),
+        ("zero-1t-on-1024", 3),
+        ("ds-zero1-doc-1p5b-8gpu", 2),
+        ("zero-comm-megatron-block", 3),
+        ("zero-table5-fig2-configs", 18),
+        ("meg1-table1-weak-scaling", 12),
+        ("meg2-table1-weak-scaling", 30),
+        ("yuan-config", 6),
+        ("yuan-bubble", 1),
+        ("zero-1t-time", 1),
+    ],
+)
+def test_closed_forms_print_what_the_papers_print(
+    results: dict[str, ClaimResult], claim_id: str, rows: int
+) -> None:
+    assert analytic(results, claim_id) == (rows, rows)
+
+
+@pytest.mark.parametrize(
+    ("claim_id", "label"),
+    [
+        ("zero-r-pa-memory", "without P_a"),
+        ("zero-r-pa-memory", "with P_a"),
+        ("zero-activation-formula", "100B, batch 32, checkpointing"),
+        ("zero-table10-fig4-dp-only", "average of the ZeRO points"),
+        ("zero-table6-fig3-superlinear", "256 -> 400 (1.56x GPUs): growth"),
+        ("zero-fig2-throughput", "8B-100B average, of peak (text)"),
+        ("zero-table4-model-shapes", "40B 88x4096: parameters"),
+        ("zero-table4-model-shapes", "60B 132x4096: parameters"),
+        ("ds-3to5x-20to80b", "40B: three to five times"),
+    ],
+)
+def test_where_a_source_contradicts_itself_the_row_says_so(
+    results: dict[str, ClaimResult], claim_id: str, label: str
+) -> None:
+    result = results[claim_id]
+    row = next(row for row in result.rows if row.row.label == label)
+    assert row.verdict == NOT_REPRODUCED
+    assert row.row.note, "the reason"
+    assert result.verdict == NOT_REPRODUCED
+
+
+def test_no_other_closed_form_fails(results: dict[str, ClaimResult]) -> None:
+    failing = {r.claim.id for r in results.values() if any(k.verdict == NOT_REPRODUCED for k in r.kinds)}
+    assert failing == {
+        "zero-r-pa-memory",
+        "zero-activation-formula",
+        "zero-table10-fig4-dp-only",
+        "zero-table6-fig3-superlinear",
+        "zero-fig2-throughput",
+        "zero-table4-model-shapes",
+        "ds-3to5x-20to80b",
+    }
+
+
+@pytest.mark.parametrize("claim_id", [i for i in IDS if i.endswith(("-ppl", "lambada", "rouge", "quality"))])
+def test_quality_needs_weights_that_nobody_released(results: dict[str, ClaimResult], claim_id: str) -> None:
+    assert results[claim_id].verdict == NOT_COMPARABLE
+    assert results[claim_id].reason
+
+
+@pytest.mark.parametrize(
+    "claim_id", ["ds-3p75x-lowbw", "zero-fragmentation", "tnlg-throughput", "ds-64gpu-table"]
+)
+def test_claims_about_hardware_are_not_run_and_say_what_would_run_them(
+    results: dict[str, ClaimResult], claim_id: str
+) -> None:
+    assert results[claim_id].verdict == NOT_RUN
+    assert results[claim_id].claim.needs
+
+
+def test_an_empty_store_measures_nothing(results: dict[str, ClaimResult]) -> None:
+    for result in results.values():
+        measured = result.kind("measured")
+        assert measured is None or (measured.verdict, measured.decided) == (NOT_RUN, 0)
+        assert result.verdict != REPRODUCED or result.basis.startswith("analytic")
+        assert not any(f.reason.startswith("cannot") for row in result.rows for f in row.findings)
+
+
+def test_only_classes_of_the_rule_are_used(ledger: Ledger) -> None:
+    assert {row.metric for claim in ledger.claims for row in claim.rows} <= set(RELATIVE)
+
+
+def test_an_unknown_id_names_its_neighbours(ledger: Ledger) -> None:
+    with pytest.raises(ConfigError, match="did you mean zero-fig1-7p5b"):
+        ledger.claim("zero-fig1-7p5")

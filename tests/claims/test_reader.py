@@ -1,0 +1,105 @@
+"""Ledger files with mistakes: one line that names file, claim, key, value and what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from repro.claims.ledger import load
+from repro.config import ConfigError
+
+HEAD = """
+title = "Test"
+[[source]]
+key = "PAPER"
+title = "A paper"
+where = "a shelf"
+"""
+CLAIM = """
+[[claim]]
+id = "a-claim"
+title = "Two is two"
+family = "memory"
+published = "2"
+source = ["PAPER p.1"]
+certainty = "confirmed"
+unit = "GB"
+"""
+ROW = 'rows = [{ label = "x", published = "2", analytic = "2 * GB" }]\n'
+
+
+def read(folder: Path, text: str) -> object:
+    (folder / "test.toml").write_text(text)
+    return load(folder)
+
+
+def test_a_sound_file_is_read(tmp_path: Path) -> None:
+    read(tmp_path, SOUND)
+
+
+SOUND = HEAD + CLAIM + ROW
+TABLE = """[[claim.table]]
+keys = ["a"]
+columns = ["a", "b"]
+cells = [{ column = "b" }]
+body = [["x", "1"]]
+"""
+MEASURED = (
+    'analytic = "2 * GB" }',
+    """measured = { scale = "scaled twin", value = "2" }, metric = "memory" }""",
+)
+
+MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
+    # what a person changed in the sound file: (before, after), and what the line must say
+    "unknown key in a file": (('title = "Test"', 'titel = "Test"'), ["titel", "did you mean title?"]),
+    "no title": (('title = "Test"', ""), ["title", "is missing"]),
+    "no claims": ((CLAIM + ROW, ""), ["ledger files"]),
+    "not TOML": (("[[claim]]", "[[claim"), ["not TOML"]),
+    "unknown key": (("certainty", "certanty"), ["a-claim", "certanty", "did you mean certainty?"]),
+    "unknown key in a row": (("analytic", "analitic"), ["a-claim.rows[x]", "did you mean analytic?"]),
+    "missing id": (('id = "a-claim"', ""), ["id", "is missing"]),
+    "bad id": (("a-claim", "A claim"), ["id = 'A claim'", "hyphens"]),
+    "id used twice": ((CLAIM + ROW, (CLAIM + ROW) * 2), ["a-claim", "used once", "test.toml has it"]),
+    "wrong type": (('published = "2"\n', "published = 2\n"), ["a-claim", "published = 2", "string"]),
+    "wrong type in a row": (('published = "2",', "published = 2,"), ["rows[x].published = 2", "string"]),
+    "row not a table": ((ROW, "rows = [1]\n"), ["a-claim.rows[0] = 1", "a table"]),
+    "no rows": ((ROW, ""), ["a-claim.rows", "at least one row"]),
+    "same label twice": (("}]", '}, { label = "x", published = "3" }]'), ["label = 'x'", "different"]),
+    "unknown family": (('"memory"', '"memoir"'), ["family = 'memoir'", "did you mean memory?"]),
+    "unknown certainty": (('"confirmed"', '"sure"'), ["certainty = 'sure'", "one of"]),
+    "unknown source": (("PAPER p.1", "PAPERS p.1"), ["source = 'PAPERS'", "did you mean PAPER?"]),
+    "no source": (('["PAPER p.1"]', "[]"), ["source = []", "at least one"]),
+    "unknown unit": (('"GB"', '"furlong"'), ["unit = 'furlong'", "one of"]),
+    "unknown metric": (("label", 'metric = "speed", label'), ["metric = 'speed'", "one of"]),
+    "unknown bound": (("label", 'bound = "roughly", label'), ["bound = 'roughly'", "one of"]),
+    "negative error": (("label", "error = -1, label"), ["error = -1", "0 or more"]),
+    "unknown formula": (("2 * GB", "max_parms(1)"), ["rows[x].analytic", "did you mean max_params?"]),
+    "not arithmetic": (("2 * GB", "().__class__"), ["rows[x].analytic", "is not arithmetic"]),
+    "record in a closed form": (("2 * GB", "metric('a/b', 'c')"), ["unknown function metric"]),
+    "words with a value": (('published = "2",', 'published = "two",'), ["published = 'two'", "a number"]),
+    "limit without steps": (("label", 'metric = "limit", label'), ["steps", "is missing"]),
+    "unknown scale": ((MEASURED[0], MEASURED[1].replace("scaled twin", "half")), ["scale = 'half'", "twin"]),
+    "twin without expect": (MEASURED, ["rows[x].expect", "its own scale"]),
+    "short table line": ((ROW, TABLE.replace('"x", ', "")), ["table.body", "2 values"]),
+    "unknown column": ((ROW, TABLE.replace('column = "b"', 'column = "c"')), ["table.columns = 'c'"]),
+    "published number not in quotes": ((ROW, TABLE.replace('"1"', "1")), ["b = 1", "in quotes"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(tmp_path: Path, mistake: str) -> None:
+    edit, parts = MISTAKES[mistake]
+    text = SOUND.replace(*edit)
+    assert text != SOUND
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, text)
+    line = str(error.value)
+    assert "\n" not in line
+    assert str(tmp_path) in line
+    for part in parts:
+        assert part in line
+
+
+def test_a_whole_number_is_taken_where_a_decimal_is_meant(tmp_path: Path) -> None:
+    read(tmp_path, SOUND.replace("label", "error = 1, label"))
