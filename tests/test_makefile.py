@@ -1,0 +1,126 @@
+"""The Makefile's promises that need no installation: clear refusals, stamps, no pip twice, dash is enough."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with the Makefile and the files that its stamps depend on, and no environment."""
+    for name in ("Makefile", "pyproject.toml", "constraints-cpu.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    variables = {
+        "MAKEFLAGS",
+        "MFLAGS",
+        "MAKELEVEL",
+        "PYTHON",
+        "VENV",
+        "CONSTRAINTS",
+        "TORCH_INDEX",
+        "RESULTS",
+    }
+    environment = {key: value for key, value in os.environ.items() if key not in variables}
+    return subprocess.run(
+        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def fake_environment(folder: Path, run_status: int = 0) -> Path:
+    """An environment whose python and repro only write down how they were called."""
+    log = folder / "log"
+    log.touch()
+    script(folder / ".venv/bin/python", f'echo "python $*" >> {log}')
+    script(folder / ".venv/bin/repro", f'echo "repro $*" >> {log}; [ "$1" != run ] || exit {run_status}')
+    return log
+
+
+def test_help_names_every_target(copy: Path) -> None:
+    done = make(copy)
+    assert done.returncode == 0
+    for target in ("smoke", "test", "check", "benchmarks", "clean"):
+        assert f"make {target}" in done.stdout
+
+
+def test_no_python(copy: Path) -> None:
+    done = make(copy, "smoke", "PYTHON=no-such-python")
+    assert done.returncode != 0
+    assert "no no-such-python; install Python 3.10 or newer" in done.stderr
+
+
+def test_old_python(copy: Path) -> None:
+    old = script(copy / "python3.8", '[ "$1" = --version ] && { echo Python 3.8.1; exit; }\nexit 1')
+    done = make(copy, "test", f"PYTHON={old}")
+    assert "Python 3.8.1 is too old" in done.stderr
+    assert not (copy / ".venv").exists()
+
+
+def test_python_without_venv(copy: Path) -> None:
+    bare = script(copy / "bare", 'case "$2" in *ensurepip*) exit 1;; esac')
+    done = make(copy, "test", f"PYTHON={bare}")
+    assert "apt-get install python3-venv" in done.stderr
+
+
+def test_installs_once_and_again_when_requirements_change(copy: Path) -> None:
+    log = fake_environment(copy)
+    for _ in range(2):
+        assert make(copy, "-j4", "test").returncode == 0
+    installs = [line for line in log.read_text().splitlines() if "pip install" in line]
+    assert len(installs) == 2  # the harness, then the test extra
+    assert all("-c constraints-cpu.txt" in line for line in installs)
+    later = (copy / ".venv/.installed-test").stat().st_mtime + 10
+    os.utime(copy / "pyproject.toml", (later, later))
+    make(copy, "test")
+    assert log.read_text().count("pip install") == 4
+
+
+def test_a_cluster_keeps_its_torch_and_an_index_can_be_named(copy: Path) -> None:
+    log = fake_environment(copy)
+    assert make(copy, "test", "CONSTRAINTS=", "TORCH_INDEX=https://example.org/cpu").returncode == 0
+    install = next(line for line in log.read_text().splitlines() if "pip install" in line)
+    assert "constraints" not in install
+    assert "--extra-index-url https://example.org/cpu" in install
+
+
+def test_smoke_runs_then_shows_claims_then_the_report(copy: Path) -> None:
+    log = fake_environment(copy)
+    assert make(copy, "smoke").returncode == 0
+    calls = [line for line in log.read_text().splitlines() if line.startswith("repro")]
+    assert [call.split()[1] for call in calls] == ["run", "claims", "report"]
+
+
+@pytest.mark.parametrize(("status", "commands"), [(1, 3), (2, 1), (130, 1)])
+def test_smoke_reports_failures_but_stops_on_bad_input_and_ctrl_c(
+    copy: Path, status: int, commands: int
+) -> None:
+    log = fake_environment(copy, run_status=status)
+    done = make(copy, "smoke")
+    assert f"Error {status}" in done.stderr
+    assert log.read_text().count("repro ") == commands
+
+
+def test_continuous_integration_calls_the_same_targets() -> None:
+    text = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    assert "for target in check test smoke" in text
+    assert "set -euo pipefail" in text
+    assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
