@@ -2,8 +2,9 @@
 
 **The rule.**  Evidence agrees if its value, with the uncertainty of its inputs, meets the widest of
 
-1. the source's printed digits: the value prints as published when rounded *or* truncated (the ZeRO paper
-   does both: 31.41 -> 31.4, 41.25 -> 41.3, but 4187.5 -> 4187); not for measured counts, which are equal;
+1. the source's printed digits.  A closed form prints as published when rounded *or* truncated (the ZeRO paper
+   does both: 31.41 -> 31.4, 41.25 -> 41.3, but 4187.5 -> 4187).  Simulated and measured values only when
+   rounded; measured counts not at all, they are equal;
 2. the error of a value digitised from a figure, where the ledger states one;
 3. the tolerance of the metric's class, below, for simulated and measured evidence.  Analytic evidence gets
    only 1 and 2, because a closed form has no noise; but for ``size``, which is a name and not a result.
@@ -65,8 +66,8 @@ class Accepted:
     def meets(self, low: float, high: float) -> bool:
         """Whether an evidence interval ``[low, high]`` overlaps the accepted values."""
         slack = _ROUNDING * max(abs(low), abs(high))
-        above = high > self.low + slack if self.open_low else high >= self.low - slack
-        below = low < self.high - slack if self.open_high else low <= self.high + slack
+        above = high > self.low if self.open_low else high >= self.low - slack
+        below = low < self.high if self.open_high else low <= self.high + slack
         return above and below
 
 
@@ -104,7 +105,8 @@ def accepted(
             return Accepted(float("-inf"), end, False, bound == "under", why)
         return Accepted(start, float("inf"), bound == "over", False, why)
     # Truncation accepts everything below the next printed number; the end of a range is only rounded.
-    digits = (low - published.step / 2, high + published.step / (1 if low == high else 2))
+    truncated = closed_form and low == high
+    digits = (low - published.step / 2, high + published.step / (1 if truncated else 2))
     wider = [w for w in widened if w[0] < digits[0] or w[1] >= digits[1]]
     if not wider:
         return Accepted(*digits, False, True, "printed digits")

@@ -71,6 +71,13 @@ def test_measured_counts_get_no_room_from_printed_digits() -> None:
 CLASSES = [("memory", 5), ("throughput", 15), ("time", 15), ("ratio", 12)]
 
 
+def test_a_measured_value_may_be_rounded_but_not_truncated() -> None:
+    assert agrees("2", 1.6, "ratio", closed_form=False)
+    assert agrees("2", 2.4, "ratio", closed_form=False)
+    assert not agrees("2", 2.9, "ratio", closed_form=False)
+    assert agrees("2", 2.9, "ratio", closed_form=True)
+
+
 @pytest.mark.parametrize(("metric", "percent"), CLASSES)
 def test_measured_values_agree_within_their_class(metric: str, percent: int) -> None:
     """The issue's rule: memory 5 %, throughput 15 %, ratios 12 %, time as throughput."""

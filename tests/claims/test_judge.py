@@ -1,0 +1,297 @@
+"""The judge on made-up records: which evidence speaks, what is missing, and what disagrees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.claims.judge import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult, judge
+from repro.claims.ledger import Ledger, load
+from repro.config import PROTOCOL
+
+HEAD = """
+title = "Test"
+[[source]]
+key = "PAPER"
+title = "A paper"
+where = "a shelf"
+[[claim]]
+id = "a-claim"
+title = "Twice as fast"
+family = "throughput"
+published = "2x"
+source = ["PAPER p.1"]
+certainty = "confirmed"
+unit = "x"
+metric = "ratio"
+needs = "two GPUs"
+rows = [
+"""
+PUBLISHED = '{ value = \'metric("s/full", "speed")\' }'
+ONE_RANK = '{ value = \'metric("s/rank", "speed")\', scale = "one rank of 64" }'
+TWIN = '{ value = \'metric("s/twin", "speed")\', expect = "3", scale = "scaled twin" }'
+
+
+def record(
+    name: str, *, written: str = "2026-01-01T00:00:00Z", outcome: str = "ok", **metrics: float
+) -> dict[str, Any]:
+    """What the store holds for one experiment of suite s."""
+    suite, _, name = name.rpartition("/")
+    return {
+        "protocol": PROTOCOL,
+        "written": written,
+        "kind": "experiment",
+        "suite": suite or "s",
+        "name": name,
+        "evidence": "measured",
+        "outcome": outcome,
+        "reason": "" if outcome == "ok" else "rank 1 ran out of memory",
+        "metrics": metrics,
+    }
+
+
+def judged(tmp_path: Path, rows: str, *records: dict[str, Any]) -> ClaimResult:
+    (tmp_path / "test.toml").write_text(HEAD + rows + "]\n")
+    (result,) = judge(load(tmp_path), records)
+    return result
+
+
+def row(measured: str = "", analytic: str = "2", label: str = "x") -> str:
+    measured = f", measured = [{measured}]" if measured else ""
+    analytic = f', analytic = "{analytic}"' if analytic else ""
+    return f'{{ label = "{label}", published = "2.0"{analytic}{measured} }},\n'
+
+
+def test_without_records_the_formula_speaks_and_the_rest_says_what_it_needs(tmp_path: Path) -> None:
+    result = judged(tmp_path, row(f"{TWIN}, {PUBLISHED}"))
+    assert (result.verdict, result.basis) == (REPRODUCED, "analytic 1/1")
+    measured = [f for f in result.rows[0].findings if f.kind == "measured"]
+    assert [f.verdict for f in measured] == [NOT_RUN, NOT_RUN]
+    assert measured[0].reason == "s/full: no record; `repro run suites/s.toml`"
+    kind = result.kind("measured")
+    assert kind is not None
+    assert kind.verdict == NOT_RUN
+
+
+def test_a_claim_without_any_evidence_is_not_run_and_says_what_it_needs(tmp_path: Path) -> None:
+    result = judged(tmp_path, row(analytic=""))
+    assert (result.verdict, result.reason, result.basis) == (NOT_RUN, "two GPUs", "")
+
+
+@pytest.mark.parametrize(
+    ("names", "basis"),
+    [
+        (["twin"], "measured, scaled twin 1/1"),
+        (["twin", "rank"], "measured, one rank of 64 1/1"),
+        (["twin", "rank", "full"], "measured, published scale 1/1"),
+    ],
+)
+def test_the_strongest_evidence_speaks(tmp_path: Path, names: list[str], basis: str) -> None:
+    speed = {"twin": 3.0, "rank": 2.0, "full": 2.0}
+    records = [record(name, speed=speed[name]) for name in names]
+    result = judged(tmp_path, row(f"{TWIN}, {ONE_RANK}, {PUBLISHED}"), *records)
+    assert (result.verdict, result.basis, result.disagreements) == (REPRODUCED, basis, ())
+
+
+def test_a_weaker_kind_that_disagrees_is_shown(tmp_path: Path) -> None:
+    result = judged(tmp_path, row(PUBLISHED, analytic="7"), record("full", speed=2.2))
+    assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
+    assert result.disagreements == (
+        "x: measured, published scale says reproduced, analytic says not reproduced",
+    )
+
+
+def test_a_measurement_overrules_the_formula(tmp_path: Path) -> None:
+    result = judged(tmp_path, row(PUBLISHED), record("full", speed=1.7))
+    assert result.verdict == NOT_REPRODUCED
+    assert "analytic says reproduced" in result.disagreements[0]
+
+
+def test_a_twin_is_compared_with_the_formula_at_its_own_scale(tmp_path: Path) -> None:
+    """The published number is 2.0; the formula says 3 at the twin's scale, and exactly."""
+    assert judged(tmp_path, row(TWIN, analytic=""), record("twin", speed=3)).verdict == REPRODUCED
+    assert judged(tmp_path, row(TWIN, analytic=""), record("twin", speed=2)).verdict == NOT_REPRODUCED
+    assert judged(tmp_path, row(TWIN, analytic=""), record("twin", speed=3.001)).verdict == NOT_REPRODUCED
+
+
+def test_one_row_that_fails_fails_the_claim_and_is_counted(tmp_path: Path) -> None:
+    rows = row(label="a") + row(label="b") + row(label="c", analytic="9")
+    result = judged(tmp_path, rows)
+    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "analytic 2/3")
+
+
+def test_one_row_without_evidence_keeps_the_claim_open(tmp_path: Path) -> None:
+    result = judged(tmp_path, row(label="a") + row(label="b", analytic=""))
+    assert (result.verdict, result.basis) == (NOT_RUN, "analytic 1/2")
+
+
+def test_two_measurements_of_one_row_must_both_be_there(tmp_path: Path) -> None:
+    both = f"{PUBLISHED}, {PUBLISHED.replace('s/full', 's/other')}"
+    half = judged(tmp_path, row(both), record("full", speed=2))
+    assert half.basis == "analytic 1/1"
+    assert judged(tmp_path, row(both), record("full", speed=5)).verdict == NOT_REPRODUCED
+    whole = judged(tmp_path, row(both), record("full", speed=2), record("other", speed=2))
+    assert whole.basis == "measured, published scale 1/1"
+
+
+def test_the_newest_conclusive_record_counts(tmp_path: Path) -> None:
+    old = record("full", speed=2.0, written="2026-01-01T00:00:00Z")
+    new = record("full", speed=1.0, written="2026-01-02T00:00:00Z")
+    hang = record("full", outcome="hang", written="2026-01-03T00:00:00Z")
+    assert judged(tmp_path, row(PUBLISHED), new, hang, old).verdict == NOT_REPRODUCED
+    assert judged(tmp_path, row(PUBLISHED), hang).rows[0].findings[0].reason.startswith("s/full: ended hang")
+
+
+def test_another_protocol_or_kind_of_evidence_does_not_count(tmp_path: Path) -> None:
+    other = {**record("full", speed=1.0), "protocol": PROTOCOL + 1}
+    simulated = {**record("full", speed=1.0), "evidence": "simulated"}
+    assert judged(tmp_path, row(PUBLISHED), other, simulated).verdict == REPRODUCED
+
+
+def test_a_missing_metric_is_named(tmp_path: Path) -> None:
+    result = judged(tmp_path, row(PUBLISHED, analytic=""), record("full", pace=1))
+    assert result.verdict == NOT_RUN
+    assert "has no metric speed" in result.rows[0].findings[0].reason
+
+
+def test_out_of_memory_is_evidence(tmp_path: Path) -> None:
+    rows = (
+        '{ label = "fails", published = "oom", measured = '
+        '{ value = \'outcome("s/big")\', expect = \'"oom"\', scale = "scaled twin" } },\n'
+    )
+    assert judged(tmp_path, rows, record("big", outcome="oom")).verdict == REPRODUCED
+    assert judged(tmp_path, rows, record("big")).verdict == NOT_REPRODUCED
+    assert judged(tmp_path, rows, record("big", outcome="timeout")).verdict == NOT_RUN
+    metric = judged(tmp_path, row(PUBLISHED, analytic=""), record("full", outcome="oom"))
+    assert "ended oom: rank 1 ran out of memory" in metric.rows[0].findings[0].reason
+
+
+def test_rows_that_cannot_be_compared_are_left_out(tmp_path: Path) -> None:
+    quality = '{ label = "q", published = "good", not_comparable = "no weights" },\n'
+    assert judged(tmp_path, row() + quality).basis == "analytic 1/1"
+    alone = judged(tmp_path, quality)
+    assert (alone.verdict, alone.reason) == (NOT_COMPARABLE, "no weights")
+
+
+def comparison(subject: str, baseline: str, ratio: float, low: float, high: float) -> dict[str, Any]:
+    return {
+        "protocol": PROTOCOL,
+        "written": "2026-01-01T00:00:00Z",
+        "kind": "comparison",
+        "suite": "s",
+        "subject": {"name": subject},
+        "baseline": {"name": baseline},
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+    }
+
+
+def test_noise_does_not_help_a_measured_ratio(tmp_path: Path) -> None:
+    rows = row('{ value = \'compared("s/a", "s/b")\' }', analytic="")
+    assert judged(tmp_path, rows, comparison("a", "b", 2.1, 2.05, 2.15)).verdict == REPRODUCED
+    wide = judged(tmp_path, rows, comparison("a", "b", 1.5, 0.5, 4.0))
+    assert wide.verdict == NOT_REPRODUCED
+    across = judged(tmp_path, rows, comparison("a", "b", 2.1, 1.0, 4.0)).rows[0].findings[0]
+    assert "reaches across" in across.reason
+    swapped = judged(tmp_path, rows, comparison("b", "a", 0.5, 0.48, 0.52)).rows[0].findings[0]
+    assert (swapped.verdict, swapped.value) == (REPRODUCED, 2)
+
+
+@pytest.fixture(scope="module")
+def ledger() -> Ledger:
+    return load()
+
+
+PSI = 1_000_003
+
+
+def states(nd: int, stage: int) -> float:
+    """Bytes of a rank that pads Psi to a multiple of nd, part by part."""
+    shard = -(-PSI // nd)
+    weights, gradients, optimizer = 2 * PSI, 2 * PSI, 12 * PSI
+    if stage >= 1:
+        optimizer = 12 * shard
+    if stage >= 2:
+        gradients = 2 * shard
+    if stage >= 3:
+        weights = 2 * shard
+    return weights + gradients + optimizer
+
+
+def smoke(**wrong: float) -> list[dict[str, Any]]:
+    """Records of a suite in which everything holds, but for the metrics in ``wrong``."""
+    records = []
+    for nd in (1, 2, 4):
+        ring = 2 * (nd - 1) / nd  # elements sent per element reduced, 2 bytes each
+        for stage in (0, 1, 2, 3):
+            metrics = {
+                "parameters": PSI,
+                "memory.states_bytes": states(nd, stage),
+                "comm.sent_bytes": 2 * PSI * ring * (1.5 if stage == 3 else 1) + 8,
+            }
+            name = f"states-z{stage}-dp{nd}"
+            metrics |= {"memory.states_bytes": wrong[name]} if name in wrong else {}
+            records.append(record(f"smoke/{name}", **metrics))
+        if nd > 1:
+            sent = {"comm.sent_bytes": 2 * PSI * ring * 1.5 + 8}
+            records.append(record(f"smoke/comm-z1-allreduce-dp{nd}", **sent))
+    return records
+
+
+MEMORY = [
+    "zero-mem-formula-stages",
+    "ds-4x-memory",
+    "zero-comm-dp-2psi",
+    "zero-comm-posg-2psi",
+    "zero-comm-posgp-3psi",
+]
+
+
+@pytest.mark.parametrize("claim_id", MEMORY)
+def test_the_smoke_records_of_a_right_implementation_reproduce(ledger: Ledger, claim_id: str) -> None:
+    result = next(r for r in judge(ledger, smoke()) if r.claim.id == claim_id)
+    assert (result.verdict, result.disagreements) == (REPRODUCED, ())
+    assert result.basis.startswith("measured, scaled twin")
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_wrong"),
+    [
+        ("states-z1-dp4", states(4, 1) + PSI),  # one byte a parameter too much
+        ("states-z2-dp2", states(2, 1)),  # gradients not partitioned
+        ("states-z3-dp4", states(4, 3) * 1.01),
+        ("states-z0-dp1", states(1, 0) + 1),  # one byte: nothing is padded on one rank
+    ],
+)
+def test_a_wrong_implementation_does_not(ledger: Ledger, name: str, bytes_wrong: float) -> None:
+    records = smoke(**{name: bytes_wrong})
+    result = next(r for r in judge(ledger, records) if r.claim.id == "zero-mem-formula-stages")
+    assert result.verdict == NOT_REPRODUCED
+    assert result.disagreements, "the formula alone says reproduced"
+
+
+def test_parity_compares_every_layout_with_one_process(ledger: Ledger) -> None:
+    names = [row.variables["experiment"] for row in ledger.claim("repro-parity").rows]
+    records = [record("smoke/parity-single", **{"loss.last": 3.0})]
+    records += [record(str(name), **{"loss.last": 3.00001}) for name in names]
+    result = next(r for r in judge(ledger, records) if r.claim.id == "repro-parity")
+    assert (result.verdict, len(result.rows)) == (REPRODUCED, 10)
+    records[-1]["metrics"]["loss.last"] = 3.0001
+    result = next(r for r in judge(ledger, records) if r.claim.id == "repro-parity")
+    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 9/10")
+
+
+def test_all_reduces_are_counted_exactly(ledger: Ledger) -> None:
+    calls = "comm.per_layer.tp.all_reduce.calls"
+    for claim_id, name, right in (
+        ("meg1-allreduce-count", "parity-tp2", 4),
+        ("zero-comm-megatron-block", "recompute-tp2", 6),
+    ):
+        for value, verdict in ((right, REPRODUCED), (right + 0.5, NOT_REPRODUCED)):
+            records = [record(f"smoke/{name}", **{calls: value})]
+            result = next(r for r in judge(ledger, records) if r.claim.id == claim_id)
+            finding = next(f for f in result.rows[0].findings if f.kind == "measured")
+            assert finding.verdict == verdict

@@ -1,0 +1,113 @@
+"""``repro claims``: a table, one claim in full, JSON; fast and without torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from repro.claims.judge import VERDICTS, ClaimResult, judge
+from repro.claims.ledger import Ledger, load
+from repro.claims.show import command, show_all, show_one
+from repro.claims.table import summary, table
+from repro.config import ConfigError
+
+
+@lru_cache(maxsize=1)
+def everything() -> tuple[Ledger, list[ClaimResult]]:
+    """The ledger and its verdicts with an empty store."""
+    ledger = load()
+    return ledger, judge(ledger, [])
+
+
+def printed(width: int, claim_id: str = "") -> str:
+    ledger, results = everything()
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    if claim_id:
+        show_one(next(r for r in results if r.claim.id == claim_id), ledger, console)
+    else:
+        show_all(results, ledger, console)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [100, 140])
+def test_the_table_fits_and_names_every_claim(width: int) -> None:
+    text = printed(width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    for claim in everything()[0].claims:
+        assert claim.id in text
+    assert "80 claims" in text
+
+
+def test_one_claim_shows_everything(tmp_path: Path) -> None:
+    text = " ".join(printed(140, "zero-r-pa-memory").split())
+    for part in ("33 GB", "67.11", "not reproduced", "sec. 6.1 p.12", "16 V100", "contradiction", "MP 16"):
+        assert part in text
+
+
+def test_every_claim_can_be_shown() -> None:
+    for claim in everything()[0].claims:
+        assert claim.id in printed(100, claim.id)
+
+
+def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("", True, tmp_path / "none") == 0
+    out = capsys.readouterr()
+    document = json.loads(out.out)
+    assert out.err == ""
+    assert len(document["claims"]) == document["summary"]["claims"] == 80
+    assert sum(document["summary"]["verdicts"].values()) == 80
+    cell = next(c for c in document["claims"] if c["id"] == "zero-table1-per-device-memory")["rows"][0]
+    assert cell["published"] == "120"
+    assert cell["evidence"][0]["value"] == 120
+    assert cell["evidence"][0]["verdict"] == "reproduced"
+
+
+def test_json_of_one_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("yuan-bubble", True, tmp_path) == 0
+    (claim,) = json.loads(capsys.readouterr().out)["claims"]
+    assert claim["source"][0]["key"] == "PRESS"
+    assert claim["rows"][0]["evidence"][0]["value"] == pytest.approx(37 / 480 * 100)
+
+
+def test_an_unknown_id_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean yuan-bubble"):
+        command("yuan-bubbles", False, tmp_path)
+
+
+def test_counts_are_those_of_the_lines() -> None:
+    results = everything()[1]
+    lines = table(results)
+    counts = summary(results)
+    for verdict in VERDICTS:
+        assert counts["verdicts"][verdict] == sum(line.verdict == verdict for line in lines)
+    assert counts["evidence"]["analytic"]["rows"] >= counts["evidence"]["analytic"]["rows_reproduced"] > 300
+
+
+LEAN = """
+import sys
+from pathlib import Path
+from repro.claims.show import command
+command("", True, Path(sys.argv[1]))
+heavy = {"torch", "pandas", "numpy", "pydantic", "scipy"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_the_ledger_starts_fast_and_needs_nothing_heavy(tmp_path: Path) -> None:
+    """The promise is half a second for the command; the bound here leaves room for a busy machine."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", LEAN, str(tmp_path)], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1.0
