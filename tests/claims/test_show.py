@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
-import time
 from functools import lru_cache
 from pathlib import Path
 
@@ -104,10 +104,13 @@ assert not heavy, heavy
 
 
 def test_the_ledger_starts_fast_and_needs_nothing_heavy(tmp_path: Path) -> None:
-    """The promise is half a second for the command; the bound here leaves room for a busy machine."""
+    """The promise is half a second; processor time, with room, because other tests may keep the machine busy."""
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = os.times()
         subprocess.run([sys.executable, "-c", LEAN, str(tmp_path)], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - start)
+        after = os.times()
+        seconds.append(
+            after.children_user + after.children_system - before.children_user - before.children_system
+        )
     assert min(seconds) < 1.0
