@@ -23,6 +23,8 @@ SETTLE_S = 2.0
 """How long the other ranks may still report after the first failure."""
 ECHO_S = 10.0
 """The same while all that was seen are echoes: then a rank that knows the cause has yet to speak."""
+START_S = 120.0
+"""Until all ranks have begun, no hang is called sooner: a cold disk takes its time to load torch from."""
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|remote process exited|socket closed"
     r"|nccl.*(remote|aborted)|read error.*closed|connectfullmesh|wait timeout",
@@ -168,16 +170,21 @@ class _Watcher:
 
     def _overdue(self, now: float, current: int) -> Ending | None:
         limits = self.job.experiments[max(0, current)].limits
-        words = [self.launch.position(rank).seconds for rank in self.ranks]
+        positions = [self.launch.position(rank) for rank in self.ranks]
+        words = [position.seconds for position in positions]
+        patience = limits.hang_s
+        if not all(position.begun for position in positions):
+            patience = max(patience, START_S)
         if words != self.last_word:
             self.last_word, self.last_progress = words, now
         if limits.timeout_s and self.spent[max(0, current)] > limits.timeout_s:
             return self._end(
                 "timeout", f"not done after {limits.timeout_s:g} s (limits.timeout_s) {self._where_all()}"
             )
-        if limits.hang_s and now - self.last_progress > limits.hang_s:
+        if limits.hang_s and now - self.last_progress > patience:
             self.launch.dump_stacks()
-            reason = f"no progress for {limits.hang_s:g} s (limits.hang_s): {self._who_lags()}"
+            source = " (limits.hang_s)" if patience == limits.hang_s else ""
+            reason = f"no progress for {patience:g} s{source}: {self._who_lags()}"
             time.sleep(10 * POLL_S)  # for the stacks to be written
             return self._end("hang", reason)
         return None

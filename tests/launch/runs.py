@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -132,11 +131,7 @@ def small_disk(folder: Path, megabytes: int = 1) -> Iterator[Path]:
 
 def fill(disk: Path) -> None:
     """Take all the room that is left."""
-    descriptor = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
-    try:
-        while True:
-            os.write(descriptor, b"x" * 4096)
-    except OSError as error:
-        assert error.errno == errno.ENOSPC
-    finally:
-        os.close(descriptor)
+    filling = subprocess.run(
+        ["dd", "if=/dev/zero", f"of={disk}/filler", "bs=4k"], capture_output=True, text=True, check=False
+    )
+    assert "No space left" in filling.stderr

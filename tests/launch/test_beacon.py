@@ -1,0 +1,59 @@
+"""Beacons cost next to nothing, and the launcher reads what was said last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.launch.beacon import PHASES, Beacon, Lookout
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "beacon"
+
+
+def test_each_rank_has_its_own_place(path: Path) -> None:
+    lookout = Lookout(path, 3)
+    Beacon(path, 2).phase(1, 7, "backward")
+    Beacon(path, 0).collective(123, "reduce_scatter", "dp")
+    assert not lookout.position(1).begun
+    assert str(lookout.position(1)) == "at start-up"
+    assert lookout.position(2)[:3] == (1, 7, "backward")
+    assert lookout.position(0).sequence == 123
+
+
+def test_a_position_reads_as_a_sentence(path: Path) -> None:
+    lookout = Lookout(path, 1)
+    beacon = Beacon(path, 0)
+    beacon.phase(0, 7, "backward")
+    assert str(lookout.position(0)) == "at step 7, backward"
+    beacon.collective(123, "all_gather", "dp")
+    assert str(lookout.position(0)) == "at step 7, backward, after all_gather #123 on dp"
+
+
+def test_every_word_is_progress(path: Path) -> None:
+    lookout = Lookout(path, 1)
+    beacon = Beacon(path, 0)
+    seen = [lookout.position(0).seconds]
+    for phase in PHASES:
+        beacon.phase(0, 1, phase)
+        seen.append(lookout.position(0).seconds)
+        beacon.collective(1, "all_reduce", "tp")
+        seen.append(lookout.position(0).seconds)
+    assert seen == sorted(set(seen))
+
+
+def test_finished_results_reach_the_keeper(path: Path) -> None:
+    Lookout(path, 1)
+    kept: list[tuple[int, dict[str, Any]]] = []
+    Beacon(path, 0, lambda index, result: kept.append((index, result))).finished(3, {"rank": 0})
+    assert kept == [(3, {"rank": 0})]
+    Beacon(path, 0).finished(3, {"rank": 0})  # nobody keeps it: no harm
+
+
+def test_benchmark_of_a_word(path: Path, benchmark: Any) -> None:
+    Lookout(path, 1)
+    benchmark(Beacon(path, 0).collective, 123, "reduce_scatter", "dp")

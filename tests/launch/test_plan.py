@@ -1,0 +1,96 @@
+"""What remains to be run is what the store lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from repro import suites
+from repro.config import ConfigError
+from repro.launch import plan
+from repro.results.store import Store
+from tests.launch.runs import experiments, write_suite
+
+COMPARE = '[[compare]]\nbaseline = "a"\nsubjects = ["b", "c"]\nrounds = 4'
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "results")
+
+
+def put(store: Store, suite: suites.Suite, name: str, outcome: str = "ok") -> None:
+    key = suite.entry(name).experiment.key
+    store.append({"kind": "experiment", "key": key, "outcome": outcome, "written": name})
+
+
+def put_ratio(store: Store, suite: suites.Suite, baseline: str, subject: str) -> None:
+    a, b = (suite.entry(name).experiment.key for name in (baseline, subject))
+    store.append({"kind": "comparison", "baseline": {"key": a}, "subject": {"key": b}})
+
+
+def names(tasks: list[plan.Task]) -> list[str]:
+    """One word a launch, compared ones in capitals."""
+    joined = ["".join(e.name for e in task.experiments) for task in tasks]
+    return [word.upper() if task.comparison else word for word, task in zip(joined, tasks, strict=True)]
+
+
+def planned(
+    store: Store, suite: suites.Suite, only: list[str] | None = None, rerun: bool = False
+) -> list[str]:
+    return names(plan.tasks(suite, plan.select(suite, only or []), store, rerun=rerun))
+
+
+def test_conclusive_outcomes_are_not_repeated(tmp_path: Path, store: Store) -> None:
+    suite = suites.load(write_suite(tmp_path, experiments(*"abcdef")))
+    for name, outcome in zip(
+        "abcdef", ("ok", "oom", "diverged", "hang", "error", "interrupted"), strict=True
+    ):
+        put(store, suite, name, outcome)
+    assert planned(store, suite) == ["d", "e", "f"]
+    assert planned(store, suite, ["[a-d]"]) == ["d"]
+    assert planned(store, suite, rerun=True) == list("abcdef")
+
+
+def test_launches_are_shared(tmp_path: Path, store: Store) -> None:
+    body = experiments("a") + "\n".join(
+        f'[[experiment]]\nname = "{name}"\nlaunch = "two"\ntraining.seed = {ord(name)}' for name in "bcd"
+    )
+    suite = suites.load(write_suite(tmp_path, body))
+    assert planned(store, suite) == ["a", "bcd"]
+    put(store, suite, "c")
+    assert planned(store, suite) == ["a", "bd"]
+
+
+def test_a_comparison_needs_its_baseline_again(tmp_path: Path, store: Store) -> None:
+    suite = suites.load(write_suite(tmp_path, experiments(*"abcd") + COMPARE))
+    assert planned(store, suite) == ["ABC", "d"]
+    for name in "abcd":
+        put(store, suite, name)
+    assert planned(store, suite) == ["ABC"]
+    put_ratio(store, suite, "a", "b")
+    assert planned(store, suite) == ["AC"]
+    put_ratio(store, suite, "a", "c")
+    assert planned(store, suite) == []
+
+
+def test_what_has_no_memory_is_not_compared(tmp_path: Path, store: Store) -> None:
+    suite = suites.load(write_suite(tmp_path, experiments(*"abc") + COMPARE))
+    put(store, suite, "b", "oom")
+    assert planned(store, suite) == ["AC"]
+    put(store, suite, "a", "oom")
+    assert planned(store, suite) == ["c"]
+
+
+def test_a_part_of_a_comparison(tmp_path: Path, store: Store) -> None:
+    suite = suites.load(write_suite(tmp_path, experiments(*"abcd") + COMPARE))
+    assert planned(store, suite, ["a", "c"]) == ["AC"]
+    assert planned(store, suite, ["b", "c"]) == ["b", "c"]
+    assert planned(store, suite, ["a"]) == ["a"]
+
+
+def test_only_must_match_something(tmp_path: Path) -> None:
+    suite = suites.load(write_suite(tmp_path, experiments("a", "b")))
+    with pytest.raises(ConfigError, match=r"--only = 'x\*': a glob that matches .*: a, b"):
+        plan.select(suite, ["a", "x*"])

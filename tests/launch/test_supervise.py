@@ -1,0 +1,208 @@
+"""The first cause is found among what real, misbehaving ranks leave behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.config import Experiment, Layout, Limits, Model, Training
+from repro.launch import rank as rank_program
+from repro.launch.beacon import Position
+from repro.launch.job import Job
+from repro.launch.local import LocalLaunch, environment
+from repro.launch.supervise import Ending, signal_name, watch
+from tests.launch.runs import FAKE
+
+MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
+
+
+def experiment(name: str, **limits: Any) -> Experiment:
+    return Experiment(
+        name=name,
+        model=MODEL,
+        layout=Layout(dp=2),
+        training=Training(steps=6, untimed_steps=1),
+        limits=Limits(**{"hang_s": 1.0, **limits}),
+    )
+
+
+def launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, **limits: Any
+) -> tuple[Ending, LocalLaunch]:
+    monkeypatch.setenv("FAKE_FAULT", fault)
+    job = Job(experiments=[experiment("a", **limits), experiment("b", **limits)])
+    launched = LocalLaunch(job, tmp_path / "logs", target=FAKE)
+    launched.start()
+    ending = watch(launched)
+    assert all(launched.poll(rank) is not None for rank in range(2)), "a rank was not reaped"
+    return ending, launched
+
+
+CASES = {
+    "kill:b:1:3": (
+        "error",
+        "rank 1 was killed by signal 9 (SIGKILL) at step 3, backward, after all_reduce #10 on dp",
+    ),
+    "stop:b:1:3": ("hang", "no progress for 1 s (limits.hang_s): rank 1 is stopped"),
+    "nan:b:0:2": ("diverged", "rank 0 at step 2, backward, after all_reduce #9 on dp: Diverged: loss is nan"),
+    "raise:b:1:2": (
+        "error",
+        "rank 1 at step 2, backward, after all_reduce #9 on dp: KeyError: 'no such thing'",
+    ),
+    "exit:b:0:1": ("error", "rank 0 ended with exit code 7 at step 1"),
+    "abort:b:0:1": ("oom", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
+    "memory:b:1:3": ("oom", "rank 1 at step 3, backward, after all_reduce #10 on dp: MemoryError"),
+}
+
+
+@pytest.mark.parametrize("fault", CASES)
+def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    limits = {"memory_bytes": 50_000_000} if fault.startswith("memory") else {}
+    ending, launched = launch(tmp_path, monkeypatch, fault, **limits)
+    outcome, reason = CASES[fault]
+    assert (ending.outcome, ending.experiment) == (outcome, 1)
+    assert ending.reason.startswith(reason)
+    assert launched.results(0) is not None, "what had finished before is lost"
+    assert launched.results(1) is None
+    launched.close(keep_logs=tmp_path / "kept")
+    assert (tmp_path / "kept" / "rank-0.err").exists()
+    assert not launched.folder.exists()
+    assert not launched.logs.exists()
+
+
+def test_a_hang_leaves_the_stacks_of_those_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending, launched = launch(tmp_path, monkeypatch, "stop:a:0:1")
+    assert "rank 1 waits at step 1, backward, after all_reduce #2 on dp" in ending.reason
+    assert "most recent call first" in launched.error_text(1)
+    launched.close(keep_logs=None)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_timeout_says_where_everybody_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.3")
+    ending, launched = launch(tmp_path, monkeypatch, "", timeout_s=0.8)
+    launched.close(keep_logs=None)
+    assert (ending.outcome, ending.experiment) == ("timeout", 0)
+    assert "not done after 0.8 s (limits.timeout_s)" in ending.reason
+    assert "at step" in ending.reason
+
+
+def test_time_is_counted_for_each_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharing a launch costs nobody its time: two of 0.9 s are both under a limit of 1.5 s."""
+    monkeypatch.setenv("FAKE_STEP_S", "0.15")
+    ending, launched = launch(tmp_path, monkeypatch, "", timeout_s=1.5)
+    launched.close(keep_logs=None)
+    assert ending.outcome == "ok"
+    assert sum(ending.spent_s) > 1.5
+
+
+class Scripted:
+    """A launch whose ranks have ended in ways that real ones do not on request."""
+
+    world = 3
+    job = Job(experiments=[experiment("a")])
+
+    def __init__(self, codes: list[int | None], reports: dict[int, tuple[str, str]]):
+        self.codes, self.reports, self.killed = codes, reports, False
+
+    def poll(self, rank: int) -> int | None:
+        return self.codes[rank]
+
+    def position(self, rank: int) -> Position:
+        return Position(0, 5, "forward", 40 + rank, "all_gather", "tp", 1.0)
+
+    def stopped(self, rank: int) -> bool:
+        return False
+
+    def report(self, rank: int) -> dict[str, Any] | None:
+        if rank not in self.reports:
+            return None
+        outcome, reason = self.reports[rank]
+        return {"rank": rank, "outcome": outcome, "reason": reason}
+
+    def error_text(self, rank: int) -> str:
+        return ""
+
+    def dump_stacks(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+ECHO = ("error", "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+
+
+@pytest.mark.parametrize(
+    ("codes", "reports", "outcome", "rank"),
+    [
+        ([1, 3, 1], {0: ECHO, 1: ("oom", "MemoryError"), 2: ECHO}, "oom", 1),
+        ([1, 1, -9], {0: ECHO, 1: ECHO}, "error", 2),
+        ([1, 1, 1], {0: ECHO, 1: ("error", "ValueError: no"), 2: ECHO}, "error", 1),
+        ([-9, 3, 1], {1: ("oom", "MemoryError"), 2: ECHO}, "oom", 1),
+        ([1, 4, 4], {0: ECHO, 1: ("diverged", "nan"), 2: ("diverged", "nan")}, "diverged", 1),
+    ],
+)
+def test_the_cause_wins_over_its_echoes(
+    codes: list[int | None], reports: dict[int, tuple[str, str]], outcome: str, rank: int
+) -> None:
+    scripted = Scripted(codes, reports)
+    ending = watch(scripted)
+    assert ending.outcome == outcome
+    assert ending.reason.startswith(f"rank {rank} ")
+    assert scripted.killed
+
+
+def test_a_hang_names_the_rank_with_the_smallest_sequence() -> None:
+    ending = watch(Scripted([None, None, None], {}))
+    assert ending.outcome == "hang"
+    assert "rank 0 is behind at step 5, forward, after all_gather #40 on tp; rank 1 waits" in ending.reason
+
+
+def test_interrupted_says_where_it_was() -> None:
+    ending = watch(Scripted([None, None, None], {}), interrupted=lambda: True)
+    assert ending.outcome == "interrupted"
+    assert "rank 1 was at step 5" in ending.reason
+
+
+def test_cores_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert environment(0, 1)["OMP_NUM_THREADS"] == str(cores)
+    assert environment(0, 1000)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert environment(1, 2)["OMP_NUM_THREADS"] == "7"
+    assert environment(1, 2)["RANK"] == "1"
+
+
+def test_out_of_memory_has_many_voices() -> None:
+    class OutOfMemoryError(RuntimeError):
+        """As torch.cuda's."""
+
+    voices = [
+        MemoryError(),
+        OutOfMemoryError("CUDA out of memory"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"
+        ),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes"),
+        RuntimeError("std::bad_alloc"),
+        OSError(12, "Cannot allocate memory"),
+    ]
+    assert {rank_program.classify(voice) for voice in voices} == {"oom"}
+    assert rank_program.classify(ValueError("out of memory is not what this is")) == "error"
+    assert rank_program.classify(FloatingPointError("nan")) == "diverged"
+
+
+def test_job_survives_its_file(tmp_path: Path) -> None:
+    job = Job(experiments=[experiment("a"), experiment("b")], rounds=3, compare=True)
+    job.save(tmp_path / "job.json")
+    assert Job.load(tmp_path / "job.json") == job
+
+
+def test_signal_names() -> None:
+    assert signal_name(9) == "SIGKILL"
+    assert signal_name(999) == "signal 999"

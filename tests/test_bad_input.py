@@ -1,0 +1,212 @@
+"""Bad input is one clear line that names file, experiment, key, value and what would be right; exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from repro import cli, suites
+from repro.config import ConfigError
+from tests.launch.runs import MODEL
+
+EXPERIMENT = '[[experiment]]\nname = "a"\nmodel = "tiny.toml"\n'
+OTHER = '[[experiment]]\nname = "b"\nmodel = "tiny.toml"\ntraining.seed = 2\n'
+
+
+def load(folder: Path, text: str) -> suites.Suite:
+    (folder / "tiny.toml").write_text(MODEL)
+    path = folder / "s.toml"
+    path.write_text('[suite]\nname = "s"\n' + text)
+    return suites.load(path)
+
+
+CASES = {
+    # what is wrong: (the suite's text, the line after the file's name)
+    "heads by tp": (
+        EXPERIMENT + "layout.tp = 3",
+        'experiment "a": layout.tp = 3: a divisor of heads = 4 (tiny)',
+    ),
+    "heads by tp, inherited": (
+        "[defaults.layout]\ntp = 3\n" + EXPERIMENT,
+        'experiment "a": defaults.layout.tp = 3: a divisor of heads = 4 (tiny)',
+    ),
+    "world": (
+        EXPERIMENT + "layout = { dp = 2, tp = 2, world = 8 }",
+        'experiment "a": layout.world = 8: tp x dp = 2 x 2 = 4',
+    ),
+    "batch": (
+        EXPERIMENT + "layout = { dp = 2, micro_batch = 3, global_batch = 8 }",
+        'experiment "a": layout.global_batch = 8: a multiple of dp * micro_batch = 2 * 3 = 6',
+    ),
+    "unknown key": (
+        EXPERIMENT + "layout.zerro = 1",
+        'experiment "a": layout.zerro = 1: unknown key; did you mean zero?',
+    ),
+    "unknown key of an experiment": (
+        EXPERIMENT + "modell = 1",
+        'experiment "a": modell = 1: unknown key; did you mean model?',
+    ),
+    "unknown key in defaults": (
+        "[defaults.training]\nstep = 1\n" + EXPERIMENT,
+        "defaults.training.step = 1: unknown key; did you mean steps?",
+    ),
+    "unknown table": ("[default]\n" + EXPERIMENT, "default: unknown key; did you mean defaults?"),
+    "negative size": (
+        EXPERIMENT + "layout.micro_batch = -4",
+        'experiment "a": layout.micro_batch = -4: a whole number of at least 1',
+    ),
+    "negative limit": (
+        EXPERIMENT + "limits.memory_bytes = -1",
+        'experiment "a": limits.memory_bytes = -1: 0 (no limit) or more',
+    ),
+    "wrong type": (
+        EXPERIMENT + 'training.steps = "many"',
+        "experiment \"a\": training.steps = 'many': input should be a valid integer",
+    ),
+    "too long": (
+        EXPERIMENT + "training.seq = 1000",
+        'experiment "a": training.seq = 1000: at most the model\'s 16 positions',
+    ),
+    "nothing timed": (
+        EXPERIMENT + "training = { steps = 3, untimed_steps = 3 }",
+        'experiment "a": training.untimed_steps = 3: fewer than steps = 3',
+    ),
+    "engine": (
+        EXPERIMENT + 'engine = "megatron"',
+        "experiment \"a\": engine = 'megatron': one of native, torch",
+    ),
+    "torch has no tp": (
+        EXPERIMENT + 'engine = "torch"\nlayout.tp = 2',
+        'experiment "a": layout.tp = 2: tp = 1 with engine torch',
+    ),
+    "expectation": (
+        EXPERIMENT + 'expect = "fail"',
+        "experiment \"a\": expect = 'fail': one of ok, oom, diverged",
+    ),
+    "data that is not there": (
+        EXPERIMENT + 'training.data = "nowhere.txt"',
+        "experiment \"a\": training.data = 'nowhere.txt': synthetic, shakespeare, shakespeare-gpt2, or",
+    ),
+    "data for another vocabulary": (
+        EXPERIMENT + 'training.data = "shakespeare-gpt2"',
+        "experiment \"a\": training.data = 'shakespeare-gpt2': a model with GPT-2's vocabulary of 50257",
+    ),
+    "no model": ('[[experiment]]\nname = "a"', 'experiment "a": model: is missing'),
+    "unknown model": (
+        '[[experiment]]\nname = "a"\nmodel = "gpt2-1.5"',
+        "experiment \"a\": model = 'gpt2-1.5': no such model; did you mean gpt2-1.5b",
+    ),
+    "no name": (EXPERIMENT + "[[experiment]]\nlayout.dp = 2", "name: is missing in [[experiment]] number 2"),
+    "same name": (EXPERIMENT + EXPERIMENT, "name = 'a': a name that no other experiment has"),
+    "same conditions": (
+        EXPERIMENT + EXPERIMENT.replace('"a"', '"b"'),
+        'experiment "b": has the same conditions as "a"; leave one of them out',
+    ),
+    "no experiment": ("", "experiment: is missing: at least one [[experiment]] table"),
+    "single brackets": ('[experiment]\nname = "a"', "experiment: [[experiment]] tables, in double brackets"),
+    "worlds in a comparison": (
+        EXPERIMENT + OTHER + 'layout.dp = 2\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
+        'compare with baseline "a": experiment "b": layout.world = 2: 1 as in "a": they share one launch',
+    ),
+    "worlds in a launch": (
+        EXPERIMENT + 'launch = "x"\n' + OTHER + 'launch = "x"\nlayout.tp = 2',
+        'launch "x": experiment "b": layout.world = 2: 1 as in "a": they share one launch',
+    ),
+    "unknown in a comparison": (
+        EXPERIMENT + '[[compare]]\nbaseline = "a"\nsubjects = ["aa"]',
+        "compare.subjects = 'aa': unknown experiment; did you mean a?",
+    ),
+    "twice in a comparison": (
+        EXPERIMENT + '[[compare]]\nbaseline = "a"\nsubjects = ["a"]',
+        "compare.baseline = 'a': each experiment once",
+    ),
+    "no rounds": (
+        EXPERIMENT + OTHER + '[[compare]]\nbaseline = "a"\nsubjects = ["b"]\nrounds = 0',
+        "compare.rounds = 0: 1 or more",
+    ),
+    "launch of a compared experiment": (
+        EXPERIMENT + OTHER + 'launch = "x"\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
+        "experiment \"b\": launch = 'x': left out: [[compare]] already shares a launch",
+    ),
+    "not TOML": ("[[experiment]\n", "not TOML: "),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_suite(tmp_path: Path, case: str) -> None:
+    text, expected = CASES[case]
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert line.removeprefix(f"{tmp_path / 's.toml'}: ").startswith(expected)
+    assert str(tmp_path / "s.toml") in line
+
+
+def test_a_wrong_model_file_is_named_itself(tmp_path: Path) -> None:
+    (tmp_path / "wrong.toml").write_text(MODEL.replace("heads = 4", "heads = 5"))
+    with pytest.raises(ConfigError, match=r"wrong\.toml.*heads = 5: a divisor of hidden = 16"):
+        load(tmp_path, '[[experiment]]\nname = "a"\nmodel = "wrong.toml"')
+
+
+def test_suite_without_a_head(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"s\.toml: suite: is missing"):
+        suites.parse({"experiment": []}, file="s.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [
+        (None, [], "No such file or directory: the path of a TOML file"),
+        ("nonsense", [], "not TOML: "),
+        (EXPERIMENT + "layout.tp = 3", [], "layout.tp = 3: a divisor of heads = 4"),
+        (EXPERIMENT, ["--only", "z*"], "--only = 'z*': a glob that matches an experiment of"),
+        (EXPERIMENT, ["--launcher", "pbs"], "--launcher = 'pbs': local"),
+        (
+            EXPERIMENT + 'system = "dgx2"',
+            [],
+            "system = 'dgx2': local (processor) or local-gpu (CUDA devices)",
+        ),
+    ],
+)
+def test_commands_say_it_on_one_line_and_start_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+    arguments: list[str],
+    expected: str,
+) -> None:
+    (tmp_path / "tiny.toml").write_text(MODEL)
+    path = tmp_path / "s.toml"
+    if text is not None:
+        path.write_text('[suite]\nname = "s"\n' + text)
+    results = tmp_path / "results"
+    assert cli.main(["run", str(path), "--results", str(results), "--json", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert expected in err
+    assert not results.exists()
+
+
+def test_gpus_that_are_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (tmp_path / "tiny.toml").write_text(MODEL)
+    path = tmp_path / "s.toml"
+    path.write_text('[suite]\nname = "s"\n' + EXPERIMENT + 'system = "local-gpu"\nlayout.dp = 2')
+    assert cli.main(["run", str(path)]) == 2
+    assert "2 CUDA devices (tp x dp), and 1 are visible here" in capsys.readouterr().err
+
+
+def test_the_packaged_suite_is_sound() -> None:
+    suite = suites.load(Path(__file__).parents[1] / "suites" / "smoke.toml")
+    names = {entry.experiment.name for entry in suite.entries}
+    assert {f"states-z{z}-dp{dp}" for z in range(4) for dp in (1, 2, 4)} <= names
+    assert {f"parity-z{z}-tp2-dp2" for z in range(4)} <= names
+    compared = {(row.baseline, subject) for row in suite.comparisons for subject in row.subjects}
+    assert ("speed-torch-z0-dp2", "speed-z0-dp2") in compared
+    assert suite.entry("limit-z0-dp2").expect == "oom"

@@ -1,0 +1,134 @@
+"""The command line: help with examples, a quick start without torch, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from repro import __version__, cli
+from repro.config import ConfigError
+
+COMMANDS = ("run", "claims", "models", "report", "doctor")
+HEAVY = ("torch", "pandas", "scipy", "numpy", "matplotlib", "seaborn")
+
+
+def process(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert f"Example:  repro {command}" in capsys.readouterr().out
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"]):
+        assert cli.main(arguments) == 0
+        out = capsys.readouterr().out
+        assert all(command in out for command in COMMANDS)
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in COMMANDS), ["models"], ["claims"]]
+)
+def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "import repro.cli\n"
+        "repro.cli.main(sys.argv[1:])\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    assert process(code, *arguments).stderr.strip().splitlines()[-1] == "[]"
+
+
+def test_planning_a_run_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "import repro.launch.run, repro.results.frame, repro.claims, repro.config, repro.suites\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = process(code)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def raising(error: BaseException) -> Callable[..., int]:
+    def command(*arguments: Any) -> int:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (
+            ConfigError("layout.tp", 3, "a divisor of heads = 4", file="s.toml"),
+            2,
+            "s.toml: layout.tp = 3: a divisor",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+        (
+            PermissionError(13, "Permission denied", "results/records"),
+            1,
+            "results/records: Permission denied",
+        ),
+    ],
+)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    says: str,
+) -> None:
+    from repro.launch import run
+
+    monkeypatch.setattr(run, "command", raising(error))
+    assert cli.main(["run", "s.toml"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert len(err.splitlines()) == bool(says)
+
+
+def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from repro.launch import run
+
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(run, "command", lambda *arguments: seen.append(arguments) or 1)
+    assert cli.main(["run", "s.toml", "--only", "a*", "--only", "b", "--rerun", "--json"]) == 1
+    assert [str(value) for value in seen[0]] == ["s.toml", "['a*', 'b']", "results", "local", "True", "True"]
+
+
+@pytest.mark.parametrize("arguments", [["runn"], ["run"], ["run", "s.toml", "--jsn"], ["models", "a", "b"]])
+def test_wrong_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    code = "import sys; from repro.cli import main; sys.exit(main(['claims', '--json']))"
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -c "{code}" | head -c 10'],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_benchmark_of_the_start(benchmark: Any) -> None:
+    code = "import sys; from repro.cli import main; sys.exit(main(['claims', '--help']))"
+    benchmark.pedantic(lambda: process(code), rounds=5)

@@ -1,0 +1,267 @@
+"""``repro run`` under every fault: the right outcome in the store, no orphan, and the next run does the rest.
+
+The ranks are stand-ins without torch that misbehave on request, and real ones in the last tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.results.store import Store
+from tests.launch.runs import (
+    experiments,
+    fill,
+    finish,
+    no_orphans,
+    ranks_of,
+    run,
+    small_disk,
+    start,
+    wait_for,
+    write_suite,
+)
+
+
+def outcomes(results: Path) -> dict[str, str]:
+    """The newest outcome of every experiment by name."""
+    return {record["name"]: record["outcome"] for record in Store(results).latest().values()}
+
+
+def reason(results: Path, name: str) -> str:
+    return next(record["reason"] for record in Store(results).latest().values() if record["name"] == name)
+
+
+def ran(log: Path) -> list[str]:
+    """Names of the experiments that ranks have begun, in order."""
+    return log.read_text().split() if log.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "says"),
+    [
+        (
+            "kill:b:1:3",
+            "error",
+            "rank 1 was killed by signal 9 (SIGKILL) at step 3, backward, after all_reduce #",
+        ),
+        ("stop:b:0:2", "hang", "rank 0 is stopped (SIGSTOP or a debugger) at step 2, backward"),
+        ("nan:b:1:2", "diverged", "rank 1 at step 2, backward, after all_reduce #"),
+    ],
+)
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_one_bad_experiment_costs_the_others_nothing(
+    tmp_path: Path, fault: str, outcome: str, says: str, shared: bool
+) -> None:
+    suite = write_suite(tmp_path, experiments(*"abc", extra='launch = "x"' if shared else ""))
+    results, log = tmp_path / "results", tmp_path / "log"
+    code, out, _ = run(suite, results, FAKE_FAULT=fault, FAKE_LOG=str(log))
+    assert code == 1
+    assert outcomes(results) == {"a": "ok", "b": outcome, "c": "ok"}
+    assert says in reason(results, "b")
+    assert says in out
+    assert ran(log) == ["a", "b", "c"]
+    conclusive = outcome == "diverged"
+    assert conclusive or list((results / "logs").iterdir()), "the logs of a failure are kept"
+    # The cause is gone: the next run does what is missing, and nothing else.
+    log.unlink()
+    code, out, _ = run(suite, results, FAKE_LOG=str(log))
+    assert ran(log) == ([] if conclusive else ["b"])
+    assert code == (1 if conclusive else 0)
+    assert outcomes(results)["b"] == ("diverged" if conclusive else "ok")
+
+
+def test_out_of_memory_may_be_what_is_expected(tmp_path: Path) -> None:
+    body = experiments("a") + '[[experiment]]\nname = "b"\nexpect = "oom"\nlimits.memory_bytes = 50_000_000'
+    suite, results = write_suite(tmp_path, body), tmp_path / "results"
+    code, out, _ = run(suite, results, FAKE_FAULT="memory:b:1:3")
+    assert code == 0
+    assert outcomes(results) == {"a": "ok", "b": "oom"}
+    assert "rank 1 at step 3" in reason(results, "b")
+    assert "1 ok, 1 oom; all as expected" in out
+    code, out, _ = run(suite, results, "--rerun")
+    assert code == 1, "it fits now, and that is not expected"
+    assert outcomes(results) == {"a": "ok", "b": "ok"}
+
+
+def test_a_failure_in_a_comparison_leaves_the_rest_comparable(tmp_path: Path) -> None:
+    compare = '[[compare]]\nbaseline = "a"\nsubjects = ["b", "c"]\nrounds = 4'
+    suite, results = write_suite(tmp_path, experiments(*"abc") + compare), tmp_path / "results"
+    code, _, _ = run(suite, results, FAKE_FAULT="nan:b:0:2")
+    assert code == 1
+    assert outcomes(results) == {"a": "ok", "b": "diverged", "c": "ok"}
+    assert [record["name"] for record in Store(results).comparisons().values()] == ["a vs c"]
+    log = tmp_path / "log"
+    run(suite, results, FAKE_LOG=str(log))
+    assert ran(log) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(tmp_path: Path, number: int) -> None:
+    suite = write_suite(tmp_path, experiments(*"abc", extra='launch = "x"'))
+    results, log = tmp_path / "results", tmp_path / "log"
+    process = start(suite, results, "--json", FAKE_LOG=str(log), FAKE_STEP_S="0.1")
+    with no_orphans(process):
+        wait_for(lambda: ran(log) == ["a", "b"])
+        os.kill(process.pid, number)
+        code, out, _ = finish(process)
+    assert code == 128 + number
+    assert outcomes(results) == {"a": "ok", "b": "interrupted"}
+    assert "rank 0 was" in reason(results, "b") or "ranks 0, 1 at step" in reason(results, "b")
+    document = json.loads(out)
+    assert document["counts"] == {"ok": 1, "interrupted": 1, "not run": 1}
+    log.unlink()
+    assert run(suite, results, FAKE_LOG=str(log))[0] == 0
+    assert ran(log) == ["b", "c"]
+
+
+def test_kill_9_of_the_launcher_leaves_no_orphan_and_loses_nothing(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, experiments(*"abc"))
+    results, log = tmp_path / "results", tmp_path / "log"
+    process = start(suite, results, FAKE_LOG=str(log), FAKE_STEP_S="0.1")
+    wait_for(lambda: ran(log) == ["a", "b"])
+    (folder,) = {Path(rank.cmdline()[rank.cmdline().index("--folder") + 1]) for rank in ranks_of(process)}
+    with no_orphans(process):
+        os.kill(process.pid, signal.SIGKILL)
+        finish(process)
+    assert outcomes(results) == {"a": "ok"}
+    assert folder.exists()
+    log.unlink()
+    assert run(suite, results, FAKE_LOG=str(log))[0] == 0
+    assert ran(log) == ["b", "c"]
+    assert outcomes(results) == {"a": "ok", "b": "ok", "c": "ok"}
+    assert Store(results).torn == []
+    assert not folder.exists(), "the next run removes what the killed one could not"
+
+
+def test_a_rank_dies_with_a_launcher_that_died_before_it_was_ready(tmp_path: Path) -> None:
+    """The moment between a rank's start and its request to die with its parent is covered as well."""
+    suite = write_suite(tmp_path, experiments("a"))
+    process = start(suite, tmp_path / "results", FAKE_STEP_S="1")
+    with no_orphans(process):
+        os.kill(process.pid, signal.SIGKILL)
+        finish(process)
+
+
+def test_two_runs_at_once_share_the_work(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, experiments(*"abcdef"))
+    results, log = tmp_path / "results", tmp_path / "log"
+    both = [start(suite, results, FAKE_LOG=str(log), FAKE_STEP_S="0.03") for _ in range(2)]
+    ends = [finish(process) for process in both]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert sorted(ran(log)) == list("abcdef"), "each experiment once"
+    records = Store(results).records()
+    assert sorted(record["name"] for record in records) == list("abcdef")
+    assert {record["outcome"] for record in records} == {"ok"}
+    assert len(list((results / "records").glob("*.jsonl"))) == 2, "both have worked"
+
+
+def test_the_same_experiment_under_another_name_is_not_run_again(tmp_path: Path) -> None:
+    results, log = tmp_path / "results", tmp_path / "log"
+    run(write_suite(tmp_path, experiments("a"), name="first"), results)
+    assert run(write_suite(tmp_path, experiments("z"), name="second"), results, FAKE_LOG=str(log))[0] == 0
+    assert ran(log) == []
+    first, second = Store(results).records()
+    assert (second["suite"], second["name"], second["copy_of"]) == ("second", "z", first["id"])
+    assert second["metrics"] == first["metrics"]
+
+
+def test_a_full_disk_is_an_outcome(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, experiments("a", "b"))
+    log = tmp_path / "log"
+    with small_disk(tmp_path) as disk:
+        results = disk / "results"
+        process = start(suite, results, FAKE_LOG=str(log), FAKE_STEP_S="0.2")
+        wait_for(lambda: ran(log) == ["a"])
+        fill(disk)
+        code, out, err = finish(process)
+        assert code == 1
+        assert "Traceback" not in err
+        assert "disk full" in out
+        assert outcomes(results) == {"a": "error"}
+        assert "disk full" in reason(results, "a")
+        assert ran(log) == ["a"], "with a full disk nothing more is started"
+        (disk / "filler").unlink()
+        assert run(suite, results, FAKE_LOG=str(log))[0] == 0
+        assert outcomes(results) == {"a": "ok", "b": "ok"}
+
+
+def test_results_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, out, err = run(write_suite(tmp_path, experiments("a")), tmp_path / "file" / "results")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_progress_says_what_runs_and_what_is_left(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, experiments("a", "b"))
+    code, out, err = run(suite, tmp_path / "results", "--json")
+    assert code == 0
+    assert json.loads(out)["counts"] == {"ok": 2}
+    assert "start a, 2 ranks (2 left, 0:00 elapsed)" in err
+    assert "[2/2] b  ok" in err
+    _, out, err = run(suite, tmp_path / "results")
+    assert "2 already in the store, 0 to run" in err
+    assert out.startswith("faults: 2 experiments: 2 ok; all as expected")
+
+
+REAL: dict[str, Any] = {"fake": False}
+
+
+def test_real_ranks_run_out_of_memory_and_diverge(tmp_path: Path) -> None:
+    body = """
+        [[experiment]]
+        name = "well"
+        launch = "x"
+        [[experiment]]
+        name = "nan"
+        launch = "x"
+        training = { lr = 1e30, clip = 0.0 }
+        [[experiment]]
+        name = "big"
+        expect = "oom"
+        model = "limit-40m"
+        limits.memory_bytes = 50_000_000
+    """
+    suite, results = write_suite(tmp_path, body, limits="hang_s = 60"), tmp_path / "results"
+    code, out, err = run(suite, results, **REAL)
+    assert code == 1, err
+    assert outcomes(results) == {"well": "ok", "nan": "diverged", "big": "oom"}, out
+    assert "is nan" in reason(results, "nan") or "is inf" in reason(results, "nan")
+    assert "init: " in reason(results, "big")
+
+
+@pytest.mark.parametrize(("number", "outcome"), [(signal.SIGKILL, "error"), (signal.SIGSTOP, "hang")])
+def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: str) -> None:
+    body = '[[experiment]]\nname = "long"\ntraining.steps = 100000\nlayout.zero = 3'
+    suite, results = write_suite(tmp_path, body, limits="hang_s = 8"), tmp_path / "results"
+    process = start(suite, results, **REAL)
+    with no_orphans(process) as ranks:
+        folder = Path(ranks[0].cmdline()[ranks[0].cmdline().index("--folder") + 1])
+        wait_for(lambda: _step(folder) > 20, 60)
+        os.kill(ranks[1].pid, number)
+        code, _, _ = finish(process, 90)
+    assert code == 1
+    assert outcomes(results) == {"long": outcome}
+    why = reason(results, "long")
+    assert (
+        "rank 1 was killed by signal 9 (SIGKILL) at step" if outcome == "error" else "rank 1 is stopped"
+    ) in why
+    assert ", after " in why
+    assert " on " in why
+
+
+def _step(folder: Path) -> int:
+    from repro.launch.beacon import _PHASE  # reading another process's beacon without clearing it
+
+    try:
+        raw = (folder / "beacon").read_bytes()
+    except OSError:
+        return 0
+    return int(_PHASE.unpack_from(raw, 0)[2]) if raw else 0
