@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from repro.parallel import storage
-from repro.parallel.comm import AVERAGE, SUM, Group, Work
+from repro.parallel.comm import SUM, Group, Work
 from repro.parallel.partition import BucketPlan
 
 InitialValues = Callable[[int, int, int], Tensor]
@@ -155,20 +155,20 @@ class Bucket:
         return self.gradients[place.start : place.stop]
 
     def reduce(self, *, add: bool) -> Work:
-        """Average the gradients over the group, leaving this rank's shard in ``gradient_shard``.
+        """Sum the gradients over the group, leaving this rank's shard in ``gradient_shard``.
 
         ``add`` (stages 2 and 3): add to what earlier micro-batches left there.
         """
         full = self.gradients
         assert full is not None
         if self.stage == 0 or self.all_reduce_first:
-            return self.group.all_reduce(full, AVERAGE, purpose="gradients")
+            return self.group.all_reduce(full, purpose="gradients")
         if self.stage == 1:
-            return self.group.reduce_scatter(self.gradient_shard, full, AVERAGE, purpose="gradients")
+            return self.group.reduce_scatter(self.gradient_shard, full, purpose="gradients")
         output = self.gradient_shard
         if add:
             output = storage.empty(self.plan.shard, full, storage.COMMUNICATION)
-        work = self.group.reduce_scatter(output, full, AVERAGE, purpose="gradients")
+        work = self.group.reduce_scatter(output, full, purpose="gradients")
 
         def finish() -> None:
             work.wait()

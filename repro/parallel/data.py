@@ -84,11 +84,14 @@ class GradientReducer:
         return collect
 
     def _store(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
+        # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
         view = bucket.gradient_view(slot).view(gradient.shape)
-        if self._first or bucket.stage >= 2:
-            view.copy_(gradient)
+        if not self._first and bucket.stage < 2:
+            view.add_(gradient, alpha=1 / bucket.group.size)
+        elif bucket.group.size > 1:
+            torch.mul(gradient, 1 / bucket.group.size, out=view)
         else:
-            view.add_(gradient)
+            view.copy_(gradient)
 
     def _fill_missing(self, b: int, bucket: Bucket) -> None:
         if self._first or bucket.stage >= 2:

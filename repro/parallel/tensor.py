@@ -41,7 +41,7 @@ def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
     b, s, h = x.shape
     part = torch.empty((b, s // tp.size, h), dtype=x.dtype, device=x.device)
     parts = x.view(b, tp.size, s // tp.size, h).transpose(0, 1).contiguous()
-    return part, tp.reduce_scatter(part.view(-1), parts.view(-1), SUM, purpose)
+    return part, tp.reduce_scatter(part.view(-1), parts.view(-1), purpose)
 
 
 class _ColumnLinear(torch.autograd.Function):
