@@ -10,6 +10,7 @@ import pytest
 
 from repro.config import Experiment, Layout, Limits, Model, Training
 from repro.launch import rank as rank_program
+from repro.launch import supervise
 from repro.launch.beacon import Position
 from repro.launch.job import Job
 from repro.launch.local import LocalLaunch, environment
@@ -25,7 +26,7 @@ def experiment(name: str, **limits: Any) -> Experiment:
         model=MODEL,
         layout=Layout(dp=2),
         training=Training(steps=6, untimed_steps=1),
-        limits=Limits(**{"hang_s": 1.0, **limits}),
+        limits=Limits(**{"hang_s": 2.0, **limits}),
     )
 
 
@@ -46,7 +47,7 @@ CASES = {
         "error",
         "rank 1 was killed by signal 9 (SIGKILL) at step 3, backward, after all_reduce #10 on dp",
     ),
-    "stop:b:1:3": ("hang", "no progress for 1 s (limits.hang_s): rank 1 is stopped"),
+    "stop:b:1:3": ("hang", "no progress for 2 s (limits.hang_s): rank 1 is stopped"),
     "nan:b:0:2": ("diverged", "rank 0 at step 2, backward, after all_reduce #9 on dp: Diverged: loss is nan"),
     "raise:b:1:2": (
         "error",
@@ -81,22 +82,12 @@ def test_a_hang_leaves_the_stacks_of_those_who_wait(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_timeout_says_where_everybody_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.3")
-    ending, launched = launch(tmp_path, monkeypatch, "", timeout_s=0.8)
+def test_a_timeout_ends_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "1")
+    ending, launched = launch(tmp_path, monkeypatch, "", timeout_s=2, hang_s=60)
     launched.close(keep_logs=None)
     assert (ending.outcome, ending.experiment) == ("timeout", 0)
-    assert "not done after 0.8 s (limits.timeout_s)" in ending.reason
-    assert "at step" in ending.reason
-
-
-def test_time_is_counted_for_each_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharing a launch costs nobody its time: two of 0.9 s are both under a limit of 1.5 s."""
-    monkeypatch.setenv("FAKE_STEP_S", "0.15")
-    ending, launched = launch(tmp_path, monkeypatch, "", timeout_s=1.5)
-    launched.close(keep_logs=None)
-    assert ending.outcome == "ok"
-    assert sum(ending.spent_s) > 1.5
+    assert "not done after 2 s (limits.timeout_s)" in ending.reason
 
 
 class Scripted:
@@ -166,6 +157,60 @@ def test_interrupted_says_where_it_was() -> None:
     ending = watch(Scripted([None, None, None], {}), interrupted=lambda: True)
     assert ending.outcome == "interrupted"
     assert "rank 1 was at step 5" in ending.reason
+
+
+class Clock:
+    """Time that passes only in sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 100.0
+        monkeypatch.setattr(supervise, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Timed(Scripted):
+    """Two experiments of a second each, then the end."""
+
+    def __init__(self, clock: Clock, timeout_s: float):
+        super().__init__([None] * 3, {})
+        limits = {"timeout_s": timeout_s}
+        self.job = Job(experiments=[experiment("a", **limits), experiment("b", **limits)])
+        self.clock, self.began = clock, clock.now
+
+    def poll(self, rank: int) -> int | None:
+        return 0 if self.clock.now > self.began + 2 else None
+
+    def position(self, rank: int) -> Position:
+        index = int(self.clock.now > self.began + 1)
+        return Position(index, 5, "forward", 40, "all_gather", "tp", self.clock.now)
+
+
+def test_time_is_counted_for_each_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharing a launch costs nobody its time: two of one second are both under a limit of 1.5 s."""
+    ending = watch(Timed(Clock(monkeypatch), timeout_s=1.5))
+    assert ending.outcome == "ok"
+    assert ending.spent_s == pytest.approx([1, 1], abs=0.1)
+
+
+def test_a_timeout_says_where_everybody_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = watch(Timed(Clock(monkeypatch), timeout_s=0.5))
+    assert (ending.outcome, ending.experiment) == ("timeout", 0)
+    assert "ranks 0, 1, 2 at step 5, forward, after all_gather #40 on tp" in ending.reason
+
+
+def test_the_start_may_take_longer_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    scripted = Scripted([None] * 3, {})
+    monkeypatch.setattr(scripted, "position", lambda rank: Position(0, 0, "start", 0, "", "", 0.0))
+    ending = watch(scripted)
+    assert (ending.outcome, ending.experiment) == ("hang", -1)
+    assert "no progress for 120 s: rank 0 is at start-up" in ending.reason
+    assert clock.now > 100 + 120
 
 
 def test_cores_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
