@@ -76,7 +76,7 @@ format: $(INSTALLED_TEST)
 	$(BIN)/ruff check --fix .
 
 benchmarks: $(INSTALLED_TEST)
-	$(BIN)/python -m pytest --benchmark-only --override-ini='addopts=' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --benchmark-only --override-ini='addopts=--import-mode=importlib' $(PYTEST_ARGS)
 
 clean:
 	rm -rf reports/out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

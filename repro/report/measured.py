@@ -54,6 +54,11 @@ def select(records: Iterable[Record]) -> Selection:
     )
 
 
+def accounted(record: Record) -> bool:
+    """Whether the record's memory is known by category: the comparison engines' tensors carry no mark."""
+    return bool(record["memory_by_rank"]) and record["metrics"].get("memory.states_bytes", 0) > 0
+
+
 def experiment_row(record: Record) -> dict[str, Any]:
     """One line of the table of experiments, every number as text."""
     metrics = record["metrics"]
@@ -62,6 +67,7 @@ def experiment_row(record: Record) -> dict[str, Any]:
     def of(name: str) -> float | None:
         return metrics.get(name)
 
+    known = accounted(record)
     spread = ""
     if of("step_seconds.median") is not None:
         spread = f"[{text.seconds(of('step_seconds.p20'))}, {text.seconds(of('step_seconds.p80'))}]"
@@ -77,8 +83,8 @@ def experiment_row(record: Record) -> dict[str, Any]:
         "step": text.seconds(of("step_seconds.median")),
         "spread": spread,
         "tokens_per_s": text.count(of("tokens_per_s")),
-        "states": text.size(of("memory.states_bytes")),
-        "peak": text.size(of("memory.peak_bytes")),
+        "states": text.size(of("memory.states_bytes") if known else None),
+        "peak": text.size(of("memory.peak_bytes") if known else None),
         "resident": text.size(of("memory.rss_peak_bytes")),
         "sent": text.size(of("comm.sent_bytes")),
         "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else text.NOTHING,

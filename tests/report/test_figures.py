@@ -10,7 +10,7 @@ import synthetic
 from repro.report import text
 from repro.report.figures import communication, comparison, draw_all, loss, peak, states
 from repro.report.figures.style import CATEGORY, look
-from repro.report.measured import layout, machines, select
+from repro.report.measured import experiment_row, layout, machines, select
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,15 @@ def test_peak_uses_the_fullest_rank(chosen: Any) -> None:
     large = {**small, "peak": {**small["peak"], "total": small["peak"]["total"] + 1}}
     assert peak.fullest(record | {"memory_by_rank": [small, large]}) == large["peak"]
     assert set(CATEGORY) | {"total"} == set(small["peak"])
+
+
+def test_memory_that_is_not_accounted_for_is_left_out_and_said(chosen: Any) -> None:
+    foreign = chosen.experiments[0] | {"name": "speed-torch-z0-dp2"}
+    foreign["metrics"] = foreign["metrics"] | {"memory.states_bytes": 0}
+    drawing = drawn(peak, [*chosen.experiments, foreign])
+    assert "smoke/speed-torch-z0-dp2" not in drawing.records
+    assert "Left out: 1 experiments" in drawing.caption
+    assert experiment_row(foreign)["peak"] == "–"
 
 
 def test_only_failures(chosen: Any) -> None:

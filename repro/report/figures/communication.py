@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from repro.report.figures.style import (
     BLUE,
     GREEN,
@@ -17,6 +19,9 @@ from repro.report.figures.style import (
     succeeded,
     zero,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TITLE = "Communication volume by stage"
 RUN = "repro run suites/smoke.toml"
@@ -81,7 +86,7 @@ def _column(record: Record) -> int:
     return zero(record)
 
 
-def _legend(axes, degrees: list[int]) -> None:  # type: ignore[no-untyped-def]
+def _legend(axes: Axes, degrees: list[int]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -18,7 +18,7 @@ def draw(comparisons: list[Record]) -> Drawing:
     figure, axes = canvas(1.3 + 0.32 * len(shown))
     for y, record in enumerate(shown):
         low, high, ratio = record["low"], record["high"], record["ratio"]
-        rounds = [subject / baseline for baseline, subject in record.get("pairs", []) if baseline]
+        rounds = _ratios(record)
         axes.scatter(rounds, [y + 0.24] * len(rounds), s=12, color=MUTED, alpha=0.55, linewidths=0, zorder=2)
         known = low is not None and high is not None
         colour = ORANGE if known and high < 1 else BLUE
@@ -31,22 +31,20 @@ def draw(comparisons: list[Record]) -> Drawing:
     axes.axvline(1, color=INK, linewidth=1.2)
     axes.set_yticks(range(len(shown)), [f"{r['subject']['name']}  /  {r['baseline']['name']}" for r in shown])
     axes.set_ylim(len(shown) - 0.4, -0.6)
-    spread = [
-        abs(x - 1) for r in shown for x in (r["low"] or r["ratio"], r["high"] or r["ratio"], *_ratios(r))
-    ]
-    reach = max(0.12, 1.08 * max(spread))
-    axes.set_xlim(max(0, 1 - reach), 1 + reach)
+    ends = [1.0, *(x for r in shown for x in (r["low"], r["high"], r["ratio"], *_ratios(r)) if x is not None)]
+    margin = 0.06 * max(0.2, max(ends) - min(ends))
+    axes.set_xlim(min(ends) - margin, max(ends) + margin)
     axes.set_xlabel("samples/s, subject over baseline (right of 1: the subject is faster)")
     quiet(axes, "x")
 
-    rounds_text = " to ".join(
-        str(n) for n in sorted({min(r["rounds"] for r in shown), max(r["rounds"] for r in shown)})
-    )
+    rounds = sorted({r["rounds"] for r in shown})
     caption = (
-        f"The pairs ran interleaved (A B A B ...) in {rounds_text} rounds. Large dots: median of the rounds' "
-        "ratios; bars: its 95 % bootstrap interval (BCa; five rounds cannot give more than 94 % coverage); "
-        "small dots: single rounds. Orange: the whole interval is below 1."
+        f"The pairs ran interleaved (A B A B ...) in {' or '.join(map(str, rounds))} rounds. Large dots: "
+        "median of the rounds' ratios; bars: its 95 % bootstrap interval (BCa); small dots: single rounds. "
+        "Orange: the whole interval is below 1."
     )
+    if rounds[0] <= 5:
+        caption += " An interval from five rounds or fewer cannot give more than 94 % coverage."
     return Drawing("comparison", TITLE, caption, tuple(map(label, shown)), "", figure)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from repro.report import text
 from repro.report.figures.style import CATEGORY, Drawing, Record, canvas, label, quiet
+from repro.report.measured import accounted
 
 TITLE = "Peak memory of one step by category"
 RUN = "repro run suites/smoke.toml"
@@ -11,7 +12,8 @@ RUN = "repro run suites/smoke.toml"
 
 def draw(records: list[Record]) -> Drawing:
     """One panel a model, one bar an experiment: what was live when the fullest rank held most."""
-    shown = [r for r in records if r["outcome"] == "ok" and r["memory_by_rank"]]
+    shown = [r for r in records if r["outcome"] == "ok" and accounted(r)]
+    others = [r for r in records if r["outcome"] == "ok" and not accounted(r)]
     if not shown:
         return Drawing("peak", TITLE, "No experiment in the store that ended ok.", (), RUN)
     panels: dict[str, list[Record]] = {}
@@ -55,6 +57,11 @@ def draw(records: list[Record]) -> Drawing:
         "Category 'other' is what backward and the optimizer allocate for a moment. The allocator's "
         "overhead and the process itself are not in it; the table gives the resident size."
     )
+    if others:
+        engines = ", ".join(sorted({r["experiment"]["engine"] for r in others}))
+        caption += (
+            f" Left out: {len(others)} experiments of engine {engines}, whose tensors are not accounted for."
+        )
     return Drawing("peak", TITLE, caption, tuple(map(label, shown)), "", figure)
 
 

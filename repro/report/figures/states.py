@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from repro.report.figures.style import (
     CATEGORY,
@@ -18,6 +19,10 @@ from repro.report.figures.style import (
     succeeded,
     zero,
 )
+from repro.report.measured import accounted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PREFIX = "states-"
 PARTS = ("parameters", "gradients", "optimizer")
@@ -33,7 +38,7 @@ def bytes_per_parameter(stage: int, nd: int) -> float:
 
 def draw(records: list[Record]) -> Drawing:
     """Bars: bytes measured from storages, largest rank, per parameter.  Diamonds: the formula."""
-    shown = [r for r in succeeded(records, PREFIX) if "memory.states_bytes" in r["metrics"]]
+    shown = [r for r in succeeded(records, PREFIX) if accounted(r) and _precision(r) != "fp32"]
     models = Counter(r["experiment"]["model"]["name"] for r in shown)
     if not shown:
         return Drawing("states", TITLE, "No record of a states-* experiment.", (), RUN)
@@ -70,14 +75,17 @@ def draw(records: list[Record]) -> Drawing:
     right.spines["right"].set_visible(True)
     right.spines["right"].set_color(MUTED)
     quiet(axes, "y")
-    _legend(axes)
+    _legend(axes, "/".join(sorted({_precision(r) for r in shown})))
 
     worst = max(abs(_measured(r, psi) / bytes_per_parameter(zero(r), dp(r)) - 1) for r in shown)
     caption = (
         f"Persistent model states of {model} between steps, measured from the tensors' storages on the rank "
-        f"that holds most. Diamonds: {', '.join(FORMULA.values())} with K = 12 (ZeRO paper, sec. 5). Largest "
-        f"difference between bar and diamond: {100 * worst:.2g} %; shards are padded to equal sizes."
+        f"that holds most. Diamonds: {', '.join(FORMULA.values())} with K = 12 (ZeRO paper, sec. 5). "
     )
+    if worst:
+        caption += f"Largest difference between bar and diamond: {100 * worst:.2g} %; shards are padded to equal sizes."
+    else:
+        caption += "Bars and diamonds are equal to the byte."
     return Drawing("states", TITLE, caption, tuple(map(label, shown)), _incomplete(shown), figure)
 
 
@@ -85,17 +93,21 @@ def _measured(record: Record, psi: float) -> float:
     return float(record["metrics"]["memory.states_bytes"]) / psi
 
 
+def _precision(record: Record) -> str:
+    return str(record["experiment"]["layout"]["precision"])
+
+
 def _place(degrees: list[int], record: Record) -> float:
     return 5 * degrees.index(dp(record)) + zero(record)
 
 
-def _legend(axes) -> None:  # type: ignore[no-untyped-def]
+def _legend(axes: Axes, precision: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     names = {
-        "parameters": "parameters (bf16)",
-        "gradients": "gradients (bf16)",
+        "parameters": f"parameters ({precision})",
+        "gradients": f"gradients ({precision})",
         "optimizer": "optimizer (fp32 master, m, v)",
     }
     handles: list[Patch | Line2D] = [Patch(color=CATEGORY[part], label=names[part]) for part in PARTS]
