@@ -104,10 +104,8 @@ def parse(data: dict[str, Any], *, file: str) -> Suite:
     rows = _tables(data, "experiment", file)
     if not rows:
         raise ConfigError("experiment", expected="is missing: at least one [[experiment]] table", file=file)
-    entries: list[Entry] = []
-    for number, row in enumerate(rows, 1):
-        entries.append(_entry(row, defaults, file=file, number=number))
-        _distinct(entries, file)
+    entries = [_entry(row, defaults, file=file, number=number) for number, row in enumerate(rows, 1)]
+    _distinct(entries, file)
     comparisons = tuple(_comparison(row, entries, file) for row in _tables(data, "compare", file))
     _launches(entries, comparisons, file)
     return Suite(
@@ -138,7 +136,9 @@ def _entry(data: Any, defaults: dict[str, Any], *, file: str, number: int) -> En
     if not isinstance(name, str) or not name:
         raise ConfigError("name", expected=f"is missing in [[experiment]] number {number}", file=file)
     place = f'{file}: experiment "{name}"'
-    build(_Row, data, file=place)
+    for section in _PARTS:
+        if not isinstance(data.get(section, {}), dict):
+            raise ConfigError(section, data[section], "a table", file=place)
     row = build(_Row, {**defaults, **{k: v for k, v in data.items() if k not in _PARTS}}, file=place)
     if not row.model:
         raise ConfigError("model", expected="is missing: the name of a model, see `repro models`", file=place)
@@ -212,17 +212,18 @@ def _data(training: Training, model: Model) -> None:
 
 
 def _distinct(entries: list[Entry], file: str) -> None:
-    """The newest experiment has a name and conditions that no other has."""
-    *others, newest = [entry.experiment for entry in entries]
-    for other in others:
-        if other.name == newest.name:
-            raise ConfigError("name", newest.name, "a name that no other experiment has", file=file)
-        if other.key == newest.key:
-            raise ConfigError(
-                f'experiment "{newest.name}"',
-                expected=f'has the same conditions as "{other.name}"; leave one of them out',
-                file=file,
-            )
+    """Every experiment has a name and conditions that no other has."""
+    names: set[str] = set()
+    keys: dict[str, str] = {}
+    for entry in entries:
+        name, key = entry.experiment.name, entry.experiment.key
+        if name in names:
+            raise ConfigError("name", name, "a name that no other experiment has", file=file)
+        if key in keys:
+            right = f'has the same conditions as "{keys[key]}"; leave one of them out'
+            raise ConfigError(f'experiment "{name}"', expected=right, file=file)
+        names.add(name)
+        keys[key] = name
 
 
 def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:

@@ -42,19 +42,20 @@ def ran(log: Path) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
-@pytest.mark.parametrize(
-    ("fault", "outcome", "says"),
-    [
-        (
-            "kill:b:1:3",
-            "error",
-            "rank 1 was killed by signal 9 (SIGKILL) at step 3, backward, after all_reduce #",
-        ),
-        ("stop:b:0:2", "hang", "rank 0 is stopped (SIGSTOP or a debugger) at step 2, backward"),
-        ("nan:b:1:2", "diverged", "rank 1 at step 2, backward, after all_reduce #"),
-    ],
+KILLED = (
+    "kill:b:1:3",
+    "error",
+    "rank 1 was killed by signal 9 (SIGKILL) at step 3, backward, after all_reduce #",
 )
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+STOPPED = ("stop:b:0:2", "hang", "rank 0 is stopped (SIGSTOP or a debugger) at step 2, backward")
+DIVERGED = ("nan:b:1:2", "diverged", "rank 1 at step 2, backward, after all_reduce #")
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "says", "shared"),
+    [(*KILLED, False), (*KILLED, True), (*STOPPED, True), (*DIVERGED, True)],
+    ids=["killed", "killed in a shared launch", "stopped", "diverged"],
+)
 def test_one_bad_experiment_costs_the_others_nothing(
     tmp_path: Path, fault: str, outcome: str, says: str, shared: bool
 ) -> None:
@@ -240,7 +241,7 @@ def test_real_ranks_run_out_of_memory_and_diverge(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "outcome"), [(signal.SIGKILL, "error"), (signal.SIGSTOP, "hang")])
 def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: str) -> None:
     body = '[[experiment]]\nname = "long"\ntraining.steps = 100000\nlayout.zero = 3'
-    suite, results = write_suite(tmp_path, body, limits="hang_s = 8"), tmp_path / "results"
+    suite, results = write_suite(tmp_path, body, limits="hang_s = 6"), tmp_path / "results"
     process = start(suite, results, **REAL)
     with no_orphans(process) as ranks:
         folder = Path(ranks[0].cmdline()[ranks[0].cmdline().index("--folder") + 1])
