@@ -29,7 +29,7 @@ class Progress:
         self._experiments: list[Experiment] = []
         self._bars = _bars() if sys.stderr.isatty() else None
         if self._bars is not None:
-            self._all = self._bars.add_task("all", total=total, place="")
+            self._all = self._bars.add_task("all", total=total, place="experiments")
             self._one = self._bars.add_task("", total=None, visible=False, place="")
 
     def __enter__(self) -> Progress:
@@ -76,7 +76,7 @@ class Progress:
                 description=experiment.name,
                 completed=position.step,
                 total=steps,
-                place=f"step {position.step}/{steps} {position.phase}",
+                place=f"steps, {position.phase}",
             )
         elif time.monotonic() - self._spoke > HEARTBEAT_S:
             self.say(
