@@ -140,13 +140,15 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_loses_nothing(tmp_path: Pat
     assert not folder.exists(), "the next run removes what the killed one could not"
 
 
-def test_a_rank_dies_with_a_launcher_that_died_before_it_was_ready(tmp_path: Path) -> None:
-    """The moment between a rank's start and its request to die with its parent is covered as well."""
-    suite = write_suite(tmp_path, experiments("a"))
-    process = start(suite, tmp_path / "results", FAKE_STEP_S="1")
+def test_a_launcher_that_dies_while_its_ranks_start(tmp_path: Path) -> None:
+    """The ranks have not yet asked the kernel to die with it, or have just done so."""
+    suite, results = write_suite(tmp_path, experiments("a")), tmp_path / "results"
+    process = start(suite, results, FAKE_STEP_S="1")
     with no_orphans(process):
         os.kill(process.pid, signal.SIGKILL)
         finish(process)
+    assert run(suite, results)[0] == 0
+    assert outcomes(results) == {"a": "ok"}
 
 
 def test_two_runs_at_once_share_the_work(tmp_path: Path) -> None:
