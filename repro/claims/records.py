@@ -81,10 +81,17 @@ class Records:
             """Throughput of ``subject`` over ``baseline`` in one interleaved run, with its 95 % interval."""
             record = self._comparisons.get((subject, baseline))
             if record is not None:
-                return Uncertain(record["ratio"], record["low"], record["high"])
+                return Uncertain(*_interval(record))
             record = self._comparisons.get((baseline, subject))
             if record is not None:
-                return Uncertain(1 / record["ratio"], 1 / record["high"], 1 / record["low"])
+                ratio, low, high = _interval(record)
+                return Uncertain(1 / ratio, 1 / high, 1 / low)
             raise Missing(subject, f"not compared with {baseline} in one run")
 
         return {"metric": metric, "parameters": parameters, "outcome": outcome, "compared": compared}
+
+
+def _interval(comparison: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Ratio and its interval; too few rounds have none, and the ratio stands alone."""
+    ratio, low, high = (comparison[name] for name in ("ratio", "low", "high"))
+    return ratio, ratio if low is None else low, ratio if high is None else high

@@ -130,7 +130,9 @@ class GlooTransport:
         self._tag = (self._tag + 1) % (1 << 16)
         return self._tag
 
-    def _exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[dist.Work]:
+    def _exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> list[dist.Work]:
         tag, works = self._next_tag(), []
         for tensor, rank in receives:
             works.append(dist.irecv(tensor, self._global[rank], group=self.group, tag=tag))

@@ -47,7 +47,7 @@ def experiment_record(
         "evidence": "measured",
         "outcome": outcome,
         "reason": reason,
-        "metrics": _metrics(results) if results else {},
+        "metrics": _metrics(results, counted=experiment.engine == "native") if results else {},
         "series": series,
         "flops_formula": results[0]["flops_formula"] if results else "",
         "memory_by_rank": _plain([result["memory"] for result in results]),
@@ -106,7 +106,8 @@ def _round_rates(results: list[RankResult]) -> list[float]:
     return [samples / median(steps) if steps else math.nan for steps in step_seconds(results)]
 
 
-def _metrics(results: list[RankResult]) -> dict[str, float]:
+def _metrics(results: list[RankResult], counted: bool) -> dict[str, float]:
+    """``counted``: whether the engine counts what it sends; torch's own do not."""
     first = results[0]
     metrics: dict[str, float] = {
         "parameters": first["parameters"],
@@ -121,7 +122,8 @@ def _metrics(results: list[RankResult]) -> dict[str, float]:
     memories = [result["memory"] for result in results if "states" in result["memory"]]
     if memories:
         metrics.update(_memory(memories))
-    metrics.update(_communication(first))
+    if counted:
+        metrics.update(_communication(first))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

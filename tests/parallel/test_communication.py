@@ -141,7 +141,7 @@ def test_stage_3_gathers_one_block_ahead(two: RankPool) -> None:
             if op in ("forward starts", "backward runs"):
                 order.append((gathers["count"], f"{op} {what}"))
         last = TINY.layers - 1
-        asked = dict((name, count) for count, name in order)
+        asked = {name: count for count, name in order}
         # Forward: embeddings, then block 0, 1, ...; when block i starts, embeddings and blocks 0..i+1 are asked for.
         for i in range(last):
             assert asked[f"forward starts {i}"] == 1 + (i + 2)

@@ -76,10 +76,15 @@ VARIED = {
     "tiny-buckets": ({"bucket_bytes": 3000}, {}),
     "dropout": ({}, {"dropout": 0.1, "attention_dropout": 0.1}),
 }
-EVERYTHING = ({"micro_batch": 2, "recompute": True, "bucket_bytes": 3000}, {"dropout": 0.1, "attention_dropout": 0.1})
+EVERYTHING = (
+    {"micro_batch": 2, "recompute": True, "bucket_bytes": 3000},
+    {"dropout": 0.1, "attention_dropout": 0.1},
+)
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS[:4], LAYOUTS[5], LAYOUTS[6], LAYOUTS[14], LAYOUTS[17]], ids=name_of)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS[:4], LAYOUTS[5], LAYOUTS[6], LAYOUTS[14], LAYOUTS[17]], ids=name_of
+)
 def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout: Layout) -> None:
     """Recomputation, accumulation, the size of buckets and dropout, all at once: still one process's numbers."""
     settings, training = EVERYTHING
@@ -108,7 +113,9 @@ def test_mixed_precision_equals_one_process_within_its_rounding(
     found = run(pool_of(request, layout), tiny(replace(layout, precision=precision)))
     reference = torch.cat([p.float().flatten() for p in expected.parameters.values()])
     for trained in found:
-        torch.testing.assert_close(torch.tensor(trained.loss), torch.tensor(expected.loss), rtol=4 * unit, atol=0.0)
+        torch.testing.assert_close(
+            torch.tensor(trained.loss), torch.tensor(expected.loss), rtol=4 * unit, atol=0.0
+        )
         mine = torch.cat([trained.parameters[name].float().flatten() for name in expected.parameters])
         assert (mine - reference).norm() <= 4 * unit * reference.norm()
         assert trained.skipped == expected.skipped

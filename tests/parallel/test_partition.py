@@ -1,0 +1,79 @@
+"""The arithmetic of buckets and shards, for any sizes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro.parallel.mesh import dp_groups, shape_only, tp_groups
+from repro.parallel.partition import ALIGNMENT, plan_bucket, plan_buckets
+
+sizes = st.lists(st.tuples(st.integers(1, 200), st.sampled_from("ab")), min_size=1, max_size=12)
+ranks = st.integers(1, 9)
+
+
+@given(sizes, ranks, st.integers(1, 400))
+def test_every_parameter_is_in_one_bucket_whole_and_in_order(
+    entries: list[tuple[int, str]], n: int, limit: int
+) -> None:
+    plans = plan_buckets([(i, size, tag) for i, (size, tag) in enumerate(entries)], n, limit)
+    slots = [slot for plan in plans for slot in plan.slots]
+    assert [slot.index for slot in slots] == list(range(len(entries)))
+    assert [slot.stop - slot.start for slot in slots] == [size for size, _ in entries]
+    for plan in plans:
+        assert plan.numel <= limit or len(plan.slots) == 1
+        assert plan.slots[0].start == 0
+        assert all(a.stop == b.start for a, b in zip(plan.slots, plan.slots[1:], strict=False))
+
+
+@given(sizes, ranks)
+def test_shards_are_equal_aligned_and_barely_padded(entries: list[tuple[int, str]], n: int) -> None:
+    plan = plan_bucket([(i, size, tag) for i, (size, tag) in enumerate(entries)], n)
+    assert plan.shard * n == plan.padded
+    assert plan.shard % ALIGNMENT == 0
+    assert 0 <= plan.padded - plan.numel < n * ALIGNMENT
+
+
+@given(sizes, ranks)
+def test_pieces_and_ranges_cover_every_element_once(entries: list[tuple[int, str]], n: int) -> None:
+    """Putting all ranks' pieces back gives the parameters; ranges say the right tag for each element."""
+    plan = plan_bucket([(i, size, tag) for i, (size, tag) in enumerate(entries)], n)
+    owner = [(slot.index, e) for slot in plan.slots for e in range(slot.stop - slot.start)]
+    flat: list[tuple[int, int] | None] = [None] * plan.padded
+    tags: list[str | None] = [None] * plan.padded
+    for rank in range(n):
+        base = rank * plan.shard
+        for index, start, stop, place in plan.pieces(rank):
+            for k in range(stop - start):
+                assert flat[base + place + k] is None
+                flat[base + place + k] = (index, start + k)
+        for tag, start, stop in plan.ranges(rank):
+            for k in range(start, stop):
+                assert tags[base + k] is None
+                tags[base + k] = tag
+    assert flat[: plan.numel] == owner
+    assert all(element is None for element in flat[plan.numel :])
+    assert tags[: plan.numel] == [entries[index][1] for index, _ in owner]
+    assert all(tag is None for tag in tags[plan.numel :])
+
+
+@given(sizes, ranks)
+def test_neighbouring_ranges_differ(entries: list[tuple[int, str]], n: int) -> None:
+    """A shard has no more runs than it must: the optimizer makes one call a run."""
+    plan = plan_bucket([(i, size, tag) for i, (size, tag) in enumerate(entries)], n)
+    for rank in range(n):
+        runs = plan.ranges(rank)
+        assert all(a[0] != b[0] for a, b in zip(runs, runs[1:], strict=False))
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_grid_of_ranks(dp: int, tp: int) -> None:
+    """Every rank is in one group of each kind; tp neighbours are consecutive; the groups cross once."""
+    everyone = sorted(range(dp * tp))
+    assert sorted(r for group in tp_groups(dp, tp) for r in group) == everyone
+    assert sorted(r for group in dp_groups(dp, tp) for r in group) == everyone
+    for rank in everyone:
+        mesh = shape_only(dp, tp, rank)
+        assert mesh.tp.ranks == tuple(range(rank - rank % tp, rank - rank % tp + tp))
+        assert set(mesh.tp.ranks) & set(mesh.dp.ranks) == {rank}
+        assert (mesh.dp.rank, mesh.tp.rank) == divmod(rank, tp)

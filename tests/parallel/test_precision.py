@@ -1,0 +1,62 @@
+"""Dynamic loss scaling: the rules, one by one, and a run that really overflows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro.config import Layout
+from repro.parallel.precision import LossScaler
+from tests.pool import RankPool
+from tests.training import tiny, train
+
+
+class Rules:
+    """The same rules with plain numbers: what the 2019-2021 codes do."""
+
+    def __init__(self, scale: float, window: int, hysteresis: int):
+        self.scale, self.window, self.hysteresis = scale, window, hysteresis
+        self.good, self.left = 0, hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.good = 0
+            self.left -= 1
+            if self.left <= 0:
+                self.scale = max(self.scale / 2, 1.0)
+            return
+        self.good += 1
+        if self.good == self.window:
+            self.good, self.left, self.scale = 0, self.hysteresis, self.scale * 2
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 6), st.integers(1, 3))
+def test_scaler_follows_the_rules(overflows: list[bool], window: int, hysteresis: int) -> None:
+    scaler = LossScaler(2.0**16, window, hysteresis, torch.device("cpu"))
+    rules = Rules(2.0**16, window, hysteresis)
+    for overflow in overflows:
+        scaler.update(torch.tensor(float(overflow)))
+        rules.update(overflow)
+        assert float(scaler.scale) == rules.scale
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=0), Layout(dp=2, zero=3), Layout(tp=2)], ids=str)
+def test_overflow_is_agreed_and_skipped(two: RankPool, layout: Layout) -> None:
+    """A scale that overflows at once: all ranks skip the same steps, halve after two, and then learn."""
+    settings = {"micro_batch": 8 // layout.dp, "global_batch": 8, "precision": "fp16"}
+    found = two.run(
+        train, tiny(Layout(dp=layout.dp, tp=layout.tp, zero=layout.zero, **settings), loss_scale=2.0**24)
+    )
+    for trained in found:
+        assert trained.skipped == found[0].skipped
+        assert trained.scale == found[0].scale
+        assert trained.skipped[:2] == [0, 1], "2^24 must overflow"
+        first = next(step for step in range(21) if step not in trained.skipped)
+        assert len(trained.skipped) < 15
+        # Hysteresis 2: the first overflow leaves the scale, every further one halves it.
+        assert trained.scale[: first + 1] == [2.0**24 / 2 ** max(0, step - 1) for step in range(first + 1)]
+        # Skipped steps change nothing: the model is still the untrained one.
+        assert all(loss == pytest.approx(trained.loss[0], rel=0.1) for loss in trained.loss[: first + 1])
+        assert trained.loss[-1] < trained.loss[0]

@@ -1,0 +1,149 @@
+"""One experiment on one rank, in this process: what is seen and how it ends."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from repro.config import Experiment, Layout, Training
+from repro.measure.memory import MemoryTracker
+from repro.measure.timing import StepClock
+from repro.models.flops import hardware_flops, model_flops
+from repro.parallel import mesh as meshes
+from repro.train.run import Diverged, Run
+from repro.train.schedule import learning_rate
+from tests.training import tiny
+
+
+def start(experiment: Experiment) -> tuple[Run, list[tuple[int, str]]]:
+    torch.set_num_threads(1)
+    said: list[tuple[int, str]] = []
+    run = Run(
+        experiment, meshes.single(), torch.device("cpu"), lambda step, phase: said.append((step, phase))
+    )
+    return run, said
+
+
+def test_a_run_reports_all_that_it_saw() -> None:
+    experiment = tiny(Layout(micro_batch=2, global_batch=4, recompute=True), steps=7, untimed_steps=2)
+    run, said = start(experiment)
+    run.prelude()
+    run.steps(3)
+    run.steps(2)
+    result = run.result()
+    assert result["outcome"] == "ok"
+    assert [len(round_) for round_ in result["rounds"]] == [3, 2]
+    assert len(result["loss"]) == len(result["grad_norm"]) == 7
+    assert all(math.isfinite(loss) for loss in result["loss"])
+    assert result["samples_per_step"] == 4
+    assert result["tokens_per_step"] == 4 * experiment.seq
+    assert result["model_flops_per_step"] == model_flops(experiment.model, experiment.seq, 4)
+    assert result["hardware_flops_per_step"] == hardware_flops(experiment.model, experiment.seq, 4, True)
+    phases = result["phase_seconds"]
+    mean = sum(map(sum, result["rounds"])) / 5
+    assert sum(phases.values()) == pytest.approx(mean, rel=0.05)
+    assert min(phases.values()) > 0
+    states, peak = result["memory"]["states"], result["memory"]["peak"]
+    psi = result["parameters"] + result["padding"]
+    assert states == {"parameters": 4 * psi, "gradients": 4 * psi, "optimizer": 8 * psi}
+    assert peak["total"] == sum(size for name, size in peak.items() if name != "total")
+    assert peak["activations"] > 0
+    assert said[0] == (0, "init")
+    assert said[-1] == (6, "optimizer")
+    assert [phase for step, phase in said if step == 3] == ["forward", "backward"] * 2 + ["optimizer"]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step() -> None:
+    run, _ = start(tiny(Layout(), steps=8, untimed_steps=1, lr=1e18, warmup_steps=0, clip=0.0))
+    run.prelude()
+    with pytest.raises(Diverged, match=r"(loss|gradient norm) is (nan|inf) at step [1-7]"):
+        run.steps(7)
+    result = run.result("diverged", "why")
+    assert result["loss"]
+    assert all(math.isfinite(loss) for loss in result["loss"])
+
+
+def test_fp16_that_never_fits_counts_as_diverged() -> None:
+    run, _ = start(
+        tiny(Layout(precision="fp16"), steps=60, untimed_steps=1, lr=1e30, warmup_steps=0, eps=1e-30)
+    )
+    run.prelude()
+    with pytest.raises(Diverged, match="50 steps in a row overflowed"):
+        run.steps(59)
+
+
+def test_skipped_steps_are_counted_and_not_timed() -> None:
+    run, _ = start(tiny(Layout(precision="fp16"), steps=12, untimed_steps=1, loss_scale=2.0**22))
+    run.prelude()
+    run.steps(11)
+    result = run.result()
+    timed = sum(len(round_) for round_ in result["rounds"])
+    skipped_after_prelude = [step for step in result["skipped_steps"] if step >= 1]
+    assert result["skipped_steps"], "2^22 must overflow"
+    assert timed == 11 - len(skipped_after_prelude)
+    assert len(result["loss_scale"]) == 12
+
+
+def test_samples_follow_from_step_and_global_batch_alone() -> None:
+    """Replicas and micro-batches cut the same global batch, in the same order."""
+    whole = start(tiny(Layout(micro_batch=8)))[0]._micro_batches(3)[0].tokens
+    cut = start(tiny(Layout(micro_batch=2, global_batch=8)))[0]._micro_batches(3)
+    assert torch.equal(torch.cat([batch.tokens for batch in cut]), whole)
+    assert [batch.place.first_sample for batch in cut] == [0, 2, 4, 6]
+    replica = Experiment(
+        name="r",
+        model=tiny(Layout()).model,
+        layout=Layout(dp=4, micro_batch=2),
+        training=tiny(Layout()).training,
+    )
+    for rank in range(4):
+        run = Run(replica, meshes.shape_only(4, 1, rank), torch.device("cpu"), lambda step, phase: None)
+        (batch,) = run._micro_batches(3)
+        assert torch.equal(batch.tokens, whole[2 * rank : 2 * rank + 2])
+
+
+def test_learning_rate() -> None:
+    """Linear warm-up to the peak, then half a cosine down to the minimum, by hand."""
+    training = Training(steps=30, warmup_steps=10, lr=1.0, min_lr=0.1, schedule="cosine")
+
+    def rate(taken: int) -> float:
+        return float(learning_rate(training, torch.tensor(float(taken))))
+
+    assert rate(0) == pytest.approx(0.1)
+    assert rate(4) == pytest.approx(0.5)
+    assert rate(10) == pytest.approx(1.0)
+    assert rate(20) == pytest.approx(0.55)
+    assert rate(30) == pytest.approx(0.1)
+    assert rate(50) == pytest.approx(0.1)
+    constant = Training(steps=5, lr=0.3)
+    assert float(learning_rate(constant, torch.tensor(4.0))) == pytest.approx(0.3)
+
+
+def test_tracker_counts_storages_not_views() -> None:
+    with MemoryTracker() as tracker:
+        tracker.phase = "forward"
+        x = torch.zeros(100)
+        views = [x[10:], x.view(10, 10).t()]
+        assert tracker.live()["activations"] == 400
+        y = x + 1
+        assert tracker.live()["total"] == 800
+        del x, views
+        assert tracker.live()["total"] == 400
+        del y
+        assert tracker.live()["total"] == 0
+    assert tracker.peak["total"] == 800
+
+
+def test_clock_splits_a_step_into_phases() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(2):
+        clock.begin()
+        for phase in ("forward", "backward", "forward", "backward", "optimizer", "end"):
+            clock.mark(phase)
+    rows = clock.read()
+    assert len(rows) == 2
+    for row in rows:
+        assert row["step"] == pytest.approx(row["forward"] + row["backward"] + row["optimizer"], rel=1e-6)
+    assert clock.read() == []
