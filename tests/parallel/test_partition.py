@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,7 +65,7 @@ def test_neighbouring_ranges_differ(entries: list[tuple[int, str]], n: int) -> N
     plan = plan_bucket([(i, size, tag) for i, (size, tag) in enumerate(entries)], n)
     for rank in range(n):
         runs = plan.ranges(rank)
-        assert all(a[0] != b[0] for a, b in zip(runs, runs[1:], strict=False))
+        assert all(a[0] != b[0] for a, b in itertools.pairwise(runs))
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
