@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import sys
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from repro.config.errors import ConfigError
 
@@ -14,6 +15,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -34,9 +38,17 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError("not TOML", expected=str(error), file=str(path)) from None
 
 
+@cache
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    """Making one costs milliseconds, and a suite builds the same classes again and again."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
+
+
 def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
     """``cls(**data)`` with types checked by pydantic and unknown keys refused by name."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     assert dataclasses.is_dataclass(cls)
     if not isinstance(data, dict):
@@ -52,7 +64,7 @@ def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
             )
             raise ConfigError(key, data[key], hint, file=file, where=where)
     try:
-        return TypeAdapter(cls).validate_python(data, strict=False)
+        return _adapter(cls).validate_python(data, strict=False)
     except ConfigError as error:
         raise error.within(file=file, where=where) from None
     except ValidationError as error:

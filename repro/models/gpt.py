@@ -98,15 +98,15 @@ class Attention(nn.Module):
         inner = m.heads * m.head_width
         self.norm, self.norm_bias = norm_parameters(setting)
         # Query, key and value are three matrices, each split by heads.
-        self.qkv = tensor.split_parameter((3, inner, m.hidden), 1, tp, "normal")
+        self.qkv = tensor.split_parameter((3, inner, m.hidden), 1, tp, "normal", used_once=True)
         self.qkv_bias = tensor.split_parameter((3, inner), 1, tp, "zeros")
-        self.out = tensor.split_parameter((m.hidden, inner), 1, tp, "residual")
+        self.out = tensor.split_parameter((m.hidden, inner), 1, tp, "residual", used_once=True)
         self.out_bias = duplicate(m.hidden, "zeros", tp, setting.sp)
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
         y = kernels.layer_norm(x, self.norm, self.norm_bias)
-        qkv = tensor.column_linear(y, self.qkv.flatten(0, 1), self.qkv_bias.flatten(), tp, sp, "block")
+        qkv = tensor.column_linear(y, self.qkv, self.qkv_bias.flatten(), tp, sp, "block")
         b, s, _ = qkv.shape
         q, k, v = qkv.view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         if self.setting.attention_dropout:
@@ -140,9 +140,9 @@ class Mlp(nn.Module):
         m, tp = setting.model, setting.tp
         self.setting, self.layer = setting, layer
         self.norm, self.norm_bias = norm_parameters(setting)
-        self.up = tensor.split_parameter((m.ffn_width, m.hidden), 0, tp, "normal")
+        self.up = tensor.split_parameter((m.ffn_width, m.hidden), 0, tp, "normal", used_once=True)
         self.up_bias = tensor.split_parameter((m.ffn_width,), 0, tp, "zeros")
-        self.down = tensor.split_parameter((m.hidden, m.ffn_width), 1, tp, "residual")
+        self.down = tensor.split_parameter((m.hidden, m.ffn_width), 1, tp, "residual", used_once=True)
         self.down_bias = duplicate(m.hidden, "zeros", tp, setting.sp)
 
     def forward(self, x: Tensor, place: Place) -> Tensor:

@@ -37,6 +37,10 @@ class GradientReducer:
         self._next = 0
         self._works: deque[Work] = deque()
         self._first = self._last = True
+        for b, bucket in enumerate(self.buckets):
+            for s, parameter in enumerate(bucket.parameters):
+                if getattr(parameter, "used_once", False):
+                    vars(parameter)["gradient_sink"] = self._sink(b, s)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(b, s))
             for b, bucket in enumerate(self.buckets)
@@ -47,6 +51,9 @@ class GradientReducer:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                vars(parameter).pop("gradient_sink", None)
 
     def begin(self, micro_batch: int, micro_batches: int) -> None:
         """Prepare for the backward pass of one of the step's micro-batches."""
@@ -70,18 +77,36 @@ class GradientReducer:
 
         def collect(parameter: Parameter) -> None:
             gradient = parameter.grad
-            assert gradient is not None
+            if gradient is None:  # it went into the sink, or autograd found that it is zero
+                return
             parameter.grad = None
             self._store(bucket, s, gradient)
-            self._arrived[b][s] = True
-            self._missing[b] -= 1
-            if not self._missing[b]:
-                if self.on_complete is not None:
-                    self.on_complete(bucket)
-                if b == self._next:
-                    self._launch_ready()
+            self._arrive(b, s)
 
         return collect
+
+    def _sink(self, b: int, s: int) -> Callable[[Tensor, Tensor], None]:
+        bucket = self.buckets[b]
+
+        def add_product(rows: Tensor, x: Tensor) -> None:
+            """Gradient += rows^T x / n, for rows [N, o] and x [N, i]."""
+            view = bucket.gradient_view(s).view(rows.shape[1], x.shape[1])
+            beta = 0 if self._first or bucket.stage >= 2 else 1
+            torch.addmm(view, rows.t(), x, beta=beta, alpha=1 / bucket.group.size, out=view)
+            self._arrive(b, s)
+
+        return add_product
+
+    def _arrive(self, b: int, s: int) -> None:
+        """The gradient of slot ``s`` is in its place."""
+        bucket = self.buckets[b]
+        self._arrived[b][s] = True
+        self._missing[b] -= 1
+        if not self._missing[b]:
+            if self.on_complete is not None:
+                self.on_complete(bucket)
+            if b == self._next:
+                self._launch_ready()
 
     def _store(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
         # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.

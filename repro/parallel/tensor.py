@@ -44,39 +44,55 @@ def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
     return part, tp.reduce_scatter(part.view(-1), parts.view(-1), purpose)
 
 
-class _ColumnLinear(torch.autograd.Function):
-    """y = x w^T with w split by rows of w (columns of w^T): Megatron's f, then the matrix product.
+def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
+    """rows^T x, the gradient of ``weight``; None if it went straight to its place in a bucket.
 
-    Backward starts the sum of the input's gradient over tp and computes the weight's gradient meanwhile.
+    A weight that is used once per backward pass may have a ``gradient_sink`` (see
+    :class:`repro.parallel.data.GradientReducer`): the product is then added where gradients are reduced,
+    and no gradient of its own is ever allocated or copied.
+    """
+    sink = getattr(weight, "gradient_sink", None)
+    if sink is None:
+        return rows.t().matmul(x).view(weight.shape)
+    sink(rows, x)
+    return None
+
+
+class _Linear(torch.autograd.Function):
+    """y = x w^T + b.  With a tp group, w is split by rows (columns of w^T) and x is Megatron's f:
+
+    backward starts the sum of the input's gradient over tp and computes the weight's meanwhile.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sp: bool, purpose: str
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group | None, sp: bool, purpose: str
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp, ctx.sp, ctx.purpose, ctx.has_bias = tp, sp, purpose, bias is not None
-        if sp:
+        if sp and tp is not None:
             x, work = gather_sequence(x, tp, purpose)
             work.wait()
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.flatten(0, -2), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        tp: Group = ctx.tp
+        tp: Group | None = ctx.tp
         gradient = gradients[0].contiguous()
-        if ctx.sp:
+        work = gathered = Work()
+        if tp is not None and ctx.sp:
             # The whole input was not kept; it is gathered again under the first matrix product.
             x, gathered = gather_sequence(x, tp, ctx.purpose)
-        dx = gradient.matmul(weight)
-        if ctx.sp:
-            dx, work = scatter_sequence(dx, tp, ctx.purpose)
-            gathered.wait()
-        else:
-            work = tp.all_reduce(dx, SUM, ctx.purpose)
+        dx = gradient.matmul(weight.flatten(0, -2))
+        if tp is not None:
+            if ctx.sp:
+                dx, work = scatter_sequence(dx, tp, ctx.purpose)
+            else:
+                work = tp.all_reduce(dx, SUM, ctx.purpose)
+        gathered.wait()
         rows = gradient.flatten(0, -2)
-        dw = rows.t().matmul(x.flatten(0, -2))
+        dw = weight_gradient(weight, rows, x.flatten(0, -2))
         db = rows.sum(0) if ctx.has_bias else None
         work.wait()
         return dx, dw, db, None, None, None
@@ -113,28 +129,29 @@ def reduce_output(x: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sp: bool, purpose: str
 ) -> Tensor:
-    """x [b, s, h] (``sp``: [b, s/t, h]) times the rank's rows of ``weight`` [o/t, h], plus bias: [b, s, o/t]."""
-    if tp.size == 1:
-        return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, tp, sp, purpose)
+    """x [b, s, h] (``sp``: [b, s/t, h]) times the rank's rows of ``weight`` [..., h], plus bias: [b, s, o/t]."""
+    return _Linear.apply(x, weight, bias, tp if tp.size > 1 else None, sp, purpose)
 
 
 def row_linear(x: Tensor, weight: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
     """x [b, s, i/t] times the rank's columns of ``weight`` [o, i/t], summed over tp (no bias): [b, s, o]."""
-    return reduce_output(F.linear(x, weight), tp, sp, purpose)
+    return reduce_output(_Linear.apply(x, weight, None, None, False, purpose), tp, sp, purpose)
 
 
-def split_parameter(shape: tuple[int, ...], split: int | None, tp: Group, init: str) -> nn.Parameter:
+def split_parameter(
+    shape: tuple[int, ...], split: int | None, tp: Group, init: str, *, used_once: bool = False
+) -> nn.Parameter:
     """A parameter of full ``shape`` of which each tp rank holds an equal part of dimension ``split``.
 
     ``init`` names how it starts: ``normal``, ``residual`` (normal / sqrt(2 layers)), ``zeros``, ``ones``.
+    ``used_once``: one linear layer of a pass uses it, so its gradient may skip autograd's accumulation.
     """
     local = list(shape)
     if split is not None:
         assert local[split] % tp.size == 0
         local[split] //= tp.size
     parameter = nn.Parameter(torch.empty(local, device="meta"))
-    vars(parameter).update(split=split, init=init, partial=False)
+    vars(parameter).update(split=split, init=init, partial=False, used_once=used_once)
     return parameter
 
 
