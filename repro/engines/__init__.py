@@ -18,6 +18,6 @@ def build_engine(experiment: Experiment, mesh: Mesh, device: torch.device) -> En
         from repro.engines.stock import StockEngine
 
         return StockEngine(experiment, mesh, device)
-    from repro.engines.native import NativeEngine
+    from repro.train.step import NativeEngine
 
     return NativeEngine(experiment, mesh, device)

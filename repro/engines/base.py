@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from repro.models.gpt import Place
 from repro.parallel.optimizer import Norms
-
-Observer = Callable[[str], None]
-"""Called with the name of the phase that begins: forward, backward, optimizer."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Tokens and targets [micro_batch, s], int64, on the engine's device."""
-
-    tokens: Tensor
-    targets: Tensor
-    place: Place
+from repro.train.step import MicroBatch, Observer
 
 
 class Engine(Protocol):

@@ -25,12 +25,12 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from repro.config import Experiment
-from repro.engines.base import MicroBatch, Observer
 from repro.models.gpt import GPT
 from repro.models.init import initial_values
 from repro.parallel.mesh import Mesh
 from repro.parallel.optimizer import Norms
 from repro.parallel.sharding import leave_meta
+from repro.train.step import MicroBatch, Observer
 
 
 class StockEngine:

@@ -21,7 +21,7 @@ from typing import Any
 from repro.launch.beacon import Beacon
 from repro.launch.job import Job, write_json
 
-TARGET = "repro.train.session:run_rank"
+TARGET = "repro.launch.session:run_rank"
 EXIT = {"ok": 0, "error": 1, "oom": 3, "diverged": 4}
 _PR_SET_PDEATHSIG = 1
 _NO_MEMORY = re.compile(

@@ -17,7 +17,7 @@ from repro.measure.statistics import ratio_interval, summary
 from repro.results.store import SCHEMA
 
 RankResult = dict[str, Any]
-"""One experiment's results of one rank, as ``repro.train.session`` returns them."""
+"""One experiment's results of one rank, as ``repro.launch.session`` returns them."""
 _WORST_FIRST = ("oom", "diverged", "error", "ok")
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Training
+from repro.launch.experiment import Run
 from repro.models import load
 from repro.parallel import mesh as meshes
-from repro.train.run import Run
 from tests.pool import RankPool
 
 RUNS: dict[str, Run] = {}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
-from repro.engines.native import NativeEngine
 from repro.parallel import mesh as meshes
+from repro.train.step import NativeEngine
 from tests.pool import RankPool
 from tests.training import TINY, micro_batches, tiny
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
-from repro.engines.base import MicroBatch
-from repro.engines.native import NativeEngine
 from repro.models import load
 from repro.models.gpt import Place
 from repro.models.parameters import total
 from repro.parallel import mesh as meshes
+from repro.train.step import MicroBatch, NativeEngine
 from tests.parallel.test_communication import traffic
 from tests.pool import RankPool
 from tests.training import tiny

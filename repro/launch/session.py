@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from repro.config import Experiment
 from repro.launch.beacon import Beacon
+from repro.launch.experiment import Diverged, Report, Run
 from repro.launch.job import Job
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh
-from repro.train.run import Diverged, Report, Run
 
 __all__ = ["Diverged", "run_rank"]
 

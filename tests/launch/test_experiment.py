@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Training
+from repro.launch.experiment import Diverged, Run
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StepClock
 from repro.models.flops import hardware_flops, model_flops
 from repro.parallel import mesh as meshes
-from repro.train.run import Diverged, Run
 from repro.train.schedule import learning_rate
 from tests.training import tiny
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from repro.config import Experiment
 from repro.data import open_stream
 from repro.engines import build_engine
-from repro.engines.base import MicroBatch
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import PHASES, StepClock
 from repro.models import flops
@@ -23,6 +22,7 @@ from repro.models.gpt import Place
 from repro.parallel import storage
 from repro.parallel.mesh import Mesh
 from repro.parallel.optimizer import Norms
+from repro.train.step import MicroBatch
 
 SKIPPED_IN_A_ROW = 50
 """Consecutive skipped steps after which fp16 training counts as diverged."""

@@ -1,19 +1,19 @@
-"""Our engine: the one training step, under every layout.
+"""The one training step, under every layout: what the engine ``native`` runs.
 
 ``meta`` tensors and a transport that carries nothing run the same step in shape only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from repro.config import Experiment
-from repro.engines.base import MicroBatch, Observer
-from repro.models.gpt import GPT
+from repro.models.gpt import GPT, Place
 from repro.models.init import initial_values
 from repro.parallel.bucket import InitialValues, Tag
 from repro.parallel.mesh import Mesh
@@ -21,6 +21,19 @@ from repro.parallel.optimizer import AdamGroup, GradientShards, Norms, ShardedAd
 from repro.parallel.precision import DTYPES, LossScaler
 from repro.parallel.sharding import ShardedModule, Sharding
 from repro.train.schedule import learning_rate
+
+Observer = Callable[[str], None]
+"""Called with the name of the phase that begins: forward, backward, optimizer."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tokens and targets [micro_batch, s], int64, on the engine's device."""
+
+    tokens: Tensor
+    targets: Tensor
+    place: Place
+
 
 DECAYED, NOT_DECAYED = 0, 1
 
