@@ -32,12 +32,12 @@ class Trained:
 
 
 def tiny(layout: Layout, model: Model = TINY, engine: str = "native", **training: Any) -> Experiment:
-    """A small experiment: 20 steps of AdamW at a rate that moves the weights.
+    """A small experiment: 20 steps of AdamW at a rate that moves the weights, gradients clipped.
 
     ``eps`` is above rounding: the gradient of the keys' bias is zero but for it (softmax does not see a
     shift), and with a tiny eps Adam would blow that noise up to full steps.
     """
-    settings: dict[str, Any] = {"steps": 20, "lr": 3e-3, "warmup_steps": 2, "eps": 1e-6, **training}
+    settings: dict[str, Any] = {"steps": 20, "lr": 3e-3, "warmup_steps": 2, "eps": 1e-6, "clip": 0.3, **training}
     return Experiment(name="tiny", model=model, layout=layout, training=Training(**settings), engine=engine)
 
 

@@ -176,11 +176,14 @@ class _Loop:
     def _clip(self) -> None:
         group = self.sharded.sharding.group
         gradients = [shard.grad for shard, _ in self._shards if shard.grad is not None]
-        squares = kernels.norm_squared(gradients)
+        # A rank whose shards are all padding has nothing to add, but takes part in the sum.
+        like = self.sharded.buckets[0].master
+        squares = kernels.norm_squared(gradients) if gradients else torch.zeros((), device=like.device)
         if self.sharded.sharding.stage:
             group.all_reduce(squares, SUM, purpose="norm").wait()
         factor = (self.clip / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, factor)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def _after_step(self, *_: Any) -> None:
         self.micro_batch = 0

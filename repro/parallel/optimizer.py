@@ -74,7 +74,10 @@ class GradientShards:
         if self.mesh.tp.size > 1:
             for bucket in self.buckets:
                 bucket.sum_partial_gradients(self.mesh.tp)
-        squares = kernels.norm_squared(self._counted)
+        if self._counted:
+            squares = kernels.norm_squared(self._counted)
+        else:  # all that this rank's shards hold is padding, or counted by another tp rank
+            squares = torch.zeros((), dtype=torch.float32, device=loss.device)
         shared = torch.stack((squares * self._weight, loss.float() / self.mesh.world.size))
         self.mesh.world.all_reduce(shared, SUM, purpose="norm").wait()
         norm = shared[0].sqrt()

@@ -48,6 +48,9 @@ def assert_same(found: list[Trained], expected: Trained, loss: float, parameters
         torch.testing.assert_close(
             torch.tensor(trained.loss), torch.tensor(expected.loss), rtol=loss, atol=0.0
         )
+        torch.testing.assert_close(
+            torch.tensor(trained.norm), torch.tensor(expected.norm), rtol=10 * loss, atol=0.0
+        )
         assert trained.parameters.keys() == expected.parameters.keys()
         for name, value in trained.parameters.items():
             reference = expected.parameters[name].float()
@@ -67,6 +70,7 @@ def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
     expected = alone()
     assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
+    assert sum(norm > 0.3 for norm in expected.norm) > 10, "clipping must act, or a wrong norm goes unseen"
     assert_same(run(pool_of(request, layout), tiny(layout)), expected, 1e-5, 1e-5)
 
 
@@ -146,3 +150,12 @@ def test_parameters_smaller_than_the_group(four: RankPool, zero: int) -> None:
     layout = Layout(dp=4, zero=zero, micro_batch=2, global_batch=BATCH, bucket_bytes=16)
     expected = alone(model=model, steps=5)
     assert_same(run(four, tiny(layout, model, steps=5)), expected, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_ranks_that_own_nothing(four: RankPool, zero: int) -> None:
+    """A model of so few elements that some shards are padding alone, also beside a tp duplicate."""
+    model = Model(name="dust", layers=1, hidden=2, heads=2, vocab=2, seq=2)
+    layout = Layout(dp=2, tp=2, zero=zero, micro_batch=4, global_batch=BATCH)
+    expected = alone(model=model, steps=6)
+    assert_same(run(four, tiny(layout, model, steps=6)), expected, 1e-5, 1e-4)
