@@ -37,7 +37,14 @@ def tiny(layout: Layout, model: Model = TINY, engine: str = "native", **training
     ``eps`` is above rounding: the gradient of the keys' bias is zero but for it (softmax does not see a
     shift), and with a tiny eps Adam would blow that noise up to full steps.
     """
-    settings: dict[str, Any] = {"steps": 20, "lr": 3e-3, "warmup_steps": 2, "eps": 1e-6, "clip": 0.3, **training}
+    settings: dict[str, Any] = {
+        "steps": 20,
+        "lr": 3e-3,
+        "warmup_steps": 2,
+        "eps": 1e-6,
+        "clip": 0.3,
+        **training,
+    }
     return Experiment(name="tiny", model=model, layout=layout, training=Training(**settings), engine=engine)
 
 
