@@ -33,7 +33,11 @@ def summarise(
         )
     keys = {row["key"] for row in rows}
     ratios = [
-        {name: record[name] for name in ("name", "metric", "ratio", "low", "high", "rounds")}
+        {
+            "subject": record["subject"]["name"],
+            "baseline": record["baseline"]["name"],
+            **{name: record[name] for name in ("metric", "ratio", "low", "high", "rounds")},
+        }
         for pair, record in store.comparisons().items()
         if set(pair) <= keys
     ]
@@ -54,7 +58,8 @@ def show(summary: dict[str, Any]) -> None:
         print(f"note: {remark}", file=sys.stderr)
     for row in summary["comparisons"]:
         span = f" ({row['low']:.3f} to {row['high']:.3f})" if row["low"] is not None else ""
-        print(f"{row['name']}: {row['ratio']:.3f} x{span} in {row['metric']}, {row['rounds']} rounds")
+        times = f"{row['ratio']:.3f} times{span} the {row['metric']} of {row['baseline']}"
+        print(f"{row['subject']}: {times}, {row['rounds']} rounds")
     for row in rows:
         if not row["expected"]:
             logs = f"  logs: {row['logs']}" if row["logs"] else ""
