@@ -70,14 +70,7 @@ def parallelize(
         return lambda index, start, stop: given[index][start:stop].float()
 
     dtype = None if layout.precision == "fp32" else DTYPES[layout.precision]
-    sharding = Sharding(
-        stage=layout.zero,
-        group=mesh.dp,
-        device=device,
-        bucket_bytes=layout.bucket_bytes,
-        all_reduce_first=layout.zero1_reduce == "all-reduce",
-        dtype=dtype,
-    )
+    sharding = Sharding.of(layout, mesh.dp, device, dtype)
     if mesh.dp.size > 1:
         broadcast_parameters([t.data for t in tensors], mesh.dp)
     units = default_units(module, blocks)

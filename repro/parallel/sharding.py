@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from repro.config import Layout
 from repro.parallel import storage
 from repro.parallel.bucket import Bucket, InitialValues, Tag
 from repro.parallel.comm import Group
@@ -24,11 +25,23 @@ class Sharding:
     stage: int
     group: Group
     device: torch.device
-    bucket_bytes: int = 25_000_000
-    all_reduce_first: bool = False
+    bucket_bytes: int
+    all_reduce_first: bool
     """Stage 1 as in February 2020: all-reduce, then all-gather."""
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None
     """Data type of the parameters; None keeps each one's own."""
+
+    @staticmethod
+    def of(layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None) -> Sharding:
+        """What a layout says about it."""
+        return Sharding(
+            stage=layout.zero,
+            group=group,
+            device=device,
+            bucket_bytes=layout.bucket_bytes,
+            all_reduce_first=layout.zero1_reduce == "all-reduce",
+            dtype=dtype,
+        )
 
 
 def leave_meta(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:

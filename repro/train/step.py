@@ -45,14 +45,7 @@ class NativeEngine:
         layout, training = experiment.layout, experiment.training
         self.layout, self.training, self.mesh = layout, training, mesh
         self.model = GPT(experiment.model, layout, training, mesh.tp)
-        sharding = Sharding(
-            stage=layout.zero,
-            group=mesh.dp,
-            device=device,
-            bucket_bytes=layout.bucket_bytes,
-            all_reduce_first=layout.zero1_reduce == "all-reduce",
-            dtype=DTYPES[layout.precision],
-        )
+        sharding = Sharding.of(layout, mesh.dp, device, DTYPES[layout.precision])
         names = [name for name, _ in self.model.named_parameters()]
 
         def values(parameters: list[Parameter]) -> InitialValues:
