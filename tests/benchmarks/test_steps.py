@@ -24,7 +24,7 @@ RUNS: dict[str, Run] = {}
 
 
 def take_steps(engine: str, zero: int, steps: int) -> float:
-    """Seconds of the slowest of ``steps`` steps' mean on this rank; builds the engine on the first call."""
+    """Mean seconds of ``steps`` steps on this rank; builds the engine on the first call."""
     name = f"{engine}-{zero}"
     if name not in RUNS:
         layout = Layout(dp=2, zero=zero, micro_batch=4)
