@@ -58,7 +58,8 @@ class MemoryTracker(TorchDispatchMode):
                 size = live.nbytes()
                 self._total += size - self._bytes[key]
                 self._bytes[key] = size
-        if self._total > self.peak["total"]:
+        # On a tie again: a new storage gets its mark just after the operator that made it.
+        if self._total >= self.peak["total"]:
             self.peak = self.live()
             self.peak_phase = self.phase
 

@@ -87,6 +87,7 @@ class Bucket:
         for slot, parameter in zip(plan.slots, self.parameters, strict=True):
             shape = parameter.shape
             parameter.data = self.full[slot.start : slot.stop].view(shape)
+            parameter.grad = None  # of an earlier backward pass; it would be added to the first step's
         if self.stage == 3:
             storage.release(self.full)
 
