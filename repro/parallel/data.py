@@ -1,8 +1,9 @@
 """Bucketed data parallelism: average gradients over replicas while the backward pass still runs.
 
 When the last gradient of a bucket has been computed, the bucket is reduced.  Buckets are reduced in one
-fixed order on all ranks, whatever order gradients come in, so ranks that use different parameters cannot
-wait for different messages.  Stages differ only in what a bucket keeps (see :mod:`repro.parallel.bucket`).
+fixed order on all ranks, whatever order gradients come in, so under stages 0 to 2 ranks that use different
+parameters cannot wait for different messages (under stage 3 all ranks must use the same modules).
+Stages differ only in what a bucket keeps (see :mod:`repro.parallel.bucket`).
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ class GradientReducer:
             if gradient is None:  # it went into the sink, or autograd found that it is zero
                 return
             parameter.grad = None
+            if self._arrived[b][s]:
+                raise RuntimeError(
+                    "a parameter got a second gradient in one backward pass (reentrant checkpointing of a "
+                    "shared module?); use checkpoint(..., use_reentrant=False)"
+                )
             self._store(bucket, s, gradient)
             self._arrive(b, s)
 
