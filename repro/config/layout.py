@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, permutations
 
 from repro.config.errors import require
 from repro.config.model import Model
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One product ``tp x dp`` with a ZeRO stage across ``dp``.  ``world = tp * dp``."""
+    """One product ``tp x pp x dp`` with a ZeRO stage across ``dp``.  ``world = tp * pp * dp``."""
 
     dp: int = 1
     """Data-parallel degree, the ZeRO paper's Nd."""
     tp: int = 1
-    """Tensor-parallel (Megatron) degree, the ZeRO paper's Nm."""
+    """Tensor-parallel (Megatron) degree, the ZeRO paper's Nm, Megatron's t."""
+    pp: int = 1
+    """Pipeline-parallel degree, Megatron's p: the number of stages."""
+    schedule: str = "1f1b"
+    """Pipeline schedule: ``gpipe``, ``1f1b`` (with flush) or ``interleaved`` (2104.04473 sec. 2.2)."""
+    chunks: int = 1
+    """Model chunks of each stage under ``interleaved``, Megatron's v."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each of the pp * chunks parts, in the order of the model; empty: the same number each."""
+    scatter_gather: bool = False
+    """Send 1/tp of a boundary tensor from each tp rank and all-gather it on arrival (2104.04473 sec. 4.1)."""
+    order: str = "tp-dp-pp"
+    """Axes from neighbouring ranks outwards: the first ones share a node."""
     zero: int = 0
     """0: plain data parallelism; 1: P_os; 2: P_os+g; 3: P_os+g+p (1910.02054 sec. 5)."""
     zero1_reduce: str = "reduce-scatter"
@@ -31,29 +46,38 @@ class Layout:
     """Samples of one optimizer step over all replicas; 0 means micro_batch * dp."""
     recompute: bool = False
     """Activation recomputation (checkpointing), one checkpoint per block."""
+    pa: bool = False
+    """P_a: each tp rank keeps 1/tp of every activation checkpoint (1910.02054 sec. 6.1)."""
+    pa_cpu: bool = False
+    """P_a+cpu: checkpoints wait in host memory (1910.02054 sec. 6.1)."""
+    cb: bool = True
+    """C_B: fused communication uses buffers of constant size (1910.02054 sec. 6.2).  Without it all
+    gradients are fused in one fp32 buffer of 4 Psi bytes, as before ZeRO."""
+    md: bool = False
+    """M_D: checkpoints and transient gradients live in memory set aside once (1910.02054 sec. 6.3)."""
     precision: str = "fp32"
     """fp32; bf16 with fp32 master weights; fp16 with fp32 master weights and dynamic loss scaling."""
     bucket_bytes: int = 25_000_000
     """Size of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
 
     def __post_init__(self) -> None:
-        for key in ("dp", "tp", "micro_batch", "bucket_bytes"):
+        object.__setattr__(self, "stage_layers", tuple(self.stage_layers))
+        for key in ("dp", "tp", "pp", "chunks", "micro_batch", "bucket_bytes"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
-        require(self.zero in (0, 1, 2, 3), "zero", self.zero, "a ZeRO stage: 0, 1, 2 or 3")
-        require(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
-        require(
-            self.zero1_reduce in ZERO1_REDUCE,
-            "zero1_reduce",
-            self.zero1_reduce,
-            f"one of {', '.join(ZERO1_REDUCE)}",
-        )
-        require(
-            self.zero1_reduce == "reduce-scatter" or self.zero == 1,
-            "zero1_reduce",
-            self.zero1_reduce,
-            f"zero = 1, the only stage it exists for (here zero = {self.zero})",
-        )
+        for key, known in (
+            ("precision", PRECISIONS),
+            ("zero1_reduce", ZERO1_REDUCE),
+            ("schedule", SCHEDULES),
+            ("order", ORDERS),
+        ):
+            require(getattr(self, key) in known, key, getattr(self, key), f"one of {', '.join(known)}")
         require(not self.sp or self.tp > 1, "sp", self.sp, "tp > 1, since sp splits over the tp group")
+        self._check_batches()
+        self._check_zero()
+        self._check_pipeline()
+        self._check_checkpoints()
+
+    def _check_batches(self) -> None:
         require(self.global_batch >= 0, "global_batch", self.global_batch, "0 (micro_batch * dp) or more")
         per_pass = self.dp * self.micro_batch
         if self.global_batch == 0:
@@ -65,10 +89,88 @@ class Layout:
             f"a multiple of dp * micro_batch = {self.dp} * {self.micro_batch} = {per_pass}",
         )
 
+    def _check_zero(self) -> None:
+        require(self.zero in (0, 1, 2, 3), "zero", self.zero, "a ZeRO stage: 0, 1, 2 or 3")
+        require(
+            self.zero1_reduce == "reduce-scatter" or self.zero == 1,
+            "zero1_reduce",
+            self.zero1_reduce,
+            f"zero = 1, the only stage it exists for (here zero = {self.zero})",
+        )
+        require(
+            self.zero < 3 or self.pp == 1,
+            "zero",
+            self.zero,
+            f"0, 1 or 2 with pp = {self.pp}: stage 3 would gather every parameter twice per micro-batch",
+        )
+        require(
+            self.cb or self.zero < 3,
+            "cb",
+            self.cb,
+            "true with zero = 3, which communicates one block at a time and has nothing to fuse",
+        )
+
+    def _check_pipeline(self) -> None:
+        parts = self.pp * self.chunks
+        interleaved = self.schedule == "interleaved"
+        require(
+            (self.chunks > 1) == interleaved,
+            "chunks",
+            self.chunks,
+            "at least 2 with schedule = interleaved" if interleaved else "1 unless schedule = interleaved",
+        )
+        require(not interleaved or self.pp > 1, "schedule", self.schedule, "pp > 1, or no stage to wait for")
+        require(
+            not interleaved or self.accumulation % self.pp == 0,
+            "global_batch",
+            self.global_batch,
+            f"micro-batches in multiples of pp = {self.pp} with schedule = interleaved "
+            f"(here global_batch / dp / micro_batch = {self.accumulation})",
+        )
+        require(
+            len(self.stage_layers) in (0, parts),
+            "stage_layers",
+            list(self.stage_layers),
+            f"one number for each of pp * chunks = {parts} parts",
+        )
+        require(
+            all(count >= 1 for count in self.stage_layers),
+            "stage_layers",
+            list(self.stage_layers),
+            "at least one layer in every part",
+        )
+        require(
+            not self.scatter_gather or (self.tp > 1 and self.pp > 1 and not self.sp),
+            "scatter_gather",
+            self.scatter_gather,
+            "tp > 1 and pp > 1 without sp, under which boundary tensors are split already",
+        )
+
+    def _check_checkpoints(self) -> None:
+        for key in ("pa", "pa_cpu"):
+            require(
+                self.recompute or not getattr(self, key),
+                key,
+                getattr(self, key),
+                "recompute = true, since it is about activation checkpoints",
+            )
+        require(
+            not self.pa or (self.tp > 1 and not self.sp),
+            "pa",
+            self.pa,
+            "tp > 1 without sp, under which checkpoints are split already",
+        )
+        require(
+            not self.pa_cpu or self.pa or self.tp == 1 or self.sp,
+            "pa_cpu",
+            self.pa_cpu,
+            "pa = true, or every tp rank sends the same checkpoint to the host",
+        )
+
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.tp * self.dp
+        return self.tp * self.pp * self.dp
 
     @property
     def replica_batch(self) -> int:
@@ -77,26 +179,46 @@ class Layout:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step and replica."""
+        """Micro-batches per optimizer step and replica, the pipeline's m."""
         return self.replica_batch // self.micro_batch
+
+    def parts(self, layers: int) -> list[range]:
+        """The layers of each of the pp * chunks parts of a model; part k is chunk k // pp of stage k % pp.
+
+        Part k of the model is not on stage k unless chunks is 1 (2104.04473 sec. 2.2).
+        """
+        count = self.pp * self.chunks
+        sizes = self.stage_layers or (layers // count,) * count
+        stops = list(accumulate(sizes))
+        return [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
     def check(self, model: Model) -> None:
         """Raise ``ConfigError`` if ``model`` cannot be spread this way."""
-        require(
-            model.heads % self.tp == 0, "tp", self.tp, f"a divisor of heads = {model.heads} ({model.name})"
-        )
-        require(
-            model.ffn_width % self.tp == 0,
-            "tp",
-            self.tp,
-            f"a divisor of ffn = {model.ffn_width} ({model.name})",
-        )
-        require(
-            model.vocab % self.tp == 0, "tp", self.tp, f"a divisor of vocab = {model.vocab} ({model.name})"
-        )
+        for key, what in (("heads", "heads"), ("ffn_width", "ffn"), ("vocab", "vocab")):
+            size = getattr(model, key)
+            require(size % self.tp == 0, "tp", self.tp, f"a divisor of {what} = {size} ({model.name})")
         require(
             not self.sp or model.seq % self.tp == 0,
             "sp",
             self.sp,
             f"tp = {self.tp} to divide seq = {model.seq} ({model.name})",
         )
+        parts = self.pp * self.chunks
+        what = f"layers = {model.layers} ({model.name})"
+        times = f"pp * chunks = {parts}, " if self.chunks > 1 else ""
+        require(parts <= model.layers, "pp", self.pp, f"{times}at most {what}")
+        if self.stage_layers:
+            total = sum(self.stage_layers)
+            require(
+                total == model.layers,
+                "stage_layers",
+                list(self.stage_layers),
+                f"numbers that add up to {what}, not {total}",
+            )
+        else:
+            require(
+                model.layers % parts == 0,
+                "pp",
+                self.pp,
+                f"{times}a divisor of {what}, or stage_layers with {parts} numbers that add up to it",
+            )
