@@ -87,7 +87,7 @@ def whole_parameters(engine: Any, tp: Group) -> dict[str, Tensor]:
 def train(experiment: Experiment) -> Trained:
     """Train on this rank (one process if there is no process group) and gather what came of it."""
     layout = experiment.layout
-    mesh = meshes.distributed(layout.dp, layout.tp, "cpu") if dist.is_initialized() else meshes.single()
+    mesh = meshes.distributed(layout, "cpu") if dist.is_initialized() else meshes.single()
     engine = build_engine(experiment, mesh, torch.device("cpu"))
     trained = Trained([], [], {})
     for step in range(experiment.training.steps):

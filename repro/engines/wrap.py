@@ -83,6 +83,8 @@ def parallelize(
 def _mesh(layout: Layout) -> meshes.Mesh:
     if layout.tp != 1:
         raise ConfigError("tp", layout.tp, "1: a stock module has no tensor-parallel layers")
+    if layout.pp != 1:
+        raise ConfigError("pp", layout.pp, "1: a stock module is not cut into pipeline stages")
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -91,7 +93,7 @@ def _mesh(layout: Layout) -> meshes.Mesh:
     if world == 1:
         return meshes.single()
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return meshes.distributed(layout.dp, 1, kind)
+    return meshes.distributed(layout, kind)
 
 
 class _Loop:

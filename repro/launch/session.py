@@ -42,7 +42,7 @@ def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
     layout = experiment.layout
     if layout.world == 1:
         return meshes.single()
-    return meshes.distributed(layout.dp, layout.tp, device.type)
+    return meshes.distributed(layout, device.type)
 
 
 def run_rank(

@@ -1,4 +1,4 @@
-"""Every collective of the suite: groups of ranks, and the transports that carry their messages.
+"""Every collective and message of the suite: groups of ranks, and the transports that carry their messages.
 
 Nothing else calls ``torch.distributed`` to communicate.  A :class:`Group` counts, a :class:`Transport`
 carries: gloo and NCCL through torch, or nothing at all (one rank; shapes only on ``meta`` tensors).
@@ -6,6 +6,7 @@ carries: gloo and NCCL through torch, or nothing at all (one rank; shapes only o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
@@ -55,8 +56,18 @@ class Transport(Protocol):
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Copy in place from the group's rank ``source``."""
 
+    def send(self, tensor: Tensor, to: int, channel: int) -> Work:
+        """Send to the group's rank ``to``; messages of one channel arrive in the order of sending."""
+
+    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
+        """Receive in place the next message of the channel from the group's rank ``source``."""
+
     def barrier(self) -> None:
         """Return when all ranks have arrived."""
+
+
+Channels = dict[tuple[int, int, int], dist.ProcessGroup]
+"""A process group for each (sender, receiver, channel)."""
 
 
 class NoTransport:
@@ -76,6 +87,12 @@ class NoTransport:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return Work()
 
+    def send(self, tensor: Tensor, to: int, channel: int) -> Work:
+        return Work()
+
+    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
+        return Work()
+
     def barrier(self) -> None:
         return None
 
@@ -85,8 +102,8 @@ class NcclTransport:
 
     OPS: ClassVar = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX}
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, channels: Channels | None = None):
+        self.group, self.channels = group, channels or {}
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         return Work(dist.all_reduce(tensor, self.OPS[op], group=self.group, async_op=True))
@@ -100,6 +117,18 @@ class NcclTransport:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         root = dist.get_global_rank(self.group, source)
         return Work(dist.broadcast(tensor, root, group=self.group, async_op=True))
+
+    def send(self, tensor: Tensor, to: int, channel: int) -> Work:
+        pair = self.channels[dist.get_rank(self.group), to, channel]
+        work = dist.isend(tensor, dist.get_global_rank(self.group, to), group=pair)
+        assert work is not None
+        return Work(work)
+
+    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
+        pair = self.channels[source, dist.get_rank(self.group), channel]
+        work = dist.irecv(tensor, dist.get_global_rank(self.group, source), group=pair)
+        assert work is not None
+        return Work(work)
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
@@ -119,6 +148,7 @@ class GlooTransport:
         self.rank = dist.get_rank(group)
         self._global = [dist.get_global_rank(group, r) for r in range(self.size)]
         self._tag = 0
+        self._messages: Counter[tuple[str, int, int]] = Counter()
 
     def _peers(self) -> list[tuple[int, int]]:
         """(rank to send to, rank to receive from), one pair for each other rank."""
@@ -178,6 +208,24 @@ class GlooTransport:
         root = self._global[source]
         return Work(dist.broadcast(tensor, root, group=self.group, async_op=True))
 
+    def _message_tag(self, direction: str, peer: int, channel: int) -> int:
+        """Sender and receiver count the messages of a channel alike; collectives have the tags below 2^16."""
+        key = (direction, peer, channel)
+        self._messages[key] += 1
+        return (1 + channel << 16) + self._messages[key] % (1 << 16)
+
+    def send(self, tensor: Tensor, to: int, channel: int) -> Work:
+        tag = self._message_tag("send", to, channel)
+        work = dist.isend(tensor, self._global[to], group=self.group, tag=tag)
+        assert work is not None
+        return Work(work)
+
+    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
+        tag = self._message_tag("receive", source, channel)
+        work = dist.irecv(tensor, self._global[source], group=self.group, tag=tag)
+        assert work is not None
+        return Work(work)
+
     def barrier(self) -> None:
         dist.barrier(group=self.group)
 
@@ -221,6 +269,18 @@ class Group:
         """Copy ``tensor`` in place from the group's rank ``source``."""
         self._count("broadcast", tensor, purpose)
         return self.transport.broadcast(tensor, source)
+
+    def send(self, tensor: Tensor, to: int, channel: int, purpose: str = "") -> Work:
+        """Send contiguous ``tensor`` to the group's rank ``to``; it must stay as it is until the work is done.
+
+        Messages of one channel between two ranks arrive in the order in which they were sent.
+        """
+        self._count("send", tensor, purpose)
+        return self.transport.send(tensor, to, channel)
+
+    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
+        """Receive the channel's next message from ``source`` in ``tensor``; its sender has counted it."""
+        return self.transport.receive(tensor, source, channel)
 
     def barrier(self) -> None:
         """Return when all ranks of the group have arrived; not counted, since no step uses it."""

@@ -2,7 +2,8 @@
 
 ``payload_bytes`` is the size of the full (unsharded) message.  ``sent_bytes`` is what one rank sends under
 a ring algorithm, the unit of the papers' volumes (1910.02054 sec. 7.1; 2104.04473 sec. 3.2):
-``2 (n-1)/n`` of the payload for an all-reduce, ``(n-1)/n`` for a reduce-scatter or an all-gather.
+``2 (n-1)/n`` of the payload for an all-reduce, ``(n-1)/n`` for a reduce-scatter or an all-gather.  A message
+between two ranks is sent once, and counted by its sender.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RING_PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
+SEND = "send"
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Ledger:
 
     traffic: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)
     sequence: int = 0
-    """Collectives issued so far; equal on all ranks of a group if they agree."""
+    """Collectives and sends issued so far; without a pipeline equal on all ranks of a group if they agree."""
     observers: list[Callable[[int, str, str, str], None]] = field(default_factory=list)
     """Called with (sequence, operation, group, purpose) when a collective is issued."""
 
@@ -42,7 +44,7 @@ class Ledger:
             row = self.traffic[op, group, purpose] = Traffic(size)
         row.calls += 1
         row.payload_bytes += payload_bytes
-        row.sent_bytes += RING_PASSES[op] * payload_bytes * (size - 1) // size
+        row.sent_bytes += payload_bytes if op == SEND else RING_PASSES[op] * payload_bytes * (size - 1) // size
         for observe in self.observers:
             observe(self.sequence, op, group, purpose)
 

@@ -1,28 +1,38 @@
 """The grid of ranks and its groups.
 
-Ranks are numbered with tp innermost, as Megatron does, so that the ranks of one tensor-parallel group are
-neighbours and share a node: ``rank = dp_index * tp + tp_index``.
+``layout.order`` says which axis is innermost.  ``tp-dp-pp``, Megatron's order, numbers the ranks
+``(pp_index * dp + dp_index) * tp + tp_index``, so that the ranks of one tensor-parallel group are
+neighbours and share a node, and pipeline stages are far apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import torch.distributed as dist
 
-from repro.parallel.comm import GlooTransport, Group, NcclTransport, NoTransport, Transport
+from repro.config import Layout
+from repro.parallel.comm import Channels, GlooTransport, Group, NcclTransport, NoTransport, Transport
 from repro.parallel.ledger import Ledger
 
 
-def tp_groups(dp: int, tp: int) -> list[tuple[int, ...]]:
-    """The tensor-parallel groups of a dp x tp grid, as tuples of ranks."""
-    return [tuple(range(d * tp, (d + 1) * tp)) for d in range(dp)]
+def groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
+    """The groups along ``axis`` (``dp``, ``tp`` or ``pp``): ranks that differ in their index there only.
 
-
-def dp_groups(dp: int, tp: int) -> list[tuple[int, ...]]:
-    """The data-parallel groups of a dp x tp grid, as tuples of ranks."""
-    return [tuple(range(t, dp * tp, tp)) for t in range(tp)]
+    Within a group ranks are ordered by that index.
+    """
+    strides, stride = {}, 1
+    for name in layout.order.split("-"):
+        strides[name] = stride
+        stride *= getattr(layout, name)
+    others = [name for name in reversed(layout.order.split("-")) if name != axis]
+    starts = [
+        sum(index * strides[name] for name, index in zip(others, indices, strict=True))
+        for indices in product(*(range(getattr(layout, name)) for name in others))
+    ]
+    return [tuple(start + i * strides[axis] for i in range(getattr(layout, axis))) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -33,63 +43,88 @@ class Mesh:
     world: Group
     dp: Group
     tp: Group
+    pp: Group
+    """The stages of one pipeline; ``pp.rank`` is the stage."""
+    embedding: Group
+    """First and last stage of the pipeline, which both hold the tied embedding; other stages are alone."""
     ledger: Ledger
 
 
 def build(
-    dp: int,
-    tp: int,
+    layout: Layout,
     rank: int,
     transport_of: Callable[[tuple[int, ...]], Transport],
     ledger: Ledger | None = None,
 ) -> Mesh:
-    """The mesh of ``rank`` in a dp x tp grid.
+    """The mesh of ``rank`` in the layout's grid.
 
     ``transport_of`` is called for every group of the grid in the same order on every rank (creating a
     process group is itself collective).
     """
     ledger = ledger or Ledger()
 
-    def mine(name: str, groups: list[tuple[int, ...]]) -> Group:
-        found: Group | None = None
-        for ranks in groups:
+    def mine(name: str, of_axis: list[tuple[int, ...]]) -> Group:
+        found = Group(name, (rank,), rank, NoTransport(), ledger)
+        for ranks in of_axis:
             transport = transport_of(ranks) if len(ranks) > 1 else NoTransport()
             if rank in ranks:
                 found = Group(name, ranks, rank, transport, ledger)
-        assert found is not None
         return found
 
+    pipelines = groups(layout, "pp")
+    ends = [(ranks[0], ranks[-1]) for ranks in pipelines] if layout.pp > 1 else []
     return Mesh(
         rank=rank,
-        world=mine("world", [tuple(range(dp * tp))]),
-        dp=mine("dp", dp_groups(dp, tp)),
-        tp=mine("tp", tp_groups(dp, tp)),
+        world=mine("world", [tuple(range(layout.world))]),
+        dp=mine("dp", groups(layout, "dp")),
+        tp=mine("tp", groups(layout, "tp")),
+        pp=mine("pp", pipelines),
+        embedding=mine("embedding", ends),
         ledger=ledger,
     )
 
 
 def single(ledger: Ledger | None = None) -> Mesh:
     """The mesh of one process that communicates with nobody."""
-    return build(1, 1, 0, lambda ranks: NoTransport(), ledger)
+    return build(Layout(), 0, lambda ranks: NoTransport(), ledger)
 
 
-def shape_only(dp: int, tp: int, rank: int = 0) -> Mesh:
-    """One rank's mesh for ``meta`` tensors: collectives are counted and carry nothing."""
-    return build(dp, tp, rank, lambda ranks: NoTransport())
+def shape_only(layout: Layout, rank: int = 0) -> Mesh:
+    """One rank's mesh for ``meta`` tensors: messages are counted and carry nothing."""
+    return build(layout, rank, lambda ranks: NoTransport())
 
 
-def distributed(dp: int, tp: int, device_type: str) -> Mesh:
+def distributed(layout: Layout, device_type: str) -> Mesh:
     """The mesh of this process in the initialised default process group (gloo on CPU, NCCL on CUDA)."""
-    kind = NcclTransport if device_type == "cuda" else GlooTransport
     members: dict[tuple[int, ...], Transport] = {}
+    pipelines = set(groups(layout, "pp"))
 
     def transport_of(ranks: tuple[int, ...]) -> Transport:
         if ranks not in members:
             everyone = len(ranks) == dist.get_world_size()
             group = dist.group.WORLD if everyone else dist.new_group(list(ranks))
-            outside = dist.get_rank() not in ranks
+            # NCCL has no tags: each stream of messages between two stages gets a communicator of its own.
+            channels = _channels(ranks) if device_type == "cuda" and ranks in pipelines else {}
             assert group is not None
-            members[ranks] = NoTransport() if outside else kind(group)
+            if dist.get_rank() not in ranks:
+                members[ranks] = NoTransport()
+            elif device_type == "cuda":
+                members[ranks] = NcclTransport(group, channels)
+            else:
+                members[ranks] = GlooTransport(group)
         return members[ranks]
 
-    return build(dp, tp, dist.get_rank(), transport_of)
+    return build(layout, dist.get_rank(), transport_of)
+
+
+def _channels(ranks: tuple[int, ...]) -> Channels:
+    """Process groups for activations (0) to the next stage and gradients (1) to the one before."""
+    found: Channels = {}
+    p = len(ranks)
+    for channel, step in enumerate((1, -1)):
+        for source in range(p):
+            to = (source + step) % p
+            pair = dist.new_group(sorted((ranks[source], ranks[to])))
+            assert pair is not None
+            found[source, to, channel] = pair
+    return found

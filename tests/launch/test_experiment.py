@@ -99,7 +99,9 @@ def test_samples_follow_from_step_and_global_batch_alone() -> None:
         training=tiny(Layout()).training,
     )
     for rank in range(4):
-        run = Run(replica, meshes.shape_only(4, 1, rank), torch.device("cpu"), lambda step, phase: None)
+        run = Run(
+            replica, meshes.shape_only(Layout(dp=4), rank), torch.device("cpu"), lambda step, phase: None
+        )
         (batch,) = run._micro_batches(3)
         assert torch.equal(batch.tokens, whole[2 * rank : 2 * rank + 2])
 

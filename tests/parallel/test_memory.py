@@ -39,7 +39,7 @@ class Watch(MemoryTracker):
 def watch(experiment: Experiment, steps: int) -> dict[str, Any]:
     """States between steps and the largest amount of each category at any moment, on this rank."""
     layout = experiment.layout
-    mesh = meshes.distributed(layout.dp, layout.tp, "cpu")
+    mesh = meshes.distributed(layout, "cpu")
     with Watch() as tracker:
         engine = NativeEngine(experiment, mesh, torch.device("cpu"))
         born = tracker.live()
@@ -129,7 +129,7 @@ def test_stage_3_frees_everything_after_evaluation(two: RankPool) -> None:
 
 
 def _evaluate(experiment: Experiment) -> int:
-    mesh = meshes.distributed(2, 1, "cpu")
+    mesh = meshes.distributed(experiment.layout, "cpu")
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
     batch = micro_batches(experiment, mesh.dp.rank, 0)[0]
     with torch.no_grad():

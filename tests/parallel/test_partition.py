@@ -7,7 +7,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro.parallel.mesh import dp_groups, shape_only, tp_groups
+from repro.config import Layout
+from repro.config.layout import ORDERS
+from repro.parallel.mesh import groups, shape_only
 from repro.parallel.partition import ALIGNMENT, plan_bucket, plan_buckets
 
 sizes = st.lists(st.tuples(st.integers(1, 200), st.sampled_from("ab")), min_size=1, max_size=12)
@@ -68,14 +70,31 @@ def test_neighbouring_ranges_differ(entries: list[tuple[int, str]], n: int) -> N
         assert all(a[0] != b[0] for a, b in itertools.pairwise(runs))
 
 
-@given(st.integers(1, 6), st.integers(1, 6))
-def test_grid_of_ranks(dp: int, tp: int) -> None:
-    """Every rank is in one group of each kind; tp neighbours are consecutive; the groups cross once."""
-    everyone = sorted(range(dp * tp))
-    assert sorted(r for group in tp_groups(dp, tp) for r in group) == everyone
-    assert sorted(r for group in dp_groups(dp, tp) for r in group) == everyone
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.sampled_from(ORDERS))
+def test_grid_of_ranks(dp: int, tp: int, pp: int, order: str) -> None:
+    """Every rank is in one group of each axis, and the groups cross in it; the first axis has neighbours."""
+    layout = Layout(dp=dp, tp=tp, pp=pp, order=order)
+    everyone = list(range(layout.world))
+    for axis in ("dp", "tp", "pp"):
+        assert sorted(r for group in groups(layout, axis) for r in group) == everyone
+    inner, middle, _ = order.split("-")
     for rank in everyone:
-        mesh = shape_only(dp, tp, rank)
-        assert mesh.tp.ranks == tuple(range(rank - rank % tp, rank - rank % tp + tp))
-        assert set(mesh.tp.ranks) & set(mesh.dp.ranks) == {rank}
-        assert (mesh.dp.rank, mesh.tp.rank) == divmod(rank, tp)
+        mesh = shape_only(layout, rank)
+        first = getattr(mesh, inner).ranks
+        assert first == tuple(range(rank - rank % len(first), rank - rank % len(first) + len(first)))
+        assert getattr(mesh, middle).ranks[-1] - rank < len(first) * getattr(mesh, middle).size
+        for one, other in itertools.combinations((mesh.dp, mesh.tp, mesh.pp), 2):
+            assert set(one.ranks) & set(other.ranks) == {rank}
+        if pp > 1 and mesh.pp.rank in (0, pp - 1):
+            assert mesh.embedding.ranks == (mesh.pp.ranks[0], mesh.pp.ranks[-1])
+        else:
+            assert mesh.embedding.ranks == (rank,)
+
+
+def test_order_of_the_axes() -> None:
+    """Megatron's order: tp inside a node, then dp, stages far apart."""
+    layout = Layout(tp=2, dp=2, pp=2)
+    assert groups(layout, "tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert groups(layout, "dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert groups(layout, "pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert groups(Layout(tp=2, dp=2, pp=2, order="tp-pp-dp"), "pp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
