@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from repro.config import Experiment
 from repro.models.gpt import GPT
 from repro.models.init import initial_values
+from repro.parallel.checkpoints import Checkpoints
 from repro.parallel.mesh import Mesh
 from repro.parallel.optimizer import Norms
 from repro.parallel.sharding import leave_meta
@@ -39,7 +40,8 @@ class StockEngine:
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout, training = experiment.layout, experiment.training
         self.clip, self.mesh, self.stage = training.clip, mesh, layout.zero
-        model = GPT(experiment.model, layout, training, mesh.tp)
+        checkpoints = Checkpoints(layout, mesh.tp, experiment.model.layers) if layout.recompute else None
+        model = GPT(experiment.model, layout, training, mesh.tp, checkpoints)
         leave_meta(model, device)
         names, parameters = zip(*model.named_parameters(), strict=True)
         values = initial_values(

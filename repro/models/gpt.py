@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from repro import kernels
 from repro.config import Layout, Model, Training
 from repro.parallel import tensor
+from repro.parallel.checkpoints import Checkpoints
 from repro.parallel.comm import Group
 from repro.parallel.recompute import recompute
 from repro.parallel.zero import Unit, Use
@@ -195,12 +196,22 @@ def norm_parameters(setting: Setting) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 class GPT(nn.Module):
-    """Mean loss (0-dim fp32) of tokens [b, s] and targets [b, s], int64."""
+    """Mean loss (0-dim fp32) of tokens [b, s] and targets [b, s], int64.
 
-    def __init__(self, model: Model, layout: Layout, training: Training, tp: Group):
+    ``checkpoints`` keeps the blocks' inputs; with None nothing is recomputed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        training: Training,
+        tp: Group,
+        checkpoints: Checkpoints | None = None,
+    ):
         super().__init__()
         setting = Setting(model, tp, layout.sp, training.dropout, training.attention_dropout, training.seed)
-        self.recompute = layout.recompute
+        self.checkpoints = checkpoints
         self.embed = Embedding(setting)
         self.embed.positions.partial = layout.sp  # type: ignore[attr-defined]
         self.blocks = nn.ModuleList(Block(setting, i + 1) for i in range(model.layers))
@@ -209,8 +220,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, place: Place) -> Tensor:
         x = self.embed(tokens, place)
         for block in self.blocks:
-            if self.recompute:
-                x = recompute(partial(block, place=place), x)
+            if self.checkpoints is not None:
+                x = recompute(partial(block, place=place), x, self.checkpoints)
             else:
                 x = block(x, place)
         return self.head(x, targets).mean()

@@ -1,7 +1,8 @@
 """Activation recomputation, one checkpoint per block (1910.02054 sec. 3.2; Chen et al. 2016).
 
 Forward keeps a block's input and throws its activations away; backward runs the block's forward again.
-The blocks' random numbers are functions of counters, so there is no generator state to save.
+How the input is kept is up to :mod:`repro.parallel.checkpoints`.  The blocks' random numbers are functions
+of counters, so there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -12,32 +13,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from repro.parallel.checkpoints import Checkpoints, Saved
+
 Block = Callable[[Tensor], Tensor]
 
 
 class _Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: Block, anchor: Tensor, x: Tensor) -> Tensor:
-        ctx.block = block
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return block(x)
+    """Holds the checkpoint, and of its input no more than the edge of the graph."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor | None]:
-        (saved,) = ctx.saved_tensors
-        x = saved.detach().requires_grad_(saved.requires_grad)
+    def forward(
+        ctx: Any, block: Block, checkpoints: Checkpoints, saved: Saved, anchor: Tensor, x: Tensor
+    ) -> Tensor:
+        ctx.block, ctx.checkpoints, ctx.saved = block, checkpoints, saved
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.checkpoints.load(ctx.saved).requires_grad_(ctx.needs_input_grad[4])
         with torch.enable_grad():
             y = ctx.block(x)
         torch.autograd.backward(y, gradients[0])
-        return None, None, x.grad
+        return None, None, None, None, x.grad
 
 
-def recompute(block: Block, x: Tensor) -> Tensor:
-    """``block(x)``, keeping only ``x`` [b, s, h] for the backward pass, which runs ``block`` again.
+def recompute(block: Block, x: Tensor, checkpoints: Checkpoints) -> Tensor:
+    """``block(x)``, keeping only a checkpoint of ``x`` [b, s, h] for backward, which runs ``block`` again.
 
-    The parameters' gradients arrive during the backward pass, as without recomputation.
+    The parameters' gradients arrive during the backward pass, as without recomputation.  Backward runs
+    once.
     """
+    if not torch.is_grad_enabled():
+        return block(x)
     # Autograd needs an input that requires a gradient even when x is data.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
-    return _Recompute.apply(block, anchor, x)
+    return _Recompute.apply(block, checkpoints, checkpoints.save(x), anchor, x)

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-ACTIVATIONS, COMMUNICATION, OTHER = "activations", "communication", "other"
-CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER)
+ACTIVATIONS, CHECKPOINTS = "activations", "checkpoints"
+COMMUNICATION, OTHER = "communication", "other"
+HOST = "host"
+"""In host memory while the device computes (P_a+cpu); no part of what the device holds."""
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CHECKPOINTS, COMMUNICATION, OTHER, HOST)
 
 
 def mark(tensor: Tensor, category: str) -> Tensor:

@@ -16,6 +16,7 @@ from repro.config import Experiment
 from repro.models.gpt import GPT, Place
 from repro.models.init import initial_values
 from repro.parallel.bucket import InitialValues, Tag
+from repro.parallel.checkpoints import Checkpoints
 from repro.parallel.mesh import Mesh
 from repro.parallel.optimizer import AdamGroup, GradientShards, Norms, ShardedAdamW, divisor_for
 from repro.parallel.precision import DTYPES, LossScaler
@@ -44,7 +45,10 @@ class NativeEngine:
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout, training = experiment.layout, experiment.training
         self.layout, self.training, self.mesh = layout, training, mesh
-        self.model = GPT(experiment.model, layout, training, mesh.tp)
+        self.checkpoints: Checkpoints | None = None
+        if layout.recompute:
+            self.checkpoints = Checkpoints(layout, mesh.tp, capacity=experiment.model.layers)
+        self.model = GPT(experiment.model, layout, training, mesh.tp, self.checkpoints)
         sharding = Sharding.of(layout, mesh.dp, device, DTYPES[layout.precision])
         names = [name for name, _ in self.model.named_parameters()]
 
