@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from repro.config.errors import ConfigError, require
@@ -74,10 +74,10 @@ class Experiment:
 
     def _check_engine(self) -> None:
         if self.engine == "torch":
-            require(self.layout.tp == 1, "tp", self.layout.tp, "tp = 1 with engine torch")
-            require(
-                self.layout.precision == "fp32", "precision", self.layout.precision, "fp32 with engine torch"
-            )
+            for key, right in (("tp", 1), ("pp", 1), ("precision", "fp32"), ("cb", True), ("md", False)):
+                value = getattr(self.layout, key)
+                text = right if isinstance(right, str) else f"{key} = {right}".lower()
+                require(value == right, key, value, f"{text} with engine torch")
 
     @property
     def seq(self) -> int:
@@ -89,14 +89,19 @@ class Experiment:
         """Sixteen hex digits that name the results: equal conditions and protocol, equal key.
 
         The experiment's name, the limits on time and the model's remarks do not change what is measured
-        and are left out; a limit on memory does change it.
+        and are left out; a limit on memory does change it.  A field at its default is left out as well, so
+        that an option that is added later, off by default, leaves the keys of older records as they are.
+        Whoever changes what a default does, or its value, raises ``PROTOCOL``.
         """
-        content = self.as_dict()
-        del content["name"]
-        content["limits"] = {"memory_bytes": self.limits.memory_bytes}
-        for remark in ("published_name", "published_params", "source", "note"):
-            del content["model"][remark]
-        content["protocol"] = PROTOCOL
+        content: dict[str, Any] = {
+            "model": _chosen(self.model, without=("published_name", "published_params", "source", "note")),
+            "layout": _chosen(self.layout),
+            "training": _chosen(self.training),
+            "system": self.system,
+            "engine": self.engine,
+            "limits": {"memory_bytes": self.limits.memory_bytes},
+            "protocol": PROTOCOL,
+        }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -105,8 +110,16 @@ class Experiment:
         return asdict(self)
 
 
+def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields of ``part`` that differ from their defaults; those without a default are always there."""
+    values = {f.name: (getattr(part, f.name), f.default) for f in fields(part) if f.name not in without}
+    return {
+        name: value for name, (value, default) in values.items() if default is MISSING or value != default
+    }
+
+
 def from_dict(data: dict[str, Any]) -> Experiment:
-    """The experiment that :meth:`Experiment.as_dict` wrote."""
+    """The experiment that :meth:`Experiment.as_dict` wrote, today or before some of the options existed."""
     return Experiment(
         name=data["name"],
         model=Model(**data["model"]),

@@ -1,0 +1,84 @@
+"""The key of an experiment: what changes it, what does not, and that older records keep theirs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+
+from repro.config import ConfigError, Experiment, Layout, Limits, Model, Training, from_dict
+
+MODEL = Model(name="tiny", layers=4, hidden=16, heads=4, vocab=64, seq=16)
+BASE = Experiment(name="a", model=MODEL, layout=Layout(dp=2, micro_batch=4), training=Training(steps=6))
+
+
+def test_names_time_limits_and_remarks_do_not_change_what_is_measured() -> None:
+    other = replace(
+        BASE,
+        name="b",
+        limits=Limits(timeout_s=1, hang_s=1),
+        model=replace(MODEL, note="seen", source="a paper", published_name="1B", published_params=1e9),
+    )
+    assert other.key == BASE.key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layout": Layout(dp=2, micro_batch=4, zero=1)},
+        {"layout": Layout(dp=2, micro_batch=4, cb=False)},
+        {"layout": Layout(dp=2, micro_batch=4, order="dp-tp-pp")},
+        {"layout": Layout(dp=2, micro_batch=4, global_batch=16)},
+        {"layout": Layout(dp=1, micro_batch=4, pp=2)},
+        {"training": Training(steps=7)},
+        {"training": Training(steps=6, clip=0.5)},
+        {"model": replace(MODEL, ffn=32)},
+        {"limits": Limits(memory_bytes=10**9)},
+        {"engine": "torch"},
+        {"system": "dgx2"},
+    ],
+)
+def test_conditions_change_it(change: dict[str, Any]) -> None:
+    assert replace(BASE, **change).key != BASE.key
+
+
+def test_a_default_written_out_is_the_same_condition() -> None:
+    written = {f.name: getattr(Layout(), f.name) for f in fields(Layout)}
+    spelled = replace(BASE, layout=Layout(**{**written, "dp": 2, "micro_batch": 4, "global_batch": 8}))
+    assert spelled.key == BASE.key
+
+
+def test_an_option_added_later_keeps_the_keys_of_older_records() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Later(Layout):
+        novelty: int = 0
+
+    assert replace(BASE, layout=Later(dp=2, micro_batch=4)).key == BASE.key
+    assert replace(BASE, layout=Later(dp=2, micro_batch=4, novelty=1)).key != BASE.key
+
+
+def test_a_record_is_the_way_back_also_without_keys_that_it_could_not_know() -> None:
+    pipeline = replace(BASE, layout=Layout(pp=2, tp=2, stage_layers=(1, 3), micro_batch=2, global_batch=8))
+    data = json.loads(json.dumps(pipeline.as_dict()))
+    assert from_dict(data) == pipeline
+    old = json.loads(json.dumps(BASE.as_dict()))
+    for key in ("pp", "schedule", "chunks", "stage_layers", "scatter_gather", "order", "pa", "cb", "md"):
+        del old["layout"][key]
+    assert from_dict(old) == BASE
+    assert from_dict(old).key == BASE.key
+
+
+@pytest.mark.parametrize(
+    ("layout", "line"),
+    [
+        (Layout(pp=2), "layout.pp = 2: pp = 1 with engine torch"),
+        (Layout(dp=2, cb=False), "layout.cb = False: cb = true with engine torch"),
+        (Layout(dp=2, precision="bf16"), "layout.precision = 'bf16': fp32 with engine torch"),
+    ],
+)
+def test_torchs_strategies_know_none_of_it(layout: Layout, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(BASE, layout=layout, engine="torch")
+    assert str(caught.value) == line
