@@ -33,7 +33,7 @@ CASES = {
     ),
     "world": (
         EXPERIMENT + "layout = { dp = 2, tp = 2, world = 8 }",
-        'experiment "a": layout.world = 8: tp x dp = 2 x 2 = 4',
+        'experiment "a": layout.world = 8: tp x pp x dp = 2 x 1 x 2 = 4',
     ),
     "batch": (
         EXPERIMENT + "layout = { dp = 2, micro_batch = 3, global_batch = 8 }",
@@ -129,6 +129,38 @@ CASES = {
         EXPERIMENT + OTHER + 'launch = "x"\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
         "experiment \"b\": launch = 'x': left out: [[compare]] already shares a launch",
     ),
+    "unknown layout": (
+        "[layouts.C1]\nzero = 1\n" + EXPERIMENT + 'layout = "C2"',
+        "experiment \"a\": layout.use = 'C2': unknown layout; known are C1",
+    ),
+    "no layouts": (
+        EXPERIMENT + 'layout = "C2"',
+        "experiment \"a\": layout.use = 'C2': unknown layout; the file has no [layouts]",
+    ),
+    "unknown layout in defaults": (
+        '[layouts.C1]\nzero = 1\n[defaults]\nlayout = "C3"\n' + EXPERIMENT,
+        "experiment \"a\": defaults.layout.use = 'C3': unknown layout; known are C1",
+    ),
+    "a wrong value in a named layout": (
+        "[layouts.C1]\ntp = 3\n" + EXPERIMENT + 'layout = { use = "C1", dp = 2 }',
+        'experiment "a": layouts.C1.tp = 3: a divisor of heads = 4 (tiny)',
+    ),
+    "a wrong key in a named layout": (
+        "[layouts.C1]\nzerro = 1\n" + EXPERIMENT,
+        "layouts.C1.zerro = 1: unknown key; did you mean zero?",
+    ),
+    "a layout that is no table": (
+        "[layouts]\nC1 = 1\n" + EXPERIMENT,
+        "layouts.C1 = 1: a table with keys of a layout",
+    ),
+    "layers that do not divide": (
+        EXPERIMENT + "layout = { pp = 2, stage_layers = [1, 2] }",
+        'experiment "a": layout.stage_layers = [1, 2]: numbers that add up to layers = 2 (tiny), not 3',
+    ),
+    "unknown system": (
+        EXPERIMENT + 'system = "dgx"',
+        "experiment \"a\": system = 'dgx': did you mean dgx2? known are",
+    ),
     "not TOML": ("[[experiment]\n", "not TOML: "),
 }
 
@@ -164,9 +196,14 @@ def test_suite_without_a_head(tmp_path: Path) -> None:
         (EXPERIMENT, ["--only", "z*"], "--only = 'z*': a glob that matches an experiment of"),
         (EXPERIMENT, ["--launcher", "pbs"], "--launcher = 'pbs': local"),
         (
-            EXPERIMENT + 'system = "dgx2"',
+            EXPERIMENT + 'system = "dgx2"\nlayout.dp = 400\n' + OTHER,
+            ["--only", "a"],
+            'experiment "a": not run: needs 400 GPUs of system dgx2',
+        ),
+        (
+            '[defaults]\nsystem = "selene"\n' + EXPERIMENT + "layout.dp = 8\n" + OTHER,
             [],
-            "system = 'dgx2': local (processor) or local-gpu (CUDA devices)",
+            '2 experiments, the first of them "a": not run: needs 8 GPUs of system selene',
         ),
     ],
 )
@@ -199,14 +236,4 @@ def test_gpus_that_are_not_there(
     path = tmp_path / "s.toml"
     path.write_text('[suite]\nname = "s"\n' + EXPERIMENT + 'system = "local-gpu"\nlayout.dp = 2')
     assert cli.main(["run", str(path)]) == 2
-    assert "2 CUDA devices (tp x dp), and 1 are visible here" in capsys.readouterr().err
-
-
-def test_the_packaged_suite_is_sound() -> None:
-    suite = suites.load(Path(__file__).parents[1] / "suites" / "smoke.toml")
-    names = {entry.experiment.name for entry in suite.entries}
-    assert {f"states-z{z}-dp{dp}" for z in range(4) for dp in (1, 2, 4)} <= names
-    assert {f"parity-z{z}-tp2-dp2" for z in range(4)} <= names
-    compared = {(row.baseline, subject) for row in suite.comparisons for subject in row.subjects}
-    assert ("speed-torch-z0-dp2", "speed-z0-dp2") in compared
-    assert suite.entry("limit-z0-dp2").expect == "oom"
+    assert "not run: needs 2 GPUs of system local-gpu, and 1 are visible here" in capsys.readouterr().err

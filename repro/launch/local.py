@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from repro.config import ConfigError, Experiment
+from repro.config import Experiment
 from repro.launch import rank as rank_program
 from repro.launch.beacon import Lookout, Position
 from repro.launch.job import Job
@@ -23,14 +23,14 @@ DEVICES = {"local": "cpu", "local-gpu": "cuda"}
 REAP_S = 10.0
 
 
-def check(experiment: Experiment, *, file: str = "") -> None:
-    """Raise ``ConfigError`` if this machine cannot run ``experiment`` at all."""
+def needs(experiment: Experiment) -> str:
+    """What ``experiment`` needs and this machine has not, for a person; empty if it can run here."""
+    world = experiment.layout.world
     if experiment.system not in DEVICES:
-        expected = "local (processor) or local-gpu (CUDA devices) with --launcher local"
-        raise ConfigError("system", experiment.system, expected, file=file)
-    if DEVICES[experiment.system] == "cuda" and experiment.layout.world > cuda_devices():
-        expected = f"{experiment.layout.world} CUDA devices (tp x dp), and {cuda_devices()} are visible here"
-        raise ConfigError("system", experiment.system, expected, file=file)
+        return f"{world} GPUs of system {experiment.system}"
+    if DEVICES[experiment.system] == "cuda" and world > cuda_devices():
+        return f"{world} GPUs of system {experiment.system}, and {cuda_devices()} are visible here"
+    return ""
 
 
 def cuda_devices() -> int:

@@ -30,27 +30,30 @@ WAIT_S = 0.5
 def command(suite: Path, only: list[str], results: Path, launcher: str, rerun: bool, json: bool) -> int:
     """Run what the store lacks of ``suite`` and print a summary.
 
-    Returns 0 if every selected experiment has the outcome that the suite expects, 1 if not, and 128 plus the
-    signal's number if it was interrupted.  Raises ``ConfigError`` before anything is started.
+    Experiments that need more than this machine are listed and not started.  Returns 0 if every other one
+    has the outcome that the suite expects, 1 if not, and 128 plus the signal's number if it was interrupted.
+    Raises ``ConfigError`` before anything is started.
     """
     loaded = suites.load(suite)
     if launcher != "local":
         raise ConfigError("--launcher", launcher, "local")
     entries = plan.select(loaded, only)
-    for entry in entries:
-        local.check(entry.experiment, file=f'{loaded.file}: experiment "{entry.experiment.name}"')
+    needs = {entry.experiment.name: local.needs(entry.experiment) for entry in entries}
+    here = [entry for entry in entries if not needs[entry.experiment.name]]
+    if not here:
+        raise _nothing_here(loaded, entries, needs)
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:
-        tasks = plan.tasks(loaded, entries, store, rerun=rerun)
+        tasks = plan.tasks(loaded, here, store, rerun=rerun)
         todo = {experiment.name for task in tasks for experiment in task.experiments}
-        with Progress(total=len(todo), known=len(entries) - len(todo)) as progress:
+        with Progress(total=len(todo), known=len(here) - len(todo)) as progress:
             recorder = Recorder(loaded, store, progress)
             try:
                 recorder.adopt(entries)
                 _Runner(recorder, progress, interrupt, rerun).run(tasks)
             except DiskFull as error:
                 failure = str(error)
-        summary = summarise(loaded, entries, store, ran=todo)
+        summary = summarise(loaded, entries, store, ran=todo, needs=needs)
     summary["stopped"] = failure or (f"by signal {interrupt.signal}" if interrupt else "")
     if json:
         print(jsonlib.dumps(summary))
@@ -58,7 +61,16 @@ def command(suite: Path, only: list[str], results: Path, launcher: str, rerun: b
         show(summary)
     if interrupt:
         return 128 + interrupt.signal
-    return 0 if not failure and all(row["expected"] for row in summary["experiments"]) else 1
+    return 0 if not failure and all(row["expected"] is not False for row in summary["experiments"]) else 1
+
+
+def _nothing_here(suite: suites.Suite, entries: list[suites.Entry], needs: dict[str, str]) -> ConfigError:
+    """That nothing of what was selected can run on this machine: in one line, however much it is."""
+    first = entries[0].experiment
+    place = f'{suite.file}: experiment "{first.name}"'
+    if len(entries) > 1:
+        place = f'{suite.file}: {len(entries)} experiments, the first of them "{first.name}"'
+    return ConfigError("not run", expected=f"needs {needs[first.name]}", file=place)
 
 
 class _Runner:

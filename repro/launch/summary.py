@@ -11,22 +11,27 @@ from repro.results.store import CONCLUSIVE, Store
 
 
 def summarise(
-    suite: suites.Suite, entries: list[suites.Entry], store: Store, ran: set[str]
+    suite: suites.Suite, entries: list[suites.Entry], store: Store, ran: set[str], needs: dict[str, str]
 ) -> dict[str, Any]:
-    """Plain JSON data on every selected experiment; ``ran`` names those that this run had to do."""
+    """Plain JSON data on every selected experiment; ``ran`` names those that this run had to do.
+
+    ``needs`` says of each by name what it needs and this machine has not.  Where that is something and the
+    store has no record from elsewhere, ``expected`` is null: there is nothing to expect here.
+    """
     latest = store.latest()
     rows = []
     for entry in entries:
         record = latest.get(entry.experiment.key)
         outcome = record["outcome"] if record else "not run"
+        lacking = "" if record else needs[entry.experiment.name]
         logs = store.root / "logs" / entry.experiment.key
         rows.append(
             {
                 "name": entry.experiment.name,
                 "key": entry.experiment.key,
                 "outcome": outcome,
-                "expected": outcome == entry.expect,
-                "reason": record["reason"] if record else "",
+                "expected": None if lacking else outcome == entry.expect,
+                "reason": record["reason"] if record else lacking and f"needs {lacking}",
                 "already_known": entry.experiment.name not in ran,
                 "logs": str(logs) if outcome not in CONCLUSIVE and logs.exists() else "",
             }
@@ -61,13 +66,16 @@ def show(summary: dict[str, Any]) -> None:
         times = f"{row['ratio']:.3f} times{span} the {row['metric']} of {row['baseline']}"
         print(f"{row['subject']}: {times}, {row['rounds']} rounds")
     for row in rows:
-        if not row["expected"]:
+        if row["expected"] is None:
+            print(f"{row['name']}: {row['outcome']}: {row['reason']}")
+        elif not row["expected"]:
             logs = f"  logs: {row['logs']}" if row["logs"] else ""
             print(f"{row['name']}: {row['outcome']}  {row['reason']}{logs}")
     if summary["stopped"]:
         print(f"stopped: {summary['stopped']}; `repro run` goes on with what is missing")
     counts = ", ".join(f"{count} {outcome}" for outcome, count in summary["counts"].items())
-    wrong = sum(not row["expected"] for row in rows)
-    judged = "all as expected" if not wrong else f"{wrong} not as expected"
+    wrong = sum(row["expected"] is False for row in rows)
+    elsewhere = " that can run here" if any(row["expected"] is None for row in rows) else ""
+    judged = f"all{elsewhere} as expected" if not wrong else f"{wrong} not as expected"
     print(f"{summary['suite']}: {len(rows)} experiments: {counts}; {judged}")
     print(f"records: {summary['results']}/records")

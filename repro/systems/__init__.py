@@ -4,6 +4,6 @@ repro.systems.names()          ["dgx2", "dgx2h", ..., "local"]
 repro.systems.load("dgx2")     a frozen System; a path to one's own .toml works too
 """
 
-from repro.systems.load import load, names
+from repro.systems.load import HERE, load, names
 
-__all__ = ["load", "names"]
+__all__ = ["HERE", "load", "names"]

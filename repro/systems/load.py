@@ -12,6 +12,8 @@ from repro.config.system import Device, Link, Quantity, System
 
 FILES = Path(__file__).parent / "files"
 LOCAL = "local"
+HERE = (LOCAL, "local-gpu")
+"""The machine at hand as an experiment names it: its processor cores, or its GPUs."""
 
 
 def names() -> list[str]:

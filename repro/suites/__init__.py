@@ -1,0 +1,9 @@
+"""Suites: TOML files that name experiments, what they share, and which of them are compared.
+
+repro.suites.load(Path("suites/smoke.toml"))     a frozen Suite, checked
+"""
+
+from repro.suites.entry import Entry
+from repro.suites.read import Comparison, Suite, load, parse
+
+__all__ = ["Comparison", "Entry", "Suite", "load", "parse"]

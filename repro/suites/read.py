@@ -1,0 +1,158 @@
+"""Read a suite: a TOML file that names experiments, what they share, and which of them are compared.
+
+Everything that can be wrong in it is found here, before any process starts, and becomes one
+``ConfigError`` line that names file, experiment, key, value and what would be right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from repro.config import ConfigError, Experiment
+from repro.config.files import build, read_toml
+from repro.suites.entry import Entry, read_entry, shared, unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Experiments that run interleaved in one launch, each subject against the baseline."""
+
+    baseline: str
+    subjects: tuple[str, ...]
+    rounds: int = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A suite file, checked."""
+
+    name: str
+    file: str
+    description: str = ""
+    claims: tuple[str, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    comparisons: tuple[Comparison, ...] = field(default=())
+
+    def entry(self, name: str) -> Entry:
+        """The entry of the experiment called ``name``."""
+        return next(entry for entry in self.entries if entry.experiment.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    name: str
+    description: str = ""
+    claims: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compare:
+    baseline: str
+    subjects: list[str]
+    rounds: int = 5
+
+
+def load(path: Path) -> Suite:
+    """The suite in ``path``.  Raises ``ConfigError``."""
+    return parse(read_toml(path), file=str(path))
+
+
+def parse(data: dict[str, Any], *, file: str) -> Suite:
+    """The suite in the tables of a file."""
+    tables = ("suite", "defaults", "layouts", "experiment", "compare")
+    for key in data:
+        if key not in tables:
+            raise ConfigError(key, expected=unknown(key, tables), file=file)
+    if "suite" not in data:
+        raise ConfigError("suite", expected="is missing: a table [suite] with a name", file=file)
+    head = build(_Head, data["suite"], file=file, where="suite")
+    from_file = shared(data.get("defaults", {}), data.get("layouts", {}), file)
+    rows = _tables(data, "experiment", file)
+    if not rows:
+        raise ConfigError("experiment", expected="is missing: at least one [[experiment]] table", file=file)
+    entries = [read_entry(row, from_file, number) for number, row in enumerate(rows, 1)]
+    _distinct(entries, file)
+    comparisons = tuple(_comparison(row, entries, file) for row in _tables(data, "compare", file))
+    _launches(entries, comparisons, file)
+    return Suite(
+        name=head.name,
+        file=file,
+        description=head.description,
+        claims=tuple(head.claims),
+        entries=tuple(entries),
+        comparisons=comparisons,
+    )
+
+
+def _distinct(entries: list[Entry], file: str) -> None:
+    """Every experiment has a name and conditions that no other has."""
+    names: set[str] = set()
+    keys: dict[str, str] = {}
+    for entry in entries:
+        name, key = entry.experiment.name, entry.experiment.key
+        if name in names:
+            raise ConfigError("name", name, "a name that no other experiment has", file=file)
+        if key in keys:
+            right = f'has the same conditions as "{keys[key]}"; leave one of them out'
+            raise ConfigError(f'experiment "{name}"', expected=right, file=file)
+        names.add(name)
+        keys[key] = name
+
+
+def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
+    row = build(_Compare, data, file=file, where="compare")
+    known = {entry.experiment.name: entry.experiment for entry in entries}
+    names = [row.baseline, *row.subjects]
+    for key, name in [("baseline", row.baseline), *(("subjects", subject) for subject in row.subjects)]:
+        if name not in known:
+            raise ConfigError(
+                key, name, unknown(name, tuple(known), "experiment"), file=file, where="compare"
+            )
+        if names.count(name) > 1:
+            raise ConfigError(key, name, "each experiment once", file=file, where="compare")
+    if not row.subjects:
+        raise ConfigError("subjects", row.subjects, "at least one experiment", file=file, where="compare")
+    if row.rounds < 1:
+        raise ConfigError("rounds", row.rounds, "1 or more", file=file, where="compare")
+    _alike([known[name] for name in names], file, f'compare with baseline "{row.baseline}"')
+    return Comparison(baseline=row.baseline, subjects=tuple(row.subjects), rounds=row.rounds)
+
+
+def _launches(entries: list[Entry], comparisons: tuple[Comparison, ...], file: str) -> None:
+    compared = {name for row in comparisons for name in (row.baseline, *row.subjects)}
+    groups: dict[str, list[Experiment]] = {}
+    for entry in entries:
+        if entry.launch:
+            if entry.experiment.name in compared:
+                place = f'{file}: experiment "{entry.experiment.name}"'
+                raise ConfigError(
+                    "launch", entry.launch, "left out: [[compare]] already shares a launch", file=place
+                )
+            groups.setdefault(entry.launch, []).append(entry.experiment)
+    for launch, members in groups.items():
+        _alike(members, file, f'launch "{launch}"')
+
+
+def _alike(members: list[Experiment], file: str, what: str) -> None:
+    """Experiments of one launch have one world, one system and one memory limit."""
+    first = members[0]
+    for other in members[1:]:
+        for key, mine, theirs in (
+            ("layout.world", other.layout.world, first.layout.world),
+            ("system", other.system, first.system),
+            ("limits.memory_bytes", other.limits.memory_bytes, first.limits.memory_bytes),
+        ):
+            if mine != theirs:
+                place = f'{file}: {what}: experiment "{other.name}"'
+                raise ConfigError(
+                    key, mine, f'{theirs!r} as in "{first.name}": they share one launch', file=place
+                )
+
+
+def _tables(data: dict[str, Any], key: str, file: str) -> list[Any]:
+    tables = data.get(key, [])
+    if not isinstance(tables, list):
+        raise ConfigError(key, expected=f"[[{key}]] tables, in double brackets", file=file)
+    return tables

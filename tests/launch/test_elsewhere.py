@@ -1,0 +1,46 @@
+"""A suite may hold experiments for a cluster beside their twins: here, only the twins are run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from repro import suites
+from repro.results.store import Store
+from tests.launch.runs import experiments, run, write_suite
+
+FULL = '[[experiment]]\nname = "full"\nsystem = "selene"\nlayout.dp = 3072\n'
+
+
+def test_what_needs_a_cluster_is_listed_and_not_started(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, FULL + experiments("twin"))
+    code, out, err = run(suite, tmp_path / "results")
+    assert code == 0, err
+    assert out.splitlines()[:2] == [
+        "full: not run: needs 3072 GPUs of system selene",
+        "faults: 2 experiments: 1 not run, 1 ok; all that can run here as expected",
+    ]
+    records = Store(tmp_path / "results").records()
+    assert [(record["name"], record["outcome"]) for record in records] == [("twin", "ok")]
+    assert "1/1" in err, "the cluster's experiment counts as one to run"
+
+
+def test_as_data_and_with_a_failure_beside_it(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, FULL + experiments("twin"))
+    code, out, _ = run(suite, tmp_path / "results", "--json", FAKE_FAULT="raise:twin:1:2")
+    assert code == 1
+    rows = {row["name"]: row for row in json.loads(out)["experiments"]}
+    assert (rows["full"]["expected"], rows["full"]["reason"]) == (None, "needs 3072 GPUs of system selene")
+    assert (rows["twin"]["expected"], rows["twin"]["outcome"]) == (False, "error")
+
+
+def test_a_record_from_elsewhere_is_shown(tmp_path: Path) -> None:
+    path = write_suite(tmp_path, FULL + experiments("twin"))
+    experiment = suites.load(path).entry("full").experiment
+    with Store(tmp_path / "results") as store:
+        head = {"kind": "experiment", "key": experiment.key, "suite": "faults", "name": "full"}
+        store.append({**head, "outcome": "ok", "reason": "", "written": "", "id": "x"})
+    code, out, _ = run(path, tmp_path / "results", "--json")
+    assert code == 0
+    rows = {row["name"]: row for row in json.loads(out)["experiments"]}
+    assert (rows["full"]["outcome"], rows["full"]["expected"]) == ("ok", True)
