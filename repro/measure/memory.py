@@ -2,9 +2,10 @@
 
 A dispatch mode sees every tensor that an operator returns and notes its storage until it is freed, so the
 numbers are those of real allocations, whoever made them.  What is for parameters, gradients, optimizer
-states and communication says so itself (:mod:`repro.parallel.storage`); of the rest, what the forward
-pass allocates is activations.  Bytes are those of storages: a view costs nothing, an allocator's rounding
-is not counted, and temporaries inside one operator are not seen.
+states, checkpoints and communication says so itself (:mod:`repro.parallel.storage`); of the rest, what the
+forward pass allocates is activations.  Bytes are those of storages: a view costs nothing, an allocator's
+rounding is not counted, and temporaries inside one operator are not seen.  Totals are the device's: what
+lies in host memory is a category of its own and no part of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from repro.parallel import storage
 
+_Seen = tuple["weakref.ref[torch.UntypedStorage]", str]
+"""A storage, and the category that it has if it has no mark."""
+
 
 class MemoryTracker(TorchDispatchMode):
     """Use as a context manager around initialisation and steps; ``phase`` is set from outside."""
@@ -27,51 +31,58 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.phase = "init"
         """``forward`` makes unmarked storages activations; other phases make them ``other``."""
-        self.peak = dict.fromkeys(("total", *storage.CATEGORIES), 0)
-        """Bytes by category at the moment when the total was largest."""
-        self.peak_phase = ""
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
-        self._bytes: dict[int, int] = {}
-        self._total = 0
+        self._live: dict[int, _Seen] = {}
+        self._now = self._nothing()
+        """Bytes by category after the last operator."""
+        self._newborn: list[tuple[_Seen, str, int]] = []
+        """Storages that it made, with the category under which ``_now`` counts them and their bytes."""
+        self._now_phase = self.phase
+        self._peak, self._most, self._peak_phase = self._nothing(), self._nothing(), ""
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by category at the moment when the device's total was largest."""
+        self._judge()
+        return dict(self._peak)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which that was."""
+        self._judge()
+        return self._peak_phase
+
+    @property
+    def most(self) -> dict[str, int]:
+        """The most bytes of each category at any moment, and of the device's total."""
+        self._judge()
+        return dict(self._most)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self._judge()
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf.untyped_storage())
-        self.sample()
+        self._now, self._now_phase = self.live(), self.phase
         return out
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is live now."""
-        self.peak = dict.fromkeys(self.peak, 0)
-        self.sample()
-
-    def sample(self) -> None:
-        """Compare what is live with the peak; called after every operator."""
-        for key, (reference, _) in list(self._live.items()):
-            live = reference()
-            # Parameters are released and restored without an operator (ZeRO 3).
-            if live is not None and storage.category_of(live) == storage.PARAMETERS:
-                size = live.nbytes()
-                self._total += size - self._bytes[key]
-                self._bytes[key] = size
-        # On a tie again: a new storage gets its mark just after the operator that made it.
-        if self._total >= self.peak["total"]:
-            self.peak = self.live()
-            self.peak_phase = self.phase
+        """Start new peaks from what is live now."""
+        self._newborn.clear()
+        self._peak, self._most = self._nothing(), self._nothing()
+        self._now, self._now_phase = self.live(), self.phase
 
     def live(self) -> dict[str, int]:
-        """Bytes that are live now, by category, and their total."""
-        found = dict.fromkeys(self.peak, 0)
+        """Bytes that are live now, by category, and the device's total."""
+        found = self._nothing()
         for reference, born in list(self._live.values()):
             live = reference()
             if live is not None:
+                # Parameters are released and restored without an operator (ZeRO 3): ask each time.
                 found[storage.category_of(live) or born] += live.nbytes()
-        found["total"] = sum(found.values())
-        return found
+        return _with_total(found)
 
     def largest(self, category: str) -> int:
         """Bytes of the largest live storage of a category."""
@@ -82,6 +93,31 @@ class MemoryTracker(TorchDispatchMode):
         ]
         return max(sizes, default=0)
 
+    @staticmethod
+    def _nothing() -> dict[str, int]:
+        return dict.fromkeys(("total", *storage.CATEGORIES), 0)
+
+    def _judge(self) -> None:
+        """Compare the moment after the last operator with the peaks.
+
+        Not at once, since a new storage gets its mark just after the operator that made it.
+        """
+        for (reference, _), counted_as, size in self._newborn:
+            live = reference()
+            category = None if live is None else storage.category_of(live)
+            if category is not None and category != counted_as:
+                self._now[counted_as] -= size
+                self._now[category] += size
+        if self._newborn:
+            self._newborn.clear()
+            _with_total(self._now)
+        if self._now["total"] > self._peak["total"]:
+            self._peak, self._peak_phase = dict(self._now), self._now_phase
+        most = self._most
+        for category, size in self._now.items():
+            if size > most[category]:
+                most[category] = size
+
     def _see(self, seen: torch.UntypedStorage) -> None:
         key = seen._cdata
         if key in self._live:
@@ -90,8 +126,14 @@ class MemoryTracker(TorchDispatchMode):
 
         def forget(_: object) -> None:
             self._live.pop(key, None)
-            self._total -= self._bytes.pop(key, 0)
 
-        self._live[key] = (weakref.ref(seen, forget), born)
-        self._bytes[key] = seen.nbytes()
-        self._total += seen.nbytes()
+        entry = (weakref.ref(seen, forget), born)
+        self._live[key] = entry
+        self._newborn.append((entry, storage.category_of(seen) or born, seen.nbytes()))
+
+
+def _with_total(found: dict[str, int]) -> dict[str, int]:
+    """Sum the device's categories under ``total``."""
+    found["total"] = 0
+    found["total"] = sum(found.values()) - found[storage.HOST]
+    return found

@@ -25,15 +25,16 @@ class _Recompute(torch.autograd.Function):
     def forward(
         ctx: Any, block: Block, checkpoints: Checkpoints, saved: Saved, anchor: Tensor, x: Tensor
     ) -> Tensor:
-        ctx.block, ctx.checkpoints, ctx.saved = block, checkpoints, saved
+        ctx.block, ctx.checkpoints, ctx.checkpoint = block, checkpoints, saved
         return block(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x = ctx.checkpoints.load(ctx.saved).requires_grad_(ctx.needs_input_grad[4])
+        x = ctx.checkpoints.load(ctx.checkpoint).requires_grad_(ctx.needs_input_grad[4])
         with torch.enable_grad():
             y = ctx.block(x)
         torch.autograd.backward(y, gradients[0])
+        ctx.checkpoints.free(ctx.checkpoint)
         return None, None, None, None, x.grad
 
 
@@ -47,4 +48,6 @@ def recompute(block: Block, x: Tensor, checkpoints: Checkpoints) -> Tensor:
         return block(x)
     # Autograd needs an input that requires a gradient even when x is data.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
-    return _Recompute.apply(block, checkpoints, checkpoints.save(x), anchor, x)
+    # Backward comes from here to the block that made x; pipelines may run other passes in between.
+    before = getattr(x.grad_fn, "checkpoint", None)
+    return _Recompute.apply(block, checkpoints, checkpoints.save(x, before), anchor, x)

@@ -38,6 +38,15 @@ def zeros(numel: int, like: Tensor, category: str, dtype: torch.dtype | None = N
     return mark(torch.zeros(numel, dtype=dtype or like.dtype, device=like.device), category)
 
 
+def empty_on_host(numel: int, like: Tensor, category: str) -> Tensor:
+    """An uninitialised flat tensor [numel] in host memory, page-locked where ``like`` is on a GPU.
+
+    Where ``like`` has no data (``meta``), neither has the result.
+    """
+    device = "meta" if like.is_meta else "cpu"
+    return mark(torch.empty(numel, dtype=like.dtype, device=device, pin_memory=like.is_cuda), category)
+
+
 def release(tensor: Tensor) -> None:
     """Free the tensor's memory; it and its views keep their shapes and come back with :func:`restore`."""
     tensor.untyped_storage().resize_(0)

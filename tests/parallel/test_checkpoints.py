@@ -1,0 +1,199 @@
+"""Checkpoints by themselves: parts, host memory, arenas, and any order of use."""
+
+from __future__ import annotations
+
+import gc
+from itertools import permutations
+
+import pytest
+import torch
+from torch import Tensor
+
+from repro.config import ConfigError, Layout
+from repro.measure.memory import MemoryTracker
+from repro.parallel import mesh as meshes
+from repro.parallel import storage
+from repro.parallel.arena import Arena
+from repro.parallel.checkpoints import Checkpoints, Saved
+from repro.parallel.recompute import recompute
+from tests.pool import RankPool
+
+SHAPE = (2, 3, 5)
+ALONE = meshes.single().tp
+
+
+def inputs(count: int, device: str = "cpu") -> list[Tensor]:
+    """Inputs of blocks, all different."""
+    return [torch.arange(30.0, device=device).view(SHAPE) + 100 * i for i in range(count)]
+
+
+def layout(pa_cpu: bool, md: bool, tp: int = 1) -> Layout:
+    return Layout(recompute=True, tp=tp, pa=tp > 1, pa_cpu=pa_cpu, md=md)
+
+
+def in_every_order(settings: Layout, chain: bool) -> None:
+    """Two micro-batches of two blocks, backward in every order; runs on one rank or on a tp group."""
+    mesh = meshes.distributed(settings, "cpu") if settings.tp > 1 else meshes.single()
+    checkpoints = Checkpoints(settings, mesh.tp, capacity=4)
+    for order in permutations(range(4)):
+        expected = inputs(4)
+        saved: list[Saved] = []
+        for i, x in enumerate(expected):
+            saved.append(checkpoints.save(x.clone(), saved[-1] if chain and i % 2 else None))
+        for i in order:
+            torch.testing.assert_close(checkpoints.load(saved[i]), expected[i], rtol=0, atol=0)
+            checkpoints.free(saved[i])
+        if checkpoints.arena is not None:
+            assert checkpoints.arena.used == 0
+
+
+@pytest.mark.parametrize("md", [False, True], ids=["", "md"])
+@pytest.mark.parametrize("pa_cpu", [False, True], ids=["", "cpu"])
+def test_any_order_gives_back_what_was_saved(pa_cpu: bool, md: bool) -> None:
+    for chain in (False, True):
+        in_every_order(layout(pa_cpu, md), chain)
+
+
+def all_settings() -> None:
+    for pa_cpu in (False, True):
+        for md in (False, True):
+            in_every_order(layout(pa_cpu, md, tp=4), chain=True)
+
+
+def test_parts_are_gathered_also_where_they_do_not_divide(four: RankPool) -> None:
+    """30 elements over 4 ranks: parts of 8, the last with 2 of padding."""
+    four.run(all_settings)
+
+
+def test_arena_is_one_allocation_that_is_used_again() -> None:
+    with MemoryTracker() as tracker:
+        checkpoints = Checkpoints(layout(pa_cpu=False, md=True), ALONE, capacity=3)
+        seen = set()
+        for _ in range(3):
+            saved = [checkpoints.save(x) for x in inputs(3)]
+            seen.add(tracker.live()[storage.CHECKPOINTS])
+            assert checkpoints.arena is not None
+            assert checkpoints.arena.used == 3
+            places = {checkpoints.load(s).data_ptr() for s in saved}
+            assert len(places) == 3
+            assert checkpoints.arena.used == 3, "what was loaded is still in use"
+            for s in saved:
+                checkpoints.free(s)
+                checkpoints.free(s)
+            assert checkpoints.arena.used == 0
+    assert seen == {3 * 32 * 4}, "30 elements in pieces of 32"
+    assert tracker.most[storage.CHECKPOINTS] == 3 * 32 * 4
+
+
+def test_more_than_was_planned_is_an_error() -> None:
+    checkpoints = Checkpoints(layout(pa_cpu=False, md=True), ALONE, capacity=1)
+    kept = checkpoints.save(inputs(1)[0])
+    with pytest.raises(RuntimeError, match="all 1 pieces"):
+        checkpoints.save(inputs(1)[0])
+    checkpoints.load(kept)
+    checkpoints.free(kept)
+    with pytest.raises(RuntimeError, match="60 elements wanted"):
+        checkpoints.save(torch.zeros(4, 3, 5))
+
+
+def test_arena_pieces() -> None:
+    arena = Arena(torch.zeros(12), 3)
+    first, second = arena.take(4), arena.take(3)
+    assert (first.data_ptr(), first.numel()) == (arena.memory.data_ptr(), 4)
+    assert (second.storage_offset(), second.numel(), arena.used) == (4, 3, 2)
+    arena.give(first)
+    with pytest.raises(AssertionError):
+        arena.give(first)
+    assert arena.take(1).data_ptr() == arena.memory.data_ptr()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_host_memory_is_not_the_device_s(device: str) -> None:
+    """Offloaded checkpoints count as host memory; at most two are on the device, one used and one fetched."""
+    size = 30 * 4
+    with MemoryTracker() as tracker:
+        checkpoints = Checkpoints(layout(pa_cpu=True, md=False), ALONE, capacity=4)
+        before, saved = None, []
+        for x in inputs(4, device):
+            before = checkpoints.save(x, before)
+            saved.append(before)
+        del x
+        assert tracker.live()[storage.HOST] == 4 * size
+        assert tracker.live()["total"] == 0
+        for i in (3, 2, 1, 0):
+            loaded = checkpoints.load(saved[i])
+            assert loaded.device.type == device
+            assert tracker.live()[storage.HOST] == max(0, i - 1) * size, "the next one is fetched"
+            assert tracker.live()[storage.CHECKPOINTS] == min(2, i + 1) * size
+            del loaded
+        assert tracker.live()["total"] == 0
+    assert tracker.most[storage.HOST] == 4 * size
+
+
+def test_second_backward_is_refused() -> None:
+    x = torch.ones(SHAPE, requires_grad=True)
+    y = recompute(lambda x: x * x, x, Checkpoints(layout(False, False), ALONE, 1)).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+@pytest.mark.parametrize("md", [False, True], ids=["", "md"])
+@pytest.mark.parametrize("pa_cpu", [False, True], ids=["", "cpu"])
+def test_recompute_keeps_nothing_but_the_checkpoint(pa_cpu: bool, md: bool) -> None:
+    """Two micro-batches in flight through three blocks; then a graph that is dropped, and one without gradients."""
+    checkpoints = Checkpoints(layout(pa_cpu, md), ALONE, capacity=6)
+
+    def forward(x: Tensor) -> Tensor:
+        for factor in (2.0, 3.0, 5.0):
+            x = recompute(lambda x, factor=factor: (x * factor).sin(), x, checkpoints)
+        return x.sum()
+
+    def plain(x: Tensor) -> Tensor:
+        for factor in (2.0, 3.0, 5.0):
+            x = (x * factor).sin()
+        return x.sum()
+
+    xs = [torch.randn(SHAPE, requires_grad=True) for _ in range(2)]
+    with MemoryTracker() as tracker:
+        losses = [forward(x * 1) for x in xs]
+        live = tracker.live()
+        for loss in losses:
+            loss.backward()
+        losses.clear()
+        del loss
+        after = tracker.live()
+    size = 32 * 4 if md else 30 * 4
+    assert live[storage.HOST if pa_cpu else storage.CHECKPOINTS] == 6 * size
+    assert live["total"] <= (0 if pa_cpu else 6 * size) + 32, "the losses and autograd's anchors"
+    gradients = 2 * 30 * 4
+    assert after["total"] == gradients + (6 * size if md and not pa_cpu else 0)
+    for x in xs:
+        expected = torch.autograd.grad(plain(x), x)[0]
+        torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+
+    forward(xs[0])  # its backward never runs
+    gc.collect()
+    with torch.no_grad():
+        forward(xs[0])
+    if checkpoints.arena is not None:
+        assert checkpoints.arena.used == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"pa": True, "tp": 2}, "pa = True: recompute = true"),
+        ({"pa_cpu": True}, "pa_cpu = True: recompute = true"),
+        ({"pa": True, "recompute": True}, "pa = True: tp > 1 without sp"),
+        ({"pa": True, "recompute": True, "tp": 2, "sp": True}, "pa = True: tp > 1 without sp"),
+        ({"pa_cpu": True, "recompute": True, "tp": 2}, "pa_cpu = True: pa = true"),
+        ({"cb": False, "zero": 3, "dp": 2}, "cb = False: true with zero = 3"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value),
+)
+def test_refusals(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Layout(**settings)
+    assert str(refused.value).startswith(says)
+    assert "\n" not in str(refused.value)
