@@ -14,7 +14,10 @@ from repro.config.model import Model
 from repro.models import FILES, _packaged, load, names
 from repro.models.parameters import total
 
-SMALL = ("smoke-states", "smoke-speed", "char-1m", "tiny-parity", "gpt2-tiny", "limit-40m")
+SMALL = (
+    *("smoke-states", "smoke-speed", "char-1m", "tiny-parity", "gpt2-tiny", "limit-40m"),
+    *("equal-stages", "tiny-stages"),
+)
 TABLES = {
     # name: layers, hidden, heads, published MP degrees.  ZERO3 Table 5, Fig. 2.
     "zero-1.5b": (48, 1600, 16, (1, 2)),
@@ -83,6 +86,7 @@ TABLES = {
     "megatron-529.6b": (105, 20480, 128, (8,)),
     "megatron-1t": (128, 25600, 160, (8,)),
     "megatron-175b": (96, 12288, 96, (8,)),
+    "megatron-91b": (32, 15360, 128, (8,)),  # MEG-SC21 run_figure_16.sh
     "turing-nlg-17b": (78, 4256, 28, (4,)),
     "turing-nlg-17b-h32": (78, 4256, 32, (16,)),
     "yuan-1.0-245b": (76, 16384, 128, (8,)),
@@ -130,6 +134,8 @@ def test_small_models_are_small() -> None:
         "tiny-parity": 0.1,
         "gpt2-tiny": 7.2,
         "limit-40m": 39.6,
+        "equal-stages": 6.4,
+        "tiny-stages": 0.4,
     }
 
 

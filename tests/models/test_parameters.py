@@ -75,6 +75,7 @@ def test_a_gpt_counts_what_torch_modules_of_its_sizes_hold(
         ("megatron-310.1b", "310.1"),
         ("megatron-529.6b", "529.6"),
         ("megatron-1t", "1008.0"),
+        ("megatron-91b", "91"),
         ("gpt3-175b", "174.6"),
         ("megatron-175b", "174.6"),
         ("yuan-1.0-245b", "245.7"),
