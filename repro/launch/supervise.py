@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from repro.config import Layout
 from repro.launch.beacon import Position
 from repro.launch.job import Job
 
@@ -195,8 +196,7 @@ class _Watcher:
         if stopped:
             laggards, what = stopped, "is stopped (SIGSTOP or a debugger)"
         else:
-            fewest = min((p.experiment, p.sequence, p.step) for p in positions)
-            laggards = [r for r, p in enumerate(positions) if (p.experiment, p.sequence, p.step) == fewest]
+            laggards = behind(positions, self.job)
             what = "is behind" if len(laggards) < len(positions) else "is"
         others = [rank for rank in self.ranks if rank not in laggards]
         text = "; ".join(f"rank {rank} {what} {positions[rank]}" for rank in laggards[:4])
@@ -226,6 +226,38 @@ class _Watcher:
 
     def _end(self, outcome: str, reason: str) -> Ending:
         return Ending(outcome, reason, self._current(), self.spent)
+
+
+def behind(positions: list[Position], job: Job) -> list[int]:
+    """The ranks that the others seem to wait for; all of them if none stands out.
+
+    Those in the earliest step, and of these the ones that have issued fewer collectives than others of their
+    pipeline stage: ranks of one stage issue the same ones, different stages do not.  Who waits for another
+    stage is not what holds it up.
+    """
+    earliest = min((p.experiment, p.step) for p in positions)
+    slow = [rank for rank, p in enumerate(positions) if (p.experiment, p.step) == earliest]
+    layout = job.experiments[max(0, earliest[0])].layout
+    issued: dict[int, set[int]] = {}
+    for rank in slow:
+        issued.setdefault(_stage(layout, rank), set()).add(positions[rank].sequence)
+    fewer = [
+        rank
+        for rank in slow
+        if len(found := issued[_stage(layout, rank)]) > 1 and positions[rank].sequence == min(found)
+    ]
+    slow = fewer or slow
+    return [rank for rank in slow if positions[rank].phase != "idle"] or slow
+
+
+def _stage(layout: Layout, rank: int) -> int:
+    """The pipeline stage of ``rank``: its index along pp in the grid (``repro.parallel.mesh`` builds it)."""
+    stride = 1
+    for axis in layout.order.split("-"):
+        if axis == "pp":
+            break
+        stride *= getattr(layout, axis)
+    return rank // stride % layout.pp
 
 
 def signal_name(number: int) -> str:

@@ -153,6 +153,38 @@ def test_a_hang_names_the_rank_with_the_smallest_sequence() -> None:
     assert "rank 0 is behind at step 5, forward, after all_gather #40 on tp; rank 1 waits" in ending.reason
 
 
+PIPELINE = Experiment(
+    name="p", model=MODEL, layout=Layout(tp=2, pp=2, global_batch=4), training=Training(steps=6)
+)
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        # (step, phase, sequence) of ranks 0, 1 (stage 0) and 2, 3 (stage 1), which issue more collectives.
+        ([(5, "idle", 40), (5, "idle", 40), (5, "forward", 90), (5, "forward", 91)], [2]),
+        ([(5, "idle", 40), (5, "idle", 40), (5, "backward", 91), (5, "backward", 91)], [2, 3]),
+        ([(5, "forward", 40), (5, "forward", 40), (4, "optimizer", 91), (4, "idle", 91)], [2]),
+        ([(5, "forward", 41), (5, "forward", 40), (5, "idle", 91), (5, "idle", 91)], [1]),
+        ([(5, "idle", 40), (5, "idle", 40), (5, "idle", 91), (5, "idle", 91)], [0, 1, 2, 3]),
+    ],
+)
+def test_stages_are_not_compared_by_their_collectives(
+    places: list[tuple[int, str, int]], expected: list[int]
+) -> None:
+    positions = [Position(0, step, phase, sequence, "send", "pp", 1.0) for step, phase, sequence in places]
+    assert supervise.behind(positions, Job(experiments=[PIPELINE])) == expected
+
+
+@pytest.mark.parametrize("order", ["tp-dp-pp", "dp-tp-pp", "pp-tp-dp", "tp-pp-dp"])
+def test_the_stage_of_a_rank_is_the_meshs(order: str) -> None:
+    from repro.parallel.mesh import groups
+
+    layout = Layout(tp=2, pp=4, dp=3, order=order)
+    for pipeline in groups(layout, "pp"):
+        assert [supervise._stage(layout, rank) for rank in pipeline] == [0, 1, 2, 3]
+
+
 def test_interrupted_says_where_it_was() -> None:
     ending = watch(Scripted([None, None, None], {}), interrupted=lambda: True)
     assert ending.outcome == "interrupted"
