@@ -27,6 +27,13 @@ def four() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture(scope="module")
+def eight() -> Iterator[RankPool]:
+    """Eight gloo ranks, for the tests of one module."""
+    with RankPool(8) as pool:
+        yield pool
+
+
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> RankPool | None:
     """The pool of the size that an indirect parameter asks for; None for one process."""

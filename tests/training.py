@@ -21,7 +21,7 @@ TINY = Model(name="tiny", layers=4, hidden=32, heads=4, vocab=96, seq=16)
 
 @dataclass
 class Trained:
-    """One rank's view of a finished run; parameters are complete over dp and tp."""
+    """One rank's view of a finished run; the stage's parameters are complete over dp and tp."""
 
     loss: list[float]
     norm: list[float]
@@ -29,6 +29,7 @@ class Trained:
     skipped: list[int] = field(default_factory=list)
     scale: list[float] = field(default_factory=list)
     traffic: list[dict[str, Any]] = field(default_factory=list)
+    pipeline: dict[str, Any] = field(default_factory=dict)
 
 
 def tiny(layout: Layout, model: Model = TINY, engine: str = "native", **training: Any) -> Experiment:
@@ -72,9 +73,9 @@ def micro_batches(experiment: Experiment, dp_rank: int, step: int) -> list[Micro
 def whole_parameters(engine: Any, tp: Group) -> dict[str, Tensor]:
     """Parameters complete over tp as well: a split one is gathered along its dimension."""
     found = {}
-    named = dict(engine.model.named_parameters())
+    splits = engine.splits() if hasattr(engine, "splits") else {}
     for name, local in engine.full_parameters().items():
-        split = getattr(named.get(name), "split", None)
+        split = splits.get(name)
         if tp.size > 1 and split is not None:
             parts = torch.empty(tp.size * local.numel(), dtype=local.dtype)
             tp.all_gather(parts, local.contiguous().view(-1)).wait()
@@ -103,5 +104,6 @@ def train(experiment: Experiment) -> Trained:
         trained.norm.append(norms.gradient.item())
     engine.synchronize()
     trained.traffic = mesh.ledger.rows()
+    trained.pipeline = engine.pipeline_report() if layout.pp > 1 else {}
     trained.parameters = whole_parameters(engine, mesh.tp)
     return trained

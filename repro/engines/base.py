@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -31,3 +31,6 @@ class Engine(Protocol):
 
     def padding(self) -> int:
         """Elements that flat buffers hold beyond the parameters."""
+
+    def pipeline_report(self) -> dict[str, Any]:
+        """``stage`` and ``in_flight``, the most micro-batches (per chunk) alive at once; {} without stages."""

@@ -71,7 +71,7 @@ class StockEngine:
         from torch.distributed.fsdp import fully_shard
 
         again = self.stage == 3
-        for block in model.blocks:
+        for block in model.blocks.values():
             fully_shard(block, reshard_after_forward=again)
         fully_shard(model, reshard_after_forward=again)
         return model
@@ -148,3 +148,7 @@ class StockEngine:
     def padding(self) -> int:
         """Not known of torch's buffers."""
         return 0
+
+    def pipeline_report(self) -> dict[str, Any]:
+        """Nothing: there is one stage."""
+        return {}

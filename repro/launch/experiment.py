@@ -97,7 +97,8 @@ class Run:
             live = tracker.live()
             self.memory = {
                 "states": {c: live[c] for c in (storage.PARAMETERS, storage.GRADIENTS, storage.OPTIMIZER)},
-                "peak": dict(tracker.peak),
+                "peak": tracker.peak,
+                "most": tracker.most,
                 "peak_phase": tracker.peak_phase,
                 "init_peak_bytes": self.init_peak,
             }
@@ -161,6 +162,7 @@ class Run:
     def result(self, outcome: str = "ok", reason: str = "") -> dict[str, Any]:
         """Everything that was seen, as plain data."""
         e, series = self.experiment, self.series
+        phases = [p for p in PHASES if p != "idle" or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
         uses = e.layout.accumulation * e.model.layers
         blocks = [row for row in self.comm if row["purpose"] == "block"]
@@ -174,7 +176,8 @@ class Run:
             "loss_scale": series.loss_scale,
             "skipped_steps": series.skipped,
             "rounds": self.rounds,
-            "phase_seconds": {p: sum(row[p] for row in self.phase_rows) / timed for p in PHASES},
+            "phase_seconds": {p: sum(row[p] for row in self.phase_rows) / timed for p in phases},
+            "pipeline": self._pipeline(),
             "memory": {**self.memory, **process_memory(self.device)},
             "comm": self.comm,
             "comm_per_layer": [
@@ -188,6 +191,14 @@ class Run:
             "parameters": self.engine.local_parameters(),
             "padding": self.engine.padding(),
         }
+
+    def _pipeline(self) -> dict[str, Any]:
+        """The rank's stage, and for how long each timed step waited for other stages; empty without any."""
+        if self.experiment.layout.pp == 1:
+            return {}
+        waits = [row["idle"] for row in self.phase_rows]
+        work = [row["forward"] + row["backward"] for row in self.phase_rows]
+        return {**self.engine.pipeline_report(), "idle_s": waits, "busy_s": work}
 
 
 def process_memory(device: torch.device) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import torch
 
-PHASES = ("forward", "backward", "optimizer")
+PHASES = ("forward", "backward", "idle", "optimizer")
+"""``idle`` is waiting for other pipeline stages."""
 
 
 @dataclass
@@ -23,7 +24,7 @@ class StepClock:
         self._marks.append([])
 
     def mark(self, phase: str) -> None:
-        """A phase begins (``forward``, ``backward``, ``optimizer``) or the step ends (``end``)."""
+        """A phase begins (one of ``PHASES``) or the step ends (``end``)."""
         self._marks[-1].append((phase, self._now()))
 
     def _now(self) -> float | torch.cuda.Event:

@@ -75,7 +75,7 @@ class Embedding(nn.Module):
         super().__init__()
         m = setting.model
         self.setting = setting
-        self.tokens = tensor.split_parameter((m.vocab, m.hidden), 0, setting.tp, "normal")
+        self.tokens = token_parameter(setting)
         self.positions = tensor.split_parameter((m.seq, m.hidden), None, setting.tp, "normal")
 
     def forward(self, tokens: Tensor, place: Place) -> Tensor:
@@ -169,11 +169,12 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm, logits with the tied embedding, loss per token: [b, s, h] and [b, s] to fp32 [b * s]."""
 
-    def __init__(self, setting: Setting, tokens: nn.Parameter):
+    def __init__(self, setting: Setting, tokens: nn.Parameter | None):
+        """Without ``tokens``, the embedding of the same rank, the head has a copy of its own (``tied``)."""
         super().__init__()
         self.setting = setting
         self.norm, self.norm_bias = norm_parameters(setting)
-        self.tokens = tokens
+        self.tokens = tokens if tokens is not None else token_parameter(setting)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
@@ -195,10 +196,31 @@ def norm_parameters(setting: Setting) -> tuple[nn.Parameter, nn.Parameter]:
     return duplicate(h, "ones", tp, sp), duplicate(h, "zeros", tp, sp)
 
 
-class GPT(nn.Module):
-    """Mean loss (0-dim fp32) of tokens [b, s] and targets [b, s], int64.
+def token_parameter(setting: Setting) -> nn.Parameter:
+    """The token embedding [V/t, h]."""
+    m = setting.model
+    tokens = tensor.split_parameter((m.vocab, m.hidden), 0, setting.tp, "normal")
+    tokens.name_in_model = "embed.tokens"  # type: ignore[attr-defined]
+    return tokens
 
-    ``checkpoints`` keeps the blocks' inputs; with None nothing is recomputed.
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of the model a module is: all of it, or a pipeline stage's chunk."""
+
+    layers: range
+    first: bool = True
+    """With the embedding."""
+    last: bool = True
+    """With the final norm, the logits and the loss."""
+
+
+class GPT(nn.Module):
+    """A part of the model, by default all of it.
+
+    Its input is tokens [b, s] (int64) if it is the first part, else [b, s, h]; its output the mean loss
+    (0-dim fp32) of targets [b, s] if it is the last, else [b, s, h] (s/t under sp).  ``checkpoints`` keeps
+    the blocks' inputs; with None nothing is recomputed.  Submodules have the same names in every part.
     """
 
     def __init__(
@@ -208,25 +230,38 @@ class GPT(nn.Module):
         training: Training,
         tp: Group,
         checkpoints: Checkpoints | None = None,
+        part: Part | None = None,
     ):
         super().__init__()
         setting = Setting(model, tp, layout.sp, training.dropout, training.attention_dropout, training.seed)
         self.checkpoints = checkpoints
-        self.embed = Embedding(setting)
-        self.embed.positions.partial = layout.sp  # type: ignore[attr-defined]
-        self.blocks = nn.ModuleList(Block(setting, i + 1) for i in range(model.layers))
-        self.head = Head(setting, self.embed.tokens)
+        self.part = part or Part(range(model.layers))
+        if self.part.first:
+            self.embed = Embedding(setting)
+            self.embed.positions.partial = layout.sp  # type: ignore[attr-defined]
+        self.blocks = nn.ModuleDict({str(i): Block(setting, i + 1) for i in self.part.layers})
+        if self.part.last:
+            self.head = Head(setting, self.embed.tokens if self.part.first else None)
+        if self.part.first != self.part.last:
+            tokens = self.embed.tokens if self.part.first else self.head.tokens
+            tokens.tied = True  # type: ignore[attr-defined]
 
-    def forward(self, tokens: Tensor, targets: Tensor, place: Place) -> Tensor:
-        x = self.embed(tokens, place)
-        for block in self.blocks:
+    def forward(self, x: Tensor, targets: Tensor, place: Place) -> Tensor:
+        if self.part.first:
+            x = self.embed(x, place)
+        for block in self.blocks.values():
             if self.checkpoints is not None:
                 x = recompute(partial(block, place=place), x, self.checkpoints)
             else:
                 x = block(x, place)
-        return self.head(x, targets).mean()
+        return self.head(x, targets).mean() if self.part.last else x
 
     def zero_units(self) -> list[Unit]:
         """One unit a block; embeddings and final norm together, used by both ends (the embedding is tied)."""
-        outer = Unit("outer", (Use("embed", backward=False), Use("head", free_early=True)))
-        return [outer, *(Unit(f"blocks.{i}", (Use(f"blocks.{i}"),)) for i in range(len(self.blocks)))]
+        outer = []
+        if self.part.first:
+            outer.append(Use("embed", backward=False))
+        if self.part.last:
+            outer.append(Use("head", free_early=self.part.first))
+        blocks = [Unit(f"blocks.{i}", (Use(f"blocks.{i}"),)) for i in self.part.layers]
+        return [Unit("outer", tuple(outer)), *blocks] if outer else blocks

@@ -42,6 +42,8 @@ class Tag:
     """Index of the optimizer's parameter group."""
     duplicate: bool = False
     """Every tp rank holds the same values; the global norm counts them once."""
+    tied: bool = False
+    """The first and the last pipeline stage both hold it; their gradients are summed before the step."""
     partial: bool = False
     """Each tp rank's gradient covers its part of the sequence only (sp); they are summed before the step."""
 
@@ -181,12 +183,19 @@ class Bucket:
 
     def sum_partial_gradients(self, tp: Group) -> None:
         """Sum over ``tp`` the gradients that each of its ranks knows for its part of the sequence only."""
-        runs = [(start, stop) for tag, start, stop in self.ranges() if tag.partial]
-        if not runs or tp.size == 1:
+        self._sum_over(tp, lambda tag: tag.partial, "sequence-parallel gradients")
+
+    def sum_tied_gradients(self, ends: Group) -> None:
+        """Sum over the first and the last stage the gradients of what both hold (Megatron's embedding group)."""
+        self._sum_over(ends, lambda tag: tag.tied, "tied gradients")
+
+    def _sum_over(self, group: Group, wanted: Callable[[Tag], bool], purpose: str) -> None:
+        runs = [(start, stop) for tag, start, stop in self.ranges() if wanted(tag)]
+        if not runs or group.size == 1:
             return
         total = sum(stop - start for start, stop in runs)
         packed = storage.empty(total, self.gradient_shard, storage.COMMUNICATION)
         views = [self.gradient_shard[start:stop] for start, stop in runs]
         torch.cat(views, out=packed)
-        tp.all_reduce(packed, SUM, purpose="sequence-parallel gradients").wait()
+        group.all_reduce(packed, SUM, purpose=purpose).wait()
         torch._foreach_copy_(views, list(packed.split([v.numel() for v in views])))

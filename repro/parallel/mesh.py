@@ -7,7 +7,7 @@ neighbours and share a node, and pipeline stages are far apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -63,7 +63,7 @@ def build(
     """
     ledger = ledger or Ledger()
 
-    def mine(name: str, of_axis: list[tuple[int, ...]]) -> Group:
+    def mine(name: str, of_axis: Sequence[tuple[int, ...]]) -> Group:
         found = Group(name, (rank,), rank, NoTransport(), ledger)
         for ranks in of_axis:
             transport = transport_of(ranks) if len(ranks) > 1 else NoTransport()

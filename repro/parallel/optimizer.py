@@ -45,8 +45,9 @@ class GradientShards:
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh):
         self.buckets, self.mesh = list(buckets), mesh
-        counts = (lambda tag: True) if mesh.tp.rank == 0 else (lambda tag: not tag.duplicate)
-        self._counted = self._views(counts)
+        self._counted = self._views(
+            lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
+        )
         # Under stage 0 all replicas hold the same gradients; one of them speaks for all.
         replicated = all(bucket.stage == 0 for bucket in self.buckets)
         self._weight = 0.0 if replicated and mesh.dp.rank else 1.0
@@ -66,19 +67,22 @@ class GradientShards:
             views += [bucket.gradient_shard[start:stop] for start, stop in runs]
         return views
 
-    def agree(self, loss: Tensor, scale: Tensor | None) -> Norms:
+    def agree(self, loss: Tensor, scale: Tensor | None, waiting: Callable[[], None] = lambda: None) -> Norms:
         """Global norm, mean loss and overflow, in one all-reduce of 8 bytes over all ranks.
 
-        ``loss`` is this replica's mean loss; ``scale`` the loss scale the gradients still carry.
+        ``loss`` is this replica's mean loss, 0 on all but its last stage; ``scale`` the loss scale the
+        gradients still carry.  ``waiting`` is called when there is nothing left to do but wait for the others.
         """
-        if self.mesh.tp.size > 1:
-            for bucket in self.buckets:
-                bucket.sum_partial_gradients(self.mesh.tp)
+        for bucket in self.buckets:
+            bucket.sum_partial_gradients(self.mesh.tp)
+            bucket.sum_tied_gradients(self.mesh.embedding)
         if self._counted:
             squares = kernels.norm_squared(self._counted)
         else:  # all that this rank's shards hold is padding, or counted by another tp rank
             squares = torch.zeros((), dtype=torch.float32, device=loss.device)
-        shared = torch.stack((squares * self._weight, loss.float() / self.mesh.world.size))
+        replicas = self.mesh.world.size // self.mesh.pp.size
+        shared = torch.stack((squares * self._weight, loss.float() / replicas))
+        waiting()
         self.mesh.world.all_reduce(shared, SUM, purpose="norm").wait()
         norm = shared[0].sqrt()
         if scale is not None:

@@ -59,6 +59,22 @@ def leave_meta(module: nn.Module, device: torch.device, dtype: torch.dtype | Non
             child._parameters[name] = replaced[id(old)]
 
 
+def cast_untrained(module: nn.Module, dtype: torch.dtype) -> None:
+    """Bring frozen and empty floating-point parameters, and floating-point buffers, to ``dtype``.
+
+    With the trained ones in buckets of ``dtype`` the module is then what ``module.to(dtype)`` is: most
+    modules cannot mix (a linear layer, or a batch norm whose running statistics are not of its weights' dtype).
+    """
+    for child in module.modules():
+        for parameter in child._parameters.values():
+            if parameter is not None and parameter.is_floating_point():
+                if not (parameter.requires_grad and parameter.numel()):
+                    parameter.data = parameter.data.to(dtype)
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                child._buffers[name] = buffer.to(dtype)
+
+
 class ShardedModule:
     """A module whose parameters live in buckets, with the hooks that communicate them."""
 
@@ -72,7 +88,9 @@ class ShardedModule:
     ):
         self.module, self.sharding = module, sharding
         leave_meta(module, sharding.device, sharding.dtype)
-        # Frozen and empty parameters stay as they are: nothing of them is communicated.
+        if sharding.dtype is not None:
+            cast_untrained(module, sharding.dtype)
+        # Frozen and empty parameters stay outside buckets: nothing of them is communicated.
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
         self.names = [name for name, _ in trained]
         self.parameters = [p for _, p in trained]
@@ -101,13 +119,15 @@ class ShardedModule:
             return bucket
 
         with torch.no_grad():
+            of_unit: list[list[Bucket]] = []
             if sharding.stage == 3:
-                self._shard_units(units, tags, make)
+                of_unit = self._shard_units(units, tags, make)
             else:
                 for plan in self._plans(tags):
                     make(plan)
-        on_complete = self.gatherer.complete if self.gatherer else None
-        self.reducer = GradientReducer(self.buckets, on_complete)
+        self.reducer = GradientReducer(self.buckets, by_arrival=sharding.stage < 3)
+        if sharding.stage == 3:
+            self.gatherer = ParameterGatherer(module, units, of_unit, self.reducer.close)
         self.publisher: ParameterPublisher | None = None
         if sharding.stage in (1, 2):
             self.publisher = ParameterPublisher(module, units, self.buckets)
@@ -117,17 +137,25 @@ class ShardedModule:
         """Elements that the buckets hold beyond the parameters."""
         return sum(bucket.plan.padded - bucket.plan.numel for bucket in self.buckets)
 
-    def begin(self, micro_batch: int, micro_batches: int) -> None:
-        """Before the forward pass of one micro-batch of the step."""
-        self.reducer.begin(micro_batch, micro_batches)
+    def begin_forward(self) -> None:
+        """Before a forward pass."""
         if self.gatherer is not None:
             self.gatherer.begin()
 
+    def begin_backward(self, micro_batch: int, micro_batches: int) -> None:
+        """Before the backward pass of one of the step's micro-batches."""
+        self.reducer.begin(micro_batch, micro_batches)
+
+    def begin(self, micro_batch: int, micro_batches: int) -> None:
+        """Both, where the one follows upon the other."""
+        self.begin_backward(micro_batch, micro_batches)
+        self.begin_forward()
+
     def finish(self) -> None:
         """After its backward pass: gradients are reduced (on the last micro-batch, or every one by stage)."""
-        self.reducer.finish()
         if self.gatherer is not None:
             self.gatherer.finish()
+        self.reducer.finish()
 
     def publish(self) -> None:
         """After the optimizer step: let every rank have the new parameters (stages 1 and 2)."""
@@ -161,17 +189,21 @@ class ShardedModule:
         if self.publisher is not None:
             self.publisher.remove()
 
-    def _by_dtype(self, indices: Sequence[int]) -> list[list[int]]:
-        """Indices split by the parameters' dtype, which one flat buffer cannot mix."""
-        dtypes: dict[torch.dtype, list[int]] = {}
+    def _apart(self, indices: Sequence[int], tags: Sequence[Tag]) -> list[list[int]]:
+        """Indices split by the parameters' dtype, which one flat buffer cannot mix, and by ``tied``.
+
+        The first and the last pipeline stage cut a bucket that holds nothing but what they share alike.
+        """
+        kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
         for i in indices:
-            dtypes.setdefault(self.sharding.dtype or self.parameters[i].dtype, []).append(i)
-        return list(dtypes.values())
+            dtype = self.sharding.dtype or self.parameters[i].dtype
+            kinds.setdefault((dtype, tags[i].tied), []).append(i)
+        return list(kinds.values())
 
     def _plans(self, tags: Sequence[Tag]) -> list[BucketPlan[Tag]]:
         plans = []
         backwards = list(range(len(self.parameters)))[::-1]
-        for indices in self._by_dtype(backwards):
+        for indices in self._apart(backwards, tags):
             sizes = [(i, self.parameters[i].numel(), tags[i]) for i in indices]
             dtype = self.sharding.dtype or self.parameters[indices[0]].dtype
             plans += plan_buckets(
@@ -181,7 +213,8 @@ class ShardedModule:
 
     def _shard_units(
         self, units: Sequence[Unit], tags: Sequence[Tag], make: Callable[[BucketPlan[Tag]], Bucket]
-    ) -> None:
+    ) -> list[list[Bucket]]:
+        """Make the buckets of every unit, one a dtype."""
         index_of = {id(p): i for i, p in enumerate(self.parameters)}
         of_unit: list[list[Bucket]] = []
         for parameters in parameters_of(self.module, units):
@@ -192,7 +225,7 @@ class ShardedModule:
             of_unit.append(
                 [
                     make(plan_bucket([(i, self.parameters[i].numel(), tags[i]) for i in same], n))
-                    for same in self._by_dtype(indices)
+                    for same in self._apart(indices, tags)
                 ]
             )
         modules = dict(self.module.named_modules())
@@ -200,4 +233,4 @@ class ShardedModule:
         last_use = [min(order[use.module] for use in unit.uses) for unit in units]
         backwards = sorted(range(len(units)), key=lambda u: -last_use[u])
         self.buckets = [bucket for u in backwards for bucket in of_unit[u]]
-        self.gatherer = ParameterGatherer(self.module, units, of_unit)
+        return of_unit

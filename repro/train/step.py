@@ -5,26 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from repro.config import Experiment
-from repro.models.gpt import GPT, Place
-from repro.models.init import initial_values
-from repro.parallel.bucket import InitialValues, Tag
+from repro.models.gpt import Place
 from repro.parallel.checkpoints import Checkpoints
 from repro.parallel.mesh import Mesh
 from repro.parallel.optimizer import AdamGroup, GradientShards, Norms, ShardedAdamW, divisor_for
+from repro.parallel.pipeline import Observer, Pipeline
 from repro.parallel.precision import DTYPES, LossScaler
-from repro.parallel.sharding import ShardedModule, Sharding
+from repro.parallel.schedule import build, in_flight
+from repro.train.part import ModelPart
 from repro.train.schedule import learning_rate
 
-Observer = Callable[[str], None]
-"""Called with the name of the phase that begins: forward, backward, optimizer."""
+__all__ = ["MicroBatch", "NativeEngine", "Observer"]
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,6 @@ class MicroBatch:
     place: Place
 
 
-DECAYED, NOT_DECAYED = 0, 1
-
-
 class NativeEngine:
     """Model, sharded states and step of one experiment on one rank."""
 
@@ -46,64 +42,54 @@ class NativeEngine:
         layout, training = experiment.layout, experiment.training
         self.layout, self.training, self.mesh = layout, training, mesh
         self.checkpoints: Checkpoints | None = None
+        parts = layout.parts(experiment.model.layers)
         if layout.recompute:
-            self.checkpoints = Checkpoints(layout, mesh.tp, capacity=experiment.model.layers)
-        self.model = GPT(experiment.model, layout, training, mesh.tp, self.checkpoints)
-        sharding = Sharding.of(layout, mesh.dp, device, DTYPES[layout.precision])
-        names = [name for name, _ in self.model.named_parameters()]
-
-        def values(parameters: list[Parameter]) -> InitialValues:
-            return initial_values(
-                names,
-                parameters,
-                seed=training.seed,
-                layers=experiment.model.layers,
-                rank=mesh.tp.rank,
-                ranks=mesh.tp.size,
-                device=device,
-            )
-
-        self.sharded = ShardedModule(self.model, self.model.zero_units(), sharding, self._tag, values)
-        self.gradients = GradientShards(self.sharded.buckets, mesh)
-        groups = [AdamGroup(training.weight_decay), AdamGroup(0.0)]
-        self.optimizer = ShardedAdamW(
-            self.sharded.buckets, groups, training.beta1, training.beta2, training.eps
+            actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[mesh.pp.rank]
+            most = max(len(layers) for layers in parts[mesh.pp.rank :: layout.pp])
+            self.checkpoints = Checkpoints(layout, mesh.tp, capacity=in_flight(actions) * most)
+        self.parts = [
+            ModelPart(experiment, mesh, device, chunk, parts, self.checkpoints)
+            for chunk in range(layout.chunks)
+        ]
+        """The rank's parts of the model, one a chunk."""
+        seq = experiment.seq // mesh.tp.size if layout.sp else experiment.seq
+        self.pipeline = Pipeline(
+            layout,
+            mesh.pp,
+            mesh.tp,
+            self.parts,
+            (layout.micro_batch, seq, experiment.model.hidden),
+            torch.empty(0, dtype=DTYPES[layout.precision], device=device),
         )
+        self.buckets = [bucket for part in self.parts for bucket in part.sharded.buckets]
+        self.gradients = GradientShards(self.buckets, mesh)
+        groups = [AdamGroup(training.weight_decay), AdamGroup(0.0)]
+        self.optimizer = ShardedAdamW(self.buckets, groups, training.beta1, training.beta2, training.eps)
         self.scaler: LossScaler | None = None
         if layout.precision == "fp16":
             self.scaler = LossScaler(
                 training.loss_scale, training.loss_scale_window, training.loss_scale_hysteresis, device
             )
 
-    def _tag(self, parameter: Parameter) -> Tag:
-        """Matrices decay, vectors do not; what every tp rank holds is counted once."""
-        return Tag(
-            group=DECAYED if parameter.dim() > 1 and parameter.init != "zeros" else NOT_DECAYED,  # type: ignore[attr-defined]
-            duplicate=self.mesh.tp.size > 1 and parameter.split is None,  # type: ignore[attr-defined]
-            partial=parameter.partial,  # type: ignore[attr-defined]
-        )
-
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
         """Forward, backward and gradient averaging per micro-batch; norm, clipping, AdamW; publication."""
-        count = len(micro_batches)
-        total: Tensor | None = None
-        for i, batch in enumerate(micro_batches):
-            observe("forward")
-            self.sharded.begin(i, count)
-            loss = self.model(batch.tokens, batch.targets, batch.place)
-            observe("backward")
-            scaled = loss / count if count > 1 else loss
-            (scaled if self.scaler is None else scaled * self.scaler.scale).backward()
-            self.sharded.finish()
-            total = loss.detach() if total is None else total + loss.detach()
+        for part in self.parts:
+            part.micro_batches = micro_batches
+        loss = self.pipeline.run(None if self.scaler is None else self.scaler.scale, observe)
         observe("optimizer")
-        assert total is not None
         with torch.no_grad():
-            return self._update(total / count)
+            return self._update(loss, observe)
 
-    def _update(self, loss: Tensor) -> Norms:
+    def _update(self, loss: Tensor, observe: Observer) -> Norms:
         scaler = self.scaler
-        norms = self.gradients.agree(loss, None if scaler is None else scaler.scale)
+
+        def flush() -> None:
+            if self.mesh.pp.size > 1:  # the last stage waits for the first one's last backward
+                observe("idle")
+
+        norms = self.gradients.agree(loss, None if scaler is None else scaler.scale, flush)
+        if self.mesh.pp.size > 1:
+            observe("optimizer")
         self.optimizer.update(
             learning_rate(self.training, self.optimizer.step_count),
             divisor_for(norms.gradient, self.training.clip, scaler),
@@ -111,7 +97,8 @@ class NativeEngine:
         )
         if scaler is not None:
             scaler.update(norms.overflow)
-        self.sharded.publish()
+        for part in self.parts:
+            part.sharded.publish()
         return norms
 
     def loss_scale(self) -> Tensor | None:
@@ -120,16 +107,27 @@ class NativeEngine:
 
     def synchronize(self) -> None:
         """Wait for the parameters that the last step published."""
-        self.sharded.wait()
+        for part in self.parts:
+            part.sharded.wait()
 
     def local_parameters(self) -> int:
-        """Parameters of this rank's tp share."""
-        return sum(bucket.plan.numel for bucket in self.sharded.buckets)
+        """Parameters of this rank's tp share of its stage."""
+        return sum(bucket.plan.numel for bucket in self.buckets)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """A copy of every (tp-local) parameter by name."""
-        return self.sharded.full_parameters()
+        """A copy of every (tp-local) parameter of the stage, complete, by its name in the model."""
+        return {name: value for part in self.parts for name, value in part.full_parameters().items()}
+
+    def splits(self) -> dict[str, int | None]:
+        """The dimension along which tp splits each parameter of the stage, by its name in the model."""
+        return {name: split for part in self.parts for name, split in part.splits().items()}
 
     def padding(self) -> int:
         """Elements of padding in the buckets."""
-        return self.sharded.padding
+        return sum(part.sharded.padding for part in self.parts)
+
+    def pipeline_report(self) -> dict[str, Any]:
+        """This rank's stage and the most micro-batches that were in flight; empty without a pipeline."""
+        if self.mesh.pp.size == 1:
+            return {}
+        return {"stage": self.mesh.pp.rank, "in_flight": self.pipeline.in_flight}

@@ -106,7 +106,7 @@ def events(experiment: Experiment) -> list[tuple[str, str]]:
     engine.synchronize()
     seen: list[tuple[str, str]] = []
     mesh.ledger.observers.append(lambda sequence, op, group, purpose: seen.append((op, purpose)))
-    for i, block in enumerate(engine.model.blocks):
+    for i, block in enumerate(engine.parts[0].model.blocks.values()):
         block.register_forward_pre_hook(lambda m, a, i=i: seen.append(("forward starts", str(i))))
         block.register_forward_hook(lambda m, a, o, i=i: seen.append(("forward ends", str(i))))
         last, first = block.mlp.down_bias, block.attention.norm
@@ -164,7 +164,7 @@ def test_stage_1_publishes_under_the_next_forward(two: RankPool) -> None:
 def _pending(experiment: Experiment) -> dict[str, int]:
     mesh = meshes.distributed(experiment.layout, "cpu")
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
-    publisher = engine.sharded.publisher
+    publisher = engine.parts[0].sharded.publisher
     assert publisher is not None
     engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
     seen = {"at step end": len(publisher._works)}
@@ -172,9 +172,9 @@ def _pending(experiment: Experiment) -> dict[str, int]:
     def note(*_: object) -> None:
         seen["when block 0 runs"] = len(publisher._works)
 
-    engine.model.blocks[0].register_forward_hook(note)
+    engine.parts[0].model.blocks["0"].register_forward_hook(note)
     batch = micro_batches(experiment, mesh.dp.rank, 1)[0]
-    engine.sharded.begin(0, 1)
-    engine.model(batch.tokens, batch.targets, batch.place)
+    engine.parts[0].sharded.begin(0, 1)
+    engine.parts[0].model(batch.tokens, batch.targets, batch.place)
     seen["after forward"] = len(publisher._works)
     return seen

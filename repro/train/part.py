@@ -1,0 +1,93 @@
+"""A part of the model on one rank: a pipeline stage's chunk, or the whole, with its sharded states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from repro.config import Experiment
+from repro.models.gpt import GPT, Part
+from repro.models.init import initial_values
+from repro.parallel.bucket import InitialValues, Tag
+from repro.parallel.checkpoints import Checkpoints
+from repro.parallel.mesh import Mesh
+from repro.parallel.precision import DTYPES
+from repro.parallel.sharding import ShardedModule, Sharding
+
+if TYPE_CHECKING:
+    from repro.train.step import MicroBatch
+
+DECAYED, NOT_DECAYED = 0, 1
+
+
+class ModelPart:
+    """What the pipeline's runner calls: see :class:`repro.parallel.pipeline.Chunk`."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        mesh: Mesh,
+        device: torch.device,
+        chunk: int,
+        parts: Sequence[range],
+        checkpoints: Checkpoints | None,
+    ):
+        """``parts`` are the layers of all parts of the model, in its order."""
+        layout, training = experiment.layout, experiment.training
+        self.mesh = mesh
+        number = chunk * mesh.pp.size + mesh.pp.rank
+        part = Part(parts[number], first=number == 0, last=number == len(parts) - 1)
+        self.model = GPT(experiment.model, layout, training, mesh.tp, checkpoints, part)
+        self.micro_batches: Sequence[MicroBatch] = ()
+        """Of the current step."""
+        self._names = {name: getattr(p, "name_in_model", name) for name, p in self.model.named_parameters()}
+
+        def values(parameters: list[Parameter]) -> InitialValues:
+            return initial_values(
+                list(self._names.values()),
+                parameters,
+                seed=training.seed,
+                layers=experiment.model.layers,
+                rank=mesh.tp.rank,
+                ranks=mesh.tp.size,
+                device=device,
+            )
+
+        sharding = Sharding.of(layout, mesh.dp, device, DTYPES[layout.precision])
+        self.sharded = ShardedModule(self.model, self.model.zero_units(), sharding, self._tag, values)
+
+    def _tag(self, parameter: Parameter) -> Tag:
+        """Matrices decay, vectors do not; what several ranks of tp or pp hold is counted once."""
+        return Tag(
+            group=DECAYED if parameter.dim() > 1 and parameter.init != "zeros" else NOT_DECAYED,  # type: ignore[attr-defined]
+            duplicate=self.mesh.tp.size > 1 and parameter.split is None,  # type: ignore[attr-defined]
+            tied=getattr(parameter, "tied", False),
+            partial=parameter.partial,  # type: ignore[attr-defined]
+        )
+
+    def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
+        """The part's output for one micro-batch; ``x`` comes from the part before, None for the first."""
+        batch = self.micro_batches[micro_batch]
+        self.sharded.begin_forward()
+        output: Tensor = self.model(batch.tokens if x is None else x, batch.targets, batch.place)
+        return output
+
+    def before_backward(self, micro_batch: int, micro_batches: int) -> None:
+        """The ``micro_batch``-th backward pass of the step begins."""
+        self.sharded.begin_backward(micro_batch, micro_batches)
+
+    def after_backward(self) -> None:
+        """It is over."""
+        self.sharded.finish()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """A copy of every (tp-local) parameter, complete, by its name in the model."""
+        return {self._names[name]: value for name, value in self.sharded.full_parameters().items()}
+
+    def splits(self) -> dict[str, int | None]:
+        """The dimension along which tp splits each parameter, by its name in the model."""
+        return {self._names[name]: vars(p)["split"] for name, p in self.model.named_parameters()}

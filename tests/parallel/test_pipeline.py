@@ -1,0 +1,246 @@
+"""Pipelines and 3D layouts train the same model as one process, keep what the schedule says, send what it must."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from repro.config import ConfigError, Experiment, Layout
+from repro.models.gpt import Place
+from repro.parallel import mesh as meshes
+from repro.parallel.schedule import build, in_flight
+from repro.train.step import MicroBatch, NativeEngine
+from tests.parallel.test_parity import EVERYTHING, alone, assert_same
+from tests.pool import RankPool
+from tests.training import TINY, Trained, micro_batches, tiny, train
+
+BATCH = 8
+PP2 = Layout(pp=2, micro_batch=1, global_batch=BATCH)
+PP4 = replace(PP2, pp=4)
+LAYOUTS = [
+    replace(PP2, schedule="gpipe"),
+    PP2,
+    replace(PP2, schedule="interleaved", chunks=2),
+    replace(PP4, schedule="gpipe"),
+    PP4,
+    replace(PP2, tp=2, micro_batch=2),
+    replace(PP2, tp=2, sp=True, micro_batch=2),
+    replace(PP2, tp=2, scatter_gather=True, micro_batch=2, schedule="interleaved", chunks=2),
+    *(replace(PP2, dp=2, zero=z) for z in range(3)),
+    replace(PP2, dp=2, zero=1, zero1_reduce="all-reduce", schedule="interleaved", chunks=2),
+    replace(PP2, dp=2, zero=1, order="pp-tp-dp", stage_layers=(1, 3)),
+]
+EIGHT = [
+    replace(PP2, tp=2, dp=2),
+    replace(PP2, tp=2, dp=2, zero=1, sp=True, schedule="interleaved", chunks=2),
+    replace(PP2, tp=2, dp=2, zero=2, scatter_gather=True, order="tp-pp-dp"),
+]
+
+
+def name_of(layout: Layout) -> str:
+    """A short name for the test's id."""
+    parts = [f"pp{layout.pp}-tp{layout.tp}-dp{layout.dp}", layout.schedule, f"z{layout.zero}"]
+    parts += [key for key in ("sp", "scatter_gather") if getattr(layout, key)]
+    parts += ["feb2020"] if layout.zero1_reduce == "all-reduce" else []
+    return "-".join(parts)
+
+
+def whole(found: list[Trained]) -> list[Trained]:
+    """Every rank's view with the parameters of all stages; stages that share a parameter agree on it."""
+    merged: dict[str, Tensor] = {}
+    for trained in found:
+        for name, value in trained.parameters.items():
+            torch.testing.assert_close(value, merged.setdefault(name, value), rtol=1e-6, atol=1e-7)
+    return [replace(trained, parameters=merged) for trained in found]
+
+
+def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
+    pool: RankPool = request.getfixturevalue({2: "two", 4: "four", 8: "eight"}[layout.world])
+    return pool
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *EIGHT], ids=name_of)
+def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
+    assert_same(whole(pool_of(request, layout).run(train, tiny(layout))), alone(), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[2], LAYOUTS[5], LAYOUTS[9], EIGHT[1]], ids=name_of)
+def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout: Layout) -> None:
+    """With recomputation, tiny buckets and dropout it is still one process's run."""
+    settings, training = EVERYTHING
+    layout = replace(layout, **{**settings, "micro_batch": layout.micro_batch})
+    found = pool_of(request, layout).run(train, tiny(layout, **training))
+    assert_same(whole(found), alone(**training), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_on_three_axes(eight: RankPool, precision: str) -> None:
+    """Scaled losses and skipped steps are the same on all stages, and close to one process's."""
+    layout = replace(EIGHT[0], zero=1, precision=precision)
+    training = {"loss_scale": 2.0**24, "loss_scale_window": 5, "loss_scale_hysteresis": 1}
+    found = eight.run(train, tiny(layout, **training))
+    expected = alone(precision, **training)
+    for trained in found:
+        assert trained.skipped == found[0].skipped
+        assert trained.scale == found[0].scale
+    assert (len(found[0].skipped) > 0) == (precision == "fp16")
+    torch.testing.assert_close(torch.tensor(found[0].loss), torch.tensor(expected.loss), rtol=2e-2, atol=0.0)
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_micro_batches_in_flight(two: RankPool, schedule: str) -> None:
+    """What is alive between forward and backward is what the schedule says: p - rank for 1F1B, m for GPipe."""
+    layout = replace(PP2, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
+    plan = build(schedule, 2, BATCH, layout.chunks)
+    for rank, seen in enumerate(two.run(_live_activations, tiny(layout))):
+        expected = {"gpipe": BATCH, "1f1b": 2 - rank, "interleaved": in_flight(plan[rank])}[schedule]
+        assert seen["in_flight"] == expected
+        assert len(seen["live"]) == expected
+        if schedule == "interleaved":
+            continue  # its chunks are of different sizes
+        # Each micro-batch keeps the same bytes; beside them two outputs may still be under way.
+        sent = 4 * TINY.seq * TINY.hidden if rank == 0 else 0
+        kept = [bytes_ - min(k, 2) * sent for k, bytes_ in enumerate(seen["live"], 1)]
+        losses = 8  # bytes of scalars that the first micro-batch's loss has beside it
+        assert all(abs(bytes_ - k * kept[0]) <= k * losses for k, bytes_ in enumerate(kept, 1)), kept
+
+
+def _live_activations(experiment: Experiment) -> dict[str, Any]:
+    """Bytes of activations alive after each forward that brings one more micro-batch in flight."""
+    from repro.measure.memory import MemoryTracker
+
+    mesh = meshes.distributed(experiment.layout, "cpu")
+    live: list[int] = []
+    tracker = MemoryTracker()
+    with tracker:
+        engine = NativeEngine(experiment, mesh, torch.device("cpu"))
+        run_forward = engine.pipeline._forward
+
+        def counted(*arguments: Any) -> Any:
+            before = engine.pipeline.in_flight
+            result = run_forward(*arguments)
+            if engine.pipeline.in_flight > before:
+                live.append(tracker.live()["activations"])
+            return result
+
+        engine.pipeline._forward = counted  # type: ignore[method-assign]
+        engine.step(
+            micro_batches(experiment, mesh.dp.rank, 0), lambda phase: setattr(tracker, "phase", phase)
+        )
+        engine.synchronize()
+    assert engine.pipeline.planned_in_flight == engine.pipeline.in_flight
+    return {"in_flight": engine.pipeline.in_flight, "live": live}
+
+
+# -- communication -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *EIGHT], ids=name_of)
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, recompute: bool) -> None:
+    """2104.04473 sec. 3.2: bsh per boundary, direction and micro-batch; tp and dp as without a pipeline."""
+    layout = replace(layout, recompute=recompute)
+    experiment = tiny(layout, steps=2, untimed_steps=1)
+    found = pool_of(request, layout).run(train, experiment)
+    m, v, t = layout.accumulation, layout.chunks, layout.tp
+    b, s, h = layout.micro_batch, experiment.seq, TINY.hidden
+    bsh = 4 * b * s * h
+    for rank, trained in enumerate(found):
+        mesh = meshes.shape_only(layout, rank)
+        stage, last = mesh.pp.rank, layout.pp - 1
+        rows = {(r["op"], r["group"], r["purpose"]): r for r in trained.traffic}
+        # Activations leave every part but the last, gradients every part but the first.
+        forward = m * (v - (stage == last))
+        backward = m * (v - (stage == 0))
+        share = t if layout.sp or layout.scatter_gather else 1
+        for purpose, messages in (("activations", forward), ("gradients", backward)):
+            row = rows.get(("send", "pp", purpose), {"calls": 0, "payload_bytes": 0, "sent_bytes": 0})
+            assert row["calls"] == messages
+            assert row["payload_bytes"] == row["sent_bytes"] == messages * bsh // share
+        gathered = rows.get(("all_gather", "tp", "boundary"), {"payload_bytes": 0})["payload_bytes"]
+        received = m * (v - (stage == 0)) + m * (v - (stage == last))
+        assert gathered == (received * bsh if layout.scatter_gather else 0)
+        layers = sum(len(part) for part in layout.parts(TINY.layers)[stage :: layout.pp])
+        if t > 1 and not layout.sp:
+            row = rows["all_reduce", "tp", "block"]
+            assert row["calls"] == (6 if recompute else 4) * layers * m
+            assert row["payload_bytes"] == row["calls"] * bsh
+        tied = rows.get(("all_reduce", "embedding", "tied gradients"), {"payload_bytes": 0})["payload_bytes"]
+        shard = layout.dp if layout.zero else 1
+        ends = stage in (0, last)
+        assert tied == (4 * TINY.vocab * h // t // shard if ends else 0)
+        if layout.dp > 1:
+            _check_data_parallel(layout, rows, sum(v.numel() for v in _local(experiment, rank).values()))
+
+
+def _local(experiment: Experiment, rank: int) -> dict[str, Tensor]:
+    """The rank's parameters, as shapes."""
+    mesh = meshes.shape_only(experiment.layout, rank)
+    engine = NativeEngine(experiment, mesh, torch.device("meta"))
+    local = engine.full_parameters()
+    padding = torch.empty(engine.padding(), device="meta")
+    return {**local, "padding": padding}
+
+
+def _check_data_parallel(layout: Layout, rows: dict[Any, Any], psi: int) -> None:
+    """Psi reduced and Psi gathered (stages 1, 2), or Psi all-reduced; stage 2 reduces every micro-batch."""
+    times = layout.accumulation if layout.zero == 2 else 1
+    reduced = layout.zero == 0 or layout.zero1_reduce == "all-reduce"
+    op = "all_reduce" if reduced else "reduce_scatter"
+    assert rows[op, "dp", "gradients"]["payload_bytes"] == 4 * psi * times
+    if layout.zero:
+        assert rows["all_gather", "dp", "parameters"]["payload_bytes"] == 4 * psi
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[7], EIGHT[1], EIGHT[2]], ids=name_of)
+def test_shape_only_counts_what_gloo_sends(request: pytest.FixtureRequest, layout: Layout) -> None:
+    """Every stage runs on meta tensors, and counts the same messages."""
+    experiment = tiny(replace(layout, recompute=True), steps=2, untimed_steps=1)
+    found = pool_of(request, layout).run(train, experiment)
+    device = torch.device("meta")
+    for rank in range(layout.world):
+        mesh = meshes.shape_only(layout, rank)
+        engine = NativeEngine(experiment, mesh, device)
+        tokens = torch.zeros(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
+        for step in range(2):
+            mesh.ledger.reset()
+            batch = MicroBatch(tokens, tokens, Place(step, 0))
+            engine.step([batch] * layout.accumulation, lambda phase: None)
+            engine.synchronize()
+        assert mesh.ledger.rows() == found[rank].traffic
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pp": 3}, "pp = 3: a divisor of layers = 4"),
+        ({"pp": 8}, "at most layers = 4"),
+        ({"pp": 2, "stage_layers": (1, 2)}, "add up to layers = 4"),
+        ({"pp": 2, "stage_layers": (4,)}, "one number for each of pp * chunks = 2 parts"),
+        ({"pp": 2, "stage_layers": (4, 0)}, "at least one layer in every part"),
+        ({"pp": 2, "schedule": "interleaved", "chunks": 2, "global_batch": 3}, "multiples of pp = 2"),
+        ({"pp": 2, "schedule": "interleaved"}, "at least 2 with schedule = interleaved"),
+        ({"pp": 2, "chunks": 2}, "1 unless schedule = interleaved"),
+        ({"schedule": "interleaved", "chunks": 2}, "pp > 1"),
+        ({"pp": 2, "zero": 3}, "stage 3 would gather every parameter twice per micro-batch"),
+        ({"pp": 2, "scatter_gather": True}, "tp > 1 and pp > 1"),
+        ({"sp": True}, "tp > 1"),
+        ({"order": "pp-pp-tp"}, "one of tp-dp-pp"),
+        ({"schedule": "zb-h1"}, "one of gpipe, 1f1b, interleaved"),
+    ],
+)
+def test_refusals(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tiny(Layout(**settings))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
