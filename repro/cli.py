@@ -88,6 +88,34 @@ def report(
     return command(results, out, json)
 
 
+@app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2 --svg > schedule.svg")
+def schedule(
+    pp: Annotated[int, typer.Option(help="Pipeline stages, p.", metavar="P")],
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step, m.", metavar="M")],
+    chunks: Annotated[int, typer.Option(help="Model chunks per stage, v.", metavar="V")] = 1,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--schedule",
+            help="gpipe, 1f1b or interleaved.  [default: 1f1b, or interleaved with chunks]",
+            show_default=False,
+        ),
+    ] = "",
+    forward: Annotated[str, typer.Option(help="Relative time of a stage's forward.")] = "1",
+    backward: Annotated[str, typer.Option(help="Relative time of a stage's backward.")] = "2",
+    json: Json = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Draw it as an SVG picture.")] = False,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write the SVG picture to this file.", metavar="FILE"),
+    ] = None,
+) -> int:
+    """Print or draw a pipeline schedule with its bubble and what it keeps in memory."""
+    from repro.report.schedule import command
+
+    return command(pp, micro_batches, chunks, name, forward, backward, json, svg, out)
+
+
 @app.command(epilog="Example:  repro doctor --json")
 def doctor(json: Json = False) -> int:
     """Show what works on this machine and what it enables."""

@@ -12,7 +12,8 @@ import pytest
 from repro import __version__, cli
 from repro.config import ConfigError
 
-COMMANDS = ("run", "claims", "models", "report", "doctor")
+COMMANDS = ("run", "claims", "models", "report", "schedule", "doctor")
+SCHEDULE = ["schedule", "--pp", "4", "--micro-batches", "8"]
 HEAVY = ("torch", "pandas", "scipy", "numpy", "matplotlib", "seaborn")
 
 
@@ -38,7 +39,15 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in COMMANDS), ["models"], ["claims"]]
+    "arguments",
+    [
+        ["--help"],
+        *([name, "--help"] for name in COMMANDS),
+        ["models"],
+        ["claims"],
+        SCHEDULE,
+        [*SCHEDULE, "--svg"],
+    ],
 )
 def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
     code = (
@@ -129,6 +138,7 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_benchmark_of_the_start(benchmark: Any) -> None:
-    code = "import sys; from repro.cli import main; sys.exit(main(['claims', '--help']))"
+@pytest.mark.parametrize("arguments", [["claims", "--help"], SCHEDULE])
+def test_benchmark_of_the_start(benchmark: Any, arguments: list[str]) -> None:
+    code = f"import sys; from repro.cli import main; sys.exit(main({arguments!r}))"
     benchmark.pedantic(lambda: process(code), rounds=5)

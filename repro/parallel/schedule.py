@@ -15,9 +15,9 @@ from numbers import Rational
 from typing import NamedTuple
 
 from repro.config.errors import ConfigError, require
+from repro.config.layout import SCHEDULES
 
 FORWARD, BACKWARD = "F", "B"
-NAMES = ("gpipe", "1f1b", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def chunks_of(schedule: Schedule) -> int:
 
 
 def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
-    require(name in NAMES, "schedule", name, f"one of {', '.join(NAMES)}")
+    require(name in SCHEDULES, "schedule", name, f"one of {', '.join(SCHEDULES)}")
     for key, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
         require(value >= 1, key, value, "a whole number of at least 1")
     if name != "interleaved":

@@ -1,0 +1,212 @@
+"""Schedules: their bubble, their order and their memory are what the papers say, for any p, m and v."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import defaultdict, deque
+from fractions import Fraction
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from repro.config import ConfigError
+from repro.parallel.schedule import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Schedule,
+    bubble,
+    build,
+    chunks_of,
+    in_flight,
+    needs,
+    timeline,
+)
+
+Case = tuple[str, int, int, int]
+times = st.fractions(min_value=Fraction(1, 10), max_value=10, max_denominator=10)
+
+
+@st.composite
+def cases(draw: st.DrawFn, names: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")) -> Case:
+    name = draw(st.sampled_from(names))
+    if name == "interleaved":
+        p = draw(st.integers(2, 9))
+        return name, p, p * draw(st.integers(1, 5)), draw(st.integers(2, 5))
+    return name, draw(st.integers(1, 12)), draw(st.integers(1, 30)), 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), times, times)
+def test_the_bubble_is_that_of_the_paper_whatever_the_times(
+    case: Case, forward: Fraction, backward: Fraction
+) -> None:
+    _, p, m, v = case
+    assert bubble(build(*case), forward, backward) == Fraction(p - 1, v * m)
+
+
+def test_bubbles_of_published_layouts() -> None:
+    assert bubble(build("1f1b", 38, 480)) == Fraction(37, 480)  # Yuan 1.0
+    assert bubble(build("gpipe", 4, 8)) == bubble(build("1f1b", 4, 8)) == Fraction(3, 8)  # MEG2 fig. 3-4
+    assert bubble(build("interleaved", 4, 8, 2)) == Fraction(3, 16)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_every_stage_runs_every_action_once_and_backward_after_forward(case: Case) -> None:
+    _, p, m, v = case
+    schedule = build(*case)
+    assert len(schedule) == p
+    assert chunks_of(schedule) == v
+    everything = {Action(k, i, c) for k in (FORWARD, BACKWARD) for i in range(m) for c in range(v)}
+    for actions in schedule:
+        assert len(actions) == 2 * m * v
+        assert set(actions) == everything
+        position = {action: at for at, action in enumerate(actions)}
+        for at, action in enumerate(actions):
+            if action.kind == BACKWARD:
+                assert position[Action(FORWARD, action.micro_batch, action.chunk)] < at
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_all_stages_run_forwards_in_one_order_and_backwards_in_another(case: Case) -> None:
+    for kind in (FORWARD, BACKWARD):
+        assert len({tuple(a for a in actions if a.kind == kind) for actions in build(*case)}) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), times, times)
+def test_the_timeline_keeps_the_order_and_waits_for_every_input(
+    case: Case, forward: Fraction, backward: Fraction
+) -> None:
+    _, p, _, v = case
+    schedule = build(*case)
+    slots = timeline(schedule, forward, backward)
+    stop = {(stage, slot.action): slot.stop for stage, row in enumerate(slots) for slot in row}
+    for stage, row in enumerate(slots):
+        assert tuple(slot.action for slot in row) == schedule[stage]
+        free = Fraction(0)
+        for slot in row:
+            assert slot.stop - slot.start == (forward if slot.action.kind == FORWARD else backward) / v
+            needed = needs(slot.action, stage, p, v)
+            assert slot.start == max(free, stop[needed] if needed else Fraction(0))
+            free = slot.stop
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.randoms(use_true_random=False), st.booleans())
+def test_it_runs_on_channels_without_tags_whoever_is_scheduled_first(
+    case: Case, random: Random, shared: bool
+) -> None:
+    """Sends never block, receives do, and what arrives first on an edge is what is wanted first.
+
+    Also where activations and gradients ``shared`` one channel, as they would with p = 2 and v > 1.
+    """
+    _, p, m, v = case
+    assert run(build(*case), v, random, shared) == 2 * p * m * v
+
+
+def run(schedule: Schedule, v: int, random: Random, shared: bool) -> int:
+    """Run a schedule one action of a random stage at a time; returns how many actions ran."""
+    p = len(schedule)
+    channels: dict[tuple[int, int, str], deque[tuple[str, int, int]]] = defaultdict(deque)
+    at, done, blocked = [0] * p, 0, set[int]()
+    while len(blocked) < p:
+        stage = random.choice([s for s in range(p) if s not in blocked])
+        if at[stage] == len(schedule[stage]):
+            blocked.add(stage)
+            continue
+        action = schedule[stage][at[stage]]
+        part, last = action.chunk * p + stage, p * v - 1
+        step = 1 if action.kind == FORWARD else -1
+        if p > 1 and 0 <= part - step <= last:
+            channel = channels[(stage - step) % p, stage, "" if shared else action.kind]
+            if not channel:
+                blocked.add(stage)
+                continue
+            assert channel.popleft() == (action.kind, action.micro_batch, part)
+        if p > 1 and 0 <= part + step <= last:
+            channel = channels[stage, (stage + step) % p, "" if shared else action.kind]
+            channel.append((action.kind, action.micro_batch, part + step))
+        at[stage] += 1
+        done += 1
+        blocked.clear()
+    return done
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(names=("gpipe", "1f1b")))
+def test_in_flight_micro_batches(case: Case) -> None:
+    name, p, m, _ = case
+    live = [in_flight(actions) for actions in build(*case)]
+    assert live == [m if name == "gpipe" else min(m, p - stage) for stage in range(p)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(names=("interleaved",)))
+def test_in_flight_chunks_of_micro_batches(case: Case) -> None:
+    _, p, m, v = case
+    live = [in_flight(actions) for actions in build(*case)]
+    if m == p:
+        assert live == [m * v] * p
+    else:
+        assert live == [2 * (p - 1 - stage) + (v - 1) * p + 1 for stage in range(p)]
+
+
+def test_a_schedule_can_be_read() -> None:
+    assert [" ".join(map(str, actions)) for actions in build("1f1b", 2, 3)] == [
+        "F0 F1 B0 F2 B1 B2",
+        "F0 B0 F1 B1 F2 B2",
+    ]
+    assert " ".join(map(str, build("gpipe", 2, 2)[1])) == "F0 F1 B0 B1"
+    assert " ".join(map(str, build("interleaved", 2, 4, 2)[1])) == (
+        "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("2f2b", 2, 2, 1), "schedule = '2f2b': one of gpipe, 1f1b, interleaved"),
+        (("1f1b", 0, 2, 1), "stages = 0: a whole number of at least 1"),
+        (("gpipe", 2, 0, 1), "micro_batches = 0: a whole number of at least 1"),
+        (("1f1b", 2, 2, 2), "chunks = 2: 1 unless schedule = interleaved"),
+        (("interleaved", 2, 2, 1), "chunks = 1: at least 2 with schedule = interleaved"),
+        (("interleaved", 1, 2, 2), "stages = 1: at least 2 with schedule = interleaved"),
+        (
+            ("interleaved", 4, 6, 2),
+            "micro_batches = 6: a multiple of stages = 4 with schedule = interleaved",
+        ),
+    ],
+)
+def test_what_has_no_schedule(arguments: tuple[str, int, int, int], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(*arguments)
+    assert str(caught.value) == says
+
+
+def test_times_are_positive() -> None:
+    with pytest.raises(ConfigError, match="backward = '0': a time greater than 0"):
+        bubble(build("1f1b", 2, 2), 1, 0)
+
+
+def test_a_deadlock_is_named() -> None:
+    wrong = tuple(tuple(reversed(actions)) for actions in build("1f1b", 2, 1))
+    with pytest.raises(ValueError, match=r"deadlock: B0 of stage \d waits for"):
+        timeline(wrong)
+
+
+def test_it_needs_no_torch_and_large_schedules_take_seconds() -> None:
+    code = (
+        "import sys\n"
+        "from repro.parallel.schedule import build, bubble\n"
+        "print(bubble(build('interleaved', 64, 512, 4)), 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
+    )
+    assert done.stdout.split() == ["63/2048", "False"]

@@ -1,0 +1,190 @@
+"""``repro schedule``: the terminal drawing, the JSON document, the picture and the errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from repro import cli
+from repro.report.schedule import make
+from repro.report.schedule_colours import paint
+from repro.report.schedule_svg import draw as draw_svg
+from repro.report.schedule_text import busy_shares
+from repro.report.schedule_text import draw as draw_text
+
+SVG = "{http://www.w3.org/2000/svg}"
+YUAN = ["--pp", "38", "--micro-batches", "480"]
+
+
+def schedule(*arguments: str) -> int:
+    return cli.main(["schedule", *arguments])
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert schedule(*arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_the_drawing_shows_every_action_and_the_summary_every_cost(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = printed(capsys, "--pp", "2", "--micro-batches", "3")
+    lines = out.splitlines()
+    assert lines[1].split()[:2] == ["0", "F0"]
+    assert "F0 F1 ······B0─── F2 B1─── ···B2───" in lines[1]
+    assert "···F0 B0─── F1 B1─── F2 B2─── ······" in lines[2]
+    assert [line.split()[-1] for line in lines[1:3]] == ["2", "1"]
+    words = " ".join(out.split())
+    for said in (
+        "1F1B with flush: 2 stages, 3 micro-batches (p = 2, m = 3, v = 1)",
+        "1/3 = 33.3 % of the ideal time; (p - 1) / m",
+        "1/4 = 25.0 % of the total time",
+        "12 = 3 x (1 forward + 2 backward) + 3 idle",
+        "2 micro-batches on stage 0, falling to 1 on stage 1",
+        "2 x 1/2 of the layers = 1 micro-batch through all layers; GPipe: 1.5",
+        "6 boundary tensors a step: 3 x 1 activations and as many gradients",
+    ):
+        assert said in words
+
+
+def test_yuan_and_a_single_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "37/480 = 7.7 % of the ideal time" in printed(capsys, *YUAN)
+    alone = printed(capsys, "--pp", "1", "--micro-batches", "2")
+    assert "bubble       none" in alone
+    assert "messages     none" in alone
+
+
+@pytest.mark.parametrize("arguments", [YUAN, ["--pp", "4", "--micro-batches", "8", "--chunks", "2"]])
+@pytest.mark.parametrize("width", [60, 80, 130])
+def test_the_drawing_fits_the_width(width: int, arguments: list[str]) -> None:
+    plan = make("", int(arguments[1]), int(arguments[3]), int(arguments[5]) if len(arguments) > 4 else 1)
+    for system in (None, "truecolor"):
+        console = Console(width=width, color_system=system, force_terminal=system is not None)  # type: ignore[arg-type]
+        rows = [line.plain for line in draw_text(plan, console) if re.match(r" +\d+ \S", line.plain)]
+        assert rows
+        assert max(map(len, rows)) <= width
+
+
+def test_lines_of_time_hold_the_whole_step() -> None:
+    """A broken drawing has every action, here with breaks between labels."""
+    plan = make("interleaved", 2, 4, 2)
+    lines = [line.plain for line in draw_text(plan, Console(width=61, color_system=None))]
+    rows = "".join(line[6:-10] for line in lines if line.startswith("    0 "))
+    assert len([line for line in lines if line.startswith("stage")]) > 1
+    assert re.findall(r"[FB]\d(?:\.\d)?", rows) == [str(action) for action in plan.schedule[0]]
+
+
+def test_shares_of_a_part_of_the_step_add_up() -> None:
+    plan = make("1f1b", 3, 7, forward="1.3", backward="17/7")
+    for columns in (1, 10, 333):
+        part = float(plan.total) / columns
+        for stage in range(3):
+            forward, backward = zip(*busy_shares(plan, stage, columns), strict=True)
+            assert sum(forward) * part == pytest.approx(7 * 1.3)
+            assert sum(backward) * part == pytest.approx(17)
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--pp", "4", "--micro-batches", "8", "--chunks", "2", "--json")
+    document = json.loads(printed(capsys, *arguments))
+    assert document["schedule"] == "interleaved"
+    assert document["bubble"] == {"fraction": "3/16", "value": 0.1875, "formula": "(p - 1) / (v m)"}
+    assert document["time"] == {"total": 28.5, "ideal": 24.0}
+    assert document["in_flight"] == [11, 9, 7, 5]
+    assert document["activations"][0] == 11 / 8
+    assert document["messages"] == {"forward": 56, "backward": 56}
+    assert [len(row) for row in document["actions"]] == [32] * 4
+    assert document["actions"][0][0] == {
+        "kind": "F",
+        "micro_batch": 0,
+        "chunk": 0,
+        "start": 0.0,
+        "stop": 0.5,
+    }
+
+
+def test_times_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    assert make("1f1b", 3, 4, forward="1/3", backward="0.7").total == 6 * (Fraction(1, 3) + Fraction(7, 10))
+    document = json.loads(printed(capsys, *YUAN, "--forward", "1.25", "--backward", "3/2", "--json"))
+    assert document["bubble"]["fraction"] == "37/480"
+
+
+def test_the_picture_has_a_cell_and_a_number_for_every_action(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "--pp", "4", "--micro-batches", "8", "--chunks", "2", "--svg")
+    root = ElementTree.fromstring(out)
+    cells = [r for r in root.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
+    assert len(cells) == 4 * 8 * 2 * 2
+    assert {cell.get("class") for cell in cells} == {"F0", "F1", "B0", "B1"}
+    numbers = [t.text for t in root.iter(f"{SVG}text") if re.match(r"m i[FB]\d", t.get("class", ""))]
+    assert numbers.count("7") == 4 * 2 * 2
+    words = " ".join("".join(t.itertext()) for t in root.iter(f"{SVG}text"))
+    for said in ("Bubble 3/16 = 18.8 %", "ideal time 24", "bubble 4.5", "in flight", "forward", "idle"):
+        assert said in words
+
+
+def test_a_large_picture_is_small_and_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "yuan.svg"
+    assert printed(capsys, *YUAN, "--out", str(path)).strip() == str(path)
+    assert path.stat().st_size < 2_000_000
+    root = ElementTree.parse(path).getroot()
+    words = " ".join("".join(t.itertext()) for t in root.iter(f"{SVG}text"))
+    for said in ("The whole step", "Every action of the first 123", "Every action of the last 123"):
+        assert said in words
+
+
+@pytest.mark.parametrize(
+    "sizes", [("gpipe", 1, 1, 1), ("1f1b", 2, 480, 1), ("interleaved", 64, 64, 2), ("interleaved", 2, 2, 20)]
+)
+def test_pictures_of_odd_sizes_keep_their_text_and_cells_inside(sizes: tuple[str, int, int, int]) -> None:
+    root = ElementTree.fromstring(draw_svg(make(*sizes)))
+    width, height = (float(root.get(key, "0")) for key in ("width", "height"))
+    for element in root.iter():
+        if element.tag in (f"{SVG}rect", f"{SVG}text") and element.get("x"):
+            assert 0 <= float(element.get("x", "0")) <= width
+            assert 0 <= float(element.get("y", "0")) <= height
+            assert float(element.get("width", "1")) > 0
+
+
+def test_the_numbers_can_be_read_on_every_shade() -> None:
+    for chunks in range(1, 9):
+        for kind in "FB":
+            for chunk in range(chunks):
+                light, dark = sorted((_luminance(c) for c in paint(kind, chunk, chunks)), reverse=True)
+                assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2 AA
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--pp", "4", "--micro-batches", "6", "--chunks", "2"], "--micro-batches = 6: a multiple of"),
+        (["--pp", "0", "--micro-batches", "6"], "--pp = 0: a whole number of at least 1"),
+        (["--pp", "1", "--micro-batches", "6", "--chunks", "2"], "--pp = 1: at least 2"),
+        (["--pp", "2", "--micro-batches", "6", "--schedule", "zb"], "--schedule = 'zb': one of gpipe, 1f1b"),
+        (["--pp", "2", "--micro-batches", "2", "--schedule", "interleaved"], "--chunks = 1: at least 2"),
+        (["--pp", "2", "--micro-batches", "2", "--forward", "0"], "--forward = '0': a number greater than 0"),
+        (["--pp", "2", "--micro-batches", "2", "--backward", "1e9"], "--backward = '1e9': a number greater"),
+        (["--pp", "2", "--micro-batches", "2", "--backward", "1/0"], "--backward = '1/0': a number greater"),
+        (["--pp", "9999", "--micro-batches", "9999"], "actions = 199960002: at most 1,000,000 actions"),
+        (["--pp", "2", "--micro-batches", "2", "--json", "--svg"], "--json = True: left out with --svg"),
+        (["--pp", "2"], "Missing option '--micro-batches'"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert schedule(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ")
+    assert says in err
