@@ -88,7 +88,7 @@ def report(
     return command(results, out, json)
 
 
-@app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2 --svg > schedule.svg")
+@app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")
 def schedule(
     pp: Annotated[int, typer.Option(help="Pipeline stages, p.", metavar="P")],
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step, m.", metavar="M")],
@@ -97,7 +97,7 @@ def schedule(
         str,
         typer.Option(
             "--schedule",
-            help="gpipe, 1f1b or interleaved.  [default: 1f1b, or interleaved with chunks]",
+            help="gpipe, 1f1b or interleaved; 1f1b by default, interleaved with chunks.",
             show_default=False,
         ),
     ] = "",
