@@ -100,6 +100,8 @@ def _misbehave(kind: str) -> None:
 def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
     timed = experiment.training.steps - experiment.training.untimed_steps
     gigantic = {"parameters": 4000, "gradients": 4000, "optimizer": 8000}
+    peak = {"total": 20000, **gigantic, "activations": 2000, "checkpoints": 1000, "communication": 500}
+    peak |= {"other": 500, "host": 600}
     return {
         "rank": rank,
         "outcome": "ok",
@@ -112,7 +114,8 @@ def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
         "phase_seconds": {"forward": 0.03, "backward": 0.06, "optimizer": 0.01},
         "memory": {
             "states": {**gigantic, "parameters": 4000 + rank},
-            "peak": {"total": 20000, **gigantic, "activations": 3000, "communication": 500, "other": 500},
+            "peak": peak,
+            "most": {**peak, "checkpoints": 1500, "host": 700},
             "init_peak_bytes": 16000,
             "rss_peak_bytes": 10**8,
             "cuda": {},
@@ -121,13 +124,14 @@ def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
             {
                 "op": "all_reduce",
                 "group": "dp",
+                "purpose": "gradients",
                 "size": 2,
                 "calls": 3,
                 "payload_bytes": 4000,
                 "sent_bytes": 4000,
             }
         ],
-        "comm_per_layer": [{"op": "all_reduce", "group": "tp", "calls": 4}],
+        "comm_per_layer": [{"op": "all_reduce", "group": "tp", "calls": 4, "sent_bytes": 512}],
         "tokens_per_step": 1024,
         "samples_per_step": 8,
         "model_flops_per_step": 10**9,

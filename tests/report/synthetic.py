@@ -40,8 +40,12 @@ def rank_result(rank: int, e: Experiment, seed: int = 0, speed: float = 1.0) -> 
     }
     if not mixed:
         states = {key: 2 * value for key, value in states.items()}
-    peak = states | {"activations": 900_000, "communication": 70_000 * (nd > 1), "other": 40_000}
-    peak = {"total": sum(peak.values()), **peak}
+    peak = states | {
+        "activations": 700_000,
+        "checkpoints": 200_000 * (e.layout.recompute and not e.layout.pa_cpu),
+    }
+    peak |= {"communication": 70_000 * (nd > 1), "other": 40_000}
+    peak = {"total": sum(peak.values()), **peak, "host": 150_000 * e.layout.pa_cpu}
     steps = [[speed * 0.01 * (1 + 0.05 * rng.random()) for _ in range(4)] for _ in range(5)]
     volume = 2 * PSI * (3 if stage == 3 or e.layout.zero1_reduce == "all-reduce" else 2) * (nd - 1) / nd
     comm = [
@@ -53,6 +57,7 @@ def rank_result(rank: int, e: Experiment, seed: int = 0, speed: float = 1.0) -> 
     memory = {
         "states": states,
         "peak": peak,
+        "most": peak,
         "init_peak_bytes": 10**6,
         "rss_peak_bytes": 3 * 10**8,
         "cuda": {},
@@ -92,6 +97,10 @@ def experiments() -> list[Experiment]:
         experiment("parity-tp2-sp", tp=2, sp=True, global_batch=4),
     ]
     found += [experiment(f"parity-z{z}-tp2-dp2", dp=2, tp=2, zero=z, global_batch=4) for z in (0, 1, 2, 3)]
+    found += [
+        experiment("checkpoints-tp2", tp=2, recompute=True),
+        experiment("checkpoints-tp2-cpu", tp=2, recompute=True, pa=True, pa_cpu=True),
+    ]
     return found
 
 

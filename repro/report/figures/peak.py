@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from repro.report import text
 from repro.report.figures.style import CATEGORY, Drawing, Record, canvas, label, quiet
 from repro.report.measured import accounted
 
 TITLE = "Peak memory of one step by category"
 RUN = "repro run suites/smoke.toml"
+OUTLINE: dict[str, Any] = {
+    "facecolor": "none",
+    "edgecolor": CATEGORY["host"],
+    "hatch": "////",
+    "linewidth": 0.6,
+}
+LATER = ("checkpoints", "host")
+"""Categories that few layouts have: in the legend where a bar shows them."""
 
 
 def draw(records: list[Record]) -> Drawing:
@@ -25,13 +35,14 @@ def draw(records: list[Record]) -> Drawing:
     figure, grid = canvas(0.6 + 0.205 * sum(heights), len(models), 1, squeeze=False, height_ratios=heights)
     for axes, model in zip(grid[:, 0], models, strict=True):
         rows = panels[model]
-        totals = [fullest(r)["total"] for r in rows]
+        totals = [fullest(r)["total"] + fullest(r).get("host", 0) for r in rows]
         unit, scale = ("GB", 1e9) if max(totals) >= 1e9 else ("MB", 1e6)
         for y, record in enumerate(rows):
             peak, base = fullest(record), 0.0
             for category, colour in CATEGORY.items():
                 width = peak.get(category, 0) / scale
-                axes.barh(y, width, 0.74, left=base, color=colour, edgecolor="white", linewidth=0.4)
+                device = {"color": colour, "edgecolor": "white", "linewidth": 0.4}
+                axes.barh(y, width, 0.74, left=base, **(OUTLINE if category == "host" else device))
                 base += width
             axes.annotate(
                 text.size(peak["total"]),
@@ -49,12 +60,14 @@ def draw(records: list[Record]) -> Drawing:
         quiet(axes, "x")
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=colour, label=category) for category, colour in CATEGORY.items()]
+    seen = [c for c in CATEGORY if c not in LATER or any(fullest(r).get(c, 0) for r in shown)]
+    handles = [Patch(**(OUTLINE if c == "host" else {"color": CATEGORY[c]}), label=c) for c in seen]
     figure.legend(handles=handles, ncols=len(handles), loc="outside upper center")
 
     caption = (
         "Bytes of live tensor storages at the moment of one step when the rank that needs most held most. "
-        "Category 'other' is what backward and the optimizer allocate for a moment. The allocator's "
+        "Category 'other' is what backward and the optimizer allocate for a moment; 'host', where there is "
+        "any, is in host memory and not in the number. The allocator's "
         "overhead and the process itself are not in it; the table gives the resident size."
     )
     if others:

@@ -20,15 +20,18 @@ WIDTH = 9.5
 INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
 # Okabe and Ito's colours, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
+VERMILION, SKY = "#d55e00", "#56b4e9"
 CATEGORY = {
     "parameters": BLUE,
     "gradients": ORANGE,
     "optimizer": GREEN,
     "activations": PURPLE,
+    "checkpoints": VERMILION,
     "communication": YELLOW,
     "other": GREY,
+    "host": SKY,
 }
-"""Colours of the categories of memory, the same in every figure."""
+"""Colours of the categories of memory, the same in every figure; ``host`` is not on the device."""
 STAGE = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
 """The ZeRO paper's names of the stages, as the paper sets them."""
 
