@@ -164,7 +164,7 @@ class Run:
         e, series = self.experiment, self.series
         phases = [p for p in PHASES if p != "idle" or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
-        uses = e.layout.accumulation * e.model.layers
+        uses = e.layout.accumulation * self._layers()
         blocks = [row for row in self.comm if row["purpose"] == "block"]
         samples = e.layout.global_batch
         return {
@@ -181,7 +181,12 @@ class Run:
             "memory": {**self.memory, **process_memory(self.device)},
             "comm": self.comm,
             "comm_per_layer": [
-                {"op": row["op"], "group": row["group"], "calls": row["calls"] / uses} for row in blocks
+                {
+                    "op": row["op"],
+                    "group": row["group"],
+                    **{count: row[count] / uses for count in ("calls", "sent_bytes")},
+                }
+                for row in blocks
             ],
             "tokens_per_step": samples * e.seq,
             "samples_per_step": samples,
@@ -191,6 +196,12 @@ class Run:
             "parameters": self.engine.local_parameters(),
             "padding": self.engine.padding(),
         }
+
+    def _layers(self) -> int:
+        """Layers that this rank holds: those of all its stage's parts of the model."""
+        layout = self.experiment.layout
+        parts = layout.parts(self.experiment.model.layers)
+        return sum(len(part) for part in parts[self.mesh.pp.rank :: layout.pp])
 
     def _pipeline(self) -> dict[str, Any]:
         """The rank's stage, and for how long each timed step waited for other stages; empty without any."""

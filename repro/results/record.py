@@ -1,7 +1,14 @@
 """Records made of what the ranks measured.  Names of metrics are fixed, since claims refer to them.
 
 Times are seconds, sizes bytes, work FLOP.  A step takes as long as its slowest rank; memory is the largest
-of any rank; communication is rank 0's, of one ordinary step.
+of any rank; communication is rank 0's, of one ordinary step.  ``memory.activations_bytes`` are those at the
+moment of the device's peak, checkpoints included; ``memory.checkpoints_bytes`` (on the device) and
+``memory.host_bytes`` (checkpoints in host memory) are the most at any moment.
+
+``comm.purpose.GROUP.PURPOSE.*`` are summed over all ranks, as no stage of a pipeline speaks for the others.
+``pipeline.bubble`` is the time that all ranks waited for other stages over the time that they computed, the
+median over the timed steps, with ``.low`` and ``.high`` its 95 % bootstrap interval.  It is left out where
+ranks outnumber the processor's cores: who waits for a core waits for nothing that a schedule knows.
 """
 
 from __future__ import annotations
@@ -47,7 +54,7 @@ def experiment_record(
         "evidence": "measured",
         "outcome": outcome,
         "reason": reason,
-        "metrics": _metrics(results, counted=experiment.engine == "native") if results else {},
+        "metrics": _metrics(results, experiment.engine == "native", cores(provenance)) if results else {},
         "series": series,
         "flops_formula": results[0]["flops_formula"] if results else "",
         "memory_by_rank": _plain([result["memory"] for result in results]),
@@ -90,6 +97,13 @@ def comparison_record(
     }
 
 
+def cores(provenance: dict[str, Any]) -> float:
+    """Processor cores that the ranks had between them; infinite where the record does not say."""
+    cpu = provenance.get("cpu", {})
+    known = [cpu[key] for key in ("usable_cores", "quota_cores") if cpu.get(key)]
+    return min(known, default=math.inf)
+
+
 def step_seconds(results: list[RankResult]) -> list[list[float]]:
     """Seconds of each timed step by round: those of the step's slowest rank.
 
@@ -106,7 +120,7 @@ def _round_rates(results: list[RankResult]) -> list[float]:
     return [samples / median(steps) if steps else math.nan for steps in step_seconds(results)]
 
 
-def _metrics(results: list[RankResult], counted: bool) -> dict[str, float]:
+def _metrics(results: list[RankResult], counted: bool, cores: float) -> dict[str, float]:
     """``counted``: whether the engine counts what it sends; torch's own do not."""
     first = results[0]
     metrics: dict[str, float] = {
@@ -124,6 +138,8 @@ def _metrics(results: list[RankResult], counted: bool) -> dict[str, float]:
         metrics.update(_memory(memories))
     if counted:
         metrics.update(_communication(first))
+        metrics.update(_purposes(results))
+    metrics.update(_pipeline(results, cores))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -151,7 +167,12 @@ def _memory(memories: list[dict[str, Any]]) -> dict[str, float]:
     metrics = {
         "memory.states_bytes": max(sum(memory["states"].values()) for memory in memories),
         "memory.peak_bytes": most("peak", "total"),
-        "memory.activations_bytes": most("peak", "activations"),
+        # Checkpoints are activations that forward keeps.
+        "memory.activations_bytes": max(
+            memory["peak"]["activations"] + memory["peak"]["checkpoints"] for memory in memories
+        ),
+        "memory.checkpoints_bytes": most("most", "checkpoints"),
+        "memory.host_bytes": most("most", "host"),
         "memory.init_peak_bytes": most("init_peak_bytes"),
         "memory.rss_peak_bytes": most("rss_peak_bytes"),
     }
@@ -168,8 +189,37 @@ def _communication(result: RankResult) -> dict[str, float]:
             name = f"comm.{row['group']}.{row['op']}.{quantity}"
             metrics[name] = metrics.get(name, 0) + row[quantity]
     for row in result.get("comm_per_layer", []):
-        name = f"comm.per_layer.{row['group']}.{row['op']}.calls"
-        metrics[name] = metrics.get(name, 0) + row["calls"]
+        for quantity in ("calls", "sent_bytes"):
+            name = f"comm.per_layer.{row['group']}.{row['op']}.{quantity}"
+            metrics[name] = metrics.get(name, 0) + row[quantity]
+    return metrics
+
+
+def _purposes(results: list[RankResult]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for row in (row for result in results for row in result["comm"] if row["purpose"]):
+        for quantity in ("calls", "sent_bytes"):
+            name = f"comm.purpose.{row['group']}.{row['purpose'].replace(' ', '_')}.{quantity}"
+            metrics[name] = metrics.get(name, 0) + row[quantity]
+    return metrics
+
+
+def _pipeline(results: list[RankResult], cores: float) -> dict[str, float]:
+    stages = [result["pipeline"] for result in results if result.get("pipeline")]
+    if not stages:
+        return {}
+    metrics: dict[str, float] = {"pipeline.in_flight": max(stage["in_flight"] for stage in stages)}
+    steps = [
+        [sum(seconds) for seconds in zip(*(stage[kind] for stage in stages), strict=False)]
+        for kind in ("busy_s", "idle_s")
+    ]
+    pairs = [pair for pair in zip(*steps, strict=True) if min(pair) > 0]
+    on_processor = not results[0]["memory"].get("cuda")
+    if pairs and not (on_processor and len(results) > cores):
+        bubble, low, high = ratio_interval(pairs, seed=0)
+        metrics["pipeline.bubble"] = bubble
+        if low is not None and high is not None:
+            metrics["pipeline.bubble.low"], metrics["pipeline.bubble.high"] = low, high
     return metrics
 
 
@@ -178,6 +228,7 @@ def _series(results: list[RankResult]) -> dict[str, Any]:
     series = {name: first[name] for name in ("loss", "grad_norm", "loss_scale", "skipped_steps")}
     series["step_seconds"] = step_seconds(results)
     series["phase_seconds"] = [result["phase_seconds"] for result in results]
+    series["pipeline"] = [result.get("pipeline", {}) for result in results]
     plain: dict[str, Any] = _plain(series)
     return plain
 

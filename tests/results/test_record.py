@@ -39,6 +39,7 @@ def test_metrics_have_their_fixed_names() -> None:
     assert metrics["memory.peak_bytes"] == 20000
     assert metrics["comm.dp.all_reduce.calls"] == 3
     assert metrics["comm.per_layer.tp.all_reduce.calls"] == 4
+    assert metrics["comm.per_layer.tp.all_reduce.sent_bytes"] == 512
     assert metrics["comm.sent_bytes"] == 4000
     assert (metrics["loss.first"], metrics["steps"], metrics["skipped_steps"]) == (5.0, 4, 0)
 
@@ -49,6 +50,46 @@ def test_rows_of_one_operation_add_up() -> None:
     metrics = build(ranks)["metrics"]
     assert metrics["comm.dp.all_reduce.calls"] == 6
     assert metrics["comm.sent_bytes"] == 8000
+
+
+def test_purposes_are_summed_over_ranks() -> None:
+    ranks = results()
+    send = {"op": "send", "group": "pp", "purpose": "tied gradients", "size": 2, "calls": 4}
+    ranks[1]["comm"] = [{**send, "payload_bytes": 100, "sent_bytes": 100}]
+    metrics = build(ranks)["metrics"]
+    assert metrics["comm.purpose.dp.gradients.sent_bytes"] == 4000
+    assert metrics["comm.purpose.pp.tied_gradients.sent_bytes"] == 100
+    assert metrics["comm.purpose.pp.tied_gradients.calls"] == 4
+    assert metrics["comm.sent_bytes"] == 4000, "rank 0's alone"
+
+
+def pipeline(cores: int = 2, steps: int = 5) -> dict[str, float]:
+    """Metrics of two stages: 0.25 idle over busy in all, more on the second stage."""
+    ranks = results()
+    for stage, idle in enumerate((0.1, 0.4)):
+        waits = [idle + 0.01 * step for step in range(steps)]
+        ranks[stage]["pipeline"] = {"stage": stage, "in_flight": 2 - stage}
+        ranks[stage]["pipeline"] |= {"idle_s": waits, "busy_s": [1.0] * steps}
+    source = {"cpu": {"usable_cores": cores, "quota_cores": None}}
+    record = experiment_record(experiment(), ranks, suite="s", provenance=source, wall_s=1.0)
+    assert [stage["stage"] for stage in record["series"]["pipeline"]] == [0, 1]
+    metrics: dict[str, float] = record["metrics"]
+    return metrics
+
+
+def test_the_bubble_is_idle_over_busy_of_all_ranks() -> None:
+    metrics = pipeline()
+    assert metrics["pipeline.bubble"] == pytest.approx((0.5 + 2 * 0.02) / 2)
+    assert metrics["pipeline.bubble.low"] <= metrics["pipeline.bubble"] <= metrics["pipeline.bubble.high"]
+    assert metrics["pipeline.in_flight"] == 2
+    assert "pipeline.bubble.low" not in pipeline(steps=2)
+    assert not any(name.startswith("pipeline") for name in build(results())["metrics"])
+
+
+def test_stages_that_share_a_core_have_no_bubble_to_speak_of() -> None:
+    metrics = pipeline(cores=1)
+    assert "pipeline.bubble" not in metrics
+    assert metrics["pipeline.in_flight"] == 2
 
 
 def test_the_worst_rank_gives_the_outcome() -> None:
@@ -94,6 +135,14 @@ def test_a_round_without_a_timed_step_gives_no_ratio() -> None:
     for rank in two:
         rank["rounds"][1] = []
     assert comparison_record(experiment("a"), experiment("b"), (one, two), suite="s", provenance={}) is None
+
+
+def test_checkpoints_are_activations_and_host_memory_is_not_the_device_s() -> None:
+    metrics = build(results())["metrics"]
+    assert metrics["memory.activations_bytes"] == 2000 + 1000
+    assert metrics["memory.checkpoints_bytes"] == 1500
+    assert metrics["memory.host_bytes"] == 700
+    assert metrics["memory.peak_bytes"] == 20000
 
 
 def test_frames_are_tidy() -> None:
