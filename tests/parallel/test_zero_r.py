@@ -1,0 +1,204 @@
+"""ZeRO-R (1910.02054 sec. 6): the same training, less memory, and exactly the communication that it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from repro.config import Experiment, Layout
+from repro.measure.memory import MemoryTracker
+from repro.models.gpt import Place
+from repro.parallel import mesh as meshes
+from repro.parallel import storage
+from repro.train.step import MicroBatch, NativeEngine
+from tests.parallel.test_parity import alone, assert_same
+from tests.parallel.test_pipeline import whole
+from tests.pool import RankPool
+from tests.training import TINY, micro_batches, tiny, train
+
+BATCH = 8
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+TP = Layout(tp=2, micro_batch=4, global_batch=BATCH, recompute=True)
+PA = {"pa": True}
+CPU = {"pa": True, "pa_cpu": True}
+MD = {"md": True}
+FUSED = {"cb": False}
+ALL = {**CPU, **MD}
+SWITCHES = {"pa": PA, "cpu": CPU, "md": MD, "fused": FUSED, "all": ALL, "none": {**ALL, **FUSED}}
+
+
+def name_of(value: Any) -> str | None:
+    """A short name for the test's id."""
+    if not isinstance(value, Layout):
+        return None
+    degrees = [f"{axis}{n}" for axis in ("tp", "pp", "dp") if (n := getattr(value, axis)) > 1]
+    found = [key for key in ("pa", "pa_cpu", "md") if getattr(value, key)]
+    return "-".join([*degrees, f"z{value.zero}", *found, *([] if value.cb else ["fused"])])
+
+
+def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
+    pool: RankPool = request.getfixturevalue({2: "two", 4: "four"}[layout.world])
+    return pool
+
+
+# -- the same training ------------------------------------------------------------------------------
+
+
+def twins(dp: int, **settings: Any) -> Layout:
+    """dp replicas of the layout under test."""
+    return replace(TP, dp=dp, micro_batch=BATCH // dp // 2, **settings)
+
+
+PARITY = [
+    *(replace(TP, **switch) for switch in SWITCHES.values()),
+    replace(TP, tp=4, **PA),
+    replace(TP, tp=4, **ALL),
+    *(twins(2, zero=z, **ALL) for z in range(4)),
+    *(twins(2, zero=z, **PA, **FUSED) for z in range(3)),
+    *(twins(2, tp=1, zero=z, **MD, **FUSED) for z in (0, 1, 2)),
+    twins(2, tp=1, zero=2, **MD, pa_cpu=True),
+    twins(2, tp=1, zero=3, **MD),
+    twins(2, tp=1, zero=1, zero1_reduce="all-reduce", **FUSED),
+    replace(TP, pp=2, micro_batch=1, **PA),
+    replace(TP, pp=2, micro_batch=1, schedule="interleaved", chunks=2, **ALL),
+    replace(TP, tp=1, pp=2, dp=2, micro_batch=1, zero=2, schedule="gpipe", pa_cpu=True, **MD),
+    replace(TP, tp=1, pp=2, dp=2, micro_batch=1, zero=1, **MD, **FUSED),
+    replace(TP, sp=True, pa_cpu=True, **MD),
+]
+
+
+@pytest.mark.parametrize("layout", PARITY, ids=name_of)
+def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
+    found = pool_of(request, layout).run(train, tiny(layout, **DROPOUT))
+    assert_same(whole(found), alone(**DROPOUT), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("switches", [ALL, {**ALL, **FUSED}], ids=["all", "fused"])
+def test_bf16_equals_one_process_within_its_rounding(four: RankPool, switches: dict[str, Any]) -> None:
+    expected = alone("bf16")
+    for trained in four.run(train, tiny(twins(2, precision="bf16", zero=2, **switches))):
+        torch.testing.assert_close(
+            torch.tensor(trained.loss), torch.tensor(expected.loss), rtol=4 * 2.0**-8, atol=0.0
+        )
+
+
+# -- what it holds and what it sends ----------------------------------------------------------------
+
+
+def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[str, Any]:
+    """Steps of this rank, watched: memory, traffic of the last step, and what was alive when backward began."""
+    layout = experiment.layout
+    mesh = meshes.distributed(layout, "cpu") if device == "cpu" else meshes.shape_only(layout)
+    fused = 0
+    forward: dict[str, int] = {}
+    with MemoryTracker() as tracker:
+        engine = NativeEngine(experiment, mesh, torch.device(device))
+
+        def measure(*_: object) -> None:
+            nonlocal fused
+            fused = max(fused, tracker.largest(storage.COMMUNICATION))
+
+        def observe(phase: str) -> None:
+            nonlocal forward
+            tracker.phase = phase
+            if phase == "backward":
+                forward = tracker.live()
+
+        mesh.ledger.observers.append(measure)
+        for step in range(steps):
+            mesh.ledger.reset()
+            batches = micro_batches(experiment, mesh.dp.rank, step)
+            if device == "meta":
+                tokens = torch.zeros(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
+                batches = [MicroBatch(tokens, tokens, Place(step, 0)) for _ in batches]
+            engine.step(batches, observe)
+            engine.synchronize()
+        del batches
+        rest = tracker.live()
+    return {
+        "most": tracker.most,
+        "forward": forward,
+        "rest": rest,
+        "rows": {(r["op"], r["group"], r["purpose"]): r for r in mesh.ledger.rows()},
+        "fused": fused,
+        "padded": [bucket.plan.padded for bucket in engine.buckets],
+        "free": engine.checkpoints is None
+        or engine.checkpoints.arena is None
+        or engine.checkpoints.arena.used == 0,
+    }
+
+
+def of_checkpoints(layout: Layout) -> int:
+    """Bytes of all checkpoints of one micro-batch, undivided."""
+    return TINY.layers * layout.micro_batch * TINY.seq * TINY.hidden * 4
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_pa_divides_checkpoints_by_tp_for_one_all_gather_each(
+    request: pytest.FixtureRequest, tp: int
+) -> None:
+    """Sec. 6.1: exactly 1/tp of the memory.  Sec. 8: exactly one all-gather of b s h a block, 1/12 of the block's
+    own traffic (2 + 2 + 2 all-reduces)."""
+    plain = replace(TP, tp=tp)
+    pool, whole = pool_of(request, plain), of_checkpoints(plain)
+    before, after = (pool.run(look, tiny(layout)) for layout in (plain, replace(plain, **PA)))
+    for without, with_it in zip(before, after, strict=True):
+        assert without["most"][storage.CHECKPOINTS] == whole
+        assert with_it["most"][storage.CHECKPOINTS] == whole // tp
+        # Between forward and backward nothing else is there than without P_a: no x hides in the graph.
+        assert with_it["forward"][storage.CHECKPOINTS] == whole // tp
+        assert with_it["forward"]["total"] == without["forward"]["total"] - whole + whole // tp
+        rows = dict(with_it["rows"])
+        gathered = rows.pop(("all_gather", "tp", "checkpoints"))
+        assert rows == without["rows"], "nothing else is communicated"
+        assert gathered["calls"] == TINY.layers * plain.accumulation
+        assert gathered["payload_bytes"] == whole * plain.accumulation
+        assert 12 * gathered["sent_bytes"] == rows["all_reduce", "tp", "block"]["sent_bytes"]
+
+
+@pytest.mark.parametrize("md", [False, True], ids=["", "md"])
+def test_offload_leaves_about_none(two: RankPool, md: bool) -> None:
+    """All parts are in host memory; the device holds the one in use and the one that is fetched meanwhile."""
+    layout = replace(TP, **CPU, md=md)
+    part = of_checkpoints(layout) // TINY.layers // 2
+    for seen in two.run(look, tiny(layout)):
+        assert seen["most"][storage.HOST] == TINY.layers * part
+        assert seen["forward"][storage.CHECKPOINTS] == 0
+        assert seen["most"][storage.CHECKPOINTS] == 2 * part
+        assert seen["rest"][storage.CHECKPOINTS] == 0
+        assert seen["rest"][storage.HOST] == (TINY.layers * part if md else 0)
+        assert seen["free"]
+
+
+def test_arena_holds_what_the_schedule_keeps(four: RankPool) -> None:
+    """1F1B over two stages: two micro-batches in flight on the first, one on the last; with P_a half of each."""
+    layout = replace(TP, pp=2, micro_batch=1, **PA, **MD)
+    of_micro_batch = of_checkpoints(layout) // 2 // 2
+    found = four.run(look, tiny(layout))
+    kept = [seen["rest"][storage.CHECKPOINTS] for seen in found]
+    assert kept == [2 * of_micro_batch] * 2 + [of_micro_batch] * 2
+    assert kept == [seen["most"][storage.CHECKPOINTS] for seen in found]
+    assert all(seen["free"] for seen in found)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        replace(TP, **PA),
+        replace(TP, **CPU, precision="bf16"),
+        replace(TP, **ALL),
+        replace(TP, tp=1, dp=2, micro_batch=1, zero=3, **MD, pa_cpu=True),
+        *(replace(TP, tp=1, dp=2, micro_batch=2, zero=z, **MD, **FUSED) for z in range(3)),
+    ],
+    ids=name_of,
+)
+def test_shape_only_counts_the_same(two: RankPool, layout: Layout) -> None:
+    """On ``meta`` the same step has the same messages and the same checkpoints, on the device and the host."""
+    experiment = tiny(layout)
+    shapes, real = look(experiment, "meta"), two.run(look, experiment)[0]
+    assert shapes["rows"] == real["rows"]
+    for category in (storage.CHECKPOINTS, storage.HOST, storage.PARAMETERS, storage.GRADIENTS):
+        assert shapes["most"][category] == real["most"][category], category
