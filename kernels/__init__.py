@@ -5,6 +5,7 @@ same maths in plain torch, which is what the tests trust.
 """
 
 from repro.kernels.adamw import adamw_
+from repro.kernels.attention import causal_attention
 from repro.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_max, cross_entropy_sums
 from repro.kernels.dropout import bias_dropout_residual
 from repro.kernels.flops import cost
@@ -18,6 +19,7 @@ __all__ = [
     "adamw_",
     "bias_dropout_residual",
     "bias_gelu",
+    "causal_attention",
     "cost",
     "cross_entropy_backward_",
     "cross_entropy_max",

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from repro import kernels
@@ -113,7 +112,7 @@ class Attention(nn.Module):
         if self.setting.attention_dropout:
             y = self._explicit(q, k, v, place)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = kernels.causal_attention(q, k, v)
         y = y.transpose(1, 2).reshape(b, s, -1)
         y = tensor.row_linear(y, self.out, tp, sp, "block")
         return dropout_add(y, self.out_bias, x, self.setting, place, self.layer, 1)
