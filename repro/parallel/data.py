@@ -1,8 +1,9 @@
 """Bucketed data parallelism: average gradients over replicas while the backward pass still runs.
 
-When the last gradient of a bucket has been computed, the bucket is reduced.  Buckets are reduced in one
-fixed order on all ranks, whatever order gradients come in, so under stages 0 to 2 ranks that use different
-parameters cannot wait for different messages (under stage 3 all ranks must use the same modules).
+When all gradients of a bucket have been computed, the bucket is reduced.  Buckets are reduced in one fixed
+order on all ranks, whatever order gradients come in, so ranks that use different parameters cannot wait for
+different messages.  Under stage 3 parameters are gathered meanwhile: there the backward pass's own schedule
+says when a bucket is complete (see :mod:`repro.parallel.zero`), and all ranks must use the same modules.
 Stages differ only in what a bucket keeps (see :mod:`repro.parallel.bucket`).
 """
 
@@ -28,13 +29,16 @@ class GradientReducer:
     IN_FLIGHT = 2
     """Transient gradient buffers (stages 2 and 3) that may be under reduction at once."""
 
-    def __init__(self, buckets: Sequence[Bucket], on_complete: Callable[[Bucket], None] | None = None):
+    def __init__(self, buckets: Sequence[Bucket], *, by_arrival: bool = True):
         self.buckets = list(buckets)
         """In the order in which their gradients are expected, the last layers first."""
-        self.on_complete = on_complete
-        """Called when all gradients of a bucket have been computed (stage 3 frees its parameters)."""
+        self.by_arrival = by_arrival
+        """Whether a bucket is complete once each of its parameters has a gradient; else :meth:`close` says so."""
+        self._index = {id(bucket): b for b, bucket in enumerate(self.buckets)}
         self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._missing = [0] * len(self.buckets)
+        self._closed = [False] * len(self.buckets)
+        self._held = [False] * len(self.buckets)
         self._next = 0
         self._works: deque[Work] = deque()
         self._first = self._last = True
@@ -63,85 +67,95 @@ class GradientReducer:
         for b, bucket in enumerate(self.buckets):
             self._arrived[b] = [False] * len(bucket.parameters)
             self._missing[b] = len(bucket.parameters)
+            self._closed[b] = self._held[b] = False
+
+    def hold(self, bucket: Bucket) -> None:
+        """Keep ``bucket`` until :meth:`finish`: its parameters may get several gradients in this pass."""
+        self._held[self._index[id(bucket)]] = True
+
+    def close(self, bucket: Bucket) -> None:
+        """No gradient of ``bucket`` comes any more; a parameter without one counts as having a zero one."""
+        self._close(self._index[id(bucket)])
 
     def finish(self) -> None:
-        """Reduce what is left and wait for everything; a parameter without a gradient counts as having a zero one."""
-        for b, bucket in enumerate(self.buckets):
-            if self._missing[b]:
-                self._fill_missing(b, bucket)
-        self._launch_ready()
+        """Reduce what is left and wait for everything."""
+        for b in range(len(self.buckets)):
+            self._close(b)
         while self._works:
             self._works.popleft().wait()
 
     def _hook(self, b: int, s: int) -> Callable[[Parameter], None]:
-        bucket = self.buckets[b]
-
         def collect(parameter: Parameter) -> None:
             gradient = parameter.grad
             if gradient is None:  # it went into the sink, or autograd found that it is zero
                 return
             parameter.grad = None
-            if self._arrived[b][s]:
-                raise RuntimeError(
-                    "a parameter got a second gradient in one backward pass (reentrant checkpointing of a "
-                    "shared module?); use checkpoint(..., use_reentrant=False)"
-                )
-            self._store(bucket, s, gradient)
+            # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
+            bucket = self.buckets[b]
+            add = self._adds(b, s)
+            view = bucket.gradient_view(s).view(gradient.shape)
+            if add:
+                view.add_(gradient, alpha=1 / bucket.group.size)
+            elif bucket.group.size > 1:
+                torch.mul(gradient, 1 / bucket.group.size, out=view)
+            else:
+                view.copy_(gradient)
             self._arrive(b, s)
 
         return collect
 
     def _sink(self, b: int, s: int) -> Callable[[Tensor, Tensor], None]:
-        bucket = self.buckets[b]
-
         def add_product(rows: Tensor, x: Tensor) -> None:
             """Gradient += rows^T x / n, for rows [N, o] and x [N, i]."""
+            bucket = self.buckets[b]
+            add = self._adds(b, s)
             view = bucket.gradient_view(s).view(rows.shape[1], x.shape[1])
-            beta = 0 if self._first or bucket.stage >= 2 else 1
-            torch.addmm(view, rows.t(), x, beta=beta, alpha=1 / bucket.group.size, out=view)
+            torch.addmm(view, rows.t(), x, beta=int(add), alpha=1 / bucket.group.size, out=view)
             self._arrive(b, s)
 
         return add_product
 
-    def _arrive(self, b: int, s: int) -> None:
-        """The gradient of slot ``s`` is in its place."""
+    def _adds(self, b: int, s: int) -> bool:
+        """Whether a gradient that comes for slot ``s`` is added to one that is there.
+
+        Reentrant checkpointing brings a gradient of its own for every use of a parameter.  Raises
+        ``RuntimeError`` if the bucket has been reduced without this one.
+        """
         bucket = self.buckets[b]
-        self._arrived[b][s] = True
-        self._missing[b] -= 1
-        if not self._missing[b]:
-            if self.on_complete is not None:
-                self.on_complete(bucket)
-            if b == self._next:
-                self._launch_ready()
+        if b < self._next and (bucket.stage >= 2 or self._last):
+            raise RuntimeError(
+                "a gradient came after its bucket had been reduced: reentrant checkpointing of modules that "
+                "share a parameter (use checkpoint(..., use_reentrant=False)), or a second backward pass"
+            )
+        return self._arrived[b][s] or (bucket.stage < 2 and not self._first)
 
-    def _store(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
-        # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
-        view = bucket.gradient_view(slot).view(gradient.shape)
-        if not self._first and bucket.stage < 2:
-            view.add_(gradient, alpha=1 / bucket.group.size)
-        elif bucket.group.size > 1:
-            torch.mul(gradient, 1 / bucket.group.size, out=view)
-        else:
-            view.copy_(gradient)
+    def _arrive(self, b: int, s: int) -> None:
+        """A gradient of slot ``s`` is in its place."""
+        if not self._arrived[b][s]:
+            self._arrived[b][s] = True
+            self._missing[b] -= 1
+        if self.by_arrival and not self._missing[b] and not self._held[b]:
+            self._close(b)
 
-    def _fill_missing(self, b: int, bucket: Bucket) -> None:
-        if self._first or bucket.stage >= 2:
+    def _close(self, b: int) -> None:
+        if self._closed[b]:
+            return
+        self._closed[b] = True
+        bucket = self.buckets[b]
+        if self._missing[b] and (self._first or bucket.stage >= 2):
             for s, arrived in enumerate(self._arrived[b]):
                 if not arrived:
                     bucket.gradient_view(s).zero_()
-        self._missing[b] = 0
-        if self.on_complete is not None:
-            self.on_complete(bucket)
-
-    def _launch_ready(self) -> None:
-        while self._next < len(self.buckets) and not self._missing[self._next]:
-            bucket = self.buckets[self._next]
+        while self._next < len(self.buckets) and self._closed[self._next]:
+            self._launch(self.buckets[self._next])
             self._next += 1
-            if bucket.stage < 2 and not self._last:
-                continue
-            while bucket.stage >= 2 and len(self._works) >= self.IN_FLIGHT:
-                self._works.popleft().wait()
-            self._works.append(bucket.reduce(add=not self._first))
+
+    def _launch(self, bucket: Bucket) -> None:
+        if bucket.stage < 2 and not self._last:
+            return
+        while bucket.stage >= 2 and len(self._works) >= self.IN_FLIGHT:
+            self._works.popleft().wait()
+        self._works.append(bucket.reduce(add=not self._first))
 
 
 def broadcast_parameters(tensors: Sequence[Tensor], group: Group) -> None:

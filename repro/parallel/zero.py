@@ -2,7 +2,9 @@
 
 A *unit* is what is gathered at once, usually one transformer block.  Hooks on its modules gather it just
 before use, have the next one gathered meanwhile, and free it afterwards, in forward and in backward.  The
-order of use is taken from the last forward pass; a use that comes unexpected is gathered when it comes.
+forward pass takes the order of use from the one before it; a use that comes unexpected is gathered when it
+comes.  The backward pass follows a schedule that the forward pass leaves (:class:`ForwardPass`), so that
+gathers and reductions come in one order on all ranks that use the same modules, whatever happens in those.
 
 Any ``nn.Module`` whose blocks have names can be sharded: hooks see modules, not a particular model.
 """
@@ -47,7 +49,8 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
     """Units of a stock module: the whole for what is outside blocks, and one per block.
 
     ``blocks`` are submodule names; by default the children of every ``nn.ModuleList`` (and of
-    ``nn.Sequential`` where there is no list).  Raises ``ValueError`` for a name that does not exist.
+    ``nn.Sequential`` where there is no list), or what is inside where these are bare containers.
+    Raises ``ValueError`` for a name that does not exist, or of a module without a forward of its own.
     """
     names = list(blocks) if blocks is not None else _children_of(module, nn.ModuleList)
     if not names:
@@ -58,15 +61,37 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
             raise ValueError(
                 f"blocks: {name!r}: not a submodule; known are {', '.join(list(known)[1:9])}, ..."
             )
+        if not has_forward(known[name]):
+            kind = type(known[name]).__name__
+            raise ValueError(f"blocks: {name!r}: {kind} has no forward of its own; name modules inside it")
     return [*(Unit(name, (Use(name),)) for name in names if name), Unit("", (Use(""),))]
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called; ``nn.ModuleList`` and other bare containers cannot, so no hook sees them."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def _children_of(module: nn.Module, kind: type[nn.Module]) -> list[str]:
-    """Names of the children of every container of ``kind`` that is not inside another one."""
+    """Names of what containers of ``kind`` hold: the nearest modules inside that have a forward of their own."""
     found: list[str] = []
+    seen: set[int] = set()
+
+    def descend(name: str, container: nn.Module) -> None:
+        for child_name, child in container.named_children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            inner = f"{name}.{child_name}" if name else child_name
+            if has_forward(child):
+                found.append(inner)
+                seen.update(map(id, child.modules()))
+            else:
+                descend(inner, child)
+
     for name, container in module.named_modules():
-        if isinstance(container, kind) and not any(name.startswith(f"{outer}.") for outer in found):
-            found += [f"{name}.{child}" if name else child for child, _ in container.named_children()]
+        if isinstance(container, kind) and id(container) not in seen:
+            descend(name, container)
     return found
 
 
@@ -98,25 +123,97 @@ def parameters_of(module: nn.Module, units: Sequence[Unit]) -> list[list[nn.Para
     return found
 
 
-class ParameterGatherer:
-    """Gathers and frees the units of one module.  ``buckets[unit]`` are the unit's buckets (one a dtype)."""
+class ForwardPass:
+    """The uses of units in one forward pass, and the schedule that they make for the backward pass."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], buckets: Sequence[Sequence[Bucket]]):
+    def __init__(self) -> None:
+        self.visits: list[tuple[int, Use]] = []
+        """Uses of units, in the order in which they began."""
+        self.ends: list[int] = []
+        """How many visits had begun when each ended; a visit may contain others."""
+        self.open: list[int] = []
+        """Visits whose forward, or whose recomputation, runs."""
+        self.steps: list[tuple[bool, int]] = []
+        """The backward schedule: (whether it leaves the visit or enters it, visit)."""
+        self.done = 0
+        """Steps that have been taken."""
+
+    def visit(self, u: int, use: Use) -> int:
+        """A use begins; returns its place."""
+        self.visits.append((u, use))
+        self.ends.append(len(self.visits))
+        return len(self.visits) - 1
+
+    def close(self, u: int, use: Use) -> int:
+        """The innermost open visit of this use ends (recomputation may have broken off others)."""
+        while self.visits[visit := self.open.pop()] != (u, use):
+            pass
+        return visit
+
+    def turn(self) -> None:
+        """Make the backward schedule.
+
+        Autograd runs what was recorded last first.  When it enters a visit, all that began after that visit
+        had ended is over; when it leaves a visit, all that began with or after it is.
+        """
+        steps = [(end, False, v) for v, end in enumerate(self.ends)]
+        steps += [(v, True, v) for v in range(len(self.visits))]
+        self.steps = [step[1:] for step in sorted(steps, key=lambda s: (-s[0], not s[1], s[2]))]
+        self.first = {u: v for v, (u, _) in reversed(list(enumerate(self.visits)))}
+        """The first visit of every unit: when it has been left, the unit's gradients are complete."""
+        self._entry = {v: i for i, (leaves, v) in enumerate(self.steps) if not leaves}
+        self._exit = {v: i for i, (leaves, v) in enumerate(self.steps) if leaves}
+
+    def entering(self, visit: int) -> int:
+        """How many steps have been taken when the backward pass enters ``visit``."""
+        return self._entry[visit] + 1
+
+    def leaving(self, visit: int) -> int:
+        """How many have been when it leaves ``visit``, and so enters what ended just before that began."""
+        stop = self._exit[visit] + 1
+        while stop < len(self.steps) and not self.steps[stop][0] and self.ends[self.steps[stop][1]] == visit:
+            stop += 1
+        return stop
+
+    def recomputed(self, u: int, use: Use) -> int | None:
+        """The visit that is computed again, or a later one of the same use; None if there is none."""
+        visits = [
+            v for v, visit in enumerate(self.visits) if visit == (u, use) and self._exit[v] >= self.done
+        ]
+        return max(visits, default=None)
+
+
+class ParameterGatherer:
+    """Gathers and frees the units of one module.
+
+    ``buckets[unit]`` are the unit's buckets (one a dtype); ``complete`` is told of each that no gradient
+    of it comes any more.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        buckets: Sequence[Sequence[Bucket]],
+        complete: Callable[[Bucket], None],
+    ):
         self.units, self.buckets = list(units), [list(group) for group in buckets]
-        self._unit_of = {id(bucket): u for u, group in enumerate(self.buckets) for bucket in group}
+        self._complete = complete
         self._works: dict[int, list[Work]] = {}
-        self._visits: list[tuple[int, Use]] = []
-        """Uses of units in this forward pass, in order."""
+        self._forward = ForwardPass()
+        """The forward pass that runs or ran last."""
+        self._trained: ForwardPass | None = None
+        """The one whose backward pass runs or comes next."""
         self._backward = False
         self._handles: list[Any] = []
         names = dict(module.named_modules())
         order = {name: i for i, name in enumerate(names)}
         uses = [(u, use) for u, unit in enumerate(self.units) for use in unit.uses]
         self._expected = sorted(uses, key=lambda entry: order[entry[1].module])
-        """The same of the last forward pass; before the first, the order in which modules were declared."""
+        """Uses in the last forward pass; before the first, in the order in which modules were declared."""
         for u, use in uses:
             target = names[use.module]
-            self._handles.append(target.register_forward_pre_hook(self._before(u, use)))
+            self._handles.append(target.register_forward_pre_hook(self._before(u, use), with_kwargs=True))
             self._handles.append(target.register_forward_hook(self._after(u, use)))
 
     def remove(self) -> None:
@@ -149,83 +246,131 @@ class ParameterGatherer:
         for bucket in self.buckets[u]:
             storage.release(bucket.full)
 
-    def complete(self, bucket: Bucket) -> None:
-        """All gradients of ``bucket`` are there: nothing in this backward pass reads it any more."""
-        u = self._unit_of[id(bucket)]
-        for work in self._works.pop(u, []):
-            work.wait()
-        storage.release(bucket.full)
-
-    # -- when it happens ---------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A new forward pass starts."""
-        if self._visits:
-            self._expected = self._visits
-        self._visits = []
-        self._backward = False
-
-    def finish(self) -> None:
-        """The backward pass is over."""
-        for u in range(len(self.units)):
-            self.free(u)
+        """A new forward pass starts.  One without gradients leaves that of the next backward pass alone."""
+        if self._forward.visits:
+            self._expected = self._forward.visits
+        self._forward = ForwardPass()
+        if torch.is_grad_enabled():
+            self._trained = self._forward
         self._backward = False
 
     def _before(self, u: int, use: Use) -> Callable[..., None]:
-        def gather(module: nn.Module, inputs: Any) -> None:
+        def gather(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._backward:
-                # Recomputation: the block's forward runs inside the backward pass.
-                self.need(u)
-                self._on_gradient(self._last_visit(u, use))
+                self._recompute(u, use)
                 return
-            position = len(self._visits)
-            self._visits.append((u, use))
+            run = self._forward
+            visit = run.visit(u, use)
+            run.open.append(visit)
             self.need(u)
-            if position + 1 < len(self._expected) and self._expected[position] == (u, use):
-                self.start(self._expected[position + 1][0])
+            if visit + 1 < len(self._expected) and self._expected[visit] == (u, use):
+                self.start(self._expected[visit + 1][0])
+            if run is self._trained:
+                _on_gradients((args, kwargs), lambda: self._advance(run, run.leaving, visit))
 
         return gather
 
     def _after(self, u: int, use: Use) -> Callable[..., None]:
-        def release(module: nn.Module, inputs: Any, output: Any) -> None:
-            position = self._last_visit(u, use)
-            if not self._backward and not self._stays(u, use):
-                self.free(u)
+        def release(module: nn.Module, args: Any, output: Any) -> None:
+            run = self._trained if self._backward else self._forward
+            assert run is not None
+            visit = run.close(u, use)
+            if not self._backward:
+                run.ends[visit] = len(run.visits)
+                if not self._stays(u, use):
+                    self.free(u)
             if torch.is_grad_enabled():
-                for leaf in tree_leaves(output):
-                    if isinstance(leaf, Tensor) and leaf.requires_grad:
-                        leaf.register_hook(lambda gradient: self._on_gradient(position))
+                _on_gradients(output, lambda: self._advance(run, run.entering, visit))
 
         return release
 
-    def _last_visit(self, u: int, use: Use) -> int:
-        return max(i for i, visit in enumerate(self._visits) if visit == (u, use))
-
     def _stays(self, u: int, use: Use) -> bool:
         """Whether the unit is used again at once: by the next module, or because backward starts with it."""
-        position = len(self._visits)
+        position = len(self._forward.visits)
         if use.module and position < len(self._expected):
             return self._expected[position][0] == u
         return torch.is_grad_enabled()
 
-    def _on_gradient(self, position: int) -> None:
-        """The backward pass has reached the output of a use: its own backward comes next."""
-        self._backward = True
-        if position + 1 < len(self._visits):
-            after, use = self._visits[position + 1]
-            if use.free_early:
-                self.free(after)
-        u, use = self._visits[position]
-        if use.backward:
-            self.need(u)
-        self._prefetch_backward(position)
+    # -- backward ----------------------------------------------------------------------------------
 
-    def _prefetch_backward(self, position: int) -> None:
-        """Start on the unit whose backward comes after that of ``position``."""
-        if position > 0:
-            u, use = self._visits[position - 1]
+    def finish(self) -> None:
+        """The backward pass is over; steps that it did not come by are taken now, as other ranks took them."""
+        if self._trained is not None:
+            self._turn(self._trained)
+            self._take(self._trained, len(self._trained.steps))
+        for u in range(len(self.units)):
+            self.free(u)
+        self._trained = None
+        self._backward = False
+
+    def _recompute(self, u: int, use: Use) -> None:
+        """A block's forward runs inside the backward pass."""
+        run = self._trained
+        visit = None if run is None else run.recomputed(u, use)
+        if run is None or visit is None:
+            raise RuntimeError(LOST)
+        run.open.append(visit)
+        self.need(u)
+
+    def _advance(self, run: ForwardPass, steps: Callable[[int], int], visit: int) -> None:
+        """The backward pass of ``run`` enters or leaves a visit."""
+        if run is not self._trained:
+            raise RuntimeError(LOST)
+        self._turn(run)
+        self._take(run, steps(visit))
+
+    def _turn(self, run: ForwardPass) -> None:
+        if self._backward:
+            return
+        self._backward = True
+        run.open.clear()
+        run.turn()
+        for u in range(len(self.units)):
+            if u not in run.first:
+                self._leave(u)
+
+    def _take(self, run: ForwardPass, stop: int) -> None:
+        """Take the schedule's steps up to ``stop``: what is communicated depends on nothing else."""
+        while run.done < stop:
+            leaves, visit = run.steps[run.done]
+            run.done += 1
+            u, use = run.visits[visit]
+            if leaves:
+                if use.free_early:
+                    self.free(u)
+                if run.first[u] == visit:
+                    self._leave(u)
+                continue
             if use.backward:
-                self.start(u)
+                self.need(u)
+            coming = next((v for leaves, v in run.steps[run.done :] if not leaves), None)
+            if coming is not None and run.visits[coming][1].backward:
+                self.start(run.visits[coming][0])
+
+    def _leave(self, u: int) -> None:
+        """Nothing in this backward pass reads unit ``u`` any more, nor makes gradients of it."""
+        self.free(u)
+        for bucket in self.buckets[u]:
+            self._complete(bucket)
+
+
+LOST = (
+    "under zero = 3 every forward pass with gradients needs its own backward pass before the next one: "
+    "this backward pass belongs to an earlier forward pass, or is its second one"
+)
+
+
+def _on_gradients(values: Any, call: Callable[[], None]) -> None:
+    """Call when the gradient of a tensor among ``values`` is complete.
+
+    Leaves do not count: their gradients come at once, not in the reverse order of the forward pass.
+    """
+    for value in tree_leaves(values):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.register_hook(lambda gradient: call())
 
 
 class ParameterPublisher:
