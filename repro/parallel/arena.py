@@ -7,39 +7,71 @@ holes.  Here they are copied to, or made in, pieces of one allocation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from torch import Tensor
+
+from repro.parallel import storage
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Memory that was taken from an arena."""
+
+    tensor: Tensor
+    """Flat, as many elements as were asked for."""
+    number: int
 
 
 class Arena:
-    """``capacity`` pieces of equal size in one flat allocation, in the order in which they come free."""
+    """Pieces of given sizes (elements), end to end in one flat allocation."""
 
-    def __init__(self, memory: Tensor, capacity: int):
-        """``memory``: flat [capacity * size]."""
-        assert memory.numel() % capacity == 0
-        self.memory, self.capacity = memory, capacity
-        self.size = memory.numel() // capacity
-        """Elements of one piece."""
-        self._free = list(range(capacity))[::-1]
+    def __init__(self, memory: Tensor, sizes: Sequence[int]):
+        """``memory``: flat [sum of ``sizes``]."""
+        assert memory.numel() == sum(sizes)
+        self.memory = memory
+        self._pieces = list(memory.split(list(sizes)))
+        self._free = set(range(len(self._pieces)))
+
+    @property
+    def capacity(self) -> int:
+        """Pieces that there are."""
+        return len(self._pieces)
 
     @property
     def used(self) -> int:
         """Pieces that are taken."""
-        return self.capacity - len(self._free)
+        return len(self._pieces) - len(self._free)
 
-    def take(self, numel: int) -> Tensor:
-        """A piece's first ``numel`` elements, flat, contents undefined.
+    def fits(self, numel: int) -> bool:
+        """Whether a free piece has ``numel`` elements."""
+        return any(self._pieces[i].numel() >= numel for i in self._free)
 
-        Raises ``RuntimeError`` if all pieces are taken or smaller: the plan of what is alive at once was wrong.
+    def take(self, numel: int) -> Piece:
+        """The first ``numel`` elements of the smallest free piece that has them, contents undefined.
+
+        Raises ``RuntimeError`` if there is none: the plan of what is alive at once was wrong.
         """
-        if numel > self.size:
-            raise RuntimeError(f"{numel} elements wanted of an arena whose pieces have {self.size}")
-        if not self._free:
-            raise RuntimeError(f"all {self.capacity} pieces of an arena are taken")
-        start = self._free.pop() * self.size
-        return self.memory[start : start + numel]
+        found = min(
+            (i for i in self._free if self._pieces[i].numel() >= numel),
+            key=lambda i: (self._pieces[i].numel(), i),
+            default=None,
+        )
+        if found is None:
+            raise RuntimeError(
+                f"no room for {numel} elements in an arena of {self.capacity} pieces, {self.used} of them taken"
+            )
+        self._free.remove(found)
+        return Piece(self._pieces[found][:numel], found)
 
-    def give(self, piece: Tensor) -> None:
-        """Return what :meth:`take` gave; the next taker's writes must be ordered after the last reads."""
-        number = int(piece.storage_offset()) // self.size
-        assert number not in self._free, "not a piece that was taken"
-        self._free.append(number)
+    def give(self, piece: Piece) -> None:
+        """Return a piece; the next taker's writes must be ordered after the last reads."""
+        assert piece.number not in self._free, "a piece was returned twice"
+        self._free.add(piece.number)
+
+    def grow(self, numel: int) -> None:
+        """Add a piece of ``numel`` elements in an allocation of its own, for good."""
+        category = storage.category_of(self.memory.untyped_storage()) or storage.OTHER
+        self._free.add(len(self._pieces))
+        self._pieces.append(storage.empty(numel, self.memory, category))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from repro.config import Layout
 from repro.parallel import storage
-from repro.parallel.arena import Arena
+from repro.parallel.arena import Arena, Piece
 from repro.parallel.comm import Group
 from repro.parallel.partition import ALIGNMENT
 
@@ -28,7 +28,7 @@ from repro.parallel.partition import ALIGNMENT
 class Saved:
     """One checkpoint, from :meth:`Checkpoints.save` to :meth:`Checkpoints.free`."""
 
-    __slots__ = ("arena", "before", "device", "fetched", "kept", "ready", "shape")
+    __slots__ = ("arena", "before", "device", "fetched", "kept", "piece", "ready", "shape")
 
     def __init__(self, x: Tensor, before: Saved | None):
         self.shape, self.device = x.shape, x.device
@@ -37,7 +37,8 @@ class Saved:
         self.kept: Tensor | None = None
         """What was saved: x, or a flat part of it, on the device or the host; None once it is not needed."""
         self.arena: Arena | None = None
-        """Where ``kept`` was taken from."""
+        self.piece: Piece | None = None
+        """Where ``kept`` lies under ``md``."""
         self.fetched: Tensor | None = None
         """The copy back on the device, flat."""
         self.ready: torch.cuda.Event | None = None
@@ -45,9 +46,9 @@ class Saved:
 
     def drop(self) -> None:
         """Free what was kept."""
-        if self.kept is not None and self.arena is not None:
-            self.arena.give(self.kept)
-        self.kept = None
+        if self.arena is not None and self.piece is not None:
+            self.arena.give(self.piece)
+        self.kept = self.piece = None
 
     def __del__(self) -> None:
         self.drop()  # a graph whose backward never ran
@@ -135,9 +136,9 @@ class Checkpoints:
             return make(size, like, category)
         if self.arena is None:
             piece = -(-size // ALIGNMENT) * ALIGNMENT
-            self.arena = Arena(make(self.capacity * piece, like, category), self.capacity)
-        saved.arena = self.arena
-        return self.arena.take(size)
+            self.arena = Arena(make(self.capacity * piece, like, category), [piece] * self.capacity)
+        saved.arena, saved.piece = self.arena, self.arena.take(size)
+        return saved.piece.tensor
 
     def _fetch(self, saved: Saved) -> None:
         """Start to copy a checkpoint from the host to the device, unless that has begun or it is gone."""

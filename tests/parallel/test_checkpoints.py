@@ -88,23 +88,28 @@ def test_arena_is_one_allocation_that_is_used_again() -> None:
 def test_more_than_was_planned_is_an_error() -> None:
     checkpoints = Checkpoints(layout(pa_cpu=False, md=True), ALONE, capacity=1)
     kept = checkpoints.save(inputs(1)[0])
-    with pytest.raises(RuntimeError, match="all 1 pieces"):
+    with pytest.raises(RuntimeError, match="no room for 30 elements in an arena of 1 pieces, 1 of them taken"):
         checkpoints.save(inputs(1)[0])
     checkpoints.load(kept)
     checkpoints.free(kept)
-    with pytest.raises(RuntimeError, match="60 elements wanted"):
+    with pytest.raises(RuntimeError, match="no room for 60 elements"):
         checkpoints.save(torch.zeros(4, 3, 5))
 
 
 def test_arena_pieces() -> None:
-    arena = Arena(torch.zeros(12), 3)
-    first, second = arena.take(4), arena.take(3)
-    assert (first.data_ptr(), first.numel()) == (arena.memory.data_ptr(), 4)
-    assert (second.storage_offset(), second.numel(), arena.used) == (4, 3, 2)
-    arena.give(first)
-    with pytest.raises(AssertionError):
-        arena.give(first)
-    assert arena.take(1).data_ptr() == arena.memory.data_ptr()
+    arena = Arena(storage.mark(torch.zeros(12), storage.GRADIENTS), [6, 2, 4])
+    small, middle, large = arena.take(1), arena.take(3), arena.take(1)
+    assert [p.tensor.storage_offset() for p in (small, middle, large)] == [6, 8, 0], "the smallest that fits"
+    assert (arena.used, arena.fits(1)) == (3, False)
+    arena.give(middle)
+    assert arena.fits(4)
+    assert not arena.fits(5)
+    with pytest.raises(AssertionError, match="twice"):
+        arena.give(middle)
+    arena.grow(20)
+    other = arena.take(20).tensor
+    assert storage.category_of(other.untyped_storage()) == storage.GRADIENTS
+    assert (arena.capacity, arena.memory.numel()) == (4, 12)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
