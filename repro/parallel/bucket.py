@@ -11,7 +11,12 @@ stage   parameters  gradients  optimizer's shard
 3       P / n       P / n      P / n
 ======  ==========  =========  =================
 
-Full parameters (stage 3) and full gradients (stages 2 and 3) exist only while they are needed.
+Full parameters (stage 3) and full gradients (stages 2 and 3) exist only while they are needed.  What a
+bucket keeps is allocated once and contiguous; M_D (sec. 6.3) gives the full gradients of stages 2 and 3 a
+place that is too.
+
+A bucket's gradients are reduced where they are, so that what is fused for communication has the bucket's
+constant size: C_B (sec. 6.2).  ``fused`` is what libraries did before.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from repro.parallel import storage
+from repro.parallel.arena import Arena, Piece
 from repro.parallel.comm import SUM, Group, Work
 from repro.parallel.partition import BucketPlan
 
@@ -63,9 +69,14 @@ class Bucket:
         dtype: torch.dtype,
         master_weights: bool,
         all_reduce_first: bool = False,
+        fused: bool = False,
     ):
+        """``fused``: reduce an fp32 copy of the gradients, 4 bytes a parameter, made for the reduction."""
         self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group
-        self.all_reduce_first = all_reduce_first
+        self.all_reduce_first, self.fused = all_reduce_first, fused
+        self.pool: Arena | None = None
+        """Where full gradients lie under stages 2 and 3 with M_D; without, on the heap."""
+        self._piece: Piece | None = None
         self.part = group.rank if stage >= 1 else 0
         """Which shard the optimizer of this rank updates."""
         like = torch.empty(0, dtype=dtype, device=device)
@@ -152,7 +163,11 @@ class Bucket:
     def gradient_view(self, slot: int) -> Tensor:
         """Where the gradient of the slot's parameter goes, flat; allocates under stages 2 and 3."""
         if self.gradients is None:
-            self.gradients = storage.empty(self.plan.padded, self.full, storage.GRADIENTS)
+            if self.pool is not None:
+                self._piece = self.pool.take(self.plan.padded)
+                self.gradients = self._piece.tensor
+            else:
+                self.gradients = storage.empty(self.plan.padded, self.full, storage.GRADIENTS)
             self.gradients[self.plan.numel :].zero_()
         place = self.plan.slots[slot]
         return self.gradients[place.start : place.stop]
@@ -164,6 +179,8 @@ class Bucket:
         """
         full = self.gradients
         assert full is not None
+        if self.fused and self.group.size > 1:
+            return self._reduce_fused(full, add)
         if self.stage == 0 or self.all_reduce_first:
             return self.group.all_reduce(full, purpose="gradients")
         if self.stage == 1:
@@ -177,9 +194,39 @@ class Bucket:
             work.wait()
             if add:
                 self.gradient_shard.add_(output)
-            self.gradients = None
+            self._free_gradients()
 
         return Work(finish=finish)
+
+    def _reduce_fused(self, full: Tensor, add: bool) -> Work:
+        """The same through one fp32 buffer of all gradients (1910.02054 sec. 3.2, 6.2)."""
+        buffer = storage.empty(self.plan.padded, full, storage.COMMUNICATION, torch.float32)
+        buffer.copy_(full)
+        if self.stage == 0 or self.all_reduce_first:
+            target, total = full, buffer
+            work = self.group.all_reduce(buffer, purpose="gradients")
+        else:
+            target = self.gradient_shard
+            total = buffer[self.part * self.plan.shard :][: self.plan.shard]
+            work = self.group.reduce_scatter(total, buffer, purpose="gradients")
+
+        def finish() -> None:
+            work.wait()
+            if self.stage == 2 and add:
+                target.add_(total)
+            else:
+                target.copy_(total)
+            if self.stage == 2:
+                self._free_gradients()
+
+        return Work(finish=finish)
+
+    def _free_gradients(self) -> None:
+        """Full gradients are not needed any more (stages 2 and 3)."""
+        self.gradients = None
+        if self.pool is not None and self._piece is not None:
+            self.pool.give(self._piece)
+            self._piece = None
 
     def sum_partial_gradients(self, tp: Group) -> None:
         """Sum over ``tp`` the gradients that each of its ranks knows for its part of the sequence only."""
