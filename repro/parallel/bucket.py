@@ -21,7 +21,7 @@ constant size: C_B (sec. 6.2).  ``fused`` is what libraries did before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,14 @@ class Tag:
     """The first and the last pipeline stage both hold it; their gradients are summed before the step."""
     partial: bool = False
     """Each tp rank's gradient covers its part of the sequence only (sp); they are summed before the step."""
+
+
+def _chunks(first: int, last: int, like: Tensor) -> Iterator[tuple[int, int]]:
+    """first..last in pieces of :data:`CHUNK` elements; without data (``meta``) one stands for all."""
+    for start in range(first, last, CHUNK):
+        yield start, min(start + CHUNK, last)
+        if like.is_meta:
+            return
 
 
 class Bucket:
@@ -122,12 +130,11 @@ class Bucket:
             master = storage.zeros(shard.numel(), shard, storage.OPTIMIZER, torch.float32)
         if self.stage in (1, 2):
             for slot in self.plan.slots:
-                for start in range(0, slot.stop - slot.start, CHUNK):
-                    stop = min(start + CHUNK, slot.stop - slot.start)
+                for start, stop in _chunks(0, slot.stop - slot.start, self.full):
                     self.full[slot.start + start : slot.start + stop].copy_(values(slot.index, start, stop))
         for index, first, last, place in self.pieces():
-            for start in range(first, last, CHUNK):
-                piece = values(index, start, min(start + CHUNK, last))
+            for start, stop in _chunks(first, last, shard):
+                piece = values(index, start, stop)
                 here = slice(place + start - first, place + start - first + piece.numel())
                 master[here].copy_(piece)
                 shard[here].copy_(piece)

@@ -90,6 +90,8 @@ class Pipeline:
         self.boundary = Boundary(pp, tp, shape, like, split=layout.scatter_gather)
         self.in_flight = 0
         """Most (micro-batch, chunk) pairs that were between forward and backward at once."""
+        self.current: Action | None = None
+        """The action that runs, or whose input is awaited."""
         self._live: dict[tuple[int, int], tuple[_Slot, _Slot, Tensor]] = {}
         self._passes = [0] * len(self.chunks)
         # Autograd records nothing below a tensor that needs no gradient.
@@ -109,7 +111,7 @@ class Pipeline:
         self._passes = [0] * len(self.chunks)
         self._expect(self.actions[0])
         for position, action in enumerate(self.actions):
-            received = None
+            self.current, received = action, None
             if self._source(action) is not None:
                 observe("idle")
                 received = self.boundary.receive()
@@ -122,6 +124,7 @@ class Pipeline:
                     total += loss
             else:
                 self._backward(action, received)
+        self.current = None
         self.boundary.finish()
         return total / self.micro_batches
 

@@ -49,12 +49,22 @@ def empty_on_host(numel: int, like: Tensor, category: str) -> Tensor:
 
 def release(tensor: Tensor) -> None:
     """Free the tensor's memory; it and its views keep their shapes and come back with :func:`restore`."""
-    tensor.untyped_storage().resize_(0)
+    _resize(tensor, 0)
 
 
 def restore(tensor: Tensor) -> None:
     """Give a released tensor its memory back, contents undefined."""
-    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    _resize(tensor, tensor.numel() * tensor.element_size())
+
+
+def _resize(tensor: Tensor, size: int) -> None:
+    """Resize the tensor's storage and tell whoever follows it (``watcher``): no operator does it."""
+    whole = tensor.untyped_storage()
+    if whole.nbytes() != size:
+        whole.resize_(size)
+        watcher = getattr(whole, "watcher", None)
+        if watcher is not None:
+            watcher.resized(whole, size)
 
 
 def is_released(tensor: Tensor) -> bool:

@@ -1,0 +1,204 @@
+"""Simulate one step of an experiment on a system: does it fit, what does it hold, what does it send."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from repro.config import Experiment
+from repro.config.system import System
+from repro.models import flops, parameters
+from repro.parallel import mesh as meshes
+from repro.parallel.comm import NoTransport
+from repro.simulate.memory import Memory, measure
+from repro.simulate.placement import Placement
+from repro.simulate.replay import Replay, replay
+from repro.simulate.trace import Role, Trace, roles, trace
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank of a role sends in a step, by operation, group and purpose."""
+
+    op: str
+    group: str
+    purpose: str
+    size: int
+    """Ranks of the group."""
+    link: str
+    """The slowest class of links that the group crosses."""
+    calls: int
+    payload_bytes: int
+    sent_bytes: int
+
+
+@dataclass
+class RoleResult:
+    """One role of a simulated step."""
+
+    role: Role
+    memory: Memory
+    replay: Replay
+    traffic: list[Traffic]
+    operator_flops: int
+    """FLOP of the role's operators in a step."""
+    parameters: int
+
+
+@dataclass
+class Simulation:
+    """One simulated step.  Bytes, FLOP, seconds."""
+
+    experiment: Experiment
+    system: str
+    limit_bytes: int | None
+    """What the allocator may have: the device's memory but for the context.  None: not known."""
+    context_bytes: int
+    roles: list[RoleResult]
+    trace_seconds: float
+    traces: list[Trace] = field(default_factory=list, repr=False)
+
+    @property
+    def fullest(self) -> RoleResult:
+        """The role that needs the most memory; one that does not fit before all others."""
+        return max(self.roles, key=lambda r: (r.replay.out_of_memory is not None, r.replay.peak_reserved))
+
+    @property
+    def busiest(self) -> RoleResult:
+        """The role that sends the most."""
+        return max(self.roles, key=lambda r: sum(t.sent_bytes for t in r.traffic))
+
+    @property
+    def outcome(self) -> str:
+        """``ok``, or ``oom`` if some role does not fit its device."""
+        return "oom" if self.fullest.replay.out_of_memory else "ok"
+
+    @property
+    def reason(self) -> str:
+        """Why it does not fit; empty if it does."""
+        error = self.fullest.replay.out_of_memory
+        if error is None:
+            return ""
+        role = self.fullest
+        where = "" if role.role.name == "all" else f"{role.role.name} stage: "
+        by = "by fragmentation" if error.by_fragmentation else "by allocation"
+        return f"{where}out of memory {by} in {role.replay.phase}: {error}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, the document of ``repro simulate --json``."""
+        e, fullest, busiest = self.experiment, self.fullest, self.busiest
+        return {
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "model": e.model.name,
+            "system": self.system,
+            "gpus": e.layout.world,
+            "layout": e.as_dict()["layout"],
+            "params": parameters.total(e.model),
+            "memory": {
+                "peak_bytes": fullest.memory.peak_bytes,
+                "reserved_bytes": fullest.replay.peak_reserved,
+                "context_bytes": self.context_bytes,
+                "limit_bytes": self.limit_bytes,
+                "states_bytes": fullest.memory.states_bytes,
+                "host_bytes": fullest.memory.host_bytes,
+                "init_peak_bytes": fullest.memory.init_peak_bytes,
+                "by_category": fullest.memory.by_category,
+                "most_by_category": fullest.memory.most,
+                "states": fullest.memory.states,
+                "peak_phase": fullest.memory.phase,
+                "peak_line": fullest.memory.line,
+                "peak_operator": fullest.memory.operator,
+                "fragmentation": fullest.replay.fragmentation,
+                "by_role": {role.role.name: _role(role) for role in self.roles},
+            },
+            "comm": {
+                "role": busiest.role.name,
+                "sent_bytes": sum(t.sent_bytes for t in busiest.traffic),
+                "bytes_by_group": _sum(busiest.traffic, "group"),
+                "bytes_by_link": _sum(busiest.traffic, "link"),
+                "rows": [t.__dict__ for t in busiest.traffic],
+            },
+            "flops": {
+                "model": flops.model_flops(e.model, e.seq, e.layout.global_batch),
+                "hardware": flops.hardware_flops(e.model, e.seq, e.layout.global_batch, e.layout.recompute),
+                "operators_of_busiest_rank": max(role.operator_flops for role in self.roles),
+                "formula": flops.FORMULA,
+            },
+            "trace_seconds": round(self.trace_seconds, 3),
+        }
+
+
+def _role(role: RoleResult) -> dict[str, Any]:
+    return {
+        "stage": role.role.stage,
+        "stages": role.role.stages,
+        "parameters": role.parameters,
+        "peak_bytes": role.memory.peak_bytes,
+        "reserved_bytes": role.replay.peak_reserved,
+        "states_bytes": role.memory.states_bytes,
+        "by_category": role.memory.by_category,
+        "sent_bytes": sum(t.sent_bytes for t in role.traffic),
+    }
+
+
+def _sum(rows: list[Traffic], key: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for row in rows:
+        name = getattr(row, key)
+        found[name] = found.get(name, 0) + row.sent_bytes
+    return found
+
+
+def simulate(
+    experiment: Experiment,
+    system: System,
+    *,
+    memory_limit: int | None = None,
+    expandable: bool = False,
+    gloo: bool = False,
+) -> Simulation:
+    """Trace every role of ``experiment`` and replay it on a device of ``system``.
+
+    ``memory_limit`` (bytes) stands for the device's memory, to make a device behave like a smaller one.
+    ``expandable``: torch's expandable segments.  ``gloo``: see :func:`repro.simulate.trace.trace`.
+    """
+    began = time.perf_counter()
+    context = system.context()
+    whole = memory_limit if memory_limit is not None else system.device.memory_bytes.value
+    limit = None if whole is None else max(0, int(whole) - context)
+    placement = Placement(experiment.layout, system)
+    results, traces = [], []
+    for role in roles(experiment):
+        traced = trace(experiment, role, gloo=gloo)
+        traces.append(traced)
+        results.append(
+            RoleResult(
+                role,
+                measure(traced.events),
+                replay(traced.events, limit, expandable=expandable),
+                _traffic(traced, experiment, placement),
+                sum(n * event.flops for n, event in traced.operators()),
+                traced.parameters,
+            )
+        )
+    seconds = time.perf_counter() - began
+    return Simulation(experiment, system.name, limit, context, results, seconds, traces)
+
+
+def _traffic(traced: Trace, experiment: Experiment, placement: Placement) -> list[Traffic]:
+    layout = experiment.layout
+    rank = meshes.groups(layout, "pp")[0][traced.role.stage]
+    mesh = meshes.build(layout, rank, lambda ranks: NoTransport())
+    counts: dict[tuple[str, str, str], list[int]] = {}
+    for times, message in traced.messages():
+        row = counts.setdefault((message.op, message.group, message.purpose), [message.size, 0, 0, 0])
+        row[1] += times
+        row[2] += times * message.payload
+        row[3] += times * message.sent
+    found = []
+    for (op, group, purpose), (size, calls, payload, sent) in sorted(counts.items()):
+        link = placement.link_of(group, getattr(mesh, group).ranks)
+        found.append(Traffic(op, group, purpose, size, link, calls, payload, sent))
+    return found
