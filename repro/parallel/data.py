@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from repro.parallel import storage
+from repro.parallel.arena import Arena
 from repro.parallel.bucket import Bucket
 from repro.parallel.comm import Group, Work
 
@@ -27,9 +29,10 @@ class GradientReducer:
     """
 
     IN_FLIGHT = 2
-    """Transient gradient buffers (stages 2 and 3) that may be under reduction at once."""
+    """Buckets of stages 1 to 3 that may be under reduction at once, with what a transport needs to receive."""
 
-    def __init__(self, buckets: Sequence[Bucket], *, by_arrival: bool = True):
+    def __init__(self, buckets: Sequence[Bucket], *, by_arrival: bool = True, contiguous: bool = False):
+        """``contiguous``: full gradients of stages 2 and 3 lie in memory set aside now (M_D)."""
         self.buckets = list(buckets)
         """In the order in which their gradients are expected, the last layers first."""
         self.by_arrival = by_arrival
@@ -42,6 +45,8 @@ class GradientReducer:
         self._next = 0
         self._works: deque[Work] = deque()
         self._first = self._last = True
+        if contiguous:
+            self._set_aside()
         for b, bucket in enumerate(self.buckets):
             for s, parameter in enumerate(bucket.parameters):
                 if getattr(parameter, "used_once", False):
@@ -60,6 +65,23 @@ class GradientReducer:
             for parameter in bucket.parameters:
                 vars(parameter).pop("gradient_sink", None)
 
+    def _set_aside(self) -> None:
+        """Give full gradients a pool (1910.02054 sec. 6.3): one allocation of the largest buckets' sizes.
+
+        There is room for the buckets under reduction, the one that fills, and one that is open for long (a
+        tied embedding's, from the head's gradient to the embedding's).
+        """
+        by_dtype: dict[torch.dtype, list[Bucket]] = {}
+        for bucket in self.buckets:
+            if bucket.stage >= 2:
+                by_dtype.setdefault(bucket.full.dtype, []).append(bucket)
+        for same in by_dtype.values():
+            sizes = sorted((bucket.plan.padded for bucket in same), reverse=True)[: self.IN_FLIGHT + 2]
+            memory = storage.empty(sum(sizes), same[0].full, storage.GRADIENTS)
+            pool = Arena(memory, sizes)
+            for bucket in same:
+                bucket.pool = pool
+
     def begin(self, micro_batch: int, micro_batches: int) -> None:
         """Prepare for the backward pass of one of the step's micro-batches."""
         self._first, self._last = micro_batch == 0, micro_batch == micro_batches - 1
@@ -67,7 +89,7 @@ class GradientReducer:
         for b, bucket in enumerate(self.buckets):
             self._arrived[b] = [False] * len(bucket.parameters)
             self._missing[b] = len(bucket.parameters)
-            self._closed[b] = self._held[b] = False
+            self._closed[b] = False
 
     def hold(self, bucket: Bucket) -> None:
         """Keep ``bucket`` until :meth:`finish`: its parameters may get several gradients in this pass."""
@@ -81,6 +103,7 @@ class GradientReducer:
         """Reduce what is left and wait for everything."""
         for b in range(len(self.buckets)):
             self._close(b)
+            self._held[b] = False
         while self._works:
             self._works.popleft().wait()
 
@@ -93,7 +116,7 @@ class GradientReducer:
             # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
             bucket = self.buckets[b]
             add = self._adds(b, s)
-            view = bucket.gradient_view(s).view(gradient.shape)
+            view = self._view(bucket, s).view(gradient.shape)
             if add:
                 view.add_(gradient, alpha=1 / bucket.group.size)
             elif bucket.group.size > 1:
@@ -109,11 +132,22 @@ class GradientReducer:
             """Gradient += rows^T x / n, for rows [N, o] and x [N, i]."""
             bucket = self.buckets[b]
             add = self._adds(b, s)
-            view = bucket.gradient_view(s).view(rows.shape[1], x.shape[1])
+            view = self._view(bucket, s).view(rows.shape[1], x.shape[1])
             torch.addmm(view, rows.t(), x, beta=int(add), alpha=1 / bucket.group.size, out=view)
             self._arrive(b, s)
 
         return add_product
+
+    def _view(self, bucket: Bucket, s: int) -> Tensor:
+        """Where the gradient of slot ``s`` goes, flat; makes room for the bucket if it has none."""
+        pool, size = bucket.pool, bucket.plan.padded
+        if pool is not None and bucket.gradients is None:
+            while self._works and not pool.fits(size):
+                self._works.popleft().wait()
+            if not pool.fits(size):
+                # Gradients come so much out of order that more buckets are open than were thought of.
+                pool.grow(size)
+        return bucket.gradient_view(s)
 
     def _adds(self, b: int, s: int) -> bool:
         """Whether a gradient that comes for slot ``s`` is added to one that is there.
@@ -145,7 +179,7 @@ class GradientReducer:
         if self._missing[b] and (self._first or bucket.stage >= 2):
             for s, arrived in enumerate(self._arrived[b]):
                 if not arrived:
-                    bucket.gradient_view(s).zero_()
+                    self._view(bucket, s).zero_()
         while self._next < len(self.buckets) and self._closed[self._next]:
             self._launch(self.buckets[self._next])
             self._next += 1
@@ -153,7 +187,7 @@ class GradientReducer:
     def _launch(self, bucket: Bucket) -> None:
         if bucket.stage < 2 and not self._last:
             return
-        while bucket.stage >= 2 and len(self._works) >= self.IN_FLIGHT:
+        while bucket.stage >= 1 and len(self._works) >= self.IN_FLIGHT:
             self._works.popleft().wait()
         self._works.append(bucket.reduce(add=not self._first))
 

@@ -30,6 +30,10 @@ class Sharding:
     """Stage 1 as in February 2020: all-reduce, then all-gather."""
     dtype: torch.dtype | None
     """Data type of the parameters; None keeps each one's own."""
+    constant_buffers: bool = True
+    """C_B: buckets of ``bucket_bytes``; without, one for the whole module, reduced in fp32."""
+    contiguous: bool = False
+    """M_D: full gradients of stages 2 and 3 lie in memory set aside once."""
 
     @staticmethod
     def of(layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None) -> Sharding:
@@ -41,6 +45,8 @@ class Sharding:
             bucket_bytes=layout.bucket_bytes,
             all_reduce_first=layout.zero1_reduce == "all-reduce",
             dtype=dtype,
+            constant_buffers=layout.cb,
+            contiguous=layout.md,
         )
 
 
@@ -67,9 +73,10 @@ def cast_untrained(module: nn.Module, dtype: torch.dtype) -> None:
     """
     for child in module.modules():
         for parameter in child._parameters.values():
-            if parameter is not None and parameter.is_floating_point():
-                if not (parameter.requires_grad and parameter.numel()):
-                    parameter.data = parameter.data.to(dtype)
+            if parameter is None or (parameter.requires_grad and parameter.numel()):
+                continue
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 child._buffers[name] = buffer.to(dtype)
@@ -114,6 +121,7 @@ class ShardedModule:
                 dtype=dtype,
                 master_weights=dtype != torch.float32,
                 all_reduce_first=sharding.all_reduce_first,
+                fused=not sharding.constant_buffers,
             )
             self.buckets.append(bucket)
             return bucket
@@ -125,7 +133,9 @@ class ShardedModule:
             else:
                 for plan in self._plans(tags):
                     make(plan)
-        self.reducer = GradientReducer(self.buckets, by_arrival=sharding.stage < 3)
+        self.reducer = GradientReducer(
+            self.buckets, by_arrival=sharding.stage < 3, contiguous=sharding.contiguous
+        )
         if sharding.stage == 3:
             self.gatherer = ParameterGatherer(module, units, of_unit, self.reducer.close)
         self.publisher: ParameterPublisher | None = None
@@ -206,9 +216,10 @@ class ShardedModule:
         for indices in self._apart(backwards, tags):
             sizes = [(i, self.parameters[i].numel(), tags[i]) for i in indices]
             dtype = self.sharding.dtype or self.parameters[indices[0]].dtype
-            plans += plan_buckets(
-                sizes, self.sharding.group.size, self.sharding.bucket_bytes // dtype.itemsize
-            )
+            limit = sum(size for _, size, _ in sizes)
+            if self.sharding.constant_buffers:
+                limit = self.sharding.bucket_bytes // dtype.itemsize
+            plans += plan_buckets(sizes, self.sharding.group.size, limit)
         return plans
 
     def _shard_units(

@@ -13,6 +13,7 @@ from repro.measure.memory import MemoryTracker
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
+from repro.parallel.data import GradientReducer
 from repro.train.step import MicroBatch, NativeEngine
 from tests.parallel.test_parity import alone, assert_same
 from tests.parallel.test_pipeline import whole
@@ -96,6 +97,7 @@ def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[st
     forward: dict[str, int] = {}
     with MemoryTracker() as tracker:
         engine = NativeEngine(experiment, mesh, torch.device(device))
+        born = tracker.live()
 
         def measure(*_: object) -> None:
             nonlocal fused
@@ -118,16 +120,17 @@ def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[st
             engine.synchronize()
         del batches
         rest = tracker.live()
+    arenas = [engine.checkpoints.arena if engine.checkpoints else None]
+    arenas += [bucket.pool for bucket in engine.buckets]
     return {
+        "born": born,
         "most": tracker.most,
         "forward": forward,
         "rest": rest,
         "rows": {(r["op"], r["group"], r["purpose"]): r for r in mesh.ledger.rows()},
         "fused": fused,
         "padded": [bucket.plan.padded for bucket in engine.buckets],
-        "free": engine.checkpoints is None
-        or engine.checkpoints.arena is None
-        or engine.checkpoints.arena.used == 0,
+        "free": all(arena is None or arena.used == 0 for arena in arenas),
     }
 
 
@@ -182,6 +185,51 @@ def test_arena_holds_what_the_schedule_keeps(four: RankPool) -> None:
     assert kept == [2 * of_micro_batch] * 2 + [of_micro_batch] * 2
     assert kept == [seen["most"][storage.CHECKPOINTS] for seen in found]
     assert all(seen["free"] for seen in found)
+
+
+@pytest.mark.parametrize("zero", range(3))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fused_buffer_is_four_bytes_a_parameter_unless_it_has_a_constant_size(
+    two: RankPool, precision: str, zero: int
+) -> None:
+    """Sec. 3.2, 6.2: without C_B an fp32 buffer of 4 Psi; with it no buffer grows with the model."""
+    limit = 40_000
+    size = 4 if precision == "fp32" else 2
+    layout = Layout(dp=2, zero=zero, precision=precision, bucket_bytes=limit)
+    for layers in (2, 6):
+        model = replace(TINY, layers=layers)
+        for seen in two.run(look, tiny(replace(layout, **FUSED), model)):
+            (padded,) = seen["padded"]
+            assert seen["fused"] == 4 * padded
+            sent = seen["rows"]["all_reduce" if zero == 0 else "reduce_scatter", "dp", "gradients"]
+            assert (sent["calls"], sent["payload_bytes"]) == (1, 4 * padded)
+            assert seen["rest"][storage.COMMUNICATION] == 0
+        for seen in two.run(look, tiny(layout, model)):
+            assert max(seen["padded"]) * size <= limit
+            assert seen["fused"] <= limit
+            # What gloo receives: half of each bucket under reduction, and of the one that is launched.
+            assert seen["most"][storage.COMMUNICATION] <= (GradientReducer.IN_FLIGHT + 1) * limit // 2
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_lie_in_one_allocation(two: RankPool, zero: int) -> None:
+    """M_D, stages 2 and 3: a pool beside the shards, from the start to the end and no larger in between."""
+    layout = Layout(dp=2, zero=zero, bucket_bytes=40_000, global_batch=4)
+    plain = two.run(look, tiny(layout))
+    for seen, without in zip(two.run(look, tiny(replace(layout, **MD))), plain, strict=True):
+        padded = seen["padded"]
+        pool = sum(sorted(padded)[-GradientReducer.IN_FLIGHT - 2 :]) * 4
+        assert without["rest"][storage.GRADIENTS] == sum(padded) // 2 * 4
+        for moment in ("born", "rest", "most"):
+            assert seen[moment][storage.GRADIENTS] == sum(padded) // 2 * 4 + pool
+        assert seen["free"]
+
+
+def test_a_pool_that_is_too_small_grows_once(two: RankPool) -> None:
+    """One bucket a parameter, and blocks whose gradients do not come in order: the first step finds the size."""
+    layout = Layout(dp=2, zero=2, bucket_bytes=64, **MD)
+    sizes = [two.run(look, tiny(layout), "cpu", steps)[0]["rest"][storage.GRADIENTS] for steps in (1, 3)]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize(
