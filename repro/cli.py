@@ -74,6 +74,19 @@ def models(
     return command(name, json)
 
 
+@app.command(epilog="Example:  repro systems dgx2")
+def systems(
+    name: Annotated[
+        str, typer.Argument(help="Show this system, or the one in this file, in full.", metavar="NAME")
+    ] = "",
+    json: Json = False,
+) -> int:
+    """Show system files: devices, memory and links, each number with its source."""
+    from repro.systems.show import command
+
+    return command(name, json)
+
+
 @app.command(epilog="Example:  repro report --results results --out reports/out")
 def report(
     results: Results = Path("results"),

@@ -12,7 +12,7 @@ import pytest
 from repro import __version__, cli
 from repro.config import ConfigError
 
-COMMANDS = ("run", "claims", "models", "report", "schedule", "doctor")
+COMMANDS = ("run", "claims", "models", "systems", "report", "schedule", "doctor")
 SCHEDULE = ["schedule", "--pp", "4", "--micro-batches", "8"]
 HEAVY = ("torch", "pandas", "scipy", "numpy", "matplotlib", "seaborn")
 
@@ -44,6 +44,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["--help"],
         *([name, "--help"] for name in COMMANDS),
         ["models"],
+        ["systems"],
         ["claims"],
         SCHEDULE,
         [*SCHEDULE, "--svg"],

@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 
 from repro.config.errors import ConfigError, require
 
-LINKS = ("nvlink", "pcie", "inter-node")
-"""Classes of links, from the inside of a node outwards."""
+LINKS = ("memory", "nvlink", "pcie", "inter-node")
+"""Classes of links, from the inside of a node outwards.  ``memory`` joins processes that share one processor
+as their device; nvlink and pcie join the devices of a node, which use the first of them that they have."""
 PER = ("device", "node")
 FLOP_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
+ASSUMED_CONTEXT_BYTES = 1_400_000_000
+"""What is taken for ``context_bytes`` where a system does not know it: the median of the reports that the
+other systems quote (0.84, 1.06, 1.40, 1.54 and 1.74 GB)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class Quantity:
     """Who published it ("second-hand", "derived", "unconfirmed" where that is so), or why it is unknown."""
 
     def __post_init__(self) -> None:
-        require(self.value is None or self.value > 0, "value", self.value, 'more than 0, or "unknown"')
+        require(self.value is None or self.value >= 0, "value", self.value, '0 or more, or "unknown"')
         require(
             bool(self.source.strip()),
             "source",
@@ -40,6 +44,10 @@ class Quantity:
         return self.value
 
 
+def _positive(key: str, quantity: Quantity) -> None:
+    require(quantity.value != 0, key, quantity.value, 'more than 0, or "unknown"')
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator (or, on a machine without, the processor that stands in for it)."""
@@ -47,7 +55,7 @@ class Device:
     name: str
     """As its vendor calls it."""
     memory_bytes: Quantity
-    """Memory of one device."""
+    """Memory of one device as programs see it, ``total_memory`` in torch."""
     memory_bandwidth: Quantity
     """Peak bytes/s between the device and its memory."""
     peak_flops: dict[str, Quantity] = field(default_factory=dict)
@@ -56,9 +64,12 @@ class Device:
     """CUDA compute capability, ``7.0``; empty where there is none."""
 
     def __post_init__(self) -> None:
-        for precision in self.peak_flops:
+        _positive("memory_bytes", self.memory_bytes)
+        _positive("memory_bandwidth", self.memory_bandwidth)
+        for precision, peak in self.peak_flops.items():
             known = ", ".join(FLOP_PRECISIONS)
             require(precision in FLOP_PRECISIONS, "peak_flops", precision, f"precisions among {known}")
+            _positive(f"peak_flops.{precision}", peak)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +83,7 @@ class Link:
 
     def __post_init__(self) -> None:
         require(self.per in PER, "per", self.per, f"one of {', '.join(PER)}")
+        _positive("bandwidth", self.bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +95,11 @@ class System:
     device: Device
     devices_per_node: Quantity
     nodes: Quantity
-    """Nodes of the largest published run on it."""
+    """Nodes of the largest published run on it; a simulation may take more."""
+    context_bytes: Quantity
+    """Memory of each device that torch's allocator cannot see: CUDA context, libraries, NCCL's buffers."""
+    host_memory_bytes: Quantity
+    """Host memory of one node, which its devices share (for P_a+cpu)."""
     links: dict[str, Link] = field(default_factory=dict)
     """By class: nvlink, pcie, inter-node."""
     note: str = ""
@@ -95,6 +111,34 @@ class System:
         for key in ("devices_per_node", "nodes"):
             value = getattr(self, key).value
             require(value is None or value == int(value), key, value, 'a whole number, or "unknown"')
+        for key in ("devices_per_node", "nodes", "host_memory_bytes"):
+            _positive(key, getattr(self, key))
+        context, memory = self.context_bytes.value, self.device.memory_bytes.value
+        require(
+            context is None or memory is None or context < memory,
+            "context_bytes",
+            context,
+            f"less than device.memory_bytes = {memory}",
+        )
+
+    def context(self) -> Quantity:
+        """``context_bytes``, or where it is unknown :data:`ASSUMED_CONTEXT_BYTES` with a source that says so."""
+        if self.context_bytes.value is not None:
+            return self.context_bytes
+        source = f"assumed, the median of the other systems' reports: {self.context_bytes.source}"
+        return Quantity(value=ASSUMED_CONTEXT_BYTES, source=source)
+
+    def allocatable_bytes(self) -> int:
+        """What torch's allocator can reserve on one device: its memory less the context."""
+        memory = self.device.memory_bytes.known("device.memory_bytes", system=self.name)
+        return int(memory - self.context().known("context_bytes", system=self.name))
+
+    def link_inside(self) -> str:
+        """Class of the links inside a node: the first of memory, nvlink and pcie that the system has."""
+        for link in LINKS[:-1]:
+            if link in self.links:
+                return link
+        raise ConfigError("links", list(self.links), f"one of {', '.join(LINKS[:-1])}", file=self.name)
 
     def link_per_device(self, link: str) -> float:
         """Bytes/s in one direction that one device gets when all devices of its node use ``link``."""

@@ -27,7 +27,7 @@ def load(name: str | Path) -> System:
         from repro.systems.local import discover
 
         return discover()
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.suffix != ".toml":
         if str(name) not in names():
             near = difflib.get_close_matches(str(name), names(), n=1)
@@ -44,7 +44,7 @@ def parse(data: dict[str, Any], *, name: str, file: str) -> System:
     if "name" in data:
         raise ConfigError("name", data["name"], "no such key: a system is called as its file", file=file)
     tables = dict(data, name=name)
-    for key in ("devices_per_node", "nodes"):
+    for key in ("devices_per_node", "nodes", "context_bytes", "host_memory_bytes"):
         if key in tables:
             tables[key] = quantity(tables[key], file=file, where=key)
     if "device" in tables:

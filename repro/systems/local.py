@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from repro.config.system import Device, Quantity, System
-from repro.measure.provenance import cpu, gpus, memory
+from repro.config.system import Device, Link, Quantity, System
+from repro.measure.provenance import cpu, gpus, memory, nvml
 
 NOT_MEASURED = "the machine does not tell; it has to be measured or looked up"
 
@@ -13,31 +13,51 @@ def discover() -> System:
 
     With different GPUs the first one is described and the note says so.
     """
+    state = memory()
+    host = Quantity(
+        value=min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"]),
+        source="operating system and cgroup limit, this machine",
+    )
     found = gpus()
     if found:
         kinds = sorted({str(gpu["name"]) for gpu in found})
         first = found[0]
-        name, capability, size = str(first["name"]), first["compute_capability"] or "", first["memory_bytes"]
-        size_source = "NVML, this machine"
+        name, capability = str(first["name"]), first["compute_capability"] or ""
+        size = Quantity(
+            value=first["memory_bytes"],
+            source="NVML, this machine" if first["memory_bytes"] else NOT_MEASURED,
+        )
+        context = Quantity(value=None, source="it appears when a process starts CUDA and NCCL, and grows")
+        links = ("nvlink", "pcie") if has_nvlink() else ("pcie",)
         note = f"different GPUs: {', '.join(kinds)}; the first is described" if len(kinds) > 1 else ""
-        count = len(found)
+        count = Quantity(value=len(found), source="NVML, this machine")
     else:
-        state = memory()
-        name, capability = cpu()["model"], ""
-        size = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
-        size_source = "operating system and cgroup limit, this machine"
-        note, count = "no GPU: the processor is the device, its ranks are processes that share its memory", 1
+        name, capability, size = cpu()["model"], "", host
+        context = Quantity(value=0, source="a processor has no CUDA context")
+        links = ("memory",)
+        note = "no GPU: the processor is the device, its ranks are processes that share its memory"
+        count = Quantity(value=1, source="one processor, no GPU")
+    unknown = Quantity(value=None, source=NOT_MEASURED)
     return System(
         name="local",
-        device=Device(
-            name=name,
-            compute_capability=capability,
-            memory_bytes=Quantity(value=size, source=size_source if size else NOT_MEASURED),
-            memory_bandwidth=Quantity(value=None, source=NOT_MEASURED),
-        ),
-        devices_per_node=Quantity(
-            value=count, source="NVML, this machine" if found else "one processor, no GPU"
-        ),
+        device=Device(name=name, compute_capability=capability, memory_bytes=size, memory_bandwidth=unknown),
+        devices_per_node=count,
         nodes=Quantity(value=1, source="this machine"),
+        context_bytes=context,
+        host_memory_bytes=host,
+        links={link: Link(per="node" if link == "memory" else "device", bandwidth=unknown) for link in links},
         note=note,
     )
+
+
+def has_nvlink() -> bool:
+    """Whether the first GPU has an active NVLink; False where the driver does not tell."""
+    with nvml() as n:
+        if n is None:
+            return False
+        try:
+            handle = n.nvmlDeviceGetHandleByIndex(0)
+            states = (n.nvmlDeviceGetNvLinkState(handle, i) for i in range(n.NVML_NVLINK_MAX_LINKS))
+            return any(state == n.NVML_FEATURE_ENABLED for state in states)
+        except n.NVMLError:  # a GPU without NVLink answers "not supported"
+            return False

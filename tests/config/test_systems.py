@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from repro.systems import load, names
 GOOD = """
 devices_per_node = { value = 4, source = "here" }
 nodes = { value = 2, source = "here" }
+context_bytes = { value = 1e9, source = "here" }
+host_memory_bytes = { value = 64e9, source = "here" }
 [device]
 name = "X"
 memory_bytes = { value = 16e9, source = "here" }
@@ -30,6 +33,7 @@ def quantities(system: System) -> list[Quantity]:
     device = system.device
     links = [link.bandwidth for link in system.links.values()]
     own = [device.memory_bytes, device.memory_bandwidth, system.devices_per_node, system.nodes]
+    own += [system.context_bytes, system.host_memory_bytes]
     return [*own, *device.peak_flops.values(), *links]
 
 
@@ -51,7 +55,8 @@ def test_every_system_loads_and_every_number_has_a_source(name: str) -> None:
 
 
 def test_published_numbers() -> None:
-    assert {"dgx2", "dgx2h", "lowbw-v100", "selene", "yuan", "local"} == set(names())
+    dgx = {"dgx1-v100-16gb", "dgx1-v100-32gb", "dgx2", "dgx2h", "dgx-a100-40gb", "dgx-h100", "dgx-h200"}
+    assert dgx | {"lowbw-v100", "selene", "yuan", "local"} == set(names())
     dgx2 = load("dgx2")
     assert (dgx2.devices_per_node.value, dgx2.nodes.value) == (16, 25)
     assert dgx2.peak("fp16") == 125e12
@@ -63,6 +68,27 @@ def test_published_numbers() -> None:
         dgx2.peak("bf16")
     with pytest.raises(ConfigError, match="not published"):
         load("yuan").link_per_device("nvlink")
+
+
+@pytest.mark.parametrize("name", names())
+def test_memory_that_the_allocator_can_reserve(name: str) -> None:
+    system = load(name)
+    memory, context = system.device.memory_bytes.value, system.context()
+    assert context.value is not None
+    assert ("assumed" in context.source) == (system.context_bytes.value is None)
+    if memory is None:
+        with pytest.raises(
+            ConfigError, match=r"device\.memory_bytes = 'unknown': needed here, but not published"
+        ):
+            system.allocatable_bytes()
+    else:
+        assert system.allocatable_bytes() == int(memory - context.value)
+
+
+def test_links_inside_a_node() -> None:
+    inside = {name: load(name).link_inside() for name in names() if name != "local"}
+    assert inside.pop("lowbw-v100") == "pcie"
+    assert set(inside.values()) == {"nvlink"}
 
 
 def test_local_is_discovered_not_invented() -> None:
@@ -77,6 +103,7 @@ def test_local_is_discovered_not_invented() -> None:
 def test_local_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     import repro.systems.local as module
 
+    monkeypatch.setattr(module, "has_nvlink", lambda: True)
     gpu = {"name": "V100", "compute_capability": "7.0", "memory_bytes": 2**34}
     monkeypatch.setattr(module, "gpus", lambda: [gpu, gpu | {"name": "A100"}])
     system = load("local")
@@ -86,6 +113,42 @@ def test_local_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         2,
     )
     assert "A100" in system.note
+    assert list(system.links) == ["nvlink", "pcie"]
+    assert system.context().value
+    monkeypatch.setattr(module, "has_nvlink", lambda: False)
+    assert load("local").link_inside() == "pcie"
+
+
+def test_local_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import repro.systems.local as module
+
+    monkeypatch.setattr(module, "gpus", list)
+    system = load("local")
+    assert system.link_inside() == "memory"
+    assert system.allocatable_bytes() == system.device.memory_bytes.value == system.host_memory_bytes.value
+
+
+@pytest.mark.parametrize(("states", "answer"), [([0, 1], True), ([0, 0], False), (None, False)])
+def test_nvlink_is_asked_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch, states: list[int] | None, answer: bool
+) -> None:
+    import repro.systems.local as module
+
+    class Driver:
+        NVMLError = RuntimeError
+        NVML_NVLINK_MAX_LINKS = 2
+        NVML_FEATURE_ENABLED = 1
+
+        def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+            return index
+
+        def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+            if states is None:
+                raise RuntimeError("not supported")
+            return states[link]
+
+    monkeypatch.setattr(module, "nvml", lambda: nullcontext(Driver()))
+    assert module.has_nvlink() is answer
 
 
 def test_own_file_by_path(write: Any) -> None:
@@ -109,7 +172,15 @@ def test_own_file_by_path(write: Any) -> None:
         ),
         ('{ value = 2, source = "here" }', '{ value = 2.5, source = "here" }', "nodes = 2.5: a whole number"),
         ('{ value = 2, source = "here" }', '{ value = -2, source = "here" }', "nodes.value = -2"),
+        ('{ value = 2, source = "here" }', '{ value = 0, source = "here" }', "nodes = 0.0: more than 0"),
         ('{ value = 2, source = "here" }', "{ value = 2 }", "nodes.source: is missing"),
+        ('context_bytes = { value = 1e9, source = "here" }', "", "context_bytes: is missing"),
+        ("value = 1e9", "value = 16e9", "context_bytes = 16000000000.0: less than device.memory_bytes"),
+        ("context_bytes =", "context =", "context = "),
+        ("host_memory_bytes =", "host_memory =", "did you mean host_memory_bytes?"),
+        ("value = 64e9", "value = 0", "host_memory_bytes = 0.0: more than 0"),
+        ("value = 10e9", "value = 0", "links.inter-node.bandwidth = 0.0: more than 0"),
+        ("value = 100e12", "value = 0", "device.peak_flops.fp16 = 0.0: more than 0"),
         ('{ value = 2, source = "here" }', '{ value = 2, source = " " }', "where the number comes from"),
         ("value = 16e9", 'value = "16 GB"', "device.memory_bytes.value = '16 GB'"),
         ("fp16 =", "fp12 =", "peak_flops = 'fp12': precisions among"),

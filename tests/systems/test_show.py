@@ -1,0 +1,76 @@
+"""What ``repro systems`` prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from repro import cli
+from repro.systems import load, names
+from repro.systems.show import command
+
+MINE = Path(__file__).parents[2] / "repro/systems/files/dgx2.toml"
+
+
+@pytest.fixture(autouse=True)
+def width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_the_list_names_every_system_uncut_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("", False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert set(names()) <= set(rows)
+    assert rows["dgx2"][-6:] == ["16", "34.06", "125", "150", "15.75", "6.25"]
+    assert rows["lowbw-v100"][-6:] == ["4", "16.94", "112", "-", "15.75", "1.25"]
+    assert rows["yuan"][-6:] == ["8", "?", "312", "?", "-", "6.094"]
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "local"])
+def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(name, False) == 0
+    out = capsys.readouterr().out
+    said, system = " ".join(out.split()), load(name)
+    device = system.device
+    for quantity in (
+        *(device.memory_bytes, device.memory_bandwidth, *device.peak_flops.values()),
+        *(system.devices_per_node, system.nodes, system.context(), system.host_memory_bytes),
+        *(link.bandwidth for link in system.links.values()),
+    ):
+        assert quantity.source in said
+    assert system.note in said
+    assert ("The allocator of one device can reserve" in said) == (device.memory_bytes.value is not None)
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("", True) == 0
+    everything = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in everything] == names()
+    assert command("dgx-h200", True) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert one in everything
+    assert one["context_bytes"]["value"] is None
+    assert one["allocatable_bytes"] == 150_140_000_000 - one["context_bytes_used"]["value"]
+    assert command("yuan", True) == 0
+    assert json.loads(capsys.readouterr().out)["allocatable_bytes"] is None
+
+
+def test_ones_own_file_by_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(MINE.read_text().replace("[links.nvlink]", "[links.wire]"))
+    assert cli.main(["systems", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}: links = 'wire': classes among memory, nvlink")
+    assert error.count("\n") == 1
+    path.write_text(MINE.read_text())
+    assert cli.main(["systems", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("ours: NVIDIA V100 SXM3 32 GB")
+
+
+def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["systems", "dgx-2"]) == 2
+    assert "did you mean dgx2?" in capsys.readouterr().err
