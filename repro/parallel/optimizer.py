@@ -67,23 +67,30 @@ class GradientShards:
             views += [bucket.gradient_shard[start:stop] for start, stop in runs]
         return views
 
-    def agree(self, loss: Tensor, scale: Tensor | None, waiting: Callable[[], None] = lambda: None) -> Norms:
+    def agree(
+        self, loss: Tensor, scale: Tensor | None, observe: Callable[[str], None] = lambda phase: None
+    ) -> Norms:
         """Global norm, mean loss and overflow, in one all-reduce of 8 bytes over all ranks.
 
         ``loss`` is this replica's mean loss, 0 on all but its last stage; ``scale`` the loss scale the
-        gradients still carry.  ``waiting`` is called when there is nothing left to do but wait for the others.
+        gradients still carry.  ``observe`` is called with ``idle`` where there is nothing to do but wait for
+        stages whose last backward comes later, and with ``optimizer`` after.
         """
         for bucket in self.buckets:
             bucket.sum_partial_gradients(self.mesh.tp)
+        observe("idle")
+        for bucket in self.buckets:
             bucket.sum_tied_gradients(self.mesh.embedding)
+        observe("optimizer")
         if self._counted:
             squares = kernels.norm_squared(self._counted)
         else:  # all that this rank's shards hold is padding, or counted by another tp rank
             squares = torch.zeros((), dtype=torch.float32, device=loss.device)
         replicas = self.mesh.world.size // self.mesh.pp.size
         shared = torch.stack((squares * self._weight, loss.float() / replicas))
-        waiting()
+        observe("idle")
         self.mesh.world.all_reduce(shared, SUM, purpose="norm").wait()
+        observe("optimizer")
         norm = shared[0].sqrt()
         if scale is not None:
             norm = norm / scale

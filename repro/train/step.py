@@ -78,18 +78,11 @@ class NativeEngine:
         loss = self.pipeline.run(None if self.scaler is None else self.scaler.scale, observe)
         observe("optimizer")
         with torch.no_grad():
-            return self._update(loss, observe)
+            return self._update(loss, observe if self.mesh.pp.size > 1 else lambda phase: None)
 
     def _update(self, loss: Tensor, observe: Observer) -> Norms:
         scaler = self.scaler
-
-        def flush() -> None:
-            if self.mesh.pp.size > 1:  # the last stage waits for the first one's last backward
-                observe("idle")
-
-        norms = self.gradients.agree(loss, None if scaler is None else scaler.scale, flush)
-        if self.mesh.pp.size > 1:
-            observe("optimizer")
+        norms = self.gradients.agree(loss, None if scaler is None else scaler.scale, observe)
         self.optimizer.update(
             learning_rate(self.training, self.optimizer.step_count),
             divisor_for(norms.gradient, self.training.clip, scaler),
