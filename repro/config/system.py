@@ -121,17 +121,21 @@ class System:
             f"less than device.memory_bytes = {memory}",
         )
 
-    def context(self) -> Quantity:
+    @property
+    def context_used(self) -> Quantity:
         """``context_bytes``, or where it is unknown :data:`ASSUMED_CONTEXT_BYTES` with a source that says so."""
         if self.context_bytes.value is not None:
             return self.context_bytes
         source = f"assumed, the median of the other systems' reports: {self.context_bytes.source}"
         return Quantity(value=ASSUMED_CONTEXT_BYTES, source=source)
 
+    def context(self) -> int:
+        """Bytes of each device that torch's allocator cannot have, known or assumed: :attr:`context_used`."""
+        return int(self.context_used.known("context_bytes", system=self.name))
+
     def allocatable_bytes(self) -> int:
         """What torch's allocator can reserve on one device: its memory less the context."""
-        memory = self.device.memory_bytes.known("device.memory_bytes", system=self.name)
-        return int(memory - self.context().known("context_bytes", system=self.name))
+        return int(self.device.memory_bytes.known("device.memory_bytes", system=self.name)) - self.context()
 
     def link_inside(self) -> str:
         """Class of the links inside a node: the first of memory, nvlink and pcie that the system has."""

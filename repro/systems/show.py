@@ -36,7 +36,7 @@ def describe(system: System) -> dict[str, Any]:
     known = system.device.memory_bytes.value is not None
     return {
         **dataclasses.asdict(system),
-        "context_bytes_used": dataclasses.asdict(system.context()),
+        "context_bytes_used": dataclasses.asdict(system.context_used),
         "allocatable_bytes": system.allocatable_bytes() if known else None,
     }
 
@@ -92,7 +92,7 @@ def _print_all(systems: list[System]) -> None:
 
 
 def _print_one(system: System) -> None:
-    device, context = system.device, system.context()
+    device, context = system.device, system.context_used
     capability = f", compute capability {device.compute_capability}" if device.compute_capability else ""
     print(f"{system.name}: {device.name}{capability}")
     rows = [

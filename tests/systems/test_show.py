@@ -38,7 +38,7 @@ def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest
     device = system.device
     for quantity in (
         *(device.memory_bytes, device.memory_bandwidth, *device.peak_flops.values()),
-        *(system.devices_per_node, system.nodes, system.context(), system.host_memory_bytes),
+        *(system.devices_per_node, system.nodes, system.context_used, system.host_memory_bytes),
         *(link.bandwidth for link in system.links.values()),
     ):
         assert quantity.source in said

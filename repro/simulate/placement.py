@@ -1,0 +1,116 @@
+"""Where a layout puts its ranks on a system's nodes, and which links its groups therefore use.
+
+Nodes are filled one after another in the order of the ranks, so ``layout.order`` decides what stays inside
+a node: with ``tp-dp-pp`` tensor parallelism does as long as tp divides the devices of a node.  Nothing is
+enumerated: every question costs as much as the group that it is about has members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from repro.config import Layout
+from repro.config.errors import ConfigError
+from repro.config.system import System
+
+BETWEEN_NODES = "inter-node"
+GROUPS = ("world", "tp", "dp", "pp", "embedding")
+"""The groups of a rank, as :class:`repro.parallel.mesh.Mesh` names them."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of ``layout`` on the nodes of ``system``.
+
+    There are as many nodes as it takes, whatever the system's ``nodes`` say; the last one may be partly
+    empty.  Ranks that are processes of one processor (links of class ``memory``) are all on one node.
+    """
+
+    layout: Layout
+    system: System
+
+    def node_of(self, rank: int) -> int:
+        """The node of ``rank``; ``ConfigError`` if it takes devices per node to know and nobody does."""
+        assert 0 <= rank < self.layout.world, f"rank {rank} of {self.layout.world}"
+        return rank // self._devices_per_node
+
+    def by_node(self, ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """``ranks`` that share a node, by node, in their order: who talks inside before anybody talks out."""
+        found: dict[int, tuple[int, ...]] = {}
+        for rank in ranks:
+            node = self.node_of(rank)
+            found[node] = (*found.get(node, ()), rank)
+        return found
+
+    def link_of(self, group: str, ranks: Sequence[int]) -> str:
+        """The slowest class of links that the members of ``group`` need to reach each other.
+
+        ``inter-node`` if any two of them are on different nodes, else the class inside a node: the first of
+        memory, nvlink and pcie that the system has (``ConfigError`` if it has none).  ``ranks`` may be any of
+        them: two stages of a pipeline are the edge between them.  Empty for one rank, which sends nothing.
+        """
+        if len(set(ranks)) < 2:
+            return ""
+        first = self.node_of(ranks[0])
+        if any(self.node_of(rank) != first for rank in ranks):
+            return BETWEEN_NODES
+        try:
+            return self.system.link_inside()
+        except ConfigError as error:
+            what = f"{error.expected}, since {group} group {_shown(ranks)} is inside a node"
+            raise ConfigError(error.key, error.value, what, file=self.system.name) from None
+
+    def links(self, rank: int) -> dict[str, str]:
+        """:meth:`link_of` every group of ``rank`` that has more than one member."""
+        groups = {group: self.ranks_of(group, rank) for group in GROUPS}
+        return {group: self.link_of(group, ranks) for group, ranks in groups.items() if len(ranks) > 1}
+
+    def ranks_of(self, group: str, rank: int) -> tuple[int, ...]:
+        """The members of the ``group`` (one of :data:`GROUPS`) of ``rank``, as the mesh orders them."""
+        layout = self.layout
+        if group == "world":
+            return tuple(range(layout.world))
+        if group == "embedding":  # first and last stage hold the tied embedding; other stages are alone
+            pipeline = self.ranks_of("pp", rank)
+            ends = (pipeline[0], pipeline[-1])
+            return ends if layout.pp > 1 and rank in ends else (rank,)
+        stride, degree = self._strides[group], getattr(layout, group)
+        start = rank - self.index_of(group, rank) * stride
+        return tuple(start + i * stride for i in range(degree))
+
+    def index_of(self, axis: str, rank: int) -> int:
+        """The index of ``rank`` along ``axis`` (tp, dp or pp); along pp it is the stage."""
+        return rank // self._strides[axis] % int(getattr(self.layout, axis))
+
+    def edge_of(self, rank: int, *, forward: bool = True) -> tuple[int, str]:
+        """Whom ``rank`` sends a boundary tensor, and over which class of links.
+
+        Activations go ``forward`` to the next stage, gradients back to the one before.  The last stage's next
+        is the first: only interleaved schedules send there (2104.04473 sec. 2.2).
+        """
+        pipeline = self.ranks_of("pp", rank)
+        step = 1 if forward else -1
+        peer = pipeline[(self.index_of("pp", rank) + step) % len(pipeline)]
+        return peer, self.link_of("pp", (rank, peer))
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """How far apart neighbours along each axis are (the arithmetic of ``mesh.groups``)."""
+        strides, stride = {}, 1
+        for axis in self.layout.order.split("-"):
+            strides[axis] = stride
+            stride *= getattr(self.layout, axis)
+        return strides
+
+    @cached_property
+    def _devices_per_node(self) -> int:
+        if self.layout.world == 1 or "memory" in self.system.links:
+            return self.layout.world
+        return int(self.system.devices_per_node.known("devices_per_node", system=self.system.name))
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:3]))
+    return f"({shown}, ...)" if len(ranks) > 3 else f"({shown})"

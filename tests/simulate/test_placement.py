@@ -1,0 +1,156 @@
+"""Where ranks are, and which links their groups use, on the machines of the reports."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro.config import ConfigError, Layout
+from repro.config.layout import ORDERS
+from repro.config.system import Quantity, System
+from repro.parallel import mesh
+from repro.simulate.placement import GROUPS, Placement
+from repro.systems import load
+
+
+def on(system: str | System, **layout: Any) -> Placement:
+    return Placement(Layout(**layout), load(system) if isinstance(system, str) else system)
+
+
+@pytest.mark.parametrize(
+    ("system", "layout", "links"),
+    [
+        # ZeRO paper, Table 5: 400 GPUs, MP 16 inside a DGX-2, DP 25 between them; the 40B baseline's MP 32.
+        ("dgx2", {"tp": 16, "dp": 25}, {"tp": "nvlink", "dp": "inter-node"}),
+        ("dgx2", {"tp": 32, "dp": 12}, {"tp": "inter-node", "dp": "inter-node"}),
+        # Turing-NLG: MP 4, four replicas in a node; without ZeRO MP 16.
+        ("dgx2", {"tp": 4, "dp": 64}, {"tp": "nvlink", "dp": "inter-node"}),
+        # DeepSpeed's slow cluster: Megatron with MP 4 keeps its all-reduces on PCIe.
+        ("lowbw-v100", {"tp": 4, "dp": 4}, {"tp": "pcie", "dp": "inter-node"}),
+        ("lowbw-v100", {"dp": 16}, {"dp": "inter-node"}),
+        ("lowbw-v100", {"dp": 4}, {"dp": "pcie"}),
+        # Megatron-LM 2019: MP 8 x DP 64.
+        ("dgx2h", {"tp": 8, "dp": 64}, {"tp": "nvlink", "dp": "inter-node"}),
+        # Megatron 2021, 1T on 3072, and Yuan 1.0 on 2128: tp in a node, the rest between nodes.
+        ("selene", {"tp": 8, "pp": 64, "dp": 6}, {"tp": "nvlink", "dp": "inter-node", "pp": "inter-node"}),
+        ("yuan", {"tp": 8, "pp": 38, "dp": 7}, {"tp": "nvlink", "dp": "inter-node", "pp": "inter-node"}),
+        ("dgx1-v100-16gb", {"tp": 2, "dp": 2, "pp": 2}, {"tp": "nvlink", "dp": "nvlink", "pp": "nvlink"}),
+    ],
+)
+def test_published_layouts(system: str, layout: dict[str, int], links: dict[str, str]) -> None:
+    placement = on(system, **layout)
+    for rank in {0, placement.layout.world // 2, placement.layout.world - 1}:
+        found = placement.links(rank)
+        assert {axis: found[axis] for axis in ("tp", "dp", "pp") if axis in found} == links
+    inside = placement.layout.world <= placement.system.devices_per_node.known("devices_per_node")
+    assert (placement.links(0)["world"] == "inter-node") is not inside
+
+
+def test_the_order_decides_what_crosses_nodes() -> None:
+    shape = {"tp": 4, "dp": 2, "pp": 2}
+    replicas_near = on("selene", order="tp-dp-pp", **shape)
+    assert replicas_near.links(0)["dp"] == "nvlink"
+    assert replicas_near.links(0)["pp"] == replicas_near.edge_of(0)[1] == "inter-node"
+    stages_near = on("selene", order="tp-pp-dp", **shape)
+    assert stages_near.links(0)["pp"] == stages_near.edge_of(0)[1] == "nvlink"
+    assert stages_near.links(0)["dp"] == "inter-node"
+    assert on("selene", order="dp-pp-tp", **shape).links(0)["tp"] == "inter-node"
+
+
+def test_edges_of_one_pipeline_differ() -> None:
+    # Two stages a node: 0 and 1 are neighbours inside, 1 and 2 are not.
+    placement = on("selene", tp=4, pp=4, order="tp-pp-dp")
+    assert [placement.edge_of(rank) for rank in (0, 4, 8, 12)] == [
+        (4, "nvlink"),
+        (8, "inter-node"),
+        (12, "nvlink"),
+        (0, "inter-node"),
+    ]
+    assert placement.edge_of(4, forward=False) == (0, "nvlink")
+    assert placement.link_of("pp", placement.ranks_of("pp", 0)) == "inter-node"
+    assert placement.links(0)["embedding"] == "inter-node"
+    assert "embedding" not in placement.links(4)
+
+
+def test_members_that_share_a_node() -> None:
+    placement = on("dgx2", tp=4, dp=64)
+    assert placement.by_node(placement.ranks_of("dp", 1))[1] == (17, 21, 25, 29)
+    assert {len(ranks) for ranks in placement.by_node(placement.ranks_of("dp", 0)).values()} == {4}
+    assert placement.by_node(placement.ranks_of("tp", 5)) == {0: (4, 5, 6, 7)}
+
+
+def test_nodes_that_are_not_filled_evenly() -> None:
+    # Groups of three on nodes of eight: the third group has its members on two nodes.
+    placement = on("selene", tp=3, dp=4)
+    assert [placement.links(rank)["tp"] for rank in (0, 3, 6, 9)] == [
+        "nvlink",
+        "nvlink",
+        "inter-node",
+        "nvlink",
+    ]
+    assert placement.node_of(11) == 1
+    # More nodes than the cluster of the paper had: a question, not a mistake.
+    assert on("dgx2", tp=16, dp=64).node_of(1023) == 63
+
+
+def test_processes_of_one_processor_share_its_memory() -> None:
+    local = replace(load("selene"), links={"memory": load("selene").links["nvlink"]})
+    placement = on(local, tp=2, dp=16)
+    assert set(placement.links(0).values()) == {"memory"}
+    assert placement.node_of(31) == 0
+
+
+def test_unknown_devices_per_node_is_one_line_where_it_matters() -> None:
+    system = replace(load("dgx2"), devices_per_node=Quantity(value=None, source="nobody says"))
+    assert on(system).node_of(0) == 0
+    assert on(system).links(0) == {}
+    with pytest.raises(ConfigError) as caught:
+        on(system, tp=2).links(0)
+    assert str(caught.value) == "dgx2: devices_per_node = 'unknown': needed here, but nobody says"
+
+
+def test_a_system_without_links_inside_its_nodes_is_one_line() -> None:
+    system = load("dgx2")
+    bare = replace(system, links={"inter-node": system.links["inter-node"]})
+    assert on(bare, dp=32).links(0)["dp"] == "inter-node"
+    with pytest.raises(ConfigError) as caught:
+        on(bare, tp=16).links(0)
+    assert str(caught.value) == (
+        "dgx2: links = ['inter-node']: one of memory, nvlink, pcie, since world group (0, 1, 2, ...) is inside a node"
+    )
+
+
+degrees = st.sampled_from((1, 2, 3, 4))
+
+
+@given(tp=degrees, dp=degrees, pp=degrees, order=st.sampled_from(ORDERS), data=st.data())
+def test_groups_are_those_of_the_mesh(tp: int, dp: int, pp: int, order: str, data: st.DataObject) -> None:
+    layout = Layout(tp=tp, dp=dp, pp=pp, order=order)
+    placement = Placement(layout, load("dgx1-v100-16gb"))
+    rank = data.draw(st.integers(0, layout.world - 1))
+    real = mesh.shape_only(layout, rank)
+    for group in GROUPS:
+        ranks = getattr(real, group).ranks
+        assert placement.ranks_of(group, rank) == ranks
+        nodes = {r // 8 for r in ranks}
+        expected = "" if len(ranks) == 1 else "nvlink" if len(nodes) == 1 else "inter-node"
+        assert placement.link_of(group, ranks) == expected
+        assert placement.link_of(group, ranks[::-1]) == expected
+    assert placement.index_of("pp", rank) == real.pp.rank
+
+
+def test_one_rank_of_3072_is_asked_in_no_time() -> None:
+    layout = Layout(tp=8, pp=64, dp=6)
+    system = load("selene")
+    began = time.perf_counter()
+    for rank in range(0, 3072, 48):
+        placement = Placement(layout, system)
+        for axis in ("tp", "dp", "pp", "embedding"):
+            placement.link_of(axis, placement.ranks_of(axis, rank))
+        placement.edge_of(rank)
+    assert time.perf_counter() - began < 0.25
