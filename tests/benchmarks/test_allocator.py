@@ -1,0 +1,76 @@
+"""How long the allocator model takes for a trace of 100 thousand events: well under a second of CPU time.
+
+make benchmarks PYTEST_ARGS='-k allocator'
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from repro.simulate.events import Alloc, Event, Free, Phase
+from repro.simulate.pools import MIB
+from repro.simulate.replay import replay
+
+pytestmark = pytest.mark.benchmarks
+
+EVENTS = 100_000
+
+
+def steps() -> list[Event]:
+    """Transformer steps: checkpoints that pile up and are taken down, short-lived temporaries in every layer."""
+    events: list[Event] = [Alloc(id, 24 * MIB, "parameters", "", "") for id in range(200)]
+    count = len(events)
+    while len(events) < EVENTS:
+        checkpoints = []
+        for phase in ("forward", "backward"):
+            events.append(Phase(phase, 0))
+            for _ in range(125):
+                if phase == "forward":
+                    checkpoints.append(count)
+                    events.append(Alloc(count, 16 * MIB, "checkpoints", "", ""))
+                    count += 1
+                temporaries = range(count, count + 12)
+                count += 12
+                events += [
+                    Alloc(id, (1 + id % 7) * 3 * MIB + 512, "activations", "", "") for id in temporaries
+                ]
+                events += [Alloc(count, 4096, "activations", "", ""), Free(count)]
+                events += [Free(id) for id in temporaries]
+                count += 1
+                if phase == "backward":
+                    events.append(Free(checkpoints.pop()))
+    return events[:EVENTS]
+
+
+def scattered() -> list[Event]:
+    """Every size, freed in any order, thousands of free blocks."""
+    source = random.Random(0)
+    events: list[Event] = []
+    live: list[int] = []
+    for id in range(EVENTS):
+        if live and source.random() < 0.45:
+            events.append(Free(live.pop(source.randrange(len(live)))))
+        else:
+            events.append(Alloc(id, int(2 ** source.uniform(8, 23)), "activations", "", ""))
+            live.append(id)
+    return events
+
+
+TRACES = {"steps": steps, "scattered": scattered}
+
+
+@pytest.mark.benchmark(timer=time.process_time)
+@pytest.mark.parametrize("trace", TRACES)
+@pytest.mark.parametrize("segments", ["plain", "expandable"])
+def test_replay(benchmark: BenchmarkFixture, trace: str, segments: str) -> None:
+    benchmark.group = f"replay of {EVENTS} events, {trace}"
+    events = TRACES[trace]()
+    result = benchmark.pedantic(
+        replay, args=(events,), kwargs={"expandable": segments == "expandable"}, rounds=5, warmup_rounds=1
+    )
+    assert result.peak_reserved >= result.peak_allocated > 0
+    assert benchmark.stats.stats.min < 1

@@ -1,0 +1,180 @@
+"""What holds for the allocator model whatever is allocated and freed, in any order, with any option."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from repro.simulate.allocator import CachingAllocator, OutOfMemory
+from repro.simulate.events import Alloc, Event, Free
+from repro.simulate.pools import (
+    LARGE_SEGMENT,
+    MIB,
+    OWN_SEGMENT,
+    ROUND_SEGMENT,
+    SMALL,
+    SMALL_SEGMENT,
+    round_up,
+)
+from repro.simulate.replay import replay
+
+SIZES = st.one_of(
+    st.integers(0, 4096),
+    st.sampled_from(
+        [512, SMALL, SMALL + 1, 2 * MIB, OWN_SEGMENT - 512, OWN_SEGMENT, LARGE_SEGMENT, 48 * MIB]
+    ),
+    st.integers(1, SMALL),
+    st.integers(SMALL, 3 * OWN_SEGMENT),
+    st.integers(1, 96 * MIB),
+)
+OPTIONS = st.sampled_from(
+    [{}, {"expandable": True}, {"max_split": 40 * MIB}, {"expandable": True, "max_split": 40 * MIB}]
+)
+
+
+class Allocations(RuleBasedStateMachine):
+    """Requests of every size on a device that is sometimes too small for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.count = 0
+
+    @initialize(options=OPTIONS, limit=st.sampled_from([None, 64 * MIB, 301 * MIB]))
+    def start(self, options: dict, limit: int | None) -> None:
+        self.options, self.limit = options, limit
+        self.allocator = CachingAllocator(limit, **options)
+
+    @rule(size=SIZES)
+    def malloc(self, size: int) -> None:
+        self.count += 1
+        before, failed = self.allocator.allocated, None
+        try:
+            self.allocator.malloc(self.count, size)
+        except OutOfMemory as error:
+            failed = error
+        if failed is None:
+            self.live[self.count] = size
+            return
+        assert self.limit is not None
+        assert self.allocator.allocated == before == failed.allocated
+        assert failed.reserved == self.allocator.reserved
+        assert failed.free_in_blocks == failed.reserved - before
+        assert failed.largest_free <= failed.free_in_blocks
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.live)))
+        del self.live[id]
+        self.allocator.free(id)
+
+    @rule()
+    def empty_cache(self) -> None:
+        self.allocator.empty_cache()
+        if "expandable" not in self.options:
+            assert all(any(b.id is not None for b in s) for s in self.allocator.segments())
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def free_everything(self) -> None:
+        for id in self.live:
+            self.allocator.free(id)
+        self.live.clear()
+        assert self.allocator.allocated == 0
+        assert all(len(blocks) == 1 for blocks in self.allocator.segments())
+        self.allocator.empty_cache()
+        assert self.allocator.reserved == 0
+
+    @invariant()
+    def blocks_tile_their_segments(self) -> None:
+        segments = self.allocator.segments()
+        for blocks in segments:
+            assert all(a.address + a.size == b.address for a, b in pairwise(blocks))
+            assert all(a.id is not None or b.id is not None for a, b in pairwise(blocks))
+        spans = sorted((blocks[0].address, blocks[-1].address + blocks[-1].size) for blocks in segments)
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+        blocks = [block for blocks in segments for block in blocks]
+        held = {block.id: block.size for block in blocks if block.id is not None}
+        assert held.keys() == {id for id, size in self.live.items() if size}
+        for id, size in held.items():
+            beyond = size - round_up(self.live[id])
+            if self.live[id] <= SMALL or "expandable" in self.options:
+                assert beyond == 0
+            else:
+                assert 0 <= beyond <= (LARGE_SEGMENT if "max_split" in self.options else MIB)
+        assert self.allocator.allocated == sum(held.values())
+        assert self.allocator.reserved == sum(block.size for block in blocks)
+
+    @invariant()
+    def segments_have_the_drivers_sizes(self) -> None:
+        for blocks in self.allocator.segments():
+            span = sum(block.size for block in blocks)
+            assert span % ROUND_SEGMENT == 0
+            if "expandable" not in self.options:
+                assert span == SMALL_SEGMENT or span >= OWN_SEGMENT
+                small = [self.live[block.id] <= SMALL for block in blocks if block.id is not None]
+                assert all(is_small == (span == SMALL_SEGMENT) for is_small in small)
+
+    @invariant()
+    def bytes_are_within_bounds(self) -> None:
+        it = self.allocator
+        assert sum(map(round_up, self.live.values())) <= it.allocated <= it.reserved
+        assert it.allocated <= it.peak_allocated <= it.peak_reserved
+        assert it.reserved <= it.peak_reserved
+        assert self.limit is None or it.peak_reserved <= self.limit
+        assert 0 <= it.fragmentation() <= 1
+
+
+Allocations.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAllocations = Allocations.TestCase
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[Event]:
+    """Allocations and frees, each free after its allocation."""
+    events: list[Event] = []
+    live: list[int] = []
+    for id, size in enumerate(draw(st.lists(SIZES, min_size=1, max_size=40))):
+        while live and draw(st.booleans()):
+            events.append(Free(live.pop(draw(st.integers(0, len(live) - 1)))))
+        events.append(Alloc(id, size, "activations", "", ""))
+        live.append(id)
+    return events
+
+
+@settings(max_examples=100, deadline=None)
+@given(events=traces(), options=OPTIONS)
+def test_a_limit_matters_only_below_the_peak(events: list[Event], options: dict) -> None:
+    free = replay(events, **options)
+    assert free.retries == 0
+    assert replay(events, free.peak_reserved, **options) == free
+    needed = live = 0
+    sizes = {}
+    for event in events:
+        if isinstance(event, Alloc):
+            sizes[event.id] = round_up(event.bytes)
+            live += sizes[event.id]
+        else:
+            live -= sizes[event.id]
+        needed = max(needed, live)
+    if needed:
+        tight = replay(events, needed - 1, **options)
+        assert tight.out_of_memory is not None
+        assert tight.retries >= 1
+        assert tight.peak_reserved < needed
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=st.lists(SIZES, max_size=40))
+def test_growing_only_an_expandable_segment_wastes_less_than_its_last_granule(requests: list[int]) -> None:
+    """So it is never more than a granule of each pool above what plain segments take."""
+    events = [Alloc(id, size, "parameters", "", "") for id, size in enumerate(requests)]
+    small = sum(round_up(size) for size in requests if size <= SMALL)
+    large = sum(round_up(size) for size in requests if size > SMALL)
+    grown = replay(events, expandable=True).peak_reserved
+    assert grown == round_up(small, SMALL_SEGMENT) + round_up(large, LARGE_SEGMENT)
+    assert grown < replay(events).peak_reserved + SMALL_SEGMENT + LARGE_SEGMENT
