@@ -68,14 +68,16 @@ def draw(allocator: CachingAllocator, expandable: bool, count: int) -> tuple[lis
     return actions, expected
 
 
-def settings_of(options: dict[str, int]) -> str:
-    """The options as torch's environment variable has them."""
+def environment(options: dict[str, int]) -> dict[str, str]:
+    """This process's environment with the options as torch reads them, and no others."""
     parts = []
     if "expandable" in options:
         parts.append("expandable_segments:True")
     if "max_split" in options:
         parts.append(f"max_split_size_mb:{options['max_split'] // MIB}")
-    return ",".join(parts)
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    return kept | ({names[0]: ",".join(parts)} if parts else {})
 
 
 @pytest.mark.skipif(
@@ -93,7 +95,7 @@ def test_the_device_agrees_after_every_action(case: str) -> None:
     ran = subprocess.run(
         [sys.executable, Path(__file__).with_name("on_cuda.py")],
         input=json.dumps({"fraction": fraction, "actions": actions}),
-        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": settings_of(options)},
+        env=environment(options),
         capture_output=True,
         text=True,
         check=True,
