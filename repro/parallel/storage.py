@@ -19,7 +19,11 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CHECKPOINTS, COMMUN
 
 def mark(tensor: Tensor, category: str) -> Tensor:
     """``tensor``, its storage marked as being for ``category``."""
-    tensor.untyped_storage().category = category  # type: ignore[attr-defined]
+    whole = tensor.untyped_storage()
+    whole.category = category  # type: ignore[attr-defined]
+    watcher = getattr(whole, "watcher", None)
+    if watcher is not None:  # somebody follows this storage (repro.simulate)
+        watcher.marked(whole, category)
     return tensor
 
 

@@ -23,6 +23,13 @@ class Free(NamedTuple):
     id: int
 
 
+class Mark(NamedTuple):
+    """A storage is for something else from now on."""
+
+    id: int
+    category: str
+
+
 class Operator(NamedTuple):
     """One call of an operator that computes or moves data (views are left out)."""
 
@@ -60,4 +67,4 @@ class Phase(NamedTuple):
     """The micro-batch that is under way; -1 outside forward and backward."""
 
 
-Event = Union[Alloc, Free, Operator, Message, Phase]
+Event = Union[Alloc, Free, Mark, Operator, Message, Phase]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from repro.parallel.storage import CATEGORIES, GRADIENTS, HOST, OPTIMIZER, PARAMETERS
-from repro.simulate.events import Alloc, Event, Free, Phase
+from repro.simulate.events import Alloc, Event, Free, Mark, Phase
 
 STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
@@ -64,6 +64,12 @@ def measure(events: Iterable[Event]) -> Memory:
             now[ended.category] -= ended.bytes
             if ended.category != HOST:
                 total -= ended.bytes
+        elif isinstance(event, Mark):
+            known = live[event.id]
+            now[known.category] -= known.bytes
+            now[event.category] += known.bytes
+            found.most[event.category] = max(found.most[event.category], now[event.category])
+            live[event.id] = known._replace(category=event.category)
         elif isinstance(event, Phase):
             if phase == "init":
                 found.init_peak_bytes = found.peak_bytes

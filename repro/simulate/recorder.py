@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from repro.kernels.flops import FORMULAS, cost
 from repro.parallel import storage
 from repro.parallel.ledger import Ledger
-from repro.simulate.events import Alloc, Event, Free, Message, Operator, Phase
+from repro.simulate.events import Alloc, Event, Free, Mark, Message, Operator, Phase
 
 
 class RecordingLedger(Ledger):
@@ -51,28 +51,29 @@ class Recorder(TorchDispatchMode):
         self._phase = "init"
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         """By the storage's address: its number, and itself."""
-        self._newborn: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
-        """Storages that the last operator made, with the place of their event."""
+        self._unmarked: dict[int, int] = {}
+        """Numbers of storages that have not said what they are for: the place of their event."""
         self._count = 0
         self._released: set[int] = set()
         """Storages without memory (ZeRO stage 3, between uses)."""
 
     def phase(self, name: str) -> None:
         """A phase of the step begins."""
-        self._name_newborn()
         self._phase = name
         self.events.append(Phase(name, self.micro_batch()))
 
     def finish(self) -> list[Event]:
-        """All events; what is still live has no release."""
-        self._name_newborn()
-        return self.events
+        """All events until now; what is still live has no release, for what ends later is the engine's end."""
+        events, self.events = self.events, []
+        return events
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and guarding against it takes a third of the time
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._newborn:
-            self._name_newborn()
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         kind, name = _kind(func)
@@ -90,7 +91,6 @@ class Recorder(TorchDispatchMode):
         entry = self._live.get(seen._cdata)
         if entry is None:
             return
-        self._name_newborn()
         number = entry[0]
         if size == 0:
             self._released.add(number)
@@ -99,6 +99,19 @@ class Recorder(TorchDispatchMode):
             self._released.discard(number)
             category = storage.category_of(seen) or storage.OTHER
             self.events.append(Alloc(number, size, category, "restore", _line()))
+
+    def marked(self, seen: torch.UntypedStorage, category: str) -> None:
+        """A storage says what it is for.  The first word holds from its birth, later ones from then on."""
+        entry = self._live.get(seen._cdata)
+        if entry is None:
+            return
+        index = self._unmarked.pop(entry[0], None)
+        if index is None:
+            self.events.append(Mark(entry[0], category))
+        else:
+            event = self.events[index]
+            assert isinstance(event, Alloc)
+            self.events[index] = event._replace(category=category)
 
     def _see(self, seen: torch.UntypedStorage, name: str) -> None:
         key = seen._cdata
@@ -109,26 +122,17 @@ class Recorder(TorchDispatchMode):
 
         def forget(_: object) -> None:
             self._live.pop(key, None)
+            self._unmarked.pop(number, None)
             if number not in self._released:
                 self.events.append(Free(number))
 
         reference = weakref.ref(seen, forget)
         self._live[key] = (number, reference)
         seen.watcher = self  # type: ignore[attr-defined]
+        # Before the mark comes: what the forward pass makes is activations.
         born = storage.ACTIVATIONS if self._phase == "forward" else storage.OTHER
-        self._newborn.append((len(self.events), reference))
+        self._unmarked[number] = len(self.events)
         self.events.append(Alloc(number, seen.nbytes(), born, name, _line()))
-
-    def _name_newborn(self) -> None:
-        """Give storages the category that they were marked with after the operator that made them."""
-        for index, reference in self._newborn:
-            live = reference()
-            category = None if live is None else storage.category_of(live)
-            if category is not None:
-                event = self.events[index]
-                assert isinstance(event, Alloc)
-                self.events[index] = event._replace(category=category)
-        self._newborn.clear()
 
 
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
