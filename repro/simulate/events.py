@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 
 class Alloc(NamedTuple):
@@ -67,4 +67,4 @@ class Phase(NamedTuple):
     """The micro-batch that is under way; -1 outside forward and backward."""
 
 
-Event = Union[Alloc, Free, Mark, Operator, Message, Phase]
+Event = Alloc | Free | Mark | Operator | Message | Phase
