@@ -11,7 +11,7 @@ element-wise optimizer will do (SGD, Adam, AdamW, ...); one that looks at whole 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from repro.parallel.comm import SUM
 from repro.parallel.data import broadcast_parameters
 from repro.parallel.precision import DTYPES
 from repro.parallel.sharding import ShardedModule, Sharding
-from repro.parallel.zero import default_units
+from repro.parallel.zero import Unit, default_units, parameters_of
 
 
 def parallelize(
@@ -42,16 +42,30 @@ def parallelize(
     """Spread ``module`` and ``optimizer`` over ``layout.dp`` ranks; returns both, changed in place.
 
     ``blocks`` names the submodules that stage 3 gathers one at a time (default: the children of every
-    ``nn.ModuleList``, else of ``nn.Sequential``).  ``clip`` is the largest global gradient norm (0: none);
-    ``torch.nn.utils.clip_grad_norm_`` cannot be used, since gradients are in buckets.  With
-    ``layout.accumulation`` > 1 that many backward passes belong to one ``optimizer.step()``; each rank
-    feeds its own samples and divides its loss by the accumulation, as with plain PyTorch.
+    ``nn.ModuleList``, else of ``nn.Sequential``; where these are bare containers, the modules inside).
+    ``clip`` is the largest global gradient norm (0: none); ``torch.nn.utils.clip_grad_norm_`` cannot be
+    used, since gradients are in buckets.  With ``layout.accumulation`` > 1 that many backward passes belong
+    to one ``optimizer.step()``; each rank feeds its own samples and divides its loss by the accumulation,
+    as with plain PyTorch.
+
+    In bf16 the module is what ``module.to(torch.bfloat16)`` is, frozen parameters and buffers included; the
+    trained parameters' fp32 values become the master weights.
+
+    ``optimizer.step()`` returns while updated parameters are on their way (stages 1 and 2).  The next
+    forward pass and ``module.state_dict()`` wait for them; who reads ``module.layer.weight`` otherwise calls
+    ``module.repro.wait()`` first.  Under stage 3 no rank has whole parameters between passes:
+    ``module.repro.full_parameters()`` gathers copies of them, on all ranks at once.  There all ranks must
+    use the same modules in a pass (not the same parameters in them), and each forward pass with gradients
+    is followed by its backward pass before the next one.
 
     Without a process group one is made from the environment that torchrun sets.  All replicas start from
     rank 0's values.  Raises ``ConfigError`` if the layout does not fit the processes, ``ValueError`` if
-    the optimizer was already used or does not have a trainable parameter.
+    the optimizer was already used or does not have a trainable parameter, or if the process group cannot
+    serve the module's device.
     """
-    mesh = _mesh(layout)
+    tensors = [*module.parameters(), *module.buffers()]
+    device = tensors[0].device
+    mesh = _mesh(layout, device)
     if layout.precision == "fp16":
         raise ConfigError(
             "precision", "fp16", "fp32 or bf16 here; fp16 needs a scaled loss (see NativeEngine)"
@@ -62,8 +76,6 @@ def parallelize(
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in group_of:
             raise ValueError(f"optimizer: has no parameter group for {name}, which requires a gradient")
-    tensors = [*module.parameters(), *module.buffers()]
-    device = tensors[0].device
 
     def values(parameters: list[Parameter]) -> InitialValues:
         given = [p.data.contiguous().view(-1) for p in parameters]
@@ -75,25 +87,46 @@ def parallelize(
         broadcast_parameters([t.data for t in tensors], mesh.dp)
     units = default_units(module, blocks)
     sharded = ShardedModule(module, units, sharding, lambda p: Tag(group_of[id(p)]), values)
-    _Loop(module, optimizer, sharded, layout.accumulation, clip)
+    _Loop(module, optimizer, sharded, units, layout.accumulation, clip)
     module.repro = sharded  # type: ignore[assignment]
     return module, optimizer
 
 
-def _mesh(layout: Layout) -> meshes.Mesh:
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""What carries the collectives of a module on a device of this type."""
+
+
+def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
     if layout.tp != 1:
         raise ConfigError("tp", layout.tp, "1: a stock module has no tensor-parallel layers")
     if layout.pp != 1:
         raise ConfigError("pp", layout.pp, "1: a stock module is not cut into pipeline stages")
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(_backend(device))
     world = dist.get_world_size() if dist.is_initialized() else 1
     if layout.dp != world:
         raise ConfigError("dp", layout.dp, f"the number of processes, {world}")
     if world == 1:
         return meshes.single()
-    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return meshes.distributed(layout, kind)
+    require_backend(dist.get_backend_config(), device)
+    return meshes.distributed(layout, device.type)
+
+
+def _backend(device: torch.device) -> str:
+    if device.type not in BACKENDS:
+        raise ValueError(f"module: on {device.type}; several processes need it on {' or '.join(BACKENDS)}")
+    return BACKENDS[device.type]
+
+
+def require_backend(config: str, device: torch.device) -> None:
+    """Raise ``ValueError`` unless the process group serves the device; ``config`` as ``"cpu:gloo,cuda:nccl"``."""
+    needed = _backend(device)
+    found = dict(pair.split(":") for pair in config.split(",")).get(device.type)
+    if found != needed:
+        raise ValueError(
+            f"process group: has {config}, which lacks {device.type}:{needed} for a module on {device.type}; "
+            f'use init_process_group("{needed}")'
+        )
 
 
 class _Loop:
@@ -104,17 +137,26 @@ class _Loop:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         sharded: ShardedModule,
+        units: Sequence[Unit],
         accumulation: int,
         clip: float,
     ):
         self.sharded, self.accumulation, self.clip = sharded, accumulation, clip
         self.micro_batch = 0
+        self._forward = False
+        """Whether a forward pass waits for its backward pass."""
         self._queued = False
+        """Whether a backward pass runs."""
+        self._uses: dict[int, tuple[int, bool]] = {}
+        """How often each block was used since the last backward pass, and whether under a reentrant checkpoint."""
         self._shards: list[tuple[Parameter, Tensor]] = []
         """Each of the optimizer's new parameters, with the reduced gradient that belongs to it."""
         self._share_out(optimizer)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward)
+        if sharded.reducer.by_arrival:
+            self._watch_repeats(module, units)
+        _guard_state_dict(module, sharded)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -129,6 +171,33 @@ class _Loop:
         for group, parameters in zip(optimizer.param_groups, found, strict=True):
             group["params"] = parameters
 
+    def _watch_repeats(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        """Stages 0 to 2: keep the buckets of a block that reentrant checkpointing runs twice in a pass.
+
+        Its parameters get a gradient for each time, and the first must not be taken for the whole.
+        """
+        bucket_of = {id(p): bucket for bucket in self.sharded.buckets for p in bucket.parameters}
+        names = dict(module.named_modules())
+
+        def watch(parameters: list[Parameter]) -> Callable[..., None]:
+            buckets = [bucket_of[id(p)] for p in parameters if id(p) in bucket_of]
+
+            def count(block: nn.Module, inputs: Any) -> None:
+                if not self._forward or self._queued:  # evaluation, or recomputation
+                    return
+                times, checkpointed = self._uses.get(id(block), (0, False))
+                checkpointed |= not torch.is_grad_enabled()
+                self._uses[id(block)] = times + 1, checkpointed
+                if times and checkpointed:
+                    for bucket in buckets:
+                        self.sharded.reducer.hold(bucket)
+
+            return count
+
+        for unit, parameters in zip(units, parameters_of(module, units), strict=True):
+            for use in unit.uses:
+                names[use.module].register_forward_pre_hook(watch(parameters))
+
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             if self.sharded.gatherer is not None:
@@ -139,6 +208,7 @@ class _Loop:
                 f"{self.accumulation + 1} backward passes before optimizer.step(), "
                 f"but the layout's accumulation is {self.accumulation}"
             )
+        self._forward = True
         self.sharded.begin(self.micro_batch, self.accumulation)
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -148,12 +218,18 @@ class _Loop:
 
     def _on_backward(self, gradient: Tensor) -> None:
         if not self._queued:
+            if not self._forward:
+                raise RuntimeError(
+                    "a second backward pass after one forward pass: sum the losses for one backward pass, "
+                    "or run each forward pass right before its backward pass"
+                )
             self._queued = True
             # What torch's own DDP and FSDP use to learn that a backward pass is over.
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
 
     def _after_backward(self) -> None:
-        self._queued = False
+        self._queued = self._forward = False
+        self._uses.clear()
         self.sharded.finish()
         self.micro_batch += 1
 
@@ -188,3 +264,29 @@ class _Loop:
             if bucket.master is not bucket.shard:
                 bucket.shard.copy_(bucket.master)
         self.sharded.publish()
+
+
+def _guard_state_dict(module: nn.Module, sharded: ShardedModule) -> None:
+    """Let ``state_dict()`` and ``load_state_dict()`` see complete parameters, or refuse where there are none."""
+    mine = {id(p) for p in sharded.parameters}
+    mixed = any(bucket.master is not bucket.shard for bucket in sharded.buckets)
+
+    def save(child: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if sharded.sharding.stage == 3:
+            raise RuntimeError(
+                "state_dict(): under zero = 3 no rank has whole parameters; "
+                "call module.repro.full_parameters() on all ranks"
+            )
+        sharded.wait()
+
+    def load(child: nn.Module, *_: Any) -> None:
+        if sharded.sharding.stage == 3 or mixed:
+            raise RuntimeError(
+                "load_state_dict(): would not reach the shards and master weights; load before repro.parallelize"
+            )
+        sharded.wait()
+
+    for child in module.modules():
+        if any(id(p) in mine for p in child._parameters.values()):
+            child.register_state_dict_pre_hook(save)
+            child.register_load_state_dict_pre_hook(load)
