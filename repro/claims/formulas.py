@@ -8,6 +8,7 @@ parameter.  ZERO3 is arXiv 1910.02054v3, MEG1 1909.08053v4, MEG2 2104.04473v5.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import inf, sqrt
 
 GB, GiB, TB = 1e9, 2**30, 1e12
@@ -118,6 +119,11 @@ def pipeline_elements(batch: float, seq: float, hidden: float, scatter: float = 
     return batch * seq * hidden / scatter
 
 
+def pipeline_messages(p: float, m: float, v: float = 1) -> float:
+    """``2 m (p v - 1)``: boundary tensors that one pipeline sends per step, both directions (MEG2 sec. 2.2)."""
+    return 2 * m * (p * v - 1)
+
+
 def ring_all_reduce_factor(n: float) -> float:
     """``2 (n-1)/n``: what each of n ranks sends in a ring all-reduce, per element of the message."""
     return 2 * (n - 1) / n
@@ -152,6 +158,21 @@ def gpt_flops(
 def bubble_fraction(p: float, m: float, v: float = 1) -> float:
     """``(p-1) / (v m)``: idle over compute time of a pipeline with m micro-batches (MEG2 sec. 2.2)."""
     return (p - 1) / (v * m)
+
+
+@cache
+def schedule_bubble(p: float, m: float, v: float = 1) -> float:
+    """The same counted on the schedule that the pipeline runs, 1F1B or interleaved, action by action."""
+    from repro.config.errors import ConfigError
+    from repro.parallel import schedule
+
+    counts = (int(p), int(m), int(v))
+    if counts != (p, m, v):
+        raise ArithmeticError(f"stages, micro-batches and chunks are whole numbers, not {p}, {m}, {v}")
+    try:
+        return float(schedule.bubble(schedule.build("interleaved" if v > 1 else "1f1b", *counts)))
+    except ConfigError as error:
+        raise ArithmeticError(str(error)) from None
 
 
 def train_seconds(tokens: float, params: float, gpus: float, flops_per_gpu: float) -> float:
@@ -192,10 +213,12 @@ FORMULAS: dict[str, Callable[..., float]] = {
         partitioned_activation_elements,
         tensor_parallel_elements,
         pipeline_elements,
+        pipeline_messages,
         ring_all_reduce_factor,
         gpt_params,
         gpt_flops,
         bubble_fraction,
+        schedule_bubble,
         train_seconds,
         training_steps,
         rounded,

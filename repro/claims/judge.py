@@ -19,7 +19,7 @@ from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.ledger import KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Claim, Evidence, Ledger, Row
 from repro.claims.published import UNITS, digitised, printed, show
 from repro.claims.records import Missing, Records
-from repro.claims.tolerance import RELATIVE, accepted, agrees_at_scale
+from repro.claims.tolerance import NOISELESS, RELATIVE, accepted, agrees_at_scale
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 NOT_COMPARABLE, NOT_RUN = "not comparable", "not run"
@@ -200,7 +200,9 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
     low, high = float(value.low), float(value.high)
     if expected is not None:
         expected = _in_unit(expected, row.unit)
-        agrees = agrees_at_scale((low, high), (float(expected.low), float(expected.high)), evidence.metric)
+        point = float(value.value)
+        seen = (low, high) if evidence.metric in NOISELESS else (point, point)  # noise must not help
+        agrees = agrees_at_scale(seen, (float(expected.low), float(expected.high)), evidence.metric)
         slack = RELATIVE[evidence.metric]
         limit = f"within {slack:g} relative" if slack else "exactly"
         reason = f"{show(float(expected.value))} expected at this scale, {limit} ({evidence.metric})"

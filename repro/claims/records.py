@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from repro.claims.expression import Uncertain, Value
-from repro.config.experiment import PROTOCOL
+from repro.config.experiment import PROTOCOL, from_dict
 
 CONCLUSIVE = ("ok", "oom", "diverged")
 """Outcomes that say something about the experiment and not about the day it was run."""
@@ -57,19 +57,37 @@ class Records:
                 experiment, f"ended {failed['outcome']}: {failed.get('reason') or 'no reason given'}"
             )
 
-        def metric(experiment: str, name: str) -> Value:
-            """A metric of an experiment that ended ok: ``metric("smoke/parity-tp2", "loss.last")``."""
+        def metric(experiment: str, name: str) -> Value | Uncertain:
+            """A metric of an experiment that ended ok: ``metric("smoke/parity-tp2", "loss.last")``.
+
+            One that has a confidence interval (``name.low``, ``name.high``) brings it along.
+            """
             record = find(experiment)
             if record["outcome"] != "ok":
                 raise Missing(
                     experiment, f"ended {record['outcome']}: {record.get('reason') or 'no reason given'}"
                 )
-            value = record.get("metrics", {}).get(name)
+            metrics = record.get("metrics", {})
+            value = metrics.get(name)
             if not isinstance(value, int | float):
                 raise Missing(experiment, f"its record has no metric {name}")
+            if f"{name}.low" in metrics:
+                return Uncertain(value, metrics[f"{name}.low"], metrics[f"{name}.high"])
             return value
 
-        def parameters(experiment: str) -> Value:
+        def setting(experiment: str, name: str) -> Value:
+            """A number from the experiment's conditions: ``setting("smoke/parity-3d", "layout.tp")``.
+
+            ``name`` is a field or property of ``model``, ``layout`` or ``training``, or ``seq``.
+            """
+            value: Any = from_dict(find(experiment)["experiment"])
+            for part in name.split("."):
+                value = None if part.startswith("_") else getattr(value, part, None)
+            if not isinstance(value, int | float):
+                raise Missing(experiment, f"its conditions have no number {name}")
+            return value
+
+        def parameters(experiment: str) -> Value | Uncertain:
             """The experiment's own Psi, counted on the model that it trained."""
             return metric(experiment, "parameters")
 
@@ -88,7 +106,13 @@ class Records:
                 return Uncertain(1 / ratio, 1 / high, 1 / low)
             raise Missing(subject, f"not compared with {baseline} in one run")
 
-        return {"metric": metric, "parameters": parameters, "outcome": outcome, "compared": compared}
+        return {
+            "metric": metric,
+            "setting": setting,
+            "parameters": parameters,
+            "outcome": outcome,
+            "compared": compared,
+        }
 
 
 def _interval(comparison: Mapping[str, Any]) -> tuple[float, float, float]:

@@ -76,3 +76,26 @@ def test_training_time() -> None:
 
 def test_every_formula_says_where_it_comes_from() -> None:
     assert all(function.__doc__ for name, function in f.FORMULAS.items() if name != "sqrt")
+
+
+def test_the_bubble_counted_on_the_schedule_is_the_papers() -> None:
+    """MEG2 sec. 2.2: (p-1)/m, and (p-1)/(v m) interleaved; Yuan's p = 38, m = 480."""
+    assert f.schedule_bubble(38, 480) == 37 / 480
+    assert f.schedule_bubble(8, 64, 4) == f.bubble_fraction(8, 64, 4) == 7 / 256
+    assert f.schedule_bubble(2, 13) == pytest.approx(1 / 13)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [((2, 5, 2), "a multiple of stages = 2"), ((2, 2.5, 1), "whole numbers"), ((0, 1, 1), "at least 1")],
+)
+def test_no_bubble_of_a_schedule_that_does_not_exist(counts: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ArithmeticError, match=message):
+        f.schedule_bubble(*counts)
+
+
+def test_messages_of_a_pipeline_by_hand() -> None:
+    """4 stages have 3 boundaries; 2 stages with 2 chunks have 3 as well; each way once a micro-batch."""
+    assert f.pipeline_messages(4, 8) == 2 * 3 * 8
+    assert f.pipeline_messages(2, 4, 2) == 2 * 3 * 4
+    assert f.pipeline_messages(1, 8) == 0

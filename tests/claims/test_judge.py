@@ -9,7 +9,7 @@ import pytest
 
 from repro.claims.judge import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult, judge
 from repro.claims.ledger import Ledger, load
-from repro.config import PROTOCOL
+from repro.config import PROTOCOL, Experiment, Layout, Model
 
 HEAD = """
 title = "Test"
@@ -114,6 +114,48 @@ def test_a_twin_is_compared_with_the_formula_at_its_own_scale(tmp_path: Path) ->
     assert judged(tmp_path, row(TWIN, analytic=""), record("twin", speed=3)).verdict == REPRODUCED
     assert judged(tmp_path, row(TWIN, analytic=""), record("twin", speed=2)).verdict == NOT_REPRODUCED
     assert judged(tmp_path, row(TWIN, analytic=""), record("twin", speed=3.001)).verdict == NOT_REPRODUCED
+
+
+NOISY = '{ value = \'metric("s/twin", "idle")\', expect = "0.25", scale = "scaled twin", metric = "ratio" }'
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "verdict"),
+    [
+        (0.26, 0.2, 0.3, REPRODUCED),
+        (0.30, 0.2, 0.4, NOT_REPRODUCED),  # a wide interval is no help
+        (0.21, 0.1, 0.3, NOT_REPRODUCED),
+    ],
+)
+def test_a_metric_brings_its_interval_and_the_point_decides(
+    tmp_path: Path, value: float, low: float, high: float, verdict: str
+) -> None:
+    metrics = {"idle": value, "idle.low": low, "idle.high": high}
+    result = judged(tmp_path, row(NOISY, analytic=""), record("twin", **metrics))
+    (finding,) = result.rows[0].findings
+    assert (finding.verdict, finding.low, finding.high) == (verdict, low, high)
+
+
+def test_the_conditions_of_an_experiment_may_be_read(tmp_path: Path) -> None:
+    experiment = Experiment(
+        name="twin",
+        model=Model(name="m", layers=4, hidden=16, heads=4, vocab=64, seq=16),
+        layout=Layout(pp=2, dp=2, global_batch=8),
+    )
+    conditions = {"experiment": experiment.as_dict()}
+
+    def verdict(name: str, expected: str) -> tuple[str, str]:
+        value = f'setting("s/twin", "{name}")'
+        twin = f'{{ value = \'{value}\', expect = "{expected}", scale = "scaled twin" }}'
+        result = judged(tmp_path, row(twin, analytic=""), {**record("twin", speed=1), **conditions})
+        return result.verdict, result.rows[0].reason
+
+    assert verdict("layout.pp", "2")[0] == REPRODUCED
+    assert verdict("layout.accumulation", "4")[0] == REPRODUCED
+    assert verdict("seq", "16")[0] == REPRODUCED
+    for wrong in ("layout.order", "layout.nothing", "__class__.__name__"):
+        assert verdict(wrong, "4")[0] == NOT_RUN
+        assert f"its conditions have no number {wrong}" in verdict(wrong, "4")[1]
 
 
 def test_one_row_that_fails_fails_the_claim_and_is_counted(tmp_path: Path) -> None:
@@ -278,10 +320,10 @@ def test_parity_compares_every_layout_with_one_process(ledger: Ledger) -> None:
     records = [record("smoke/parity-single", **{"loss.last": 3.0})]
     records += [record(str(name), **{"loss.last": 3.00001}) for name in names]
     result = next(r for r in judge(ledger, records) if r.claim.id == "repro-parity")
-    assert (result.verdict, len(result.rows)) == (REPRODUCED, 10)
+    assert (result.verdict, len(result.rows)) == (REPRODUCED, 16)
     records[-1]["metrics"]["loss.last"] = 3.0001
     result = next(r for r in judge(ledger, records) if r.claim.id == "repro-parity")
-    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 9/10")
+    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 15/16")
 
 
 def test_all_reduces_are_counted_exactly(ledger: Ledger) -> None:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from repro.claims.judge import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult, judge
+from repro import suites
+from repro.claims.judge import (
+    NOT_COMPARABLE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    REPRODUCED,
+    ClaimResult,
+    experiments,
+    judge,
+)
 from repro.claims.ledger import Ledger, load
 from repro.claims.tolerance import RELATIVE
 from repro.config import ConfigError
@@ -170,6 +180,9 @@ def analytic(results: dict[str, ClaimResult], claim_id: str) -> tuple[int, int]:
         ("meg2-table1-weak-scaling", 30),
         ("yuan-config", 6),
         ("yuan-bubble", 1),
+        ("meg2-bubble", 8),
+        ("meg2-comm-tp-pp", 11),
+        ("zero-comm-pa-dp-tradeoff", 3),
         ("zero-1t-time", 1),
     ],
 )
@@ -247,3 +260,38 @@ def test_only_classes_of_the_rule_are_used(ledger: Ledger) -> None:
 def test_an_unknown_id_names_its_neighbours(ledger: Ledger) -> None:
     with pytest.raises(ConfigError, match="did you mean zero-fig1-7p5b"):
         ledger.claim("zero-fig1-7p5")
+
+
+def test_pipelines_and_checkpoints_are_measured(ledger: Ledger) -> None:
+    """Rows with measured evidence, of claims that a pipeline or P_a is about."""
+    measured = {
+        claim_id: sum(any(e.kind == "measured" for e in row.evidence) for row in ledger.claim(claim_id).rows)
+        for claim_id in (
+            *("meg1-allreduce-count", "meg2-comm-tp-pp", "meg2-bubble", "yuan-bubble"),
+            *("zero-r-pa-memory", "zero-comm-megatron-block", "zero-comm-pa-dp-tradeoff"),
+        )
+    }
+    assert measured == {
+        "meg1-allreduce-count": 1,
+        "meg2-comm-tp-pp": 8,
+        "meg2-bubble": 3,
+        "yuan-bubble": 1,
+        "zero-r-pa-memory": 2,
+        "zero-comm-megatron-block": 3,
+        "zero-comm-pa-dp-tradeoff": 2,
+    }
+
+
+def test_evidence_reads_experiments_that_a_suite_has(ledger: Ledger) -> None:
+    folder = Path(__file__).parents[2] / "suites"
+    known = {
+        f"{suite.name}/{entry.experiment.name}"
+        for suite in (suites.load(path) for path in folder.glob("*.toml"))
+        for entry in suite.entries
+    }
+    for claim in ledger.claims:
+        for row in claim.rows:
+            for evidence in row.evidence:
+                for expression in (evidence.value, evidence.expect):
+                    read = experiments(expression, row.variables) if expression else []
+                    assert set(read) <= known, f"{claim.id}: {row.label}"

@@ -76,7 +76,9 @@ def test_json_of_one_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert command("yuan-bubble", True, tmp_path) == 0
     (claim,) = json.loads(capsys.readouterr().out)["claims"]
     assert claim["source"][0]["key"] == "PRESS"
-    assert claim["rows"][0]["evidence"][0]["value"] == pytest.approx(37 / 480 * 100)
+    evidence = {entry["kind"]: entry for entry in claim["rows"][0]["evidence"]}
+    assert evidence["analytic"]["value"] == pytest.approx(37 / 480 * 100)
+    assert evidence["measured"]["verdict"] == "not run"
 
 
 def test_an_unknown_id_is_an_error(tmp_path: Path) -> None:
