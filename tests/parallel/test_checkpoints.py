@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from itertools import permutations
 
 import pytest
@@ -31,11 +33,11 @@ def layout(pa_cpu: bool, md: bool, tp: int = 1) -> Layout:
     return Layout(recompute=True, tp=tp, pa=tp > 1, pa_cpu=pa_cpu, md=md)
 
 
-def in_every_order(settings: Layout, chain: bool) -> None:
-    """Two micro-batches of two blocks, backward in every order; runs on one rank or on a tp group."""
+def save_and_load(settings: Layout, chain: bool, orders: Iterable[Sequence[int]]) -> None:
+    """Two micro-batches of two blocks, loaded in these orders; runs on one rank or on a tp group."""
     mesh = meshes.distributed(settings, "cpu") if settings.tp > 1 else meshes.single()
     checkpoints = Checkpoints(settings, mesh.tp, capacity=4)
-    for order in permutations(range(4)):
+    for order in orders:
         expected = inputs(4)
         saved: list[Saved] = []
         for i, x in enumerate(expected):
@@ -51,13 +53,13 @@ def in_every_order(settings: Layout, chain: bool) -> None:
 @pytest.mark.parametrize("pa_cpu", [False, True], ids=["", "cpu"])
 def test_any_order_gives_back_what_was_saved(pa_cpu: bool, md: bool) -> None:
     for chain in (False, True):
-        in_every_order(layout(pa_cpu, md), chain)
+        save_and_load(layout(pa_cpu, md), chain, permutations(range(4)))
 
 
 def all_settings() -> None:
     for pa_cpu in (False, True):
         for md in (False, True):
-            in_every_order(layout(pa_cpu, md, tp=4), chain=True)
+            save_and_load(layout(pa_cpu, md, tp=4), True, [(3, 2, 1, 0), (1, 0, 3, 2)])
 
 
 def test_parts_are_gathered_also_where_they_do_not_divide(four: RankPool) -> None:
@@ -88,7 +90,9 @@ def test_arena_is_one_allocation_that_is_used_again() -> None:
 def test_more_than_was_planned_is_an_error() -> None:
     checkpoints = Checkpoints(layout(pa_cpu=False, md=True), ALONE, capacity=1)
     kept = checkpoints.save(inputs(1)[0])
-    with pytest.raises(RuntimeError, match="no room for 30 elements in an arena of 1 pieces, 1 of them taken"):
+    with pytest.raises(
+        RuntimeError, match="no room for 30 elements in an arena of 1 pieces, 1 of them taken"
+    ):
         checkpoints.save(inputs(1)[0])
     checkpoints.load(kept)
     checkpoints.free(kept)
@@ -202,3 +206,45 @@ def test_refusals(settings: dict[str, object], says: str) -> None:
         Layout(**settings)
     assert str(refused.value).startswith(says)
     assert "\n" not in str(refused.value)
+
+
+class Stream:
+    """Stands in for a CUDA stream: notes what it is told, runs everything at once."""
+
+    def __init__(self, name: str, notes: list[str]):
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other: Stream) -> None:
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.notes.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        event = f"copy {sum(note.startswith('event') for note in self.notes)}"
+        self.notes.append(f"event {event}")
+        return event
+
+
+def test_copies_are_ordered_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA path with streams that stand in: nothing waits on the host, and the next one is fetched before the
+    block runs again."""
+    notes: list[str] = []
+    side, main = Stream("side", notes), Stream("main", notes)
+    monkeypatch.setattr(Checkpoints, "_side", lambda self, x: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: notes.append(f"kept for {stream.name}"))
+    checkpoints = Checkpoints(layout(pa_cpu=True, md=True), ALONE, capacity=2)
+    xs = inputs(2)
+    first = checkpoints.save(xs[0])
+    second = checkpoints.save(xs[1], first)
+    assert notes == ["side waits for main", "kept for side"] * 2
+    notes.clear()
+    torch.testing.assert_close(checkpoints.load(second), xs[1])
+    copied = ["side waits for main", "event copy {}", "kept for side"]
+    own, ahead = ([note.format(i) for note in copied] for i in (0, 1))
+    assert notes == [*own, *ahead, "main waits for copy 0"]
+    notes.clear()
+    torch.testing.assert_close(checkpoints.load(first), xs[0])
+    assert notes == ["main waits for copy 1"], "it was fetched already"
