@@ -25,7 +25,8 @@ from repro.parallel.comm import Group, Work
 class GradientReducer:
     """Collects gradients by hooks and reduces them bucket by bucket.
 
-    Call :meth:`begin` before each micro-batch's forward and :meth:`finish` after its backward.
+    Call :meth:`begin` before each micro-batch's backward, :meth:`finish` after it, and :meth:`wait` before the
+    gradients are used: what is reduced last overlaps with what comes between.
     """
 
     IN_FLIGHT = 2
@@ -83,7 +84,8 @@ class GradientReducer:
                 bucket.pool = pool
 
     def begin(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare for the backward pass of one of the step's micro-batches."""
+        """Prepare for the backward pass of one of the step's micro-batches; the one before must be reduced."""
+        self.wait()
         self._first, self._last = micro_batch == 0, micro_batch == micro_batches - 1
         self._next = 0
         for b, bucket in enumerate(self.buckets):
@@ -100,10 +102,13 @@ class GradientReducer:
         self._close(self._index[id(bucket)])
 
     def finish(self) -> None:
-        """Reduce what is left and wait for everything."""
+        """The backward pass is over: begin to reduce what is left."""
         for b in range(len(self.buckets)):
             self._close(b)
             self._held[b] = False
+
+    def wait(self) -> None:
+        """Have everything reduced that was begun."""
         while self._works:
             self._works.popleft().wait()
 

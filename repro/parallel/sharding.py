@@ -161,11 +161,20 @@ class ShardedModule:
         self.begin_backward(micro_batch, micro_batches)
         self.begin_forward()
 
-    def finish(self) -> None:
-        """After its backward pass: gradients are reduced (on the last micro-batch, or every one by stage)."""
+    def end_backward(self) -> None:
+        """After its backward pass: gradients are under reduction (the last micro-batch's, or every one's by stage)."""
         if self.gatherer is not None:
             self.gatherer.finish()
         self.reducer.finish()
+
+    def wait_gradients(self) -> None:
+        """Have all gradients reduced."""
+        self.reducer.wait()
+
+    def finish(self) -> None:
+        """Both, where nothing comes between."""
+        self.end_backward()
+        self.wait_gradients()
 
     def publish(self) -> None:
         """After the optimizer step: let every rank have the new parameters (stages 1 and 2)."""

@@ -82,7 +82,11 @@ class ModelPart:
 
     def after_backward(self) -> None:
         """It is over."""
-        self.sharded.finish()
+        self.sharded.end_backward()
+
+    def finish(self) -> None:
+        """Have the step's gradients reduced."""
+        self.sharded.wait_gradients()
 
     def full_parameters(self) -> dict[str, Tensor]:
         """A copy of every (tp-local) parameter, complete, by its name in the model."""

@@ -76,6 +76,8 @@ class NativeEngine:
         for part in self.parts:
             part.micro_batches = micro_batches
         loss = self.pipeline.run(None if self.scaler is None else self.scaler.scale, observe)
+        for part in self.parts:
+            part.finish()
         observe("optimizer")
         with torch.no_grad():
             return self._update(loss, observe if self.mesh.pp.size > 1 else lambda phase: None)
