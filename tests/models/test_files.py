@@ -16,7 +16,7 @@ from repro.models.parameters import total
 
 SMALL = (
     *("smoke-states", "smoke-speed", "char-1m", "tiny-parity", "gpt2-tiny", "limit-40m"),
-    *("equal-stages", "tiny-stages"),
+    *("equal-stages", "tiny-stages", "tiny-deep"),
 )
 TABLES = {
     # name: layers, hidden, heads, published MP degrees.  ZERO3 Table 5, Fig. 2.
@@ -136,6 +136,7 @@ def test_small_models_are_small() -> None:
         "limit-40m": 39.6,
         "equal-stages": 6.4,
         "tiny-stages": 0.4,
+        "tiny-deep": 1.6,
     }
 
 
