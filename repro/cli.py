@@ -43,12 +43,22 @@ def run(
     results: Results = Path("results"),
     launcher: Annotated[str, typer.Option(help="Who starts the ranks: local.")] = "local",
     rerun: Annotated[bool, typer.Option("--rerun", help="Run again what the store already holds.")] = False,
+    evidence: Annotated[
+        str,
+        typer.Option(help="measured: run it here; simulated: trace its step in shape only, at any scale."),
+    ] = "measured",
+    system: Annotated[
+        str,
+        typer.Option(
+            help="Simulate on this system instead of the suite's; named NAME@SYSTEM then.", metavar="SYSTEM"
+        ),
+    ] = "",
     json: Json = False,
 ) -> int:
     """Run what the store lacks of a suite and record how each experiment ended."""
     from repro.launch.run import command
 
-    return command(suite, only or [], results, launcher, rerun, json)
+    return command(suite, only or [], results, launcher, rerun, json, evidence, system)
 
 
 @app.command(epilog="Example:  repro claims zero-mem-formula-stages")

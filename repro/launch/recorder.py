@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from repro.config import Experiment
 from repro.launch.job import Job
 from repro.launch.progress import Progress
-from repro.results.store import CONCLUSIVE, DISK_FULL, Store
+from repro.results.store import CONCLUSIVE, DISK_FULL, MEASURED, Store
 from repro.suites import Entry, Suite
 
 
@@ -17,10 +18,10 @@ class DiskFull(Exception):
 
 
 class Recorder:
-    """Writes the records of one ``repro run``."""
+    """Writes the records of one ``repro run``, all of one kind of evidence."""
 
-    def __init__(self, suite: Suite, store: Store, progress: Progress):
-        self.suite, self.store, self.progress = suite, store, progress
+    def __init__(self, suite: Suite, store: Store, progress: Progress, evidence: str = MEASURED):
+        self.suite, self.store, self.progress, self.evidence = suite, store, progress, evidence
         self._source: dict[str, Any] = {}
 
     def begin(self) -> None:
@@ -52,7 +53,21 @@ class Recorder:
                 reason=reason,
             )
 
-        written = record(results or [], outcome, reason)
+        self._write(record(results or [], outcome, reason), lambda reason: record([], "error", reason))
+
+    def simulated(self, experiment: Experiment, record: dict[str, Any]) -> None:
+        """Write the record of a simulated ``experiment``, with where it comes from.  Raises ``DiskFull``."""
+        from repro.results.simulated import failed_record
+
+        if record["outcome"] in CONCLUSIVE:
+            record["provenance"] = self._source
+        wall_s = record["wall_s"]
+        self._write(
+            record, lambda reason: failed_record(experiment, reason, suite=self.suite.name, wall_s=wall_s)
+        )
+
+    def _write(self, written: dict[str, Any], failed: Callable[[str], dict[str, Any]]) -> None:
+        """Append a record and say so; where the disk is full, that of its failure, which ``failed`` makes."""
         full = ""
         try:
             self.store.append(written)
@@ -61,12 +76,11 @@ class Recorder:
                 raise
             # The store has freed its reserve: the outcome fits even if the measurement does not.
             full = f"disk full while writing the result to {self.store.folder}"
-            written = record([], "error", full)
+            written = failed(full)
             self._last_word(written)
-        expected = written["outcome"] == self.suite.entry(experiment.name).expect
-        self.progress.ended(
-            experiment.name, written["outcome"], written["reason"], spent_s, expected=expected
-        )
+        name, outcome = written["name"], written["outcome"]
+        expected = self.suite.entry(name).expect in ("", outcome)
+        self.progress.ended(name, outcome, written["reason"], written["wall_s"], expected=expected)
         if full:
             raise DiskFull(full)
 
@@ -89,7 +103,7 @@ class Recorder:
 
     def adopt(self, entries: list[Entry]) -> None:
         """Record under this suite's names what the store knows under others: equal key, equal experiment."""
-        latest = self.store.latest()
+        latest = self.store.latest(self.evidence)
         for entry in entries:
             name, record = entry.experiment.name, latest.get(entry.experiment.key)
             if record is None or record["outcome"] not in CONCLUSIVE:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import os
 import time
 from collections.abc import Callable, Container
@@ -11,7 +10,7 @@ from typing import Any
 
 from repro import suites
 from repro.config import ConfigError, Experiment
-from repro.launch import local, plan, supervise
+from repro.launch import local, plan, simulated, supervise
 from repro.launch.beacon import Position
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
@@ -20,25 +19,43 @@ from repro.launch.plan import Task
 from repro.launch.progress import Progress
 from repro.launch.rank import TARGET
 from repro.launch.recorder import DiskFull, Recorder
-from repro.launch.summary import show, summarise
-from repro.results.store import DISK_FULL, Store
+from repro.launch.summary import conclude, summarise
+from repro.results.store import DISK_FULL, MEASURED, SIMULATED, Store
 
 WAIT_S = 0.5
 """How often a key is tried again that another ``repro run`` is working on."""
 
 
-def command(suite: Path, only: list[str], results: Path, launcher: str, rerun: bool, json: bool) -> int:
+def command(
+    suite: Path,
+    only: list[str],
+    results: Path,
+    launcher: str,
+    rerun: bool,
+    json: bool,
+    evidence: str = MEASURED,
+    system: str = "",
+) -> int:
     """Run what the store lacks of ``suite`` and print a summary.
 
     Experiments that need more than this machine are listed and not started.  Returns 0 if every other one
     has the outcome that the suite expects, 1 if not, and 128 plus the signal's number if it was interrupted.
+    ``evidence`` simulated: nothing is started, and all of it can be had here, see :mod:`.simulated`.
     Raises ``ConfigError`` before anything is started.
     """
     loaded = suites.load(suite)
+    if evidence not in (MEASURED, SIMULATED):
+        raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
+    entries = plan.select(loaded, only)
+    if evidence == SIMULATED:
+        return simulated.run(loaded, entries, results, system, rerun, json)
+    if system:
+        raise ConfigError(
+            "--system", system, f"--evidence {SIMULATED}; measured runs use the machine at hand"
+        )
     if launcher != "local":
         raise ConfigError("--launcher", launcher, "local")
-    entries = plan.select(loaded, only)
-    needs = {entry.experiment.name: local.needs(entry.experiment) for entry in entries}
+    needs = {entry.experiment.name: _needs(entry.experiment) for entry in entries}
     here = [entry for entry in entries if not needs[entry.experiment.name]]
     if not here:
         raise _nothing_here(loaded, entries, needs)
@@ -54,14 +71,14 @@ def command(suite: Path, only: list[str], results: Path, launcher: str, rerun: b
             except DiskFull as error:
                 failure = str(error)
         summary = summarise(loaded, entries, store, ran=todo, needs=needs)
-    summary["stopped"] = failure or (f"by signal {interrupt.signal}" if interrupt else "")
-    if json:
-        print(jsonlib.dumps(summary))
-    else:
-        show(summary)
-    if interrupt:
-        return 128 + interrupt.signal
-    return 0 if not failure and all(row["expected"] is not False for row in summary["experiments"]) else 1
+    return conclude(summary, failure=failure, signal=interrupt.signal, json=json)
+
+
+def _needs(experiment: Experiment) -> str:
+    """What keeps ``experiment`` from being measured on this machine, and that it can be simulated instead."""
+    needs = local.needs(experiment)
+    hint = f"; `--evidence {SIMULATED}` traces it here" if not simulated.needs(experiment) else ""
+    return needs and needs + hint
 
 
 def _nothing_here(suite: suites.Suite, entries: list[suites.Entry], needs: dict[str, str]) -> ConfigError:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 import sys
 from collections import Counter
 from typing import Any
 
 from repro import suites
-from repro.results.store import CONCLUSIVE, Store
+from repro.results.store import CONCLUSIVE, MEASURED, Store
 
 
 def summarise(
-    suite: suites.Suite, entries: list[suites.Entry], store: Store, ran: set[str], needs: dict[str, str]
+    suite: suites.Suite,
+    entries: list[suites.Entry],
+    store: Store,
+    ran: set[str],
+    needs: dict[str, str],
+    evidence: str = MEASURED,
 ) -> dict[str, Any]:
     """Plain JSON data on every selected experiment; ``ran`` names those that this run had to do.
 
     ``needs`` says of each by name what it needs and this machine has not.  Where that is something and the
     store has no record from elsewhere, ``expected`` is null: there is nothing to expect here.
     """
-    latest = store.latest()
+    latest = store.latest(evidence)
     rows = []
     for entry in entries:
         record = latest.get(entry.experiment.key)
@@ -30,7 +36,7 @@ def summarise(
                 "name": entry.experiment.name,
                 "key": entry.experiment.key,
                 "outcome": outcome,
-                "expected": None if lacking else outcome == entry.expect,
+                "expected": None if lacking or not entry.expect else outcome == entry.expect,
                 "reason": record["reason"] if record else lacking and f"needs {lacking}",
                 "already_known": entry.experiment.name not in ran,
                 "logs": str(logs) if outcome not in CONCLUSIVE and logs.exists() else "",
@@ -44,16 +50,29 @@ def summarise(
             **{name: record[name] for name in ("metric", "ratio", "low", "high", "rounds")},
         }
         for pair, record in store.comparisons().items()
-        if set(pair) <= keys
+        if set(pair) <= keys and evidence == MEASURED
     ]
     return {
         "suite": suite.name,
+        "evidence": evidence,
         "results": str(store.root),
         "counts": dict(Counter(row["outcome"] for row in rows)),
         "experiments": rows,
         "comparisons": ratios,
         "skipped_lines": store.torn,
     }
+
+
+def conclude(summary: dict[str, Any], *, failure: str, signal: int, json: bool) -> int:
+    """Print how a run ended and return its exit code; ``signal`` is the one that stopped it, 0 for none."""
+    summary["stopped"] = failure or (f"by signal {signal}" if signal else "")
+    if json:
+        print(jsonlib.dumps(summary))
+    else:
+        show(summary)
+    if signal:
+        return 128 + signal
+    return 0 if not failure and all(row["expected"] is not False for row in summary["experiments"]) else 1
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -67,7 +86,7 @@ def show(summary: dict[str, Any]) -> None:
         print(f"{row['subject']}: {times}, {row['rounds']} rounds")
     for row in rows:
         if row["expected"] is None:
-            print(f"{row['name']}: {row['outcome']}: {row['reason']}")
+            print(": ".join(part for part in (row["name"], row["outcome"], row["reason"]) if part))
         elif not row["expected"]:
             logs = f"  logs: {row['logs']}" if row["logs"] else ""
             print(f"{row['name']}: {row['outcome']}  {row['reason']}{logs}")
@@ -75,7 +94,9 @@ def show(summary: dict[str, Any]) -> None:
         print(f"stopped: {summary['stopped']}; `repro run` goes on with what is missing")
     counts = ", ".join(f"{count} {outcome}" for outcome, count in summary["counts"].items())
     wrong = sum(row["expected"] is False for row in rows)
-    elsewhere = " that can run here" if any(row["expected"] is None for row in rows) else ""
+    possible = " that can run here" if summary["evidence"] == MEASURED else " that can be simulated"
+    elsewhere = possible if any(r["outcome"] == "not run" and r["expected"] is None for r in rows) else ""
     judged = f"all{elsewhere} as expected" if not wrong else f"{wrong} not as expected"
-    print(f"{summary['suite']}: {len(rows)} experiments: {counts}; {judged}")
+    what = "experiments" if summary["evidence"] == MEASURED else f"{summary['evidence']} experiments"
+    print(f"{summary['suite']}: {len(rows)} {what}: {counts}; {judged}")
     print(f"records: {summary['results']}/records")

@@ -48,7 +48,7 @@ def experiment_record(
             outcome, reason = worst["outcome"], f"rank {worst['rank']}: {worst['reason']}"
     series = _series(results) if results else {}
     return {
-        **_head("experiment", suite, experiment.name),
+        **head("experiment", suite, experiment.name),
         "key": experiment.key,
         "experiment": experiment.as_dict(),
         "evidence": "measured",
@@ -84,7 +84,7 @@ def comparison_record(
         return None
     ratio, low, high = ratio_interval(pairs, seed=0)
     return {
-        **_head("comparison", suite, f"{baseline.name} vs {subject.name}"),
+        **head("comparison", suite, f"{baseline.name} vs {subject.name}"),
         "baseline": {"name": baseline.name, "key": baseline.key},
         "subject": {"name": subject.name, "key": subject.key},
         "metric": "samples_per_s",
@@ -244,7 +244,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _head(kind: str, suite: str, name: str) -> dict[str, Any]:
+def head(kind: str, suite: str, name: str) -> dict[str, Any]:
+    """What every record begins with: its own id, when it was written, and what it is about."""
     return {
         "schema": SCHEMA,
         "protocol": PROTOCOL,

@@ -23,6 +23,8 @@ SCHEMA = 1
 """Version of the record's layout."""
 RESERVE_BYTES = 256 * 1024
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+MEASURED, SIMULATED = "measured", "simulated"
+"""Kinds of evidence that a record can be."""
 CONCLUSIVE = ("ok", "oom", "diverged")
 """Outcomes that a further run would only repeat."""
 
@@ -79,9 +81,13 @@ class Store:
         """One remark for each line that the last :meth:`records` had to skip."""
         return [remark for reading in self._read.values() for remark in reading.remarks()]
 
-    def latest(self) -> dict[str, dict[str, Any]]:
-        """The newest experiment record of every key."""
-        return {record["key"]: record for record in self.records() if record.get("kind") == "experiment"}
+    def latest(self, evidence: str = MEASURED) -> dict[str, dict[str, Any]]:
+        """The newest experiment record of every key, of one kind of evidence: both may know the same key."""
+        return {
+            record["key"]: record
+            for record in self.records()
+            if record.get("kind") == "experiment" and record.get("evidence", MEASURED) == evidence
+        }
 
     def comparisons(self) -> dict[tuple[str, str], dict[str, Any]]:
         """The newest comparison record of every (baseline key, subject key)."""

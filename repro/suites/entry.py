@@ -39,7 +39,7 @@ class Entry:
     launch: str = ""
     """Experiments with the same name here share one start of the processes."""
     expect: str = "ok"
-    """The outcome that is a success: ``oom`` where out-of-memory is the claim."""
+    """The outcome that is a success: ``oom`` where out-of-memory is the claim; empty: none is expected."""
 
 
 class Shared(NamedTuple):

@@ -10,6 +10,7 @@ from repro.results.store import Store
 from tests.launch.runs import experiments, run, write_suite
 
 FULL = '[[experiment]]\nname = "full"\nsystem = "selene"\nlayout.dp = 3072\n'
+NEEDS = "needs 3072 GPUs of system selene; `--evidence simulated` traces it here"
 
 
 def test_what_needs_a_cluster_is_listed_and_not_started(tmp_path: Path) -> None:
@@ -17,7 +18,7 @@ def test_what_needs_a_cluster_is_listed_and_not_started(tmp_path: Path) -> None:
     code, out, err = run(suite, tmp_path / "results")
     assert code == 0, err
     assert out.splitlines()[:2] == [
-        "full: not run: needs 3072 GPUs of system selene",
+        f"full: not run: {NEEDS}",
         "faults: 2 experiments: 1 not run, 1 ok; all that can run here as expected",
     ]
     records = Store(tmp_path / "results").records()
@@ -30,7 +31,7 @@ def test_as_data_and_with_a_failure_beside_it(tmp_path: Path) -> None:
     code, out, _ = run(suite, tmp_path / "results", "--json", FAKE_FAULT="raise:twin:1:2")
     assert code == 1
     rows = {row["name"]: row for row in json.loads(out)["experiments"]}
-    assert (rows["full"]["expected"], rows["full"]["reason"]) == (None, "needs 3072 GPUs of system selene")
+    assert (rows["full"]["expected"], rows["full"]["reason"]) == (None, NEEDS)
     assert (rows["twin"]["expected"], rows["twin"]["outcome"]) == (False, "error")
 
 

@@ -1,0 +1,212 @@
+"""``repro run --evidence simulated``: trace every selected experiment at its own scale, on this machine.
+
+Nothing but a few worker processes is started, an experiment each at a time, and every one takes seconds:
+see :mod:`repro.simulate`.  The records are of their own kind, and the measured ones of a key stay as they
+are.  An experiment of the machine at hand (``local``) is simulated without a limit on memory but its own, so
+that the record does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from repro import systems
+from repro.config import Experiment
+from repro.config.errors import ConfigError
+from repro.config.system import Device, Link, Quantity, System
+from repro.launch.interrupt import Interrupt
+from repro.launch.locks import Locks
+from repro.launch.progress import Progress
+from repro.launch.rank import describe, die_with_parent
+from repro.launch.recorder import DiskFull, Recorder
+from repro.launch.summary import conclude, summarise
+from repro.measure.provenance import memory, usable_cores
+from repro.results.simulated import facts, failed_record, simulated_record
+from repro.results.store import CONCLUSIVE, DISK_FULL, SIMULATED, Store
+from repro.suites import Entry, Suite
+
+WAIT_S = 0.5
+"""How often the store is tried again that another ``repro run`` is simulating for."""
+WORKER_BYTES = 2 * 2**30
+"""Host memory that one trace may take, at most."""
+
+
+def run(suite: Suite, entries: list[Entry], results: Path, system: str, rerun: bool, json: bool) -> int:
+    """Simulate what the store lacks of ``entries`` and print a summary; the exit code.
+
+    ``system``: simulate all of them on this one.  Raises ``ConfigError`` before anything is simulated.
+    """
+    if system:
+        entries = _moved(entries, system)
+        suite = replace(suite, entries=tuple(entries))
+    on = {entry.experiment.name: system_of(entry.experiment) for entry in entries}
+    missing = {entry.experiment.name: needs(entry.experiment) for entry in entries}
+    can = [entry for entry in entries if not missing[entry.experiment.name]]
+    if not can:
+        first = entries[0].experiment
+        place = f'{suite.file}: experiment "{first.name}"'
+        raise ConfigError("not simulated", expected=f"needs {missing[first.name]}", file=place)
+    failure = ""
+    with Store(results) as store, Interrupt() as interrupt:
+        todo = _lacking(can, store, on, rerun)
+        ran = {entry.experiment.name for entry in todo}
+        with Progress(total=len(todo), known=len(can) - len(todo)) as progress:
+            recorder = Recorder(suite, store, progress, SIMULATED)
+            try:
+                recorder.adopt([entry for entry in can if entry not in todo])
+                with _alone(store, progress, interrupt, bool(todo)):
+                    left = todo if rerun else _lacking(todo, store, on, rerun)
+                    progress.elsewhere(len(todo) - len(left))
+                    _simulate(left, on, recorder, interrupt)
+            except (DiskFull, WorkerDied) as error:
+                failure = str(error)
+        summary = summarise(suite, entries, store, ran=ran, needs=missing, evidence=SIMULATED)
+    return conclude(summary, failure=failure, signal=interrupt.signal, json=json)
+
+
+def needs(experiment: Experiment) -> str:
+    """What ``experiment`` would need to be simulated; empty if it can be."""
+    return "" if experiment.engine == "native" else "engine native: only the suite's own step can be traced"
+
+
+def system_of(experiment: Experiment) -> System:
+    """The system that ``experiment`` is simulated on.  Raises ``ConfigError``."""
+    return _anywhere() if experiment.system in systems.HERE else systems.load(experiment.system)
+
+
+def attempt(experiment: Experiment, system: System, suite: str) -> dict[str, Any]:
+    """Simulate one experiment; its record, whatever happens."""
+    from repro.simulate.step import simulate
+
+    began = time.perf_counter()
+    try:
+        limit = experiment.limits.memory_bytes or None
+        simulation = simulate(experiment, system, memory_limit=limit)
+    except Exception as error:  # an outcome, not the end of the suite
+        return failed_record(experiment, describe(error), suite=suite, wall_s=time.perf_counter() - began)
+    spent_s = time.perf_counter() - began
+    return simulated_record(experiment, simulation, system, suite=suite, wall_s=spent_s)
+
+
+class WorkerDied(Exception):
+    """A worker process is gone without a word; ``str`` says so."""
+
+
+def _anywhere() -> System:
+    """One machine whose processes share memory without end, for experiments of the machine at hand."""
+    unknown = Quantity(value=None, source="not asked: the record must not depend on the machine")
+    return System(
+        name="local",
+        device=Device(name="any", memory_bytes=unknown, memory_bandwidth=unknown),
+        devices_per_node=Quantity(value=1, source="one machine"),
+        nodes=Quantity(value=1, source="one machine"),
+        context_bytes=Quantity(value=0, source="left out"),
+        host_memory_bytes=unknown,
+        links={"memory": Link(per="node", bandwidth=unknown)},
+    )
+
+
+def _moved(entries: list[Entry], system: str) -> list[Entry]:
+    """``entries`` on another system, under names that no claim mistakes for the suite's own."""
+    name = systems.load(system).name
+
+    def move(experiment: Experiment) -> Experiment:
+        return replace(experiment, name=f"{experiment.name}@{name}", system=system)
+
+    return [replace(entry, experiment=move(entry.experiment), expect="") for entry in entries]
+
+
+def _lacking(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
+    """Entries without a conclusive record of today's system."""
+    latest = store.latest(SIMULATED)
+
+    def known(experiment: Experiment) -> bool:
+        record = latest.get(experiment.key)
+        if record is None or record["outcome"] not in CONCLUSIVE:
+            return False
+        return bool(record.get("simulated_on") == facts(on[experiment.name]))
+
+    return [entry for entry in entries if rerun or not known(entry.experiment)]
+
+
+@contextmanager
+def _alone(store: Store, progress: Progress, interrupt: Interrupt, needed: bool) -> Iterator[None]:
+    """Hold the store's lock on simulations, which are too short to be shared out.  Raises ``DiskFull``."""
+    if not needed:
+        yield
+        return
+    locks = Locks(store.root)
+    told = False
+    try:
+        store.prepare()
+        while not locks.take([SIMULATED]):
+            if interrupt:
+                break
+            if not told:
+                progress.say("waiting for another `repro run --evidence simulated` on this store")
+                told = True
+            time.sleep(WAIT_S)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise DiskFull(f"disk full: {error.filename or store.root}") from None
+    try:
+        yield
+    finally:
+        locks.release()
+
+
+def _simulate(entries: list[Entry], on: dict[str, System], recorder: Recorder, interrupt: Interrupt) -> None:
+    """Simulate and record ``entries``, until done or interrupted."""
+    if not entries or interrupt:
+        return
+    recorder.begin()
+    experiments = {entry.experiment.name: entry.experiment for entry in entries}
+    work = [(e, on[e.name], recorder.suite.name) for e in experiments.values()]
+    for record in _attempts(work, workers(len(work))):
+        recorder.simulated(experiments[record["name"]], record)
+        if interrupt:
+            return
+
+
+def workers(tasks: int) -> int:
+    """Processes to use: one per task, core and 2 GiB of free memory."""
+    return max(1, min(tasks, usable_cores(), memory()["available_bytes"] // WORKER_BYTES))
+
+
+def _attempts(work: list[tuple[Experiment, System, str]], count: int) -> Iterator[dict[str, Any]]:
+    """Records in the order in which they get ready."""
+    if count == 1:
+        for task in work:
+            yield attempt(*task)
+        return
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import get_context
+
+    pool = ProcessPoolExecutor(count, get_context("spawn"), _prepare, (os.getpid(),))
+    try:
+        for future in as_completed([pool.submit(attempt, *task) for task in work]):
+            yield future.result()
+    except BrokenProcessPool:
+        raise WorkerDied("a worker process died: killed, perhaps for want of memory") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _prepare(parent: int) -> None:
+    """A worker lives no longer than ``parent``, leaves Ctrl-C to it, and takes one core."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch
+
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr  # the parent's output is one document

@@ -1,0 +1,223 @@
+"""`repro run --evidence simulated`: any scale on this machine, recorded beside what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro import suites
+from repro.cli import main
+from repro.config import ConfigError
+from repro.launch import run as measured
+from repro.launch import simulated
+from repro.launch.interrupt import Interrupt
+from repro.launch.progress import Progress
+from repro.launch.recorder import Recorder
+from repro.results.store import SIMULATED, Store
+from tests.launch.runs import experiments, write_suite
+from tests.launch.runs import run as run_process
+
+FULL = (
+    '[[experiment]]\nname = "full"\nsystem = "selene"\nlayout = { dp = 64, zero = 2, precision = "fp16" }\n'
+)
+TORCH = '[[experiment]]\nname = "torch"\nengine = "torch"\nlayout.zero = 1\n'
+LIMIT = '[[experiment]]\nname = "limit"\nexpect = "oom"\nlimits.memory_bytes = 100_000\n'
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting a worker costs more than the small steps here."""
+    monkeypatch.setattr(simulated, "workers", lambda tasks: 1)
+
+
+def run(
+    suite: Path, results: Path, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, dict[str, Any]]:
+    code = main(
+        ["run", str(suite), "--evidence", "simulated", "--results", str(results), "--json", *arguments]
+    )
+    out = capsys.readouterr().out
+    return code, json.loads(out) if out else {}
+
+
+def rows(summary: dict[str, Any]) -> dict[str, tuple[str, Any, bool]]:
+    return {
+        row["name"]: (row["outcome"], row["expected"], row["already_known"]) for row in summary["experiments"]
+    }
+
+
+def test_every_scale_is_simulated_here_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite = write_suite(tmp_path, experiments("small") + FULL + TORCH + LIMIT)
+    code, summary = run(suite, tmp_path / "results", capsys)
+    assert code == 0
+    assert rows(summary) == {
+        "small": ("ok", True, False),
+        "full": ("ok", True, False),
+        "torch": ("not run", None, True),
+        "limit": ("oom", True, False),
+    }
+    reasons = {row["name"]: row["reason"] for row in summary["experiments"]}
+    assert reasons["torch"] == "needs engine native: only the suite's own step can be traced"
+    assert "out of memory" in reasons["limit"]
+
+    code, again = run(suite, tmp_path / "results", capsys)
+    assert code == 0
+    assert all(known for _, _, known in rows(again).values())
+    assert len(Store(tmp_path / "results").records()) == 3
+    run(suite, tmp_path / "results", capsys, "--rerun", "--only", "full")
+    assert len(Store(tmp_path / "results").records()) == 4
+
+
+def test_the_record_has_a_measured_ones_shape_and_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = write_suite(tmp_path, FULL)
+    run(suite, tmp_path / "results", capsys)
+    (record,) = Store(tmp_path / "results").records()
+    experiment = suites.load(suite).entry("full").experiment
+    assert (record["evidence"], record["key"], record["name"]) == ("simulated", experiment.key, "full")
+    assert record["provenance"]["packages"]["torch"]
+    metrics = record["metrics"]
+    psi, nd = metrics["model.parameters"], 64
+    assert metrics["parameters"] == psi
+    assert metrics["memory.states_bytes"] == pytest.approx(2 * psi + 14 * psi / nd, rel=0.05)
+    assert metrics["memory.parameters_bytes"] == 2 * (psi + metrics["padding"])
+    assert metrics["memory.used_bytes"] == metrics["memory.reserved_bytes"] + metrics["memory.context_bytes"]
+    assert metrics["memory.reserved_bytes"] >= metrics["memory.peak_bytes"]
+    assert metrics["memory.limit_bytes"] + metrics["memory.context_bytes"] == 85_198_897_152
+    assert metrics["comm.link.inter-node.sent_bytes"] == metrics["comm.sent_bytes"]
+    assert metrics["comm.sent_bytes"] == sum(row["sent_bytes"] for row in record["comm"])
+    (role,) = record["roles"]
+    assert role["ranks"] == nd
+    assert role["peak"]["total"] == metrics["memory.peak_bytes"]
+    assert ":" in role["peak_line"]
+
+
+def test_measured_and_simulated_records_of_one_key_stay_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = write_suite(tmp_path, experiments("a", "b"))
+    results = tmp_path / "results"
+    code, _, err = run_process(suite, results, "--only", "a")
+    assert code == 0, err
+    code, summary = run(suite, results, capsys)
+    assert rows(summary) == {"a": ("ok", True, False), "b": ("ok", True, False)}, "a measured record counts"
+    store = Store(results)
+    assert {record["evidence"] for record in store.latest().values()} == {"measured"}
+    assert len(store.latest()) == 1
+    assert len(store.latest(SIMULATED)) == 2
+    code, out, err = run_process(suite, results, "--json")
+    assert code == 0, err
+    assert rows(json.loads(out)) == {"a": ("ok", True, True), "b": ("ok", True, False)}, (
+        "a simulated one does"
+    )
+
+
+def test_it_says_what_a_real_run_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = 'layout = { dp = 2, zero = 1, precision = "bf16", recompute = true, global_batch = 4 }'
+    suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{layout}', limits="hang_s = 60")
+    code, _, err = run_process(suite, tmp_path / "results", fake=False)
+    assert code == 0, err
+    run(suite, tmp_path / "results", capsys)
+    real, traced = (record["metrics"] for record in Store(tmp_path / "results").records())
+    shared = {name for name in real if name in traced}
+    kinds = ("memory.", "comm.", "parameters", "padding")
+    times = {"memory.rss_peak_bytes"}
+    assert {name for name in real if name.startswith(kinds)} - times <= shared
+    # What is live at a moment differs by what gloo receives in (tests/simulate compares with it) and by scalars.
+    moments = {"memory.peak_bytes", "memory.init_peak_bytes", "memory.activations_bytes"}
+    assert {n: traced[n] for n in shared - moments} == {n: real[n] for n in shared - moments}
+    assert traced["memory.peak_bytes"] <= real["memory.peak_bytes"]
+
+
+def test_another_system_gets_names_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite = write_suite(tmp_path, FULL + LIMIT)
+    code, summary = run(suite, tmp_path / "results", capsys, "--system", "dgx2", "--only", "f*")
+    assert code == 0
+    assert rows(summary) == {"full@dgx2": ("ok", None, False)}
+    (record,) = Store(tmp_path / "results").records()
+    assert (record["name"], record["experiment"]["system"]) == ("full@dgx2", "dgx2")
+    assert record["simulated_on"]["devices_per_node"] == 16
+
+
+def test_a_corrected_system_makes_older_records_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = write_suite(tmp_path, FULL)
+    run(suite, tmp_path / "results", capsys)
+    monkeypatch.setattr("repro.config.system.System.context", lambda self: 7)
+    _, summary = run(suite, tmp_path / "results", capsys)
+    assert rows(summary)["full"] == ("ok", True, False)
+
+
+def test_one_that_fails_is_an_outcome(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such\nshape")
+
+    monkeypatch.setattr("repro.simulate.step.simulate", explode)
+    suite = write_suite(tmp_path, experiments("a"))
+    code, summary = run(suite, tmp_path / "results", capsys)
+    assert code == 1
+    (row,) = summary["experiments"]
+    assert (row["outcome"], row["reason"]) == ("error", "RuntimeError: no such shape")
+    monkeypatch.undo()
+    monkeypatch.setattr(simulated, "workers", lambda tasks: 1)
+    assert run(suite, tmp_path / "results", capsys)[0] == 0, "an error is tried again"
+
+
+def test_workers_share_a_suite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "workers", lambda tasks: 2)
+    suite = write_suite(tmp_path, experiments("a", "b", "c"))
+    code, summary = run(suite, tmp_path / "results", capsys)
+    assert code == 0
+    assert summary["counts"] == {"ok": 3}
+
+
+def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
+    suite = suites.load(write_suite(tmp_path, experiments("a", "b")))
+    interrupt = Interrupt()
+    with Store(tmp_path / "results") as store, Progress(total=2, known=0) as progress:
+        recorder = Recorder(suite, store, progress, SIMULATED)
+        whole = recorder.simulated
+
+        def then_stop(*arguments: Any) -> None:
+            whole(*arguments)
+            interrupt.signal = 2
+
+        recorder.simulated = then_stop  # type: ignore[method-assign]
+        on = {entry.experiment.name: simulated.system_of(entry.experiment) for entry in suite.entries}
+        simulated._simulate(list(suite.entries), on, recorder, interrupt)
+        assert [record["name"] for record in store.records()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--evidence", "guessed"], "--evidence = 'guessed': measured or simulated"),
+        (["--system", "dgx2"], "--system = 'dgx2': --evidence simulated; measured runs use the machine"),
+        (["--evidence", "simulated", "--system", "dgx22"], "system = 'dgx22': did you mean dgx2"),
+        (["--evidence", "simulated", "--only", "torch"], "not simulated: needs engine native"),
+        (["--only", "full"], "needs 64 GPUs of system selene; `--evidence simulated` traces it here"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    suite = write_suite(tmp_path, FULL + TORCH)
+    assert main(["run", str(suite), "--results", str(tmp_path / "results"), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
+    assert not (tmp_path / "results").exists()
+
+
+def test_the_torch_engine_gets_no_hint(tmp_path: Path) -> None:
+    body = TORCH.replace('name = "torch"', 'name = "far"\nsystem = "selene"')
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs of system selene$"):
+        measured.command(write_suite(tmp_path, body), [], tmp_path / "r", "local", False, False)
