@@ -145,6 +145,8 @@ class _Loop:
         self.micro_batch = 0
         self._forward = False
         """Whether a forward pass waits for its backward pass."""
+        self._recording = False
+        """Whether the forward pass that runs, or ran last, was made with gradients."""
         self._queued = False
         """Whether a backward pass runs."""
         self._uses: dict[int, tuple[int, bool]] = {}
@@ -183,7 +185,7 @@ class _Loop:
             buckets = [bucket_of[id(p)] for p in parameters if id(p) in bucket_of]
 
             def count(block: nn.Module, inputs: Any) -> None:
-                if not self._forward or self._queued:  # evaluation, or recomputation
+                if not self._recording or self._queued:  # evaluation, or recomputation
                     return
                 times, checkpointed = self._uses.get(id(block), (0, False))
                 checkpointed |= not torch.is_grad_enabled()
@@ -199,7 +201,11 @@ class _Loop:
                 names[use.module].register_forward_pre_hook(watch(parameters))
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
+        if self._queued and torch._C._current_graph_task_id() != -1:
+            return  # recomputation of the whole module
+        self._queued = False  # a backward pass that failed has not taken it back
+        self._recording = torch.is_grad_enabled()
+        if not self._recording:
             if self.sharded.gatherer is not None:
                 self.sharded.gatherer.begin()
             return

@@ -378,7 +378,8 @@ class ParameterPublisher:
 
     After the optimizer step all buckets are gathered, first layers first; a unit whose forward reads a
     bucket waits for that bucket only.  (A unit, not each module: some modules read a child's parameters
-    without calling the child.)
+    without calling the child.)  What no module of the last forward pass waited for is waited for at the
+    start of the next, since a module around it may read it.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit], buckets: Sequence[Bucket]):
@@ -386,7 +387,9 @@ class ParameterPublisher:
         self._works: dict[int, Work] = {}
         bucket_of = {id(p): b for b, bucket in enumerate(self.buckets) for p in bucket.parameters}
         modules = dict(module.named_modules())
-        self._handles = []
+        self._handles = [module.register_forward_pre_hook(self._begin, prepend=True)]
+        self._used: set[int] = set()
+        """Buckets that modules of this forward pass, or of the last one, have asked for."""
         for unit, parameters in zip(units, parameters_of(module, units), strict=True):
             needed = sorted({bucket_of[id(p)] for p in parameters if id(p) in bucket_of})
             for use in unit.uses:
@@ -407,12 +410,20 @@ class ParameterPublisher:
         for handle in self._handles:
             handle.remove()
 
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        """A forward pass starts."""
+        self._await([b for b in self._works if b not in self._used])
+        self._used = set()
+
     def _before(self, needed: list[int]) -> Callable[..., None]:
         def await_parameters(module: nn.Module, inputs: Any) -> None:
-            if self._works:
-                for b in needed:
-                    work = self._works.pop(b, None)
-                    if work is not None:
-                        work.wait()
+            self._used.update(needed)
+            self._await(needed)
 
         return await_parameters
+
+    def _await(self, buckets: Sequence[int]) -> None:
+        for b in buckets:
+            work = self._works.pop(b, None)
+            if work is not None:
+                work.wait()

@@ -145,6 +145,18 @@ class Plain(nn.Module):
         return x
 
 
+class SideDoor(nn.Module):
+    """A block's parameter is read without calling the block, as a method does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(nn.functional.linear(x, self.blocks[1].weight, self.blocks[1].bias))
+        return self.blocks[2](torch.tanh(self.blocks[0](x)))
+
+
 Pass = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -164,9 +176,28 @@ def evaluate_between(module: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+def checkpointed(reentrant: bool, module: nn.Module, x: Tensor) -> Tensor:
+    """The whole module is computed again in the backward pass."""
+    return checkpoint(module, x.requires_grad_(), use_reentrant=reentrant).square().mean()
+
+
 def two_passes(module: nn.Module, x: Tensor) -> Tensor:
     """One loss of two forward passes."""
     return once(module, x) + once(module, -x)
+
+
+def after_failure(module: nn.Module, x: Tensor) -> Tensor:
+    """A backward pass broke off before this one."""
+    out = module(x)
+    out.grad_fn.register_prehook(fail)
+    with pytest.raises(ZeroDivisionError):
+        out.square().mean().backward()
+    return once(module, x)
+
+
+def fail(gradients: Any) -> None:
+    """A hook of the user's."""
+    raise ZeroDivisionError
 
 
 def abandoned(module: nn.Module, x: Tensor) -> Tensor:
@@ -175,8 +206,13 @@ def abandoned(module: nn.Module, x: Tensor) -> Tensor:
     return once(module, x)
 
 
-def train(kind: type[nn.Module], layout: Layout | None, loss_of: Pass = once) -> dict[str, Tensor]:
-    """Parameters after some steps; without a layout of one process that has all ranks' samples, rank by rank."""
+def train(
+    kind: type[nn.Module], layout: Layout | None, loss_of: Pass = once, late: bool = False
+) -> dict[str, Tensor]:
+    """Parameters after some steps; without a layout of one process that has all ranks' samples, rank by rank.
+
+    ``late``: rank 1 sends its new parameters late.
+    """
     torch.manual_seed(1)
     module = kind()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -185,6 +221,8 @@ def train(kind: type[nn.Module], layout: Layout | None, loss_of: Pass = once) ->
     if layout is not None:
         module, optimizer = repro.parallelize(module, optimizer, layout)
         mine, pieces = [dist.get_rank()], layout.accumulation
+        if late and dist.get_rank():
+            optimizer.register_step_pre_hook(lambda *_: time.sleep(0.1))
     data = torch.Generator().manual_seed(7)
     for _ in range(STEPS):
         inputs = torch.randn(RANKS, ROWS, WIDTH, generator=data)
@@ -228,6 +266,24 @@ STAGES = pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("kind", [DataDependent, Reentrant, Segments, Containers])
 def test_trains_as_one_process_does(two: RankPool, kind: type[nn.Module], zero: int) -> None:
     assert_same(two.run(train, kind, layout_of(zero)), alone(kind))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("kind", [Containers, SideDoor])
+def test_no_stale_parameter_is_read(two: RankPool, kind: type[nn.Module], zero: int) -> None:
+    assert_same(two.run(train, kind, layout_of(zero), once, True), alone(kind))
+
+
+@STAGES
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_whole_module_under_a_checkpoint(two: RankPool, reentrant: bool, zero: int) -> None:
+    found = two.run(train, Plain, layout_of(zero), partial(checkpointed, reentrant))
+    assert_same(found, alone(Plain))
+
+
+@STAGES
+def test_training_goes_on_after_a_backward_pass_that_failed(two: RankPool, zero: int) -> None:
+    assert_same(two.run(train, Plain, layout_of(zero), after_failure), alone(Plain))
 
 
 @STAGES
