@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -105,6 +105,7 @@ def trace(experiment: Experiment, role: Role, *, gloo: bool = False) -> Trace:
 
     ``gloo``: count the receive buffers that gloo's transport needs, for comparison with runs on CPUs.
     """
+    _load()
     began = time.perf_counter()
     whole = experiment.layout.accumulation
     layout = shortened(experiment.layout, role.stage)
@@ -144,6 +145,14 @@ def trace(experiment: Experiment, role: Role, *, gloo: bool = False) -> Trace:
         engine.padding(),
         time.perf_counter() - began,
     )
+
+
+@cache
+def _load() -> None:
+    """Have torch import its shape functions now: importing them in a step would keep its tensors alive."""
+    meta = torch.device("meta")
+    index = torch.empty(1, dtype=torch.int64, device=meta)
+    torch.nn.functional.embedding(index, torch.empty(1, 1, device=meta))
 
 
 def shortened(layout: Layout, stage: int) -> Layout:
