@@ -20,7 +20,8 @@ import repro
 from repro.config import Layout
 from repro.engines.wrap import require_backend
 from repro.parallel import mesh as meshes
-from repro.parallel.bucket import Tag
+from repro.parallel.bucket import Bucket, Tag
+from repro.parallel.comm import Work
 from repro.parallel.sharding import ShardedModule, Sharding
 from repro.parallel.zero import default_units
 from tests.pool import RankPool
@@ -222,7 +223,8 @@ def train(
         module, optimizer = repro.parallelize(module, optimizer, layout)
         mine, pieces = [dist.get_rank()], layout.accumulation
         if late and dist.get_rank():
-            optimizer.register_step_pre_hook(lambda *_: time.sleep(0.1))
+            for bucket in module.repro.buckets:
+                vars(bucket)["gather"] = partial(gather_late, bucket)
     data = torch.Generator().manual_seed(7)
     for _ in range(STEPS):
         inputs = torch.randn(RANKS, ROWS, WIDTH, generator=data)
@@ -238,6 +240,12 @@ def train(
     if layout is None:
         return {name: p.detach().clone() for name, p in module.named_parameters()}
     return module.repro.full_parameters()
+
+
+def gather_late(bucket: Bucket) -> Work:
+    """The other ranks wait a while for this rank's part of every bucket."""
+    time.sleep(0.02)
+    return Bucket.gather(bucket)
 
 
 @cache
