@@ -149,10 +149,8 @@ def trace(experiment: Experiment, role: Role, *, gloo: bool = False) -> Trace:
 
 @cache
 def _load() -> None:
-    """Have torch import its shape functions now: importing them in a step would keep its tensors alive."""
-    meta = torch.device("meta")
-    index = torch.empty(1, dtype=torch.int64, device=meta)
-    torch.nn.functional.embedding(index, torch.empty(1, 1, device=meta))
+    """Import now what torch's shape functions import when first called, which would keep tensors alive."""
+    import torch._dynamo  # noqa: F401
 
 
 def shortened(layout: Layout, stage: int) -> Layout:
