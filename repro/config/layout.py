@@ -109,6 +109,7 @@ class Layout:
             self.cb,
             "true with zero = 3, which communicates one block at a time and has nothing to fuse",
         )
+        require(self.cb or self.dp > 1, "cb", self.cb, "true with dp = 1, where no gradients are sent")
 
     def _check_pipeline(self) -> None:
         parts = self.pp * self.chunks
