@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.config.errors import ConfigError
-from repro.report import measured, verdicts
+from repro.report import measured, simulated, verdicts
 
 if TYPE_CHECKING:
     from repro.report.figures.style import Drawing
@@ -27,6 +27,8 @@ class Report:
     claims: int
     verdicts: dict[str, int]
     experiments: int
+    """Measured ones."""
+    simulated: int
     comparisons: int
     figures: list[Path] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
@@ -49,7 +51,8 @@ def command(results: Path = Path("results"), out: Path = Path("reports/out"), js
         print(f"note: {remark}")
     counts = ", ".join(f"{count} {verdict}" for verdict, count in report.verdicts.items())
     drawn = len(report.figures) // 2
-    print(f"{report.claims} claims ({counts}); {report.experiments} experiments, {drawn} figures")
+    seen = f"{report.experiments} experiments, {report.simulated} simulated"
+    print(f"{report.claims} claims ({counts}); {seen}, {drawn} figures")
     print(f"report: {report.page}")
     return 0
 
@@ -82,6 +85,7 @@ def build(results: Path, out: Path) -> Report:
         claims=len(claims),
         verdicts={entry["verdict"]: entry["count"] for entry in counts},
         experiments=len(selection.experiments),
+        simulated=len(selection.simulated),
         comparisons=len(selection.comparisons),
         missing={drawing.id: drawing.missing for drawing in drawings if drawing.missing},
         remarks=remarks,
@@ -96,7 +100,8 @@ def build(results: Path, out: Path) -> Report:
             "summary": counts,
             "figures": figures,
             "experiments": [measured.experiment_row(record) for record in selection.experiments],
-            "machines": measured.machines(selection.experiments),
+            "simulated": [simulated.experiment_row(record) for record in selection.simulated],
+            "machines": measured.machines([*selection.experiments, *selection.simulated]),
             "comparisons": selection.comparisons,
             "remarks": remarks,
         }
@@ -159,7 +164,8 @@ def _remarks(results: Path, records: list[Any], selection: measured.Selection, t
         remarks.append(
             f"{selection.foreign} records of another measurement protocol are left out: not comparable"
         )
-    failed = [record for record in selection.experiments if record["outcome"] not in measured.CONCLUSIVE]
+    every = [*selection.experiments, *selection.simulated]
+    failed = [record for record in every if record["outcome"] not in measured.CONCLUSIVE]
     if failed:
         names = ", ".join(
             f"{record['suite']}/{record['name']} ({record['outcome']})" for record in failed[:6]

@@ -8,9 +8,9 @@ from typing import Any
 
 from repro.config.experiment import PROTOCOL
 from repro.report import text
+from repro.results.store import CONCLUSIVE, SIMULATED
 
 Record = dict[str, Any]
-CONCLUSIVE = ("ok", "oom", "diverged")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class Selection:
     """The records that the page shows; the same that the judge reads."""
 
     experiments: list[Record]
-    """The newest conclusive record of each experiment, else its newest failure."""
+    """The newest conclusive record of each measured experiment, else its newest failure."""
+    simulated: list[Record]
+    """The same of each simulated one; figures of what was measured know nothing of them."""
     comparisons: list[Record]
     """The newest of each pair."""
     older: int
@@ -47,7 +49,8 @@ def select(records: Iterable[Record]) -> Selection:
             total -= 1
     shown = len(experiments) + len(comparisons)
     return Selection(
-        experiments=[experiments[at] for at in sorted(experiments)],
+        experiments=[experiments[at] for at in sorted(experiments) if at[0] != SIMULATED],
+        simulated=[experiments[at] for at in sorted(experiments) if at[0] == SIMULATED],
         comparisons=[comparisons[at] for at in sorted(comparisons)],
         older=total - foreign - shown,
         foreign=foreign,
@@ -94,15 +97,21 @@ def experiment_row(record: Record) -> dict[str, Any]:
     }
 
 
+_SWITCHES = {"pa": "P_a", "pa_cpu": "on the CPU", "md": "M_D", "scatter_gather": "scatter/gather"}
+
+
 def layout(values: dict[str, Any]) -> str:
     """A layout in a few words: ``dp 2, tp 2, sp, zero 3, bf16``; what is off is not said."""
-    parts = [f"{key} {values[key]}" for key in ("dp", "tp") if values[key] > 1]
+    parts = [f"{key} {values[key]}" for key in ("dp", "tp", "pp") if values.get(key, 1) > 1]
+    parts += [f"{values['chunks']} chunks"] if values.get("chunks", 1) > 1 else []
     parts += ["sp"] if values["sp"] else []
     if values["dp"] > 1 or values["zero"]:
         parts.append(
             f"zero {values['zero']}" + (" (all-reduce)" if values["zero1_reduce"] == "all-reduce" else "")
         )
     parts += ["recompute"] if values["recompute"] else []
+    parts += [name for key, name in _SWITCHES.items() if values.get(key)]
+    parts += ["no C_B"] if not values.get("cb", True) else []
     return ", ".join([*(parts or ["one process"]), values["precision"]])
 
 

@@ -20,13 +20,18 @@ def slug(verdict: str) -> str:
     return verdict.replace(" ", "-")
 
 
+def anchor(kind: str, name: str) -> str:
+    """Where the page has the record of the experiment ``suite/name``."""
+    return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '-')}"
+
+
 def claim_view(result: ClaimResult, line: Line, ledger: Ledger) -> dict[str, Any]:
     """Everything that the page says about one claim."""
     from repro.claims.judge import experiments
 
     claim = result.claim
-    names = [
-        name
+    read = [
+        (evidence.kind, name)
         for row in claim.rows
         for evidence in row.evidence
         if evidence.kind != "analytic"
@@ -56,7 +61,9 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger) -> dict[str, Any
         "disagreements": result.disagreements,
         "cells": {kind: _cell(result, line, kind) for kind in KINDS},
         "rows": [_row(row, claim) for row in result.rows],
-        "experiments": list(dict.fromkeys(names)),
+        "experiments": [
+            {"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in dict.fromkeys(read)
+        ],
     }
 
 

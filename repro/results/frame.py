@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Record = dict[str, Any]
-_HEAD = ("suite", "name", "key", "written")
+_HEAD = ("suite", "name", "key", "evidence", "written")
 _LAYOUT = ("dp", "tp", "zero", "sp", "micro_batch", "global_batch", "recompute", "precision")
 
 

@@ -49,7 +49,8 @@ def rank_result(rank: int, e: Experiment, seed: int = 0, speed: float = 1.0) -> 
     steps = [[speed * 0.01 * (1 + 0.05 * rng.random()) for _ in range(4)] for _ in range(5)]
     volume = 2 * PSI * (3 if stage == 3 or e.layout.zero1_reduce == "all-reduce" else 2) * (nd - 1) / nd
     comm = [
-        {"op": "any", "group": "dp", "size": nd, "calls": 3, "payload_bytes": 4 * PSI, "sent_bytes": volume}
+        {"op": "any", "group": "dp", "size": nd, "purpose": "", "calls": 3, "payload_bytes": 4 * PSI}
+        | {"sent_bytes": volume}
     ]
     losses = [5.5 * math.exp(-step / 30) for step in range(20)]
     if e.layout.world > 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.results.store import RESERVE_BYTES, Store
@@ -31,6 +31,7 @@ def record(name: str, key: str = "k", **more: Any) -> dict[str, Any]:
     return {"kind": "experiment", "key": key, "name": name, "written": f"{time.time():020.6f}", **more}
 
 
+@settings(deadline=None)  # every record waits for the disk
 @given(
     st.lists(st.dictionaries(st.text().filter(lambda key: key != "written"), values, max_size=5), max_size=5)
 )

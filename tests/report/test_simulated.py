@@ -1,0 +1,73 @@
+"""Simulated records have a table of their own and are in no picture of what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import synthetic
+
+from repro import systems
+from repro.config import Experiment
+from repro.launch.simulated import attempt
+from repro.report.build import build
+from repro.report.figures import draw_all
+from repro.report.measured import select
+from repro.report.simulated import experiment_row
+from repro.results.frame import experiments
+from repro.results.simulated import failed_record
+from repro.results.store import Store
+
+ONE = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16")
+
+
+@pytest.fixture(scope="module")
+def traced() -> list[dict[str, object]]:
+    """A trace of an experiment that the synthetic store has measured, one that does not fit, and a failure."""
+    layout = {"tp": 2, "pp": 2, "global_batch": 2, "scatter_gather": True, "recompute": True, "pa": True}
+    deep = synthetic.experiment("deep", **layout)
+    small = Experiment(name="tight", model=deep.model, layout=deep.layout, system="selene")
+    records = [attempt(e, systems.load("selene"), "smoke") for e in (ONE, small)]
+    records[1] |= {"outcome": "oom", "reason": "middle <stage>: out of memory"}
+    records[1]["metrics"].pop("memory.reserved_bytes")
+    return [*records, failed_record(deep, "ValueError: no", suite="smoke", wall_s=0.1)]
+
+
+def test_figures_show_measured_records_only(traced: list[dict[str, object]]) -> None:
+    measured = synthetic.records()
+    both, alone = select([*measured, *traced]), select(measured)
+    assert both.experiments == alone.experiments
+    assert [record["name"] for record in both.simulated] == ["deep", "states-z1-dp2", "tight"]
+    assert both.older == alone.older == 0
+    for drawing in draw_all(select(traced).experiments, []):
+        assert drawing.figure is None
+
+
+def test_rows(traced: list[dict[str, object]]) -> None:
+    row = experiment_row(traced[0])
+    assert (row["anchor"], row["ranks"], row["outcome"]) == ("sim-smoke-states-z1-dp2", "2", "ok")
+    assert row["states"] != "–" != row["reserved"]
+    assert row["limit"] == "83.7 GB"
+    assert row["between"] == "0 B", "two GPUs of one node"
+    tight = experiment_row(traced[1])
+    assert tight["layout"] == "tp 2, pp 2, recompute, P_a, scatter/gather, fp32, micro-batch 1"
+    assert tight["reserved"] == "–"
+    assert tight["where"].endswith("stage")
+    assert experiment_row(traced[2])["peak"] == "–"
+
+
+def test_page(traced: list[dict[str, object]], tmp_path: Path) -> None:
+    with Store(tmp_path / "results") as store:
+        for record in [*synthetic.records()[:6], *traced]:
+            store.append(record)
+    report = build(tmp_path / "results", tmp_path / "out")
+    assert (report.experiments, report.simulated) == (6, 3)
+    page = report.page.read_text(encoding="utf-8")
+    assert page.count('id="sim-smoke-states-z1-dp2"') == page.count('id="run-smoke-states-z1-dp2"') == 1
+    assert "middle &lt;stage&gt;: out of memory" in page
+    assert "without a conclusive result: smoke/deep (error)" in page
+
+
+def test_tidy_views_tell_the_evidence(traced: list[dict[str, object]]) -> None:
+    frame = experiments([*synthetic.records()[:2], *traced])
+    assert list(frame["evidence"]) == ["measured"] * 2 + ["simulated"] * 3
