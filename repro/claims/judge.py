@@ -19,7 +19,7 @@ from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.ledger import KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Claim, Evidence, Ledger, Row
 from repro.claims.published import UNITS, digitised, printed, show
 from repro.claims.records import Missing, Records
-from repro.claims.tolerance import NOISELESS, RELATIVE, accepted, agrees_at_scale
+from repro.claims.tolerance import NOISELESS, accepted, agrees_at_scale, room
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 NOT_COMPARABLE, NOT_RUN = "not comparable", "not run"
@@ -203,9 +203,8 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         point = float(value.value)
         seen = (low, high) if evidence.metric in NOISELESS else (point, point)  # noise must not help
         agrees = agrees_at_scale(seen, (float(expected.low), float(expected.high)), evidence.metric)
-        slack = RELATIVE[evidence.metric]
-        limit = f"within {slack:g} relative" if slack else "exactly"
-        reason = f"{show(float(expected.value))} expected at this scale, {limit} ({evidence.metric})"
+        expectation = show(float(expected.value))
+        reason = f"{expectation} expected at this scale, {room(evidence.metric)} ({evidence.metric})"
     else:
         assert row.printed is not None
         rule = accepted(

@@ -14,7 +14,7 @@ from repro.claims.expression import Expression, ExpressionError, Uncertain, Valu
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.published import UNITS, Printed, digitised, printed, read
 from repro.claims.records import Records
-from repro.claims.tolerance import BOUNDS, RELATIVE
+from repro.claims.tolerance import BOUNDS, POINTS, RELATIVE
 from repro.config.errors import ConfigError
 
 _CLOSED = {**FORMULAS, "printed": printed, "digitised": digitised}
@@ -159,11 +159,15 @@ def _row(
             raise ConfigError(
                 "published", published, "a number such as 1.88, 14.4B or 3-5, since a value is compared"
             )
+        unit = _one_of("unit", entry.unit or claim.unit, UNITS)
+        for points in sorted({metric, *(item.metric for item in evidence)} & POINTS.keys()):
+            if unit != "%":
+                raise ConfigError("unit", unit, f"% with metric {points}, whose tolerance is in points")
         return the.Row(
             label=entry.label,
             published=published,
             printed=number,
-            unit=_one_of("unit", entry.unit or claim.unit, UNITS),
+            unit=unit,
             metric=metric,
             bound=_one_of("bound", entry.bound, BOUNDS),
             error=entry.error,

@@ -13,7 +13,9 @@ A bound ("over 38", "at least 24", "less than 20", "up to 6") is met on its own 
 ``up to`` asks that the best case gets there.
 
 A scaled twin is not compared with the published number but with the same formula at the twin's own scale,
-which the ledger writes as ``expect``; its class is ``exact``, ``exact-padding`` or ``parity``.
+which the ledger writes as ``expect``; its class is ``exact``, ``exact-padding`` or ``parity``, or ``share`` where
+the formula says what part of the time is idle.  Where there is noise, the measured point decides and not its
+interval, so that noise is no help.
 
 No row of the ledger has a tolerance of its own.
 """
@@ -34,6 +36,7 @@ RELATIVE: dict[str, float] = {
     "throughput": 0.15,
     "time": 0.15,
     "ratio": 0.12,
+    "share": 0.0,
     "quality": 0.0,
 }
 """Relative tolerance by class of metric.
@@ -44,6 +47,13 @@ a hundred times larger.  ``parity``: the same loss from another layout in fp32. 
 source gives a model ("100B"), against its true parameter count; as memory.  ``limit``: the largest model
 that fits, good to one step of the sizes that the source tried.  ``quality``: scores of weights; never
 compared without the weights.
+"""
+POINTS: dict[str, float] = {"share": 3.0}
+"""Absolute tolerance in percentage points, for classes whose unit is %.
+
+``share``: time that is lost, as a share of the time of the work.  What disturbs it (messages that take time,
+stages that are not quite equal, a core that is taken away) is a share of the work as well, and does not
+become less where the loss is small: 12 % of a bubble of 8 % would be asking for a hundredth of the work.
 """
 NOISELESS = ("exact", "exact-padding", "parity")
 """Classes whose measured values have no noise: the printed digits give them no room (4.4 calls are not 4)."""
@@ -93,6 +103,9 @@ def accepted(
     widened = [(low - error, high + error, f"digitised +-{error:g}")] if error else []
     if relative:
         widened.append((low - relative * abs(low), high + relative * abs(high), f"{relative:.0%} ({metric})"))
+    if metric in POINTS and not closed_form:
+        points = POINTS[metric]
+        widened.append((low - points, high + points, f"{points:g} points ({metric})"))
     if metric == "limit" and not closed_form and steps:
         below = max((step for step in steps if step < low), default=low)
         above = min((step for step in steps if step > high), default=high)
@@ -116,5 +129,12 @@ def accepted(
 
 def agrees_at_scale(value: tuple[float, float], expected: tuple[float, float], metric: str) -> bool:
     """Whether two intervals, of a scaled twin and of the formula at its scale, meet under ``metric``."""
-    slack = max(RELATIVE[metric], _ROUNDING) * max(abs(expected[0]), abs(expected[1]))
+    slack = max(RELATIVE[metric], _ROUNDING) * max(abs(expected[0]), abs(expected[1])) + POINTS.get(metric, 0)
     return value[1] >= expected[0] - slack and value[0] <= expected[1] + slack
+
+
+def room(metric: str) -> str:
+    """The tolerance of a class in words: ``exactly``, ``within 0.001 relative``, ``within 3 points``."""
+    if metric in POINTS:
+        return f"within {POINTS[metric]:g} points"
+    return f"within {RELATIVE[metric]:g} relative" if RELATIVE[metric] else "exactly"

@@ -78,6 +78,10 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
     "not arithmetic": (("2 * GB", "().__class__"), ["rows[x].analytic", "is not arithmetic"]),
     "record in a closed form": (("2 * GB", "metric('a/b', 'c')"), ["unknown function metric"]),
     "words with a value": (('published = "2",', 'published = "two",'), ["published = 'two'", "a number"]),
+    "points of gigabytes": (
+        ("label", 'metric = "share", label'),
+        ["rows[x].unit = 'GB'", "% with metric share, whose tolerance is in points"],
+    ),
     "limit without steps": (("label", 'metric = "limit", label'), ["steps", "is missing"]),
     "unknown scale": ((MEASURED[0], MEASURED[1].replace("scaled twin", "half")), ["scale = 'half'", "twin"]),
     "twin without expect": (MEASURED, ["rows[x].expect", "its own scale"]),

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from repro.claims.published import read
-from repro.claims.tolerance import RELATIVE, accepted, agrees_at_scale
+from repro.claims.tolerance import RELATIVE, accepted, agrees_at_scale, room
 
 
 def agrees(
@@ -140,3 +140,20 @@ def test_parity_is_one_in_a_hundred_thousand() -> None:
     assert RELATIVE["parity"] == 1e-5
     assert agrees_at_scale((4.00003, 4.00003), (4, 4), "parity")
     assert not agrees_at_scale((4.00005, 4.00005), (4, 4), "parity")
+
+
+def test_a_share_of_time_has_three_points() -> None:
+    """Yuan's 7.7 % is told from no bubble and from twice the stages; a quarter from an eighth."""
+    for expected in (100 / 13, 12.5, 25.0):
+        for value in (expected - 2.9, expected + 2.9):
+            assert agrees_at_scale((value, value), (expected, expected), "share")
+        for value in (0.0, expected / 2, expected + 3.1, 2 * expected):
+            assert not agrees_at_scale((value, value), (expected, expected), "share")
+    assert agrees("7.7", 10.7, "share", closed_form=False)
+    assert not agrees("7.7", 10.8, "share", closed_form=False)
+    assert not agrees("7.7", 8.0, "share")
+    assert (room("share"), room("exact"), room("ratio")) == (
+        "within 3 points",
+        "exactly",
+        "within 0.12 relative",
+    )
