@@ -28,7 +28,7 @@ from repro.parallel.comm import SUM
 from repro.parallel.data import broadcast_parameters
 from repro.parallel.precision import DTYPES
 from repro.parallel.sharding import ShardedModule, Sharding
-from repro.parallel.zero import Unit, default_units, parameters_of
+from repro.parallel.units import Unit, default_units, parameters_of
 
 
 def parallelize(

@@ -20,7 +20,7 @@ from repro.parallel import tensor
 from repro.parallel.checkpoints import Checkpoints
 from repro.parallel.comm import Group
 from repro.parallel.recompute import recompute
-from repro.parallel.zero import Unit, Use
+from repro.parallel.units import Unit, Use
 
 
 @dataclass(frozen=True)

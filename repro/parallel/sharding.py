@@ -15,7 +15,8 @@ from repro.parallel.bucket import Bucket, InitialValues, Tag
 from repro.parallel.comm import Group
 from repro.parallel.data import GradientReducer
 from repro.parallel.partition import BucketPlan, plan_bucket, plan_buckets
-from repro.parallel.zero import ParameterGatherer, ParameterPublisher, Unit, parameters_of
+from repro.parallel.units import Unit, parameters_of
+from repro.parallel.zero import ParameterGatherer, ParameterPublisher
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.bucket import Bucket, Tag
 from repro.parallel.comm import Work
 from repro.parallel.sharding import ShardedModule, Sharding
-from repro.parallel.zero import default_units
+from repro.parallel.units import default_units
 from tests.pool import RankPool
 
 WIDTH, ROWS, STEPS, RANKS = 8, 4, 6, 2
