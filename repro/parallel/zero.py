@@ -1,10 +1,11 @@
 """ZeRO stage 3, P_os+g+p: parameters exist in full only around their use (1910.02054 sec. 5.3, 7.2.2).
 
-A *unit* (:mod:`repro.parallel.units`) is what is gathered at once, usually one transformer block.  Hooks on its modules gather it just
-before use, have the next one gathered meanwhile, and free it afterwards, in forward and in backward.  The
-forward pass takes the order of use from the one before it; a use that comes unexpected is gathered when it
-comes.  The backward pass follows a schedule that the forward pass leaves (:class:`ForwardPass`), so that
-gathers and reductions come in one order on all ranks that use the same modules, whatever happens in those.
+A *unit* (:mod:`repro.parallel.units`) is gathered at once, usually one transformer block.  Hooks on its
+modules gather it just before use, have the next one gathered meanwhile, and free it afterwards, in forward
+and in backward.  The forward pass takes the order of use from the one before it; a use that comes unexpected
+is gathered when it comes.  The backward pass follows a schedule that the forward pass leaves
+(:class:`ForwardPass`), so that gathers and reductions come in one order on all ranks that use the same
+modules, whatever happens in those.
 """
 
 from __future__ import annotations
