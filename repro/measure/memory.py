@@ -120,7 +120,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _see(self, seen: torch.UntypedStorage) -> None:
         key = seen._cdata
-        if key in self._live:
+        if key in self._live or seen.device.type == "meta":  # what is only a shape holds nothing
             return
         born = storage.ACTIVATIONS if self.phase == "forward" else storage.OTHER
 

@@ -14,6 +14,8 @@ ACTIVATIONS, CHECKPOINTS = "activations", "checkpoints"
 COMMUNICATION, OTHER = "communication", "other"
 HOST = "host"
 """In host memory while the device computes (P_a+cpu); no part of what the device holds."""
+SHAPE = "shape"
+"""A tensor on ``meta`` that stands for one to come, wherever it will be: it holds nothing and counts nowhere."""
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CHECKPOINTS, COMMUNICATION, OTHER, HOST)
 
 

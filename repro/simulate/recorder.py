@@ -111,7 +111,10 @@ class Recorder(TorchDispatchMode):
         else:
             event = self.events[index]
             assert isinstance(event, Alloc)
-            self.events[index] = event._replace(category=category)
+            if category == storage.SHAPE:
+                self.events[index] = event._replace(bytes=0)
+            else:
+                self.events[index] = event._replace(category=category)
 
     def _see(self, seen: torch.UntypedStorage, name: str) -> None:
         key = seen._cdata

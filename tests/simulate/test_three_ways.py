@@ -39,7 +39,7 @@ LAYOUTS = {
     "dp4-z2": replace(BASE, dp=4, zero=2),
     "dp2-tp2-z3": replace(BASE, dp=2, tp=2, zero=3, recompute=True, pa=True),
     "dp2-tp2-z2": replace(BASE, dp=2, tp=2, zero=2),
-    "pp2-tp2": replace(BASE, pp=2, tp=2, scatter_gather=True, recompute=True),
+    "pp2-tp2": replace(BASE, pp=2, tp=2, micro_batch=1, scatter_gather=True, recompute=True),
     "pp2-dp2-z1": replace(BASE, pp=2, dp=2, zero=1, micro_batch=1),
     "pp2-dp2-z2": replace(BASE, pp=2, dp=2, zero=2, micro_batch=1, recompute=True),
     "pp4": replace(BASE, pp=4, micro_batch=1),
