@@ -96,11 +96,18 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """What carries the collectives of a module on a device of this type."""
 
 
+NOT_FOR_STOCK_MODULES = (
+    ("tp", 1, "a stock module has no tensor-parallel layers"),
+    ("pp", 1, "a stock module is not cut into pipeline stages"),
+    ("recompute", False, "a stock module calls torch.utils.checkpoint itself"),
+)
+"""What a layout must not ask of a module that is not ours, and why."""
+
+
 def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
-    if layout.tp != 1:
-        raise ConfigError("tp", layout.tp, "1: a stock module has no tensor-parallel layers")
-    if layout.pp != 1:
-        raise ConfigError("pp", layout.pp, "1: a stock module is not cut into pipeline stages")
+    for key, wanted, why in NOT_FOR_STOCK_MODULES:
+        if getattr(layout, key) != wanted:
+            raise ConfigError(key, getattr(layout, key), f"{wanted}: {why}")
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group(_backend(device))
     world = dist.get_world_size() if dist.is_initialized() else 1

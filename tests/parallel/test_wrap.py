@@ -89,6 +89,10 @@ def test_refusals() -> None:
         repro.parallelize(module, optimizer, Layout(dp=2))
     with pytest.raises(ConfigError, match="tp = 2"):
         repro.parallelize(module, optimizer, Layout(tp=2))
+    with pytest.raises(ConfigError, match="pp = 2"):
+        repro.parallelize(module, optimizer, Layout(pp=2))
+    with pytest.raises(ConfigError, match=r"recompute = True: False: a stock module calls"):
+        repro.parallelize(module, optimizer, Layout(recompute=True))
     with pytest.raises(ConfigError, match="fp16"):
         repro.parallelize(module, optimizer, Layout(precision="fp16"))
     with pytest.raises(ValueError, match=r"blocks: 'layer'"):
