@@ -135,6 +135,10 @@ def trace(experiment: Experiment, role: Role, *, gloo: bool = False) -> Trace:
             engine.synchronize()
     finally:
         gc.enable()
+    # What holds itself through a tensor the collector cannot see: parameters their hooks, storages the recorder.
+    recorder.micro_batch = lambda: -1
+    for part in engine.parts:
+        part.sharded.remove_hooks()
     return Trace(
         role,
         layout,
