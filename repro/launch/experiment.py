@@ -16,7 +16,7 @@ from repro.config import Experiment
 from repro.data import open_stream
 from repro.engines import build_engine
 from repro.measure.memory import MemoryTracker
-from repro.measure.timing import PHASES, StepClock
+from repro.measure.timing import COMPUTING, CORE, PHASES, StepClock
 from repro.models import flops
 from repro.models.gpt import Place
 from repro.parallel import storage
@@ -204,12 +204,17 @@ class Run:
         return sum(len(part) for part in parts[self.mesh.pp.rank :: layout.pp])
 
     def _pipeline(self) -> dict[str, Any]:
-        """The rank's stage, and for how long each timed step waited for other stages; empty without any."""
+        """The rank's stage, and of each timed step: how long it waited for other stages, how long it computed,
+        and how long of that it had a core; empty without a pipeline."""
         if self.experiment.layout.pp == 1:
             return {}
-        waits = [row["idle"] for row in self.phase_rows]
-        work = [row["forward"] + row["backward"] for row in self.phase_rows]
-        return {**self.engine.pipeline_report(), "idle_s": waits, "busy_s": work}
+        rows = self.phase_rows
+        return {
+            **self.engine.pipeline_report(),
+            "idle_s": [row["idle"] for row in rows],
+            "busy_s": [sum(row[phase] for phase in COMPUTING) for row in rows],
+            "core_s": [row[CORE] for row in rows],
+        }
 
 
 def process_memory(device: torch.device) -> dict[str, Any]:

@@ -10,6 +10,9 @@ import torch
 
 PHASES = ("forward", "backward", "idle", "optimizer")
 """``idle`` is waiting for other pipeline stages."""
+COMPUTING = ("forward", "backward")
+CORE = "core"
+"""Processor time of the thread while it computed: less than the phases took if it was kept from its core."""
 
 
 @dataclass
@@ -17,7 +20,7 @@ class StepClock:
     """Marks of consecutive steps.  On CUDA nothing waits until :meth:`read`."""
 
     device: torch.device
-    _marks: list[list[tuple[str, float | torch.cuda.Event]]] = field(default_factory=list)
+    _marks: list[list[tuple[str, float | torch.cuda.Event, float]]] = field(default_factory=list)
 
     def begin(self) -> None:
         """A step begins."""
@@ -25,7 +28,7 @@ class StepClock:
 
     def mark(self, phase: str) -> None:
         """A phase begins (one of ``PHASES``) or the step ends (``end``)."""
-        self._marks[-1].append((phase, self._now()))
+        self._marks[-1].append((phase, self._now(), time.thread_time()))
 
     def _now(self) -> float | torch.cuda.Event:
         if self.device.type != "cuda":
@@ -35,14 +38,15 @@ class StepClock:
         return event
 
     def read(self) -> list[dict[str, float]]:
-        """Seconds of every step since the last call: by phase, and ``step`` for the whole."""
+        """Seconds of every step since the last call: by phase, ``step`` for the whole, and :data:`CORE`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found = []
         for marks in self._marks:
-            row = dict.fromkeys(PHASES, 0.0)
-            for (phase, start), (_, stop) in pairwise(marks):
+            row = dict.fromkeys((*PHASES, CORE), 0.0)
+            for (phase, start, core), (_, stop, core_then) in pairwise(marks):
                 row[phase] += self._between(start, stop)
+                row[CORE] += core_then - core if phase in COMPUTING else 0.0
             row["step"] = self._between(marks[0][1], marks[-1][1])
             found.append(row)
         self._marks.clear()

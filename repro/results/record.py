@@ -6,9 +6,11 @@ moment of the device's peak, checkpoints included; ``memory.checkpoints_bytes`` 
 ``memory.host_bytes`` (checkpoints in host memory) are the most at any moment.
 
 ``comm.purpose.GROUP.PURPOSE.*`` are summed over all ranks, as no stage of a pipeline speaks for the others.
-``pipeline.bubble`` is the time that all ranks waited for other stages over the time that they computed, the
-median over the timed steps, with ``.low`` and ``.high`` its 95 % bootstrap interval.  It is left out where
-ranks outnumber the processor's cores: who waits for a core waits for nothing that a schedule knows.
+``pipeline.bubble`` is the time that a step's busiest rank waited for other stages over the time that it
+computed, (t - ideal)/ideal of 2104.04473 sec. 2.2: what the others wait for because it is slower is no bubble.
+It is the median over the undisturbed timed steps, with ``.low`` and ``.high`` its 95 % bootstrap interval.  A
+step is disturbed if a rank was kept from its core while it computed, by other ranks or other programs: who
+waits for that rank waits for nothing that a schedule knows.  Without an undisturbed step there is no bubble.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from repro.results.store import SCHEMA
 
 RankResult = dict[str, Any]
 """One experiment's results of one rank, as ``repro.launch.session`` returns them."""
+UNDISTURBED = 0.95
+"""Least part of its computing time that a rank has its core for, or the step is disturbed."""
 _WORST_FIRST = ("oom", "diverged", "error", "ok")
 
 
@@ -54,7 +58,7 @@ def experiment_record(
         "evidence": "measured",
         "outcome": outcome,
         "reason": reason,
-        "metrics": _metrics(results, experiment.engine == "native", cores(provenance)) if results else {},
+        "metrics": _metrics(results, experiment.engine == "native") if results else {},
         "series": series,
         "flops_formula": results[0]["flops_formula"] if results else "",
         "memory_by_rank": _plain([result["memory"] for result in results]),
@@ -97,13 +101,6 @@ def comparison_record(
     }
 
 
-def cores(provenance: dict[str, Any]) -> float:
-    """Processor cores that the ranks had between them; infinite where the record does not say."""
-    cpu = provenance.get("cpu", {})
-    known = [cpu[key] for key in ("usable_cores", "quota_cores") if cpu.get(key)]
-    return min(known, default=math.inf)
-
-
 def step_seconds(results: list[RankResult]) -> list[list[float]]:
     """Seconds of each timed step by round: those of the step's slowest rank.
 
@@ -120,7 +117,7 @@ def _round_rates(results: list[RankResult]) -> list[float]:
     return [samples / median(steps) if steps else math.nan for steps in step_seconds(results)]
 
 
-def _metrics(results: list[RankResult], counted: bool, cores: float) -> dict[str, float]:
+def _metrics(results: list[RankResult], counted: bool) -> dict[str, float]:
     """``counted``: whether the engine counts what it sends; torch's own do not."""
     first = results[0]
     metrics: dict[str, float] = {
@@ -139,7 +136,7 @@ def _metrics(results: list[RankResult], counted: bool, cores: float) -> dict[str
     if counted:
         metrics.update(_communication(first))
         metrics.update(_purposes(results))
-    metrics.update(_pipeline(results, cores))
+    metrics.update(_pipeline(results))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -204,18 +201,23 @@ def _purposes(results: list[RankResult]) -> dict[str, float]:
     return metrics
 
 
-def _pipeline(results: list[RankResult], cores: float) -> dict[str, float]:
+def _pipeline(results: list[RankResult]) -> dict[str, float]:
     stages = [result["pipeline"] for result in results if result.get("pipeline")]
     if not stages:
         return {}
-    metrics: dict[str, float] = {"pipeline.in_flight": max(stage["in_flight"] for stage in stages)}
-    steps = [
-        [sum(seconds) for seconds in zip(*(stage[kind] for stage in stages), strict=False)]
-        for kind in ("busy_s", "idle_s")
-    ]
-    pairs = [pair for pair in zip(*steps, strict=True) if min(pair) > 0]
     on_processor = not results[0]["memory"].get("cuda")
-    if pairs and not (on_processor and len(results) > cores):
+    by_rank = [zip(stage["busy_s"], stage["idle_s"], stage["core_s"], strict=True) for stage in stages]
+    pairs = [
+        max((busy, idle) for busy, idle, _ in step)
+        for step in zip(*by_rank, strict=False)
+        if not on_processor or all(core >= UNDISTURBED * busy for busy, _, core in step)
+    ]
+    pairs = [pair for pair in pairs if min(pair) > 0]
+    metrics: dict[str, float] = {
+        "pipeline.in_flight": max(stage["in_flight"] for stage in stages),
+        "pipeline.undisturbed_steps": len(pairs),
+    }
+    if pairs:
         bubble, low, high = ratio_interval(pairs, seed=0)
         metrics["pipeline.bubble"] = bubble
         if low is not None and high is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -148,4 +149,18 @@ def test_clock_splits_a_step_into_phases() -> None:
     assert len(rows) == 2
     for row in rows:
         assert row["step"] == pytest.approx(row["forward"] + row["backward"] + row["optimizer"], rel=1e-6)
+        assert 0 <= row["core"] <= row["forward"] + row["backward"] + 1e-3
     assert clock.read() == []
+
+
+def test_clock_tells_computing_from_being_kept_from_a_core() -> None:
+    clock = StepClock(torch.device("cpu"))
+    clock.begin()
+    clock.mark("forward")
+    time.sleep(0.05)
+    clock.mark("idle")
+    sum(range(10**5))
+    clock.mark("end")
+    (row,) = clock.read()
+    assert row["forward"] >= 0.05
+    assert row["core"] < 0.01

@@ -63,33 +63,34 @@ def test_purposes_are_summed_over_ranks() -> None:
     assert metrics["comm.sent_bytes"] == 4000, "rank 0's alone"
 
 
-def pipeline(cores: int = 2, steps: int = 5) -> dict[str, float]:
-    """Metrics of two stages: 0.25 idle over busy in all, more on the second stage."""
+def pipeline(*disturbed: int, steps: int = 5) -> dict[str, float]:
+    """Metrics of two stages: the second one computes for longer and waits for less; some steps disturbed."""
     ranks = results()
-    for stage, idle in enumerate((0.1, 0.4)):
-        waits = [idle + 0.01 * step for step in range(steps)]
+    for stage, (busy, idle) in enumerate([(1.0, 0.4), (1.1, 0.22)]):
+        waits = [idle + 0.011 * step for step in range(steps)]
+        core = [busy * (0.9 if stage == 0 and step in disturbed else 0.99) for step in range(steps)]
         ranks[stage]["pipeline"] = {"stage": stage, "in_flight": 2 - stage}
-        ranks[stage]["pipeline"] |= {"idle_s": waits, "busy_s": [1.0] * steps}
-    source = {"cpu": {"usable_cores": cores, "quota_cores": None}}
-    record = experiment_record(experiment(), ranks, suite="s", provenance=source, wall_s=1.0)
+        ranks[stage]["pipeline"] |= {"idle_s": waits, "busy_s": [busy] * steps, "core_s": core}
+    record = build(ranks)
     assert [stage["stage"] for stage in record["series"]["pipeline"]] == [0, 1]
     metrics: dict[str, float] = record["metrics"]
     return metrics
 
 
-def test_the_bubble_is_idle_over_busy_of_all_ranks() -> None:
+def test_the_bubble_is_what_the_busiest_rank_waits() -> None:
     metrics = pipeline()
-    assert metrics["pipeline.bubble"] == pytest.approx((0.5 + 2 * 0.02) / 2)
+    assert metrics["pipeline.bubble"] == pytest.approx(0.2 + 2 * 0.01)
     assert metrics["pipeline.bubble.low"] <= metrics["pipeline.bubble"] <= metrics["pipeline.bubble.high"]
-    assert metrics["pipeline.in_flight"] == 2
+    assert (metrics["pipeline.in_flight"], metrics["pipeline.undisturbed_steps"]) == (2, 5)
     assert "pipeline.bubble.low" not in pipeline(steps=2)
     assert not any(name.startswith("pipeline") for name in build(results())["metrics"])
 
 
-def test_stages_that_share_a_core_have_no_bubble_to_speak_of() -> None:
-    metrics = pipeline(cores=1)
-    assert "pipeline.bubble" not in metrics
-    assert metrics["pipeline.in_flight"] == 2
+def test_a_step_in_which_a_rank_had_no_core_has_no_bubble_to_speak_of() -> None:
+    assert pipeline(0, 1)["pipeline.bubble"] == pytest.approx(0.2 + 3 * 0.01)
+    nothing = pipeline(0, 1, 2, 3, 4)
+    assert "pipeline.bubble" not in nothing
+    assert (nothing["pipeline.in_flight"], nothing["pipeline.undisturbed_steps"]) == (2, 0)
 
 
 def test_the_worst_rank_gives_the_outcome() -> None:
