@@ -44,7 +44,9 @@ class Ledger:
             row = self.traffic[op, group, purpose] = Traffic(size)
         row.calls += 1
         row.payload_bytes += payload_bytes
-        row.sent_bytes += payload_bytes if op == SEND else RING_PASSES[op] * payload_bytes * (size - 1) // size
+        row.sent_bytes += (
+            payload_bytes if op == SEND else RING_PASSES[op] * payload_bytes * (size - 1) // size
+        )
         for observe in self.observers:
             observe(self.sequence, op, group, purpose)
 

@@ -17,7 +17,9 @@ def test_equals_its_definition(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, expected)
     upstream = torch.randn(shape, dtype=torch.float64)
     for mine, theirs in zip(
-        torch.autograd.grad(found, given, upstream), torch.autograd.grad(expected, given, upstream), strict=True
+        torch.autograd.grad(found, given, upstream),
+        torch.autograd.grad(expected, given, upstream),
+        strict=True,
     ):
         torch.testing.assert_close(mine, theirs)
 
