@@ -10,7 +10,8 @@ moment of the device's peak, checkpoints included; ``memory.checkpoints_bytes`` 
 computed, (t - ideal)/ideal of 2104.04473 sec. 2.2: what the others wait for because it is slower is no bubble.
 It is the median over the undisturbed timed steps, with ``.low`` and ``.high`` its 95 % bootstrap interval.  A
 step is disturbed if a rank was kept from its core while it computed, by other ranks or other programs: who
-waits for that rank waits for nothing that a schedule knows.  Without an undisturbed step there is no bubble.
+waits for that rank waits for nothing that a schedule knows.  With fewer than three undisturbed steps there is
+no interval, and no bubble is given.
 """
 
 from __future__ import annotations
@@ -217,11 +218,9 @@ def _pipeline(results: list[RankResult]) -> dict[str, float]:
         "pipeline.in_flight": max(stage["in_flight"] for stage in stages),
         "pipeline.undisturbed_steps": len(pairs),
     }
-    if pairs:
-        bubble, low, high = ratio_interval(pairs, seed=0)
-        metrics["pipeline.bubble"] = bubble
-        if low is not None and high is not None:
-            metrics["pipeline.bubble.low"], metrics["pipeline.bubble.high"] = low, high
+    bubble, low, high = ratio_interval(pairs, seed=0) if pairs else (0.0, None, None)
+    if low is not None and high is not None:
+        metrics |= {"pipeline.bubble": bubble, "pipeline.bubble.low": low, "pipeline.bubble.high": high}
     return metrics
 
 
