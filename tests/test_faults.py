@@ -247,7 +247,7 @@ def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: 
     process = start(suite, results, **REAL)
     with no_orphans(process) as ranks:
         folder = Path(ranks[0].cmdline()[ranks[0].cmdline().index("--folder") + 1])
-        wait_for(lambda: _step(folder) > 20, 60)
+        wait_for(lambda: _step(folder) > 20, 120)
         os.kill(ranks[1].pid, number)
         code, _, _ = finish(process, 90)
     assert code == 1

@@ -81,7 +81,9 @@ class MemoryTracker(TorchDispatchMode):
             live = reference()
             if live is not None:
                 # Parameters are released and restored without an operator (ZeRO 3): ask each time.
-                found[storage.category_of(live) or born] += live.nbytes()
+                category = storage.category_of(live) or born
+                if category != storage.SHAPE:
+                    found[category] += live.nbytes()
         return _with_total(found)
 
     def largest(self, category: str) -> int:
@@ -107,7 +109,8 @@ class MemoryTracker(TorchDispatchMode):
             category = None if live is None else storage.category_of(live)
             if category is not None and category != counted_as:
                 self._now[counted_as] -= size
-                self._now[category] += size
+                if category != storage.SHAPE:
+                    self._now[category] += size
         if self._newborn:
             self._newborn.clear()
             _with_total(self._now)
@@ -120,7 +123,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _see(self, seen: torch.UntypedStorage) -> None:
         key = seen._cdata
-        if key in self._live or seen.device.type == "meta":  # what is only a shape holds nothing
+        if key in self._live:
             return
         born = storage.ACTIVATIONS if self.phase == "forward" else storage.OTHER
 
