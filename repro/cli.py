@@ -15,6 +15,7 @@ import typer
 
 from repro import __version__
 from repro.config.errors import ConfigError
+from repro.simulate.options import layout_options
 
 app = typer.Typer(
     name="repro",
@@ -29,6 +30,17 @@ _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__na
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Results = Annotated[Path, typer.Option("--results", help="Where records are stored.", metavar="DIR")]
+ModelName = Annotated[str, typer.Option("--model", help="A model's name, or its file.", metavar="M")]
+SystemName = Annotated[str, typer.Option("--system", help="A system's name, or its file.", metavar="S")]
+Gpus = Annotated[int, typer.Option("--gpus", help="Devices: tp x pp x dp.", metavar="N")]
+Seq = Annotated[
+    int, typer.Option(help="Tokens of a sample; the model's longest by default.", show_default=False)
+]
+MemoryLimit = Annotated[
+    str,
+    typer.Option(help="Take the device's memory for this much: 32GB, 32GiB or 16e9.", metavar="SIZE"),
+]
+Expandable = Annotated[bool, typer.Option("--expandable", help="torch's expandable segments.")]
 
 
 @app.command(epilog="Example:  repro run suites/smoke.toml --only 'parity-*'")
@@ -95,6 +107,83 @@ def systems(
     from repro.systems.show import command
 
     return command(name, json)
+
+
+@app.command(
+    epilog="Example:  repro simulate --model turing-nlg-17b --system dgx2 --gpus 256 --tp 4 --zero 1"
+)
+@layout_options
+def simulate(
+    model: ModelName,
+    system: SystemName,
+    gpus: Gpus,
+    layout: dict[str, Any],
+    seq: Seq = 0,
+    memory_limit: MemoryLimit = "",
+    expandable: Expandable = False,
+    json: Json = False,
+) -> int:
+    """Trace one step in shape only: does it fit, what fills the memory, what is sent where."""
+    from repro.simulate.command import simulate as command
+
+    return command(model, system, gpus, layout, seq, memory_limit, expandable, json)
+
+
+@app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --zero 1 --micro-batch 8 --recompute")
+@layout_options
+def fit(
+    system: SystemName,
+    gpus: Gpus,
+    layout: dict[str, Any],
+    model: Annotated[str, typer.Option("--model", help="Take sizes from this model.", metavar="M")] = "",
+    hidden: Annotated[
+        int, typer.Option(help="Width.  Without: one that about hidden/64 layers fill.", show_default=False)
+    ] = 0,
+    heads: Annotated[
+        int, typer.Option(help="Attention heads; hidden/128 by default.", show_default=False)
+    ] = 0,
+    vocab: Annotated[int, typer.Option(help="Vocabulary; 51200 by default.", show_default=False)] = 0,
+    seq: Seq = 0,
+    search: Annotated[str, typer.Option(help="layers, or micro-batch (of --model).")] = "layers",
+    measure: Annotated[bool, typer.Option("--measure", help="Try on the devices of this machine.")] = False,
+    as_rank: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            help="With --measure: be this rank alone, of --of; collectives are left out.", metavar="R"
+        ),
+    ] = None,
+    of: Annotated[int, typer.Option(help="The ranks of which --as-rank is one.", show_default=False)] = 0,
+    memory_limit: MemoryLimit = "",
+    expandable: Expandable = False,
+    json: Json = False,
+) -> int:
+    """Find the largest model that fits, the first that does not, and the term that is too much."""
+    sizes = {"hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq}
+    if measure:
+        from repro.launch.fit import command as measured
+
+        return measured(system, gpus, layout, model, sizes, search, memory_limit, as_rank, of, json)
+    from repro.simulate.command import fit as command
+
+    return command(system, gpus, layout, model, sizes, search, memory_limit, expandable, json)
+
+
+@app.command(epilog="Example:  repro plan --model turing-nlg-17b --system dgx2 --gpus 256 --global-batch 512")
+@layout_options
+def plan(
+    model: ModelName,
+    system: SystemName,
+    gpus: Gpus,
+    layout: dict[str, Any],
+    seq: Seq = 0,
+    memory_limit: MemoryLimit = "",
+    expandable: Expandable = False,
+    json: Json = False,
+) -> int:
+    """List every sensible layout: does it fit, memory, traffic; best first.  Options fix what is varied."""
+    from repro.simulate.command import plan as command
+
+    return command(model, system, gpus, layout, seq, memory_limit, expandable, json)
 
 
 @app.command(epilog="Example:  repro report --results results --out reports/out")

@@ -1,0 +1,174 @@
+"""What ``repro fit`` and ``repro plan`` print for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from repro.models.show import human
+from repro.simulate.page import bar, gb, layout_words, table
+from repro.simulate.terms import FRAGMENTATION, TERMS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from repro.simulate.fit import Question
+    from repro.simulate.layouts import Request
+    from repro.simulate.plan import Row
+
+SHOWN = 12
+"""Layouts of a plan that are printed; ``--json`` has all."""
+
+
+def show_fit(question: Question, document: dict[str, Any]) -> None:
+    """Print the largest that fits beside the first that does not."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    sizes, system = document["sizes"], question.system
+    count = document["gpus"]
+    what = (
+        "Largest model" if document["search"] == "layers" else f"Largest micro-batch of {question.model.name}"
+    )
+    console.print(f"[bold]{what}[/] on {count} x {system.device.name} ({system.name})")
+    width = f"hidden {sizes['hidden']}, {sizes['heads']} heads, vocabulary {sizes['vocab']}, sequence {sizes['seq']}"
+    console.print(f"{width}; {layout_words(question.layout)}")
+    console.print(
+        f"{gb(document['limit_bytes'])} GB for torch, {gb(document['context_bytes'])} GB of context beside it\n"
+    )
+    rows = table("", "layers", "micro-batch", "parameters", "needs GB", left=1)
+    for name, key in (("fits", "largest"), ("does not", "first_failing")):
+        row = document[key]
+        if row is None:
+            rows.add_row(name, "-", "-", "-", "-")
+        else:
+            needed = gb(row["needed_bytes"])
+            rows.add_row(name, str(row["layers"]), str(row["micro_batch"]), human(row["params"]), needed)
+    console.print(rows)
+    failing = document["first_failing"]
+    if failing is not None:
+        console.print(f"\nWhat is too much: [bold]{document['binding']}[/]{_why(document['binding'])}")
+        if "memory" in failing:
+            _terms(console, document)
+        console.print(failing["reason"], style="dim", markup=False)
+    _tried(console, document)
+
+
+def _why(term: str) -> str:
+    if term == FRAGMENTATION:
+        return "; what is live would fit, but no free stretch is long enough"
+    return ", the largest part of what is live" if term in TERMS.values() else ""
+
+
+def _terms(console: Console, document: dict[str, Any]) -> None:
+    """What is live at both peaks, by term."""
+    largest, failing = document["largest"], document["first_failing"]
+    whole = document["limit_bytes"]
+    rows = table("live at the peak", "", "does not GB", "fits GB", left=2)
+    for category, words in TERMS.items():
+        size = failing["memory"]["by_category"].get(category, 0)
+        before = largest["memory"]["by_category"].get(category, 0) if largest else None
+        if size or before:
+            rows.add_row(words, bar(console, size, whole, room=False), gb(size), gb(before))
+    console.print(rows)
+
+
+def _tried(console: Console, document: dict[str, Any]) -> None:
+    unit = "layers" if document["search"] == "layers" else "samples"
+    tried = ", ".join(f"{trial['value']} ({trial['outcome']})" for trial in document["trials"])
+    if "trace_seconds" in document:
+        how = f"{document['traces']} traces in {document['trace_seconds']:.1f} s"
+    else:
+        how = f"{document['evidence']}, {document['seconds']:.1f} s"
+    console.print(f"\nTried {unit}: {tried}; {how}.")
+
+
+def show_plan(request: Request, rows: Sequence[Row], traces: int) -> None:
+    """Print the first layouts, and what rules the others out."""
+    from rich.console import Console
+
+    from repro.simulate.plan import OK, RULE, UNDECIDED, unknown
+
+    console = Console(highlight=False)
+    system, fits = request.system, [row for row in rows if row.outcome == OK]
+    close = [row for row in rows if row.outcome == UNDECIDED]
+    console.print(
+        f"[bold]{request.model.name}[/] on {request.gpus} x {system.device.name} ({system.name}), global batch "
+        f"{request.global_batch}, {rows[0].layout.precision}"
+    )
+    undecided = f", {len(close)} are too close to tell" if close else ""
+    console.print(
+        f"{len(fits)} of {len(rows)} layouts fit {gb(request.allocatable)} GB{undecided}; {traces} traces\n"
+    )
+    shown = [*fits, *close][:SHOWN]
+    if shown:
+        _layouts(console, shown)
+        console.print()
+        text = f"s: {RULE}.  It puts layouts in order and predicts no time.  full: the whole step was traced; shallow: "
+        text += (
+            "live bytes and traffic of a few layers, extended in a straight line (reserved bytes are not)."
+        )
+        missing = unknown(request, rows[0].layout.precision)
+        if missing:
+            text += f"  Not known, and counted as no time: {', '.join(missing)}."
+        console.print(textwrap.fill(text, console.width), markup=False)
+    else:
+        console.print("[bold red]No layout fits.[/]")
+    _ruled_out(console, [row for row in rows if row.outcome not in (OK, UNDECIDED)])
+
+
+def _layouts(console: Console, rows: Sequence[Row]) -> None:
+    numbers = ("live\nGB", "reserved\nGB", "inside\nGB", "between\nGB", "bubble", "s")
+    made = table("tp x pp x dp", "ZeRO", "mb", "also", *numbers, "", left=4, gap=1)
+    made.columns[1].justify = made.columns[2].justify = "right"
+    made.columns[-1].justify = "left"
+    for row in rows:
+        layout, links = row.layout, row.comm.get("bytes_by_link", {})
+        extra = {"recompute": "rc", "sp": "sp", "pa": "pa"}
+        between = links.get("inter-node", 0)
+        made.add_row(
+            f"{layout.tp} x {layout.pp} x {layout.dp}",
+            str(layout.zero),
+            str(layout.micro_batch),
+            " ".join(short for key, short in extra.items() if getattr(layout, key)),
+            gb(row.memory["peak_bytes"]),
+            gb(row.memory.get("reserved_bytes")),
+            gb(sum(links.values()) - between),
+            gb(between),
+            f"{100 * row.bubble:.0f} %" if layout.pp > 1 else "-",
+            f"{row.ideal_s:.2f}" if row.ideal_s is not None else "-",
+            row.evidence if row.outcome == "ok" else "close",
+        )
+    console.print(made)
+    words = (
+        "mb: micro-batch; rc: recomputation; sp: sequence parallelism; pa: P_a; live and reserved: on the fullest "
+        "rank; inside a node and between nodes: sent by the busiest rank in a step; s: see below"
+    )
+    console.print(textwrap.fill(words, console.width), style="dim", markup=False)
+
+
+def _ruled_out(console: Console, rows: Sequence[Row]) -> None:
+    """For each tp, pp and ZeRO stage: the least that its layouts would need, and the term that is too much."""
+    if not rows:
+        return
+    least: dict[tuple[int, int, int], tuple[int, Row]] = {}
+    for row in rows:
+        key = (row.layout.tp, row.layout.pp, row.layout.zero)
+        count, best = least.get(key, (0, row))
+        smaller = row if row.memory["peak_bytes"] < best.memory["peak_bytes"] else best
+        least[key] = count + 1, smaller
+    console.print(f"\n[bold]{len(rows)} layouts do not fit[/], by tp, pp and ZeRO stage:")
+    made = table("tp x pp x dp", "ZeRO", "layouts", "at least GB", "ruled out by", "known from", left=6)
+    for i in (1, 2, 3):
+        made.columns[i].justify = "right"
+    for (tp, pp, zero), (count, row) in sorted(least.items()):
+        made.add_row(
+            f"{tp} x {pp} x {row.layout.dp}",
+            str(zero),
+            str(count),
+            gb(row.memory["peak_bytes"]),
+            row.ruled_out_by,
+            {"states": "closed form", "shallow": "shallow traces", "full": "a full trace"}[row.evidence],
+        )
+    console.print(made)

@@ -1,0 +1,137 @@
+"""``repro simulate``, ``repro fit`` and ``repro plan``: check the question, find the answer, show it.
+
+All that a person can get wrong is found out before torch is imported.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import Any
+
+from repro import models, systems
+from repro.config import Experiment, Training
+from repro.config.errors import ConfigError, require
+from repro.simulate import options
+
+
+def simulate(
+    model: str,
+    system: str,
+    gpus: int,
+    layout: dict[str, Any],
+    seq: int,
+    memory_limit: str,
+    expandable: bool,
+    json: bool,
+) -> int:
+    """Trace one step of a model and print what it needs.  That it does not fit is an answer: 0."""
+    on = systems.load(system)
+    experiment = _experiment(model, on, gpus, layout, seq)
+    limit = options.size(memory_limit)
+    if limit is not None:
+        limit = options.limit_of(on, limit)
+    from repro.simulate.page import show
+    from repro.simulate.step import simulate as run
+
+    found = run(experiment, on, memory_limit=limit, expandable=expandable)
+    if json:
+        print(jsonlib.dumps(found.as_dict()))
+    else:
+        show(found, on)
+    return 0
+
+
+def _experiment(model: str, system: Any, gpus: int, layout: dict[str, Any], seq: int) -> Experiment:
+    sizes, complete = models.load(model), options.complete(layout, gpus, system)
+    return options.named(
+        lambda: Experiment(
+            name="simulate", model=sizes, layout=complete, training=_training(seq), system=system.name
+        )
+    )
+
+
+def _training(seq: int) -> Training:
+    require(seq >= 0, "--seq", seq, "a number of tokens")
+    return Training(seq=seq)
+
+
+def fit(
+    system: str,
+    gpus: int,
+    layout: dict[str, Any],
+    model: str,
+    sizes: dict[str, int],
+    search: str,
+    memory_limit: str,
+    expandable: bool,
+    json: bool,
+) -> int:
+    """Find the largest model that fits and the first that does not; 1 if nothing fits."""
+    from repro.simulate import fit as fits
+    from repro.simulate.answers import show_fit
+
+    on = systems.load(system)
+    question = fits.question_of(
+        on,
+        gpus,
+        layout,
+        options.size(memory_limit),
+        models.load(model) if model else None,
+        {key: value for key, value in sizes.items() if value},
+        search,
+        expandable,
+    )
+    answer = fits.simulated(question)
+    document = fits.document(question, answer)
+    if json:
+        print(jsonlib.dumps(document))
+    else:
+        show_fit(question, document)
+    return 0 if answer.largest is not None else 1
+
+
+def plan(
+    model: str,
+    system: str,
+    gpus: int,
+    layout: dict[str, Any],
+    seq: int,
+    memory_limit: str,
+    expandable: bool,
+    json: bool,
+) -> int:
+    """List every sensible layout, best first; 1 if none fits."""
+    from repro.simulate import layouts
+
+    on = systems.load(system)
+    sizes = models.load(model)
+    require(sizes.architecture == "gpt", "--model", model, "a gpt; other models are only counted")
+    require(gpus >= 1, "--gpus", gpus, "a whole number of at least 1")
+    require(_training(seq).seq <= sizes.seq, "--seq", seq, f"at most the model's {sizes.seq} positions")
+    limit = options.limit_of(on, options.size(memory_limit))
+    request = layouts.Request(sizes, on, gpus, limit, seq or sizes.seq, layout, expandable)
+    count = len(layouts.candidates(request))
+    if not json:
+        _say(f"{count} layouts of {sizes.name} on {gpus} GPUs ...")
+    from repro.simulate import plan as plans
+    from repro.simulate.answers import show_plan
+    from repro.simulate.workers import Workers
+
+    with Workers() as workers:
+        rows, traces = plans.plan(request, workers)
+    if json:
+        print(jsonlib.dumps([plans.document(request, row) for row in rows]))
+    else:
+        show_plan(request, rows, traces)
+    return 0 if any(row.outcome == plans.OK for row in rows) else 1
+
+
+def _say(text: str) -> None:
+    """A word to a person who waits."""
+    import sys
+
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)
+
+
+__all__ = ["ConfigError", "fit", "plan", "simulate"]

@@ -1,0 +1,213 @@
+"""Traces of a few layers, and what of them a deeper model under the same strategy needs.
+
+All layers of a GPT are alike, so memory and traffic are straight lines in the number of layers, in the
+micro-batches that a stage keeps, and (but for what does not depend on it) in the size of a micro-batch.  A
+family of layouts is traced at the few points that these lines take; :mod:`repro.simulate.estimate` draws them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from repro.config import Experiment, Layout, Model, Training
+from repro.parallel.schedule import build, in_flight
+from repro.simulate.closed import ALL, FIRST, LAST
+from repro.simulate.events import Alloc, Event, Free, Mark, Message, Phase
+
+KEPT = ("activations", "checkpoints", "host")
+"""Categories that hold something for every layer and micro-batch in flight."""
+WEIGHTS = (0, 1, 16)
+"""A phase's peak may be at another moment in a deeper model, one at which more is kept for the backward pass.
+So as many moments are noted: where all live bytes, and once and 16 times more those kept, are most."""
+Row = tuple[str, str, str]
+"""Operation, group and purpose of messages."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one shallow trace of one role says.  Bytes."""
+
+    layers: int
+    """Of one part of the model: of a stage, or of a stage's chunk."""
+    in_flight: int
+    """Micro-batches (times chunks) whose activations are kept."""
+    layout: Layout
+    parameters: int
+    live: dict[str, tuple[dict[str, int], ...]]
+    """By phase: what is live by category, at the moments of the phase that could be its peak (:data:`WEIGHTS`)."""
+    most: dict[str, int]
+    """The most of each category at any moment."""
+    rows: dict[Row, tuple[int, int]]
+    """Payload of the messages: of all micro-batches traced, and of one more."""
+    micro_batches: int
+    """Of these, how many were traced."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The profiles of one role from which all layouts of a family follow."""
+
+    base: Profile
+    deeper: Profile
+    """With more layers."""
+    wider: Profile
+    """With a larger micro-batch, the largest of the family (or ``base``)."""
+    longer: Profile
+    """With more micro-batches in flight (or ``base``)."""
+
+
+def family_of(layout: Layout) -> Layout:
+    """The layout that stands for all that differ from ``layout`` in depth, stages and batch only."""
+    deep = layout.pp > 1
+    dp = max(1, layout.world // (2 * layout.tp)) if deep else layout.dp
+    return _shallow(layout, 2 if deep else 1, dp=dp)
+
+
+def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layout:
+    """``layout`` with ``pp`` stages and few micro-batches, but first, ordinary and last among them."""
+    dp = dp or layout.dp
+    count = 2 * pp if pp > 1 and layout.schedule != "1f1b" else 3
+    batches = {"micro_batch": micro_batch, "global_batch": count * micro_batch * dp}
+    return replace(layout, pp=pp, dp=dp, stage_layers=(), **batches)
+
+
+def trace_family(model: Model, seq: int, layout: Layout, widest: int) -> tuple[dict[str, Family], int]:
+    """The families of each role of ``layout`` (from :func:`family_of`), and how many traces it took.
+
+    ``widest``: the largest micro-batch that will be asked for.
+    """
+    freeze()
+    made = 0
+
+    def profiles(
+        shallow: Layout, layers: int, names: Sequence[str] = (ALL, FIRST, LAST)
+    ) -> dict[str, Profile]:
+        nonlocal made
+        sizes = replace(model, layers=layers * shallow.pp * shallow.chunks)
+        found = _profiles(
+            Experiment(name="shallow", model=sizes, layout=shallow, training=Training(seq=seq)), layers, names
+        )
+        made += len(found)
+        return found
+
+    # Stage 3 gathers the next blocks while one computes: it takes more of them to be ordinary.
+    few, many = (4, 6) if layout.zero == 3 else (2, 4) if layout.pp == 1 else (1, 2)
+    base, deeper = profiles(layout, few), profiles(layout, many)
+    wider = profiles(_shallow(layout, layout.pp, widest), few) if widest > 1 else base
+    longer = dict(base)
+    if layout.pp > 1:
+        three = _shallow(layout, 3)
+        longer |= profiles(
+            three, few, [n for n, p in base.items() if kept(three, _stage(three, n)) != p.in_flight]
+        )
+    return {name: Family(base[name], deeper[name], wider[name], longer[name]) for name in base}, made
+
+
+def kept(layout: Layout, stage: int) -> int:
+    """Micro-batches (times chunks) in flight on a stage."""
+    if layout.schedule == "interleaved":
+        return _in_flight(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
+    # Known without the schedule, which has thousands of actions on a deep pipeline (2104.04473 sec. 2.2).
+    m = layout.accumulation
+    return m if layout.schedule == "gpipe" else min(m, layout.pp - stage)
+
+
+@cache
+def _in_flight(name: str, stages: int, micro_batches: int, chunks: int) -> list[int]:
+    return [in_flight(actions) for actions in build(name, stages, micro_batches, chunks)]
+
+
+def _stage(layout: Layout, name: str) -> int:
+    return layout.pp - 1 if name == LAST else 0
+
+
+def _profiles(experiment: Experiment, layers: int, names: Sequence[str]) -> dict[str, Profile]:
+    """By role: ``all``, or ``first`` and ``last``; what lies between them keeps less than the first."""
+    from repro.simulate.trace import roles, trace
+
+    found = {}
+    for role in roles(experiment):
+        if role.name in names:
+            found[role.name] = _profile(experiment.layout, layers, role.stage, trace(experiment, role))
+    return found
+
+
+def _profile(layout: Layout, layers: int, stage: int, traced: object) -> Profile:
+    from repro.simulate.memory import measure
+    from repro.simulate.trace import ORDINARY, Trace
+
+    assert isinstance(traced, Trace)
+    rows: dict[Row, tuple[int, int]] = {}
+    ordinary = 0
+    for event in traced.step:
+        if isinstance(event, Phase):
+            ordinary = int(event.micro_batch == ORDINARY)
+        elif isinstance(event, Message):
+            key = (event.op, event.group, event.purpose)
+            total, one = rows.get(key, (0, 0))
+            rows[key] = (total + event.payload, one + ordinary * event.payload)
+    return Profile(
+        layers=layers,
+        in_flight=kept(layout, stage),
+        layout=layout,
+        parameters=traced.parameters,
+        live=_moments(traced.events),
+        most=measure(traced.events).most,
+        rows=rows,
+        micro_batches=traced.layout.accumulation,
+    )
+
+
+def _moments(events: Iterable[Event]) -> dict[str, tuple[dict[str, int], ...]]:
+    """By phase, what is live when live bytes, weighted as in :data:`WEIGHTS`, are most."""
+    from repro.parallel.storage import CATEGORIES, HOST
+
+    live: dict[int, tuple[int, str]] = {}
+    now = dict.fromkeys(CATEGORIES, 0)
+    found: dict[str, list[dict[str, int]]] = {}
+    most: dict[str, list[int]] = {}
+    total, kept, phase = 0, 0, ""
+    for event in events:
+        if isinstance(event, Alloc):
+            size, category = event.bytes, event.category
+            live[event.id] = size, category
+        elif isinstance(event, Free):
+            size, category = live.pop(event.id)
+            size = -size
+        elif isinstance(event, Mark):
+            size, before = live[event.id]
+            live[event.id] = size, event.category
+            now[before] -= size
+            now[event.category] += size
+            kept += size * ((event.category in KEPT) - (before in KEPT))
+            continue
+        elif isinstance(event, Phase):
+            phase = event.name
+            most.setdefault(phase, [-1] * len(WEIGHTS))
+            found.setdefault(phase, [{}] * len(WEIGHTS))
+            size, category = 0, ""
+        else:
+            continue
+        if size:
+            now[category] += size
+            if category != HOST:
+                total += size
+                kept += size if category in KEPT else 0
+        if size >= 0:
+            for i, weight in enumerate(WEIGHTS):
+                if total + weight * kept > most[phase][i]:
+                    most[phase][i], found[phase][i] = total + weight * kept, dict(now)
+    return {phase: tuple(moments) for phase, moments in found.items()}
+
+
+@cache
+def freeze() -> None:
+    """Once a process: what is imported by now is not looked through by the collector that every trace runs."""
+    from repro.simulate import trace
+
+    assert trace
+    gc.collect()
+    gc.freeze()
