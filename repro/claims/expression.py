@@ -145,6 +145,29 @@ def evaluate(
     return Result(value, at(lowest), at(highest))
 
 
+def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
+    """The strings that ``expression`` uses, those put together with ``+`` as one."""
+    found: list[str] = []
+    todo: list[ast.AST] = [expression.tree]
+    while todo:
+        node = todo.pop()
+        text = _text(node, variables)
+        if text is None:
+            todo += ast.iter_child_nodes(node)
+        else:
+            found.append(text)
+    return found
+
+
+def _text(node: ast.AST, variables: Mapping[str, Any]) -> str | None:
+    """The string that ``node`` is; None if it is none."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _text(node.left, variables), _text(node.right, variables)
+        return None if left is None or right is None else left + right
+    text = variables.get(node.id) if isinstance(node, ast.Name) else getattr(node, "value", None)
+    return text if isinstance(text, str) else None
+
+
 def _walk(
     node: ast.expr,
     functions: Mapping[str, Callable[..., Any]],

@@ -9,17 +9,17 @@ the strongest is listed, never dropped.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from repro.claims.expression import Expression, ExpressionError, Result, Value, evaluate
+from repro.claims.expression import Expression, ExpressionError, Result, Value, evaluate, texts
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.ledger import KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Claim, Evidence, Ledger, Row
 from repro.claims.published import UNITS, digitised, printed, show
 from repro.claims.records import Missing, Records
 from repro.claims.tolerance import NOISELESS, accepted, agrees_at_scale, room
+from repro.results.store import SIMULATED
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 NOT_COMPARABLE, NOT_RUN = "not comparable", "not run"
@@ -180,7 +180,7 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
     except Missing as missing:
         return Finding(
             verdict=NOT_RUN,
-            reason=f"{missing.experiment}: {missing.reason}; `repro run suites/{missing.suite}.toml`",
+            reason=f"{missing.experiment}: {missing.reason}; `{_command(missing.suite, evidence.kind)}`",
             **common,
         )
     except ExpressionError as error:
@@ -233,6 +233,11 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         text=_text(value, row),
         **common,
     )
+
+
+def _command(suite: str, kind: str) -> str:
+    """What would bring the record that is missing."""
+    return f"repro run suites/{suite}.toml" + (f" --evidence {kind}" if kind == SIMULATED else "")
 
 
 def _in_unit(result: Result, unit: str) -> Result:
@@ -290,9 +295,4 @@ def _name(finding: Finding) -> str:
 
 def experiments(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
     """The experiments that an expression reads, as ``suite/name``."""
-    found: list[str] = []
-    for node in ast.walk(expression.tree):
-        text = variables.get(node.id) if isinstance(node, ast.Name) else getattr(node, "value", None)
-        if isinstance(text, str) and "/" in text:
-            found.append(text)
-    return sorted(dict.fromkeys(found))
+    return sorted({text for text in texts(expression, variables) if "/" in text})

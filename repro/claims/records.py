@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from repro.claims.expression import Uncertain, Value
 from repro.config.experiment import PROTOCOL, from_dict
-
-CONCLUSIVE = ("ok", "oom", "diverged")
-"""Outcomes that say something about the experiment and not about the day it was run."""
+from repro.results.store import CONCLUSIVE, SIMULATED
 
 
 class Missing(Exception):
@@ -53,24 +52,22 @@ class Records:
             failed = self._failures.get((kind, experiment))
             if failed is None:
                 raise Missing(experiment, "no record")
-            raise Missing(
-                experiment, f"ended {failed['outcome']}: {failed.get('reason') or 'no reason given'}"
-            )
+            raise Missing(experiment, _ended(failed))
 
         def metric(experiment: str, name: str) -> Value | Uncertain:
             """A metric of an experiment that ended ok: ``metric("smoke/parity-tp2", "loss.last")``.
 
-            One that has a confidence interval (``name.low``, ``name.high``) brings it along.
+            A simulated one may also have run out of memory: what it needs is known then, all but what it
+            would reserve.  One that has a confidence interval (``name.low``, ``name.high``) brings it along.
             """
             record = find(experiment)
-            if record["outcome"] != "ok":
-                raise Missing(
-                    experiment, f"ended {record['outcome']}: {record.get('reason') or 'no reason given'}"
-                )
+            if record["outcome"] != "ok" and kind != SIMULATED:
+                raise Missing(experiment, _ended(record))
             metrics = record.get("metrics", {})
             value = metrics.get(name)
             if not isinstance(value, int | float):
-                raise Missing(experiment, f"its record has no metric {name}")
+                ended = "" if record["outcome"] == "ok" else f" ({_ended(record)})"
+                raise Missing(experiment, f"its record has no metric {name}{ended}")
             if f"{name}.low" in metrics:
                 return Uncertain(value, metrics[f"{name}.low"], metrics[f"{name}.high"])
             return value
@@ -95,6 +92,32 @@ class Records:
             """``"ok"``, ``"oom"`` or ``"diverged"``."""
             return str(find(experiment)["outcome"])
 
+        def extreme(name: str, experiments: tuple[str, ...], best: Callable[..., str], what: str) -> Value:
+            """``name`` of the one that ``best`` picks among those that end ok, if one beyond it does not."""
+            if not experiments:
+                raise TypeError("needs experiments to choose from")
+            values = {experiment: setting(experiment, name) for experiment in experiments}
+            fits = [experiment for experiment in experiments if outcome(experiment) == "ok"]
+            end = best(values, key=values.__getitem__)
+            if not fits:
+                return 0 if what == "largest" else math.inf
+            chosen = best(fits, key=values.__getitem__)
+            if chosen == end:
+                raise Missing(end, f"it fits, so the {what} {name} that does is beyond it")
+            return values[chosen]
+
+        def largest(name: str, *experiments: str) -> Value:
+            """The largest ``setting`` among experiments that differ in it and fit; at least one must not.
+
+            ``largest("model.published_params", ...)`` is the largest model, as its source calls it; 0 if
+            none fits.
+            """
+            return extreme(name, experiments, max, "largest")
+
+        def smallest(name: str, *experiments: str) -> Value:
+            """The smallest ``setting`` among experiments that fit; at least one must not: ``layout.tp``."""
+            return extreme(name, experiments, min, "smallest")
+
         def compared(subject: str, baseline: str) -> Value | Uncertain:
             """Throughput of ``subject`` over ``baseline`` in one interleaved run, with its 95 % interval."""
             record = self._comparisons.get((subject, baseline))
@@ -111,8 +134,14 @@ class Records:
             "setting": setting,
             "parameters": parameters,
             "outcome": outcome,
+            "largest": largest,
+            "smallest": smallest,
             "compared": compared,
         }
+
+
+def _ended(record: Mapping[str, Any]) -> str:
+    return f"ended {record['outcome']}: {record.get('reason') or 'no reason given'}"
 
 
 def _interval(comparison: Mapping[str, Any]) -> tuple[float, float, float]:

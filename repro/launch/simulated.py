@@ -8,6 +8,7 @@ that the record does not depend on the machine.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -208,5 +209,10 @@ def _prepare(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
+    import repro.simulate.step  # noqa: F401
+
     torch.set_num_threads(1)
+    # A trace begins with a collection, which would go through all of torch every time.
+    gc.collect()
+    gc.freeze()
     sys.stdout = sys.stderr  # the parent's output is one document

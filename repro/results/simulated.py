@@ -3,8 +3,9 @@
 Memory is the largest of any role, communication that of the role which holds rank 0 (the first stage), and
 ``comm.purpose.*`` are summed over all ranks, as in :mod:`repro.results.record`.  A simulation knows more:
 ``memory.reserved_bytes`` is what the caching allocator would reserve on the fullest device,
-``memory.used_bytes`` that and the context beside it, ``comm.link.CLASS.sent_bytes`` what goes over a class of
-links.  It knows no times; ``trace_seconds`` is what the simulation itself took.
+``memory.used_bytes`` that and the context beside it, ``memory.communication_bytes`` the most that buffers of
+messages take, ``comm.link.CLASS.sent_bytes`` what goes over a class of links.  It knows no times;
+``trace_seconds`` is what the simulation itself took.
 
 A step that does not fit has needs all the same: a record with the outcome ``oom`` says what would be live,
 but not what would be reserved.
@@ -101,6 +102,7 @@ def _memory(simulation: Simulation) -> dict[str, float]:
         "memory.init_peak_bytes": max(memory.init_peak_bytes for memory in memories),
         "memory.context_bytes": simulation.context_bytes,
     }
+    metrics["memory.communication_bytes"] = max(memory.most["communication"] for memory in memories)
     for category in ("parameters", "gradients", "optimizer"):
         metrics[f"memory.{category}_bytes"] = max(memory.states[category] for memory in memories)
     if simulation.limit_bytes is not None:

@@ -108,8 +108,9 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
     row = build(_Row, {**defaults, **{k: v for k, v in data.items() if k not in _PARTS}}, file=place)
     if not row.model:
         raise ConfigError("model", expected="is missing: the name of a model, see `repro models`", file=place)
-    if row.expect not in OUTCOMES:
-        raise ConfigError("expect", row.expect, f"one of {', '.join(OUTCOMES)}", file=place)
+    if row.expect and row.expect not in OUTCOMES:
+        right = f'one of {", ".join(OUTCOMES)}, or "" where nothing is expected'
+        raise ConfigError("expect", row.expect, right, file=place)
     _system(row.system, place)
     levels = {key: _levels(key, data, from_file, place) for key in _PARTS}
 

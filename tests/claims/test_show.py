@@ -68,8 +68,10 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert sum(document["summary"]["verdicts"].values()) == 80
     cell = next(c for c in document["claims"] if c["id"] == "zero-table1-per-device-memory")["rows"][0]
     assert cell["published"] == "120"
-    assert cell["evidence"][0]["value"] == 120
-    assert cell["evidence"][0]["verdict"] == "reproduced"
+    evidence = {entry["kind"]: entry for entry in cell["evidence"]}
+    assert evidence["analytic"]["value"] == 120
+    assert evidence["analytic"]["verdict"] == "reproduced"
+    assert evidence["simulated"]["verdict"] == "not run"
 
 
 def test_json_of_one_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,15 @@ TABLES = {
     "zero-13b": (62, 4096, 32, (1,)),
     "zero-1.16b": (24, 1920, 16, (1,)),
     "zero-1.38b": (40, 1536, 16, (1,)),
+    # Tables 1 and 2 name sizes only: these shapes are ours.
+    "table1-7.5b": (4, 12288, 96, (1,)),
+    "table1-128b": (4, 50944, 398, (1,)),
+    "table1-1t": (4, 144128, 1126, (1,)),
+    "table2-1.3b": (27, 1920, 16, (1,)),
+    "table2-5b": (43, 3072, 24, (4,)),
+    "table2-6.2b": (53, 3072, 24, (1,)),
+    "table2-12.5b": (61, 4096, 32, (2, 8)),
+    "table2-25b": (55, 6144, 32, (4, 16)),
     # DS-FEB20 tutorial sec. 3.1 and 3.3, figure; DS-HEAD zero.md.
     "deepspeed-1.5b": (48, 1600, 16, (1, 2, 4)),
     "deepspeed-4b": (64, 2304, 16, (1, 4)),
@@ -119,7 +128,7 @@ def test_shapes_are_the_printed_ones_and_split_as_published(name: str) -> None:
 def test_a_published_size_that_is_not_the_rounded_count_has_a_note(name: str) -> None:
     model = load(name)
     assert model.source
-    digits, unit = model.published_name[:-1], {"M": 1e6, "B": 1e9}[model.published_name[-1]]
+    digits, unit = model.published_name[:-1], {"M": 1e6, "B": 1e9, "T": 1e12}[model.published_name[-1]]
     assert float(digits) * unit == pytest.approx(model.published_params)
     psi = total(model) / unit
     if f"{psi:.{len(digits.partition('.')[2])}f}" != digits:

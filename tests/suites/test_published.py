@@ -9,7 +9,6 @@ import pytest
 
 from repro import suites
 from repro.claims.ledger import load as load_ledger
-from repro.claims.published import read
 from repro.config import Experiment
 
 FOLDER = Path(__file__).parents[2] / "suites"
@@ -22,6 +21,8 @@ def published(name: str) -> dict[str, Experiment]:
 
 
 YUAN, MEGATRON, ZERO_R = published("yuan"), published("megatron"), published("zero_r")
+LIMITS, STATES, TURING = published("zero_limits"), published("zero_states"), published("turing_nlg")
+EVERYTHING = {**YUAN, **MEGATRON, **ZERO_R, **LIMITS, **STATES, **TURING}
 
 PRINTED = {
     # GPUs and global batch, as printed.  PRESS 002; MEG1 Tables 1, 2, 7; MEG2 Table 2, Fig. 12, 16, 18.
@@ -53,6 +54,25 @@ PRINTED = {
     **{f"fig7-c{c}-100b": (400, 800) for c in (4, 5)},
     **{f"fig8-c{c}-60b": (128, 8 * batch) for c, batch in enumerate((2, 4, 8, 32, 32), 1)},
     **{f"fig8-c{c}-170b": (400, 300) for c in (1, 2, 3, 4, 5)},
+    # ZERO3 Table 10 (Fig. 4), the release's 100B, DeepSpeed's tutorial.
+    "fig4-dp-1.16b": (128, 1024),
+    "fig4-dp-1.38b": (128, 128),
+    **{f"fig4-zero-{size}": (128, batch) for size, batch in (("11b", 512), ("12b", 512), ("13b", 256))},
+    "tutorial-1.5b-dp": (8, 8),
+    "tutorial-1.5b-zero1": (8, 8),
+    "tutorial-10b-zero2": (32, 32),
+    # MSBLOG-TNLG.
+    "megatron-mp16": (1024, 512),
+    "zero1-mp4": (256, 512),
+    "zero2-mp4": (256, 512),
+}
+UNPUBLISHED = {
+    # What else is simulated: the next size or degree, which has to fail; what has no printed batch; the map around
+    # Yuan's layout; the volume of communication that a formula leaves recomputation out of.
+    *("fig6-c1-50b", "fig6-c2-80b", "fig6-c2-100b", "fig6-c3-60b", "fig6-c4-150b", "fig6-c5-170b"),
+    *("release-100b", "fig7-c3-100b", "fig4-zero-20b", "activations-1.5b", "activations-1.5b-checkpoints"),
+    *("megatron-mp8", "megatron-mp4", "zero1-mp2", "volume-145.6b", "volume-145.6b-scatter"),
+    *(name for name in YUAN if name.startswith("map-")),
 }
 
 
@@ -68,7 +88,7 @@ def table1() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_worlds_and_batches_are_the_printed_ones(name: str) -> None:
-    layout = {**YUAN, **MEGATRON, **ZERO_R}[name].layout
+    layout = EVERYTHING[name].layout
     assert (layout.world, layout.global_batch) == PRINTED[name]
 
 
@@ -81,15 +101,50 @@ def test_weak_scaling_to_a_trillion(name: str) -> None:
     assert layout.global_batch == line["batch"]
 
 
+def table2() -> dict[str, int]:
+    """GPUs by the name of the experiment: ZERO3 Table 2 has Nd = 64 in every line."""
+    degrees = {name: re.match(r"(?:dp|pos)-mp(\d+)-", name) for name in LIMITS}
+    return {name: 64 * int(found[1]) for name, found in degrees.items() if found}
+
+
+def states() -> dict[str, int]:
+    """GPUs of the experiments for ZERO3 Table 1 and Fig. 1: their names end in them."""
+    return {name: int(name.partition("-n")[2].partition("-")[0]) for name in STATES}
+
+
+def test_sixty_four_replicas_in_every_line_of_table_2() -> None:
+    assert {name: LIMITS[name].layout.world for name in table2()} == table2()
+    assert {name: STATES[name].layout.dp for name in states()} == states()
+    stages = {name: int(found[1]) for name in STATES if (found := re.search(r"-z(\d)-", name))}
+    assert {name: STATES[name].layout.zero for name in STATES} == stages
+
+
 def test_nothing_is_left_unchecked() -> None:
-    assert {*YUAN, *MEGATRON, *ZERO_R} == {*PRINTED, *table1()}
-    for experiment in (*YUAN.values(), *MEGATRON.values(), *ZERO_R.values()):
-        assert (experiment.layout.precision, experiment.layout.recompute) == ("fp16", True)
+    assert {*EVERYTHING} == {*PRINTED, *table1(), *table2(), *states(), *UNPUBLISHED}
+    plain = (
+        "volume-145.6b",
+        "volume-145.6b-scatter",
+        "activations-1.5b",
+        "tutorial-1.5b-dp",
+        "tutorial-1.5b-zero1",
+    )
+    for name, experiment in EVERYTHING.items():
+        assert (experiment.layout.precision, experiment.layout.recompute) == ("fp16", name not in plain)
+
+
+def test_buckets_are_the_releases() -> None:
+    """500,000,000 elements of fp16 wherever a layout of ZeRO's with C_B is published; none of it for the baselines."""
+    for name, experiment in {**ZERO_R, **LIMITS, **TURING}.items():
+        layout = experiment.layout
+        if layout.zero:
+            assert (layout.cb, layout.bucket_bytes) == (True, 1_000_000_000), name
+        elif not name.startswith("activations"):
+            assert not layout.cb, name
 
 
 def test_yuans_pipeline() -> None:
     layout = YUAN["yuan-245b"].layout
-    rows = {row.label: read(row.published).value for row in load_ledger().claim("yuan-config").rows}
+    rows = {row.label: row.printed.value for row in load_ledger().claim("yuan-config").rows if row.printed}
     assert (layout.tp, layout.pp, layout.dp, layout.micro_batch) == (8, 38, 7, 1)
     assert layout.accumulation == rows["micro-batches per pipeline"] == 480
     assert {len(part) for part in layout.parts(76)} == {2} == {rows["layers per stage"]}
