@@ -1,4 +1,4 @@
-# make smoke       install, run suites/smoke.toml on this machine, print the claims table and the report's path
+# make smoke       install, run suites/smoke.toml on this machine, simulate published layouts, print the claims table
 # make test        install with the test extra, run the test suite
 # make check       formatter, linter, type checker
 # make benchmarks  pytest-benchmark comparisons
@@ -25,6 +25,9 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 	$(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
+
+# Published layouts on hundreds of GPUs, a second or less each.
+SIMULATED := zero_states turing_nlg
 
 .PHONY: help smoke test check benchmarks format clean
 .DELETE_ON_ERROR:
@@ -59,6 +62,10 @@ $(INSTALLED_TEST): $(INSTALLED)
 smoke: $(INSTALLED)
 	@status=0; $(BIN)/repro run suites/smoke.toml --results $(RESULTS) || status=$$?; \
 	case $$status in 2|130|143) exit $$status;; esac; \
+	for suite in $(SIMULATED); do \
+	  $(BIN)/repro run suites/$$suite.toml --evidence simulated --results $(RESULTS) || status=$$?; \
+	  case $$status in 2|130|143) exit $$status;; esac; \
+	done; \
 	$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
 	$(BIN)/repro report --results $(RESULTS) || status=$$?; \
 	exit $$status
