@@ -73,7 +73,7 @@ def test_is_well_formed_with_unique_ids_and_links_that_lead_somewhere(page: Page
     for link in page.links:
         if link.startswith("#"):
             # Experiments that were never run have no line to lead to; the link still names them.
-            assert link[1:] in page.ids or link.startswith("#run-"), link
+            assert link[1:] in page.ids or link.startswith(("#run-", "#sim-")), link
         else:
             assert (built / link).is_file(), link
 
