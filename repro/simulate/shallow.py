@@ -70,8 +70,8 @@ def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layo
     """``layout`` with ``pp`` stages and few micro-batches, but first, ordinary and last among them."""
     dp = dp or layout.dp
     count = 2 * pp if pp > 1 and layout.schedule != "1f1b" else 3
-    batches = {"micro_batch": micro_batch, "global_batch": count * micro_batch * dp}
-    return replace(layout, pp=pp, dp=dp, stage_layers=(), **batches)
+    whole = count * micro_batch * dp
+    return replace(layout, pp=pp, dp=dp, stage_layers=(), micro_batch=micro_batch, global_batch=whole)
 
 
 def trace_family(model: Model, seq: int, layout: Layout, widest: int) -> tuple[dict[str, Family], int]:
