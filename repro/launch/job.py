@@ -21,6 +21,8 @@ class Job:
     """Compared experiments divide their timed steps into this many rounds and take turns: A B A B ..."""
     compare: bool = False
     """Whether the experiments are compared; otherwise they only share the start of the processes."""
+    as_rank: int = -1
+    """With 0 or more: one process is this rank of the layout, and its messages carry nothing."""
 
     def __post_init__(self) -> None:
         assert self.experiments, "a job without experiments"
@@ -29,8 +31,8 @@ class Job:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
-        return self.experiments[0].layout.world
+        """Number of processes."""
+        return 1 if self.as_rank >= 0 else self.experiments[0].layout.world
 
     @property
     def memory_bytes(self) -> int:
@@ -42,6 +44,7 @@ class Job:
         document = {
             "rounds": self.rounds,
             "compare": self.compare,
+            "as_rank": self.as_rank,
             "experiments": [experiment.as_dict() for experiment in self.experiments],
         }
         write_json(path, document)
@@ -54,6 +57,7 @@ class Job:
             experiments=[from_dict(data) for data in document["experiments"]],
             rounds=document["rounds"],
             compare=document["compare"],
+            as_rank=document["as_rank"],
         )
 
 

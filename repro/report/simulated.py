@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from repro.report import text
 from repro.report.measured import Record, layout
 from repro.report.verdicts import anchor
+
+_BYTES = re.compile(r"\b(\d{4,})\b(?: bytes)?")
+"""The numbers of an allocator's message."""
 
 
 def experiment_row(record: Record) -> dict[str, Any]:
@@ -23,7 +27,7 @@ def experiment_row(record: Record) -> dict[str, Any]:
         "ranks": f"{values['dp'] * values['tp'] * values.get('pp', 1):,}",
         "layout": f"{layout(values)}, micro-batch {values['micro_batch']}",
         "outcome": record["outcome"],
-        "reason": record.get("reason", ""),
+        "reason": _BYTES.sub(lambda found: text.size(int(found[1])), record.get("reason", "")),
         "states": text.size(metrics.get("memory.states_bytes")),
         "peak": text.size(metrics.get("memory.peak_bytes")),
         "where": _where(fullest),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from repro.simulate.fit import Question
     from repro.simulate.layouts import Request
-    from repro.simulate.plan import Row
+    from repro.simulate.rows import Row
 
 SHOWN = 12
 """Layouts of a plan that are printed; ``--json`` has all."""
@@ -48,16 +48,19 @@ def show_fit(question: Question, document: dict[str, Any]) -> None:
     console.print(rows)
     failing = document["first_failing"]
     if failing is not None:
-        console.print(f"\nWhat is too much: [bold]{document['binding']}[/]{_why(document['binding'])}")
+        console.print(
+            f"\nWhat is too much: [bold]{document['binding']}[/]{_why(document['binding'], failing)}"
+        )
         if "memory" in failing:
             _terms(console, document)
         console.print(failing["reason"], style="dim", markup=False)
     _tried(console, document)
 
 
-def _why(term: str) -> str:
+def _why(term: str, failing: dict[str, Any]) -> str:
     if term == FRAGMENTATION:
-        return "; what is live would fit, but no free stretch is long enough"
+        largest = f" ({failing['largest_term']} most of all)" if "largest_term" in failing else ""
+        return f"; what is live{largest} would fit, but no free stretch is long enough"
     return ", the largest part of what is live" if term in TERMS.values() else ""
 
 
@@ -88,7 +91,7 @@ def show_plan(request: Request, rows: Sequence[Row], traces: int) -> None:
     """Print the first layouts, and what rules the others out."""
     from rich.console import Console
 
-    from repro.simulate.plan import OK, RULE, UNDECIDED, unknown
+    from repro.simulate.rows import OK, RULE, UNDECIDED, unknown
 
     console = Console(highlight=False)
     system, fits = request.system, [row for row in rows if row.outcome == OK]
@@ -97,7 +100,7 @@ def show_plan(request: Request, rows: Sequence[Row], traces: int) -> None:
         f"[bold]{request.model.name}[/] on {request.gpus} x {system.device.name} ({system.name}), global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
     )
-    undecided = f", {len(close)} are too close to tell" if close else ""
+    undecided = f", {len(close)} too close to tell" if close else ""
     console.print(
         f"{len(fits)} of {len(rows)} layouts fit {gb(request.allocatable)} GB{undecided}; {traces} traces\n"
     )

@@ -113,17 +113,18 @@ def plan(
     count = len(layouts.candidates(request))
     if not json:
         _say(f"{count} layouts of {sizes.name} on {gpus} GPUs ...")
-    from repro.simulate import plan as plans
     from repro.simulate.answers import show_plan
+    from repro.simulate.plan import plan as run
+    from repro.simulate.rows import OK, document
     from repro.simulate.workers import Workers
 
     with Workers() as workers:
-        rows, traces = plans.plan(request, workers)
+        rows, traces = run(request, workers)
     if json:
-        print(jsonlib.dumps([plans.document(request, row) for row in rows]))
+        print(jsonlib.dumps([document(request, row) for row in rows]))
     else:
         show_plan(request, rows, traces)
-    return 0 if any(row.outcome == plans.OK for row in rows) else 1
+    return 0 if any(row.outcome == OK for row in rows) else 1
 
 
 def _say(text: str) -> None:

@@ -92,11 +92,12 @@ def _wider(family: Family, micro_batch: int) -> float:
 def _more(family: Family, category: str, layers: int, in_flight: int) -> tuple[float, float]:
     """c, what a layer keeps of a sample; and what is kept beyond ``base``: c (f l - f0 l0) + d (f - f0)."""
     base, deeper, longer = family.base, family.deeper, family.longer
-    per_layer = (deeper.most[category] - base.most[category]) / (_step(family) * base.in_flight)
+    samples = base.layout.micro_batch
+    per_layer = (deeper.most[category] - base.most[category]) / (_step(family) * base.in_flight * samples)
     per_pass = 0.0
     if longer.in_flight != base.in_flight:
-        per_pass = (longer.most[category] - base.most[category]) / (longer.in_flight - base.in_flight)
-        per_pass -= per_layer * base.layers
+        more = (longer.most[category] - base.most[category]) / (longer.in_flight - base.in_flight)
+        per_pass = more / samples - per_layer * base.layers
     more = per_layer * (in_flight * layers - base.in_flight * base.layers)
     return per_layer, more + per_pass * (in_flight - base.in_flight)
 

@@ -116,36 +116,42 @@ def search(
     found: dict[int, Trial] = {}
     low, high = -1, len(values)
     queue = [value for value in start if value in values]
+    halve = False
     while high - low > 1:
         if queue:
             index = bisect_right(values, queue.pop(0)) - 1
             if not low < index < high:
                 continue
         else:
-            index = _next(values, list(found.values()), limit, low, high)
-        trial = attempt(values[index])
-        found[values[index]] = trial
+            index = (low + high) // 2 if halve else _next(values, found, limit, low, high)
+        width, bracketed = high - low, high < len(values)
+        trial = found[values[index]] = attempt(values[index])
+        if trial.outcome not in ("ok", "oom"):  # it says nothing about memory
+            high = index
+            break
         if trial.fits:
-            low = max(low, index)
+            low = index
         else:
-            high = min(high, index)
+            high = index
+        # A line that moves one end only, and little, is left for the middle.
+        halve = bracketed and not halve and high - low > width // 2
     largest = found[values[low]] if low >= 0 else None
     failing = found[values[high]] if high < len(values) else None
     return Answer(largest, failing, list(found.values()))
 
 
-def _next(values: Sequence[int], trials: list[Trial], limit: int, low: int, high: int) -> int:
+def _next(values: Sequence[int], found: dict[int, Trial], limit: int, low: int, high: int) -> int:
     """The index to try next, strictly between ``low`` and ``high``."""
-    told = sorted((t.value, t.needed) for t in trials if t.needed is not None)
-    if len(told) >= 2 and len(trials) < 12:
-        near = sorted(told, key=lambda point: abs(limit - point[1]))[:2]
-        (a, at_a), (b, at_b) = sorted(near)
+    told = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
+    if high < len(values):  # between what fits and what does not, if both say what they need
+        told = [point for point in told if low >= 0 and point[0] in (values[low], values[high])]
+    if len(told) >= 2:
+        (a, at_a), (b, at_b) = told[-2:]
         if at_b > at_a:
-            guess = a + (limit - at_a) * (b - a) / (at_b - at_a)
-            index = bisect_right(values, guess) - 1
+            index = bisect_right(values, a + (limit - at_a) * (b - a) / (at_b - at_a)) - 1
             return min(max(index, low + 1), high - 1)
     if high == len(values):  # nothing failed yet: further up, in strides
-        return min(max(0, 2 * low + 1), high - 1)
+        return min(2 * low + 1 if low >= 0 else 0, high - 1)
     return (low + high) // 2
 
 
@@ -157,14 +163,14 @@ def simulated(question: Question) -> Answer:
     values = question.values()
     deep = question.layout.pp > 1 or question.search != LAYERS
     few = [values[i] for i in ((0, 1) if deep else (2, 5)) if i < len(values)]
-    answer = search(values, lambda value: _simulate(question, value), question.allocatable, few)
-    if answer.first_failing is None and question.search == LAYERS:
-        raise ConfigError(
-            "--hidden",
-            question.model.hidden,
-            f"a larger width: {values[-1]} layers of this one fit, and more are not tried",
-        )
-    return answer
+
+    def attempt(value: int) -> Trial:
+        if question.search == LAYERS and value == values[-1] and len(values) > 1:
+            what = f"a larger width: about {value} layers of this one or more would fit"
+            raise ConfigError("--hidden", question.model.hidden, what)
+        return _simulate(question, value)
+
+    return search(values, attempt, question.allocatable, few)
 
 
 def _simulate(question: Question, value: int) -> Trial:
@@ -182,11 +188,12 @@ def _simulate(question: Question, value: int) -> Trial:
     needed = max(
         replay(traced.events, expandable=question.expandable).peak_reserved for traced in found.traces
     )
+    largest = binding(fullest.memory.by_category)
     term = ""
     if found.outcome != "ok":
-        live = fullest.memory.peak_bytes
-        term = binding(fullest.memory.by_category) if live > question.allocatable else FRAGMENTATION
+        term = largest if fullest.memory.peak_bytes > question.allocatable else FRAGMENTATION
     detail = {
+        "largest_term": largest,
         **{key: document[key] for key in ("params", "layout", "memory", "trace_seconds")},
         "reserved_bytes": fullest.replay.peak_reserved,
         "traces": len(found.traces),
@@ -216,10 +223,11 @@ def question_of(
     whole = options.limit_of(system, limit)
     for key, value in sizes.items():
         require(value >= 1, f"--{key}", value, "a whole number of at least 1")
+    keys: dict[str, Any]
     if model is None:
         room = whole - system.context()
         hidden = sizes.get("hidden") or suggested_width(room, layout.tp * layout.pp, layout)
-        keys: dict[str, Any] = {
+        keys = {
             "heads": _heads(hidden, layout.tp),
             "vocab": 51200,
             "seq": 1024,
@@ -265,6 +273,9 @@ def document(question: Question, answer: Answer) -> dict[str, Any]:
     }
 
 
+_SHOWN = ("largest_term", "memory", "memory_of_process")
+
+
 def _described(question: Question, trial: Trial | None) -> dict[str, Any] | None:
     if trial is None:
         return None
@@ -278,4 +289,4 @@ def _described(question: Question, trial: Trial | None) -> dict[str, Any] | None
         # What fits may be held in less than it would take if there were more.
         "needed_bytes": trial.detail.get("reserved_bytes", trial.needed) if trial.fits else trial.needed,
     }
-    return found | ({"memory": trial.detail["memory"]} if "memory" in trial.detail else {})
+    return found | {key: trial.detail[key] for key in _SHOWN if key in trial.detail}

@@ -68,7 +68,7 @@ def candidates(request: Request) -> list[Layout]:
             request.gpus // (tp * pp) for tp in _tensor_degrees(request) for pp in _stages(request, tp)
         }
         if degrees:
-            what = f"a multiple of dp, which can be {', '.join(map(str, sorted(degrees)))}"
+            what = f"a multiple of dp, which can be {', '.join(map(str, sorted(degrees)))}, with pp micro-batches each"
             raise ConfigError("--global-batch", request.global_batch, what)
         what = f"a multiple of tp x pp for some split of {request.model.name}"
         raise ConfigError("--gpus", request.gpus, what)
@@ -76,8 +76,8 @@ def candidates(request: Request) -> list[Layout]:
 
 
 def _tensor_degrees(request: Request) -> list[int]:
+    options.replicas(request.gpus, request.given.get("tp", 1), request.given.get("pp", 1))
     if "tp" in request.given:
-        options.replicas(request.gpus, request.given["tp"], 1)
         return [request.given["tp"]]
     per_node = request.system.devices_per_node.value
     if per_node is None or "memory" in request.system.links:
@@ -92,7 +92,6 @@ def _tensor_degrees(request: Request) -> list[int]:
 
 def _stages(request: Request, tp: int) -> list[int]:
     if "pp" in request.given:
-        options.replicas(request.gpus, tp, request.given["pp"])
         return [request.given["pp"]]
     chunks = request.given.get("chunks", 1)
     layers = request.model.layers // chunks if request.model.layers % chunks == 0 else 0
@@ -120,7 +119,7 @@ def _of_grid(request: Request, given: dict[str, Any], tp: int, pp: int) -> list[
 
 def _micro_batches(replica: int, pp: int) -> list[int]:
     """Powers of two that divide a replica's batch and leave enough of them to fill the pipeline."""
-    found, size = [1], 2
+    found, size = [], 1
     while replica % size == 0 and replica // size >= pp:
         found.append(size)
         size *= 2

@@ -13,51 +13,26 @@ rows are traced in full, and so are the first ones of the plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
-from repro.models import flops
-from repro.models.parameters import total
 from repro.simulate import estimate
 from repro.simulate.closed import ruled_out, stage_parameters, state_bytes
 from repro.simulate.layouts import Request, candidates
+from repro.simulate.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, ideal_s, order
 from repro.simulate.shallow import Family, family_of, trace_family
 from repro.simulate.terms import TERMS, binding
 from repro.simulate.workers import Workers
 
-STATES, SHALLOW, FULL = "states", "shallow", "full"
-OK, OOM, UNDECIDED = "ok", "oom", "undecided"
 MARGIN = 1.12
 """Reserved over live bytes at most, seen in full traces of models of published size (1.01 to 1.10)."""
+SEGMENTS = 40 * 2**20
+"""... and what it may leave unused in its last segments (:mod:`repro.simulate.pools`)."""
 CONFIRMED = 3
 """So many of the first rows are traced in full ..."""
-MOST_FULL = 16
-"""... and at most so many layouts altogether."""
-
-
-@dataclass
-class Row:
-    """One layout of a plan.  Bytes; ``comm`` and parts of ``memory`` are empty where nothing was traced."""
-
-    layout: Layout
-    outcome: str
-    """``ok``, ``oom``, or ``undecided`` where only a full trace could tell and none was made."""
-    evidence: str
-    memory: dict[str, Any]
-    comm: dict[str, Any] = field(default_factory=dict)
-    ideal_s: float | None = None
-    """Seconds of a step at the devices' and the links' peak, nothing overlapped: an order, not a prediction."""
-    ruled_out_by: str = ""
-    """The term that rules it out: model states, activations, ... or fragmentation."""
-    reason: str = ""
-    trace_seconds: float = 0.0
-
-    @property
-    def bubble(self) -> float:
-        """Idle over busy time of the pipeline, (p - 1) / (v m) (2104.04473 sec. 2.2)."""
-        return (self.layout.pp - 1) / (self.layout.chunks * self.layout.accumulation)
+MOST_FULL = 8
+"""... and with those that are undecided at most so many; the rest stays undecided."""
 
 
 class Planner:
@@ -66,7 +41,8 @@ class Planner:
     def __init__(self, request: Request, workers: Workers):
         self.request, self.workers = request, workers
         self.traces = 0
-        self._families: dict[Layout, tuple[int, dict[str, Family]]] = {}
+        self._families: dict[Layout, tuple[int, int, dict[str, Family]]] = {}
+        """With the smallest and the largest micro-batch that they are good for."""
 
     def rows(self, layouts: Sequence[Layout]) -> list[Row]:
         """``states`` and ``shallow`` answers."""
@@ -102,22 +78,25 @@ class Planner:
 
     def _trace(self, layouts: Iterable[Layout]) -> None:
         """Have the families of ``layouts`` traced as far as they are not."""
-        widest: dict[Layout, int] = {}
+        wanted: dict[Layout, tuple[int, int]] = {}
         for layout in layouts:
             key = family_of(layout)
-            widest[key] = max(widest.get(key, 1), layout.micro_batch)
-        wanted = {key: size for key, size in widest.items() if self._families.get(key, (0, None))[0] < size}
+            least, most, _ = self._families.get(key, (layout.micro_batch, 0, {}))
+            least, most = wanted.get(key, (least, most))
+            span = min(least, layout.micro_batch), max(most, layout.micro_batch)
+            if key in wanted or span != self._families.get(key, (0, 0))[:2]:
+                wanted[key] = span
         request = self.request
         made = self.workers.map(
-            trace_family, [(request.model, request.seq, key, size) for key, size in wanted.items()]
+            trace_family, [(request.model, request.seq, key, *span) for key, span in wanted.items()]
         )
-        for (key, size), (families, traces) in zip(wanted.items(), made, strict=True):
-            self._families[key] = size, families
+        for (key, span), (families, traces) in zip(wanted.items(), made, strict=True):
+            self._families[key] = *span, families
             self.traces += traces
 
     def _shallow(self, layout: Layout) -> Row:
         request = self.request
-        families = self._families[family_of(layout)][1]
+        families = self._families[family_of(layout)][2]
         roles = estimate.memory(request.model, layout, families)
         sent = estimate.traffic(request.model, layout, families, request.system)
         fullest = max(roles.values(), key=lambda role: role.peak_bytes)
@@ -144,7 +123,7 @@ class Planner:
             row.outcome = OOM
             row.ruled_out_by = binding(fullest.by_category)
             row.reason = f"{_gb(fullest.peak_bytes)} GB are live in {fullest.phase}"
-        elif fullest.peak_bytes * MARGIN > request.allocatable:
+        elif fullest.peak_bytes * MARGIN + SEGMENTS > request.allocatable:
             row.outcome = UNDECIDED
             row.reason = f"{_gb(fullest.peak_bytes)} GB are live: the allocator decides"
         return row
@@ -165,12 +144,11 @@ def plan(request: Request, workers: Workers) -> tuple[list[Row], int]:
     while len(full) < MOST_FULL:
         rows = sorted((full.get(row.layout, row) for row in rows), key=order)
         first = [row for row in rows if row.outcome == OK][:CONFIRMED]
-        # An undecided layout may come before these.
-        last = order(first[-1])[1:] if len(first) == CONFIRMED else ()
-        close = [row for row in rows if row.outcome == UNDECIDED and (not last or order(row)[1:] < last)]
+        close = [row for row in rows if row.outcome == UNDECIDED]
         wanted = [row for row in (*first, *close) if row.evidence != FULL][: MOST_FULL - len(full)]
         if not wanted:
             break
+        # A few at a time: what turns out to fit, or not to, changes which come first.
         full.update((row.layout, row) for row in planner.full(wanted[: max(CONFIRMED, workers.count)]))
     rows = sorted((full.get(row.layout, row) for row in rows), key=order)
     return rows, planner.traces
@@ -189,49 +167,6 @@ def _partitioned(request: Request, rows: Iterable[Row]) -> list[Layout]:
         and row.layout.tp > 1
         and not row.layout.sp
     ]
-
-
-def order(row: Row) -> tuple[Any, ...]:
-    """Best first: what fits, then the least :func:`ideal_s`, then what asks for least."""
-    layout = row.layout
-    rank = (OK, UNDECIDED, OOM).index(row.outcome)
-    ideal = row.ideal_s if row.ideal_s is not None else float("inf")
-    by_link = row.comm.get("bytes_by_link", {})
-    simpler = (layout.recompute, layout.zero, layout.pp, layout.tp, layout.pa, -layout.micro_batch, layout.sp)
-    if row.outcome == OOM:
-        return (rank, row.evidence == STATES, row.memory["peak_bytes"], *simpler)
-    return (rank, ideal, by_link.get("inter-node", 0), sum(by_link.values()), *simpler)
-
-
-RULE = (
-    "seconds of a step if arithmetic ran at the devices' peak (recomputation and the pipeline's bubble included) "
-    "and messages at the links' full bandwidth, nothing overlapped; best first means the least of what fits"
-)
-"""What :func:`order` does, for people."""
-
-
-def unknown(request: Request, precision: str) -> list[str]:
-    """What the rule would need of the system and nobody knows; it counts as taking no time."""
-    system = request.system
-    found = []
-    if system.device.peak_flops.get(precision) is None or system.device.peak_flops[precision].value is None:
-        found.append(f"{precision} peak")
-    return found + [
-        f"{name} bandwidth" for name, link in system.links.items() if link.bandwidth.value is None
-    ]
-
-
-def ideal_s(request: Request, layout: Layout, by_link: dict[str, int]) -> float:
-    """Seconds of a step at peak rates (:data:`RULE`); what is unknown takes none."""
-    system, model = request.system, request.model
-    bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
-    work = flops.hardware_flops(model, request.seq, layout.global_batch, layout.recompute) / layout.world
-    peak = system.device.peak_flops.get(layout.precision)
-    seconds = work * (1 + bubble) / peak.value if peak is not None and peak.value else 0.0
-    for link, size in by_link.items():
-        if link in system.links and system.links[link].bandwidth.value is not None:
-            seconds += size / system.link_per_device(link)
-    return seconds
 
 
 def _full(request: Request, layout: Layout) -> Row:
@@ -270,35 +205,6 @@ def experiment(request: Request, layout: Layout) -> Experiment:
     return Experiment(
         name="plan", model=request.model, layout=layout, training=training, system=request.system.name
     )
-
-
-def document(request: Request, row: Row) -> dict[str, Any]:
-    """One entry of ``repro plan --json``: the keys of ``repro simulate --json``, and why it is where it is."""
-    layout, model = row.layout, request.model
-    memory: dict[str, Any] = {"peak_bytes": None, "reserved_bytes": None, "by_category": {}, "by_role": {}}
-    memory |= {"limit_bytes": request.allocatable, "context_bytes": request.system.context()} | row.memory
-    comm: dict[str, Any] = {"bytes_by_group": None, "bytes_by_link": None} | row.comm
-    return {
-        "outcome": row.outcome,
-        "reason": row.reason,
-        "ruled_out_by": row.ruled_out_by,
-        "evidence": row.evidence,
-        "model": model.name,
-        "system": request.system.name,
-        "gpus": request.gpus,
-        "layout": vars(layout),
-        "params": total(model),
-        "memory": memory,
-        "comm": comm,
-        "flops": {
-            "model": flops.model_flops(model, request.seq, layout.global_batch),
-            "hardware": flops.hardware_flops(model, request.seq, layout.global_batch, layout.recompute),
-            "formula": flops.FORMULA,
-        },
-        "bubble": row.bubble,
-        "ideal_s": row.ideal_s,
-        "trace_seconds": row.trace_seconds,
-    }
 
 
 def _gb(size: float) -> str:

@@ -54,7 +54,7 @@ class Family:
     deeper: Profile
     """With more layers."""
     wider: Profile
-    """With a larger micro-batch, the largest of the family (or ``base``)."""
+    """With the largest micro-batch of the family (or ``base``)."""
     longer: Profile
     """With more micro-batches in flight (or ``base``)."""
 
@@ -74,10 +74,12 @@ def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layo
     return replace(layout, pp=pp, dp=dp, stage_layers=(), micro_batch=micro_batch, global_batch=whole)
 
 
-def trace_family(model: Model, seq: int, layout: Layout, widest: int) -> tuple[dict[str, Family], int]:
+def trace_family(
+    model: Model, seq: int, layout: Layout, narrowest: int, widest: int
+) -> tuple[dict[str, Family], int]:
     """The families of each role of ``layout`` (from :func:`family_of`), and how many traces it took.
 
-    ``widest``: the largest micro-batch that will be asked for.
+    ``narrowest`` and ``widest``: the smallest and the largest micro-batch that will be asked for.
     """
     freeze()
     made = 0
@@ -93,17 +95,23 @@ def trace_family(model: Model, seq: int, layout: Layout, widest: int) -> tuple[d
         made += len(found)
         return found
 
-    # Stage 3 gathers the next blocks while one computes: it takes more of them to be ordinary.
-    few, many = (4, 6) if layout.zero == 3 else (2, 4) if layout.pp == 1 else (1, 2)
-    base, deeper = profiles(layout, few), profiles(layout, many)
-    wider = profiles(_shallow(layout, layout.pp, widest), few) if widest > 1 else base
+    few, many = _depths(layout)
+    narrow, wide = (_shallow(layout, layout.pp, size) for size in (narrowest, widest))
+    base, deeper = profiles(narrow, few), profiles(narrow, many)
+    wider = profiles(wide, few) if widest > narrowest else base
     longer = dict(base)
     if layout.pp > 1:
-        three = _shallow(layout, 3)
-        longer |= profiles(
-            three, few, [n for n, p in base.items() if kept(three, _stage(three, n)) != p.in_flight]
-        )
+        three = _shallow(layout, 3, narrowest)
+        others = [name for name in base if kept(three, _stage(three, name)) != base[name].in_flight]
+        longer |= profiles(three, few, others)
     return {name: Family(base[name], deeper[name], wider[name], longer[name]) for name in base}, made
+
+
+def _depths(layout: Layout) -> tuple[int, int]:
+    """Layers of a part in the shallow traces: as many as are under way at once, and some more."""
+    if layout.zero >= 2:  # several blocks' gradients, under stage 3 their parameters as well
+        return (3, 4) if layout.pp > 1 else (4, 6)
+    return (1, 2) if layout.pp > 1 else (2, 4)
 
 
 def kept(layout: Layout, stage: int) -> int:

@@ -81,9 +81,8 @@ class Simulation:
         if error is None:
             return ""
         role = self.fullest
-        where = "" if role.role.name == "all" else f"{role.role.name} stage: "
-        by = "by fragmentation" if error.by_fragmentation else "by allocation"
-        return f"{where}out of memory {by} in {role.replay.phase}: {error}"
+        where = "" if role.role.name == "all" else f"{role.role.name} stage, "
+        return f"{where}{role.replay.phase}: {error}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, the document of ``repro simulate --json``."""

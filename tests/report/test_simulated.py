@@ -28,7 +28,10 @@ def traced() -> list[dict[str, object]]:
     deep = synthetic.experiment("deep", **layout)
     small = Experiment(name="tight", model=deep.model, layout=deep.layout, system="selene")
     records = [attempt(e, systems.load("selene"), "smoke") for e in (ONE, small)]
-    records[1] |= {"outcome": "oom", "reason": "middle <stage>: out of memory"}
+    records[1] |= {
+        "outcome": "oom",
+        "reason": "middle <stage>: out of memory, 8599967744 bytes requested of 32317748480",
+    }
     records[1]["metrics"].pop("memory.reserved_bytes")
     return [*records, failed_record(deep, "ValueError: no", suite="smoke", wall_s=0.1)]
 
@@ -64,7 +67,7 @@ def test_page(traced: list[dict[str, object]], tmp_path: Path) -> None:
     assert (report.experiments, report.simulated) == (6, 3)
     page = report.page.read_text(encoding="utf-8")
     assert page.count('id="sim-smoke-states-z1-dp2"') == page.count('id="run-smoke-states-z1-dp2"') == 1
-    assert "middle &lt;stage&gt;: out of memory" in page
+    assert "middle &lt;stage&gt;: out of memory, 8.60 GB requested of 32.3 GB" in page
     assert "without a conclusive result: smoke/deep (error)" in page
 
 

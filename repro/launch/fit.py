@@ -1,0 +1,187 @@
+"""``repro fit --measure``: the largest model that fits the devices of this machine, by trying.
+
+Every trial is a launch of its own: what one leaves behind in an allocator or a driver cannot help or hurt the
+next, and a rank that the kernel kills is an outcome like the others.  The simulation says where to begin.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import re
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from repro import models, systems
+from repro.config import Limits, Training
+from repro.config.errors import ConfigError, require
+from repro.config.system import System
+from repro.launch import local, supervise
+from repro.launch.interrupt import Interrupt
+from repro.launch.job import Job
+from repro.simulate import fit, options
+from repro.simulate.terms import FRAGMENTATION
+
+ALLOCATION, HOST = "allocation", "host memory"
+TARGET = "repro.launch.trial:run_rank"
+LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
+
+
+def command(
+    system: str,
+    gpus: int,
+    layout: dict[str, Any],
+    model: str,
+    sizes: dict[str, int],
+    search: str,
+    memory_limit: str,
+    as_rank: int | None,
+    of: int,
+    json: bool,
+) -> int:
+    """Try sizes on real devices and print what fits; 1 if nothing does or a trial fails, 130 if interrupted."""
+    if system not in local.DEVICES:
+        raise ConfigError("--system", system, f"one of {', '.join(local.DEVICES)} with --measure")
+    limit = options.size(memory_limit)
+    on = _this_machine(system, limit)
+    world = gpus
+    if as_rank is not None:
+        require(gpus == 1, "--gpus", gpus, "1 with --as-rank: one process is one rank of --of")
+        require(of >= 1, "--of", of, "the number of ranks that --as-rank is one of")
+        require(0 <= as_rank < of, "--as-rank", as_rank, f"a rank from 0 to {of - 1}")
+        world = of
+    question = fit.question_of(
+        on,
+        world,
+        layout,
+        limit,
+        models.load(model) if model else None,
+        {key: value for key, value in sizes.items() if value},
+        search,
+    )
+    if local.DEVICES[system] == "cuda" and gpus > local.cuda_devices():
+        raise ConfigError(
+            "--gpus", gpus, f"at most the {local.cuda_devices()} CUDA devices that are visible here"
+        )
+    from repro.simulate.answers import show_fit
+
+    began = time.perf_counter()
+    with Interrupt() as interrupt:
+        trials = Trials(question, system, limit, -1 if as_rank is None else as_rank, interrupt)
+        answer = trials.run()
+    document = fit.document(question, answer)
+    del document["traces"], document["trace_seconds"]
+    document |= {
+        "evidence": "measured" if as_rank is None else f"measured (one rank of {of})",
+        "allocator_limit_bytes": trials.limit_bytes,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    if json:
+        print(jsonlib.dumps(document))
+    else:
+        show_fit(question, document)
+    if interrupt:
+        return 128 + interrupt.signal
+    failed = answer.first_failing is not None and answer.first_failing.outcome != "oom"
+    return 0 if answer.largest is not None and not failed else 1
+
+
+def _this_machine(system: str, limit: int | None) -> System:
+    """The system that the trials run on; its processor is one device with as much memory as ``limit`` says."""
+    on = systems.load("local")
+    on_cpu = local.DEVICES[system] == "cpu"
+    if on_cpu:
+        if limit is None:
+            what = "needed on processor cores: what one process may allocate, say 500MB"
+            raise ConfigError("--memory-limit", expected=what)
+        nothing = replace(on.context_bytes, value=0, source="a processor has no CUDA context")
+        return replace(on, context_bytes=nothing)
+    return on
+
+
+@dataclass
+class Trials:
+    """The trials of one question."""
+
+    question: fit.Question
+    system: str
+    limit: int | None
+    as_rank: int
+    interrupt: Interrupt
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a process's allocator may have: the limit less the context, or 0 for all that there is."""
+        return 0 if self.limit is None else self.question.allocatable
+
+    def run(self) -> fit.Answer:
+        """Search, beginning where the simulation says."""
+        guess = fit.simulated(self.question)
+        start = [trial.value for trial in (guess.largest, guess.first_failing) if trial is not None]
+        return fit.search(self.question.values(), self._attempt, self.question.allocatable, start)
+
+    def _attempt(self, value: int) -> fit.Trial:
+        if self.interrupt:
+            return fit.Trial(value, "interrupted", None)
+        experiment = replace(
+            self.question.experiment(value),
+            system=self.system,
+            limits=replace(LIMITS, memory_bytes=self.limit_bytes),
+            training=Training(seq=self.question.seq, steps=2, untimed_steps=1),
+        )
+        logs = Path(tempfile.mkdtemp(prefix="repro-fit-"))
+        launch = local.LocalLaunch(
+            Job(experiments=[experiment], as_rank=self.as_rank), logs / "logs", target=TARGET
+        )
+        try:
+            launch.start()
+            ending = supervise.watch(launch, interrupted=lambda: bool(self.interrupt))
+            results = launch.results(0) or []
+        finally:
+            launch.close(keep_logs=None)
+            shutil.rmtree(logs, ignore_errors=True)
+        detail = {"memory_of_process": _most([result["memory"] for result in results])}
+        why = ""
+        if ending.outcome == "oom":
+            why = kind(ending.reason, local.DEVICES[self.system], self.question.allocatable)
+        elif ending.outcome != "ok":
+            why = ending.outcome
+        reserved = detail["memory_of_process"].get("cuda", {}).get("reserved_peak")
+        return fit.Trial(value, ending.outcome, reserved, why, ending.reason, detail)
+
+
+def _most(memories: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest of the ranks' numbers."""
+    if not memories:
+        return {}
+    cuda = [memory["cuda"] for memory in memories if memory["cuda"]]
+    return {
+        "rss_peak_bytes": max(memory["rss_peak_bytes"] for memory in memories),
+        "cuda": {key: max(row[key] for row in cuda) for key in cuda[0]} if cuda else {},
+    }
+
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = r"([\d.]+) (bytes|[KMG]iB)"
+
+
+def kind(reason: str, device: str, limit: int) -> str:
+    """Whether a rank ran out of device memory (by ``allocation`` or ``fragmentation``) or of ``host memory``.
+
+    By fragmentation: what was allocated and what was asked for are together within ``limit`` bytes.
+    """
+    if "the kernel ran out of memory" in reason:
+        return HOST
+    if device == "cpu":
+        return ALLOCATION
+    if "CUDA out of memory" not in reason and "OutOfMemoryError" not in reason:
+        return HOST
+    asked = re.search(rf"Tried to allocate {_SIZE}", reason)
+    held = re.search(rf"{_SIZE} is allocated by PyTorch", reason)
+    if asked is None or held is None:
+        return ALLOCATION
+    total = sum(float(found[1]) * _UNITS[found[2]] for found in (asked, held))
+    return FRAGMENTATION if total <= limit else ALLOCATION

@@ -1,0 +1,66 @@
+"""A trial: does an experiment's step fit the memory of this rank's device?  The target of ``repro fit --measure``.
+
+Initialisation and two steps run as they would in training; the second has everything that an ordinary step has.
+As one rank of many (``job.as_rank``) the process allocates what that rank of the layout would and computes its
+share; messages carry nothing, so the numbers mean nothing and only memory and outcome are handed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from repro.config import Experiment
+from repro.launch.beacon import Beacon
+from repro.launch.experiment import process_memory
+from repro.launch.job import Job
+from repro.launch.session import mesh_of, process_group
+from repro.models.gpt import Place
+from repro.parallel import mesh as meshes
+from repro.simulate.trace import shortened
+from repro.train.step import MicroBatch, NativeEngine
+
+TARGET = f"{__name__}:run_rank"
+STEPS = 2
+
+
+def run_rank(
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
+) -> dict[str, dict[str, Any]]:
+    """Try the job's experiments on this rank; ``{"memory", "parameters"}`` per experiment key, in bytes."""
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device(device, rank % torch.cuda.device_count())
+        torch.cuda.set_device(place)
+    found = {}
+    with process_group(rank, world, place, rendezvous):
+        for index, experiment in enumerate(job.experiments):
+            found[experiment.key] = _try(experiment, job.as_rank, index, place, beacon)
+    return found
+
+
+def _try(
+    experiment: Experiment, as_rank: int, index: int, device: torch.device, beacon: Beacon
+) -> dict[str, Any]:
+    if as_rank >= 0:
+        mesh = meshes.shape_only(experiment.layout, as_rank)
+        # As in a trace: memory is that of all micro-batches after a few of them.
+        experiment = replace(experiment, layout=shortened(experiment.layout, mesh.pp.rank))
+        mesh = meshes.shape_only(experiment.layout, as_rank)
+    else:
+        mesh = mesh_of(experiment, device)
+    mesh.ledger.observers.append(lambda sequence, op, group, purpose: beacon.collective(sequence, op, group))
+    beacon.phase(index, 0, "init")
+    engine = NativeEngine(experiment, mesh, device)
+    layout, step = experiment.layout, 0
+    tokens = torch.randint(experiment.model.vocab, (layout.micro_batch, experiment.seq), device=device)
+    for step in range(STEPS):
+        batches = [MicroBatch(tokens, tokens, Place(step, k)) for k in range(layout.accumulation)]
+        engine.step(batches, lambda phase, step=step: beacon.phase(index, step, phase))  # type: ignore[misc]
+        engine.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    beacon.phase(index, STEPS, "done")
+    return {"memory": process_memory(device), "parameters": engine.local_parameters()}

@@ -1,0 +1,232 @@
+"""``repro simulate``, ``fit`` and ``plan`` from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from repro import cli
+from repro.config import ConfigError
+from repro.simulate.options import LAYOUT, size
+
+FIT = [
+    "fit",
+    "--system",
+    "dgx2",
+    "--gpus",
+    "2",
+    "--hidden",
+    "128",
+    "--heads",
+    "4",
+    "--vocab",
+    "512",
+    "--seq",
+    "64",
+]
+GPT2 = ["--model", "gpt2-1.5b", "--system", "dgx2"]
+
+
+@pytest.fixture(autouse=True)
+def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from repro.simulate import workers
+
+    monkeypatch.setattr(workers, "usable_cores", lambda: 1)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = cli.main(list(arguments))
+    return code, capsys.readouterr().out
+
+
+def test_simulate_json(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    code, out = run(
+        capsys,
+        "simulate",
+        "--model",
+        tiny_model,
+        "--system",
+        "dgx2",
+        "--gpus",
+        "8",
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+        "--zero",
+        "1",
+        "--global-batch",
+        "16",
+        "--recompute",
+        "--json",
+    )
+    assert code == 0
+    found = json.loads(out)
+    assert found["outcome"] == "ok"
+    assert found["layout"]["dp"] == 2
+    assert found["layout"]["precision"] == "fp16"  # a V100
+    assert found["params"] > 0
+    assert {"peak_bytes", "reserved_bytes", "by_category", "by_role"} <= set(found["memory"])
+    assert {"bytes_by_group", "bytes_by_link"} <= set(found["comm"])
+    assert {"model", "hardware"} <= set(found["flops"])
+    assert found["trace_seconds"] > 0
+    assert set(found["memory"]["by_role"]) == {"first", "last"}
+
+
+def test_simulate_says_what_a_person_wants_to_know(
+    capsys: pytest.CaptureFixture[str], tiny_model: str
+) -> None:
+    asked = ["simulate", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--tp", "2", "--zero", "1"]
+    code, out = run(capsys, *asked)
+    assert code == 0
+    for words in (": fits", "parameters", "optimizer states", "The peak is in", "By link: nvlink", "FLOP"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 80
+    code, out = run(capsys, *asked, "--memory-limit", "1.742GB")
+    assert code == 0  # that it does not fit is an answer
+    assert "does not fit" in out
+    assert "out of memory" in out
+
+
+def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    for system, precision in (("dgx2", "fp16"), ("selene", "bf16"), ("local", "bf16")):
+        asked = ["simulate", "--model", tiny_model, "--system", system, "--gpus", "1", "--json"]
+        assert json.loads(run(capsys, *asked)[1])["layout"]["precision"] == precision
+    found = json.loads(run(capsys, *asked, "--precision", "fp32")[1])
+    assert found["layout"]["precision"] == "fp32"
+
+
+def test_fit_json_and_page(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*FIT, "--zero", "1", "--memory-limit", "1.8GB"]
+    code, out = run(capsys, *asked, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["largest"]["params"] > 0
+    assert found["first_failing"]["layers"] == found["largest"]["layers"] + 1
+    assert found["binding"]
+    assert found["traces"] == len(found["trials"])
+    code, out = run(capsys, *asked)
+    assert code == 0
+    for words in ("fits", "does not", "What is too much", found["binding"], "traces"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_plan_json_and_page(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    asked = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
+    asked += ["--micro-batch", "1", "--memory-limit", "1.764GB", "--zero", "1", "--no-sp", "--no-recompute"]
+    code, out = run(capsys, *asked, "--json")
+    assert code == 0
+    found = json.loads(out)
+    keys = {"outcome", "params", "memory", "comm", "flops", "trace_seconds", "layout", "ruled_out_by"}
+    assert all(keys <= set(row) for row in found)
+    assert found[0]["outcome"] == "ok"
+    assert found[0]["evidence"] == "full"
+    assert {row["layout"]["zero"] for row in found} == {1}
+    code, out = run(capsys, *asked)
+    assert code == 0
+    for words in ("layouts fit", "nothing overlapped", "full", "tp x pp x dp"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_plan_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", *GPT2, "--gpus", "4", "--memory-limit", "4GB"]
+    code, out = run(capsys, *asked)
+    assert code == 1
+    assert "No layout fits" in out
+    assert "optimizer states" in out
+    code, out = run(capsys, *asked, "--json")
+    assert code == 1
+    assert all(row["outcome"] == "oom" and row["ruled_out_by"] for row in json.loads(out))
+
+
+BAD = [
+    ["simulate", "--model", "gpt2-1.5", "--system", "dgx2", "--gpus", "4"],
+    ["simulate", "--model", "gpt2-1.5b", "--system", "dgx9", "--gpus", "4"],
+    ["simulate", "--model", "bert-large", "--system", "dgx2", "--gpus", "4"],
+    ["simulate", *GPT2, "--gpus", "6", "--tp", "4"],
+    ["simulate", *GPT2, "--gpus", "0"],
+    ["simulate", *GPT2, "--gpus", "8", "--tp", "3"],
+    ["simulate", *GPT2, "--gpus", "3", "--tp", "3"],
+    ["simulate", *GPT2, "--gpus", "7", "--pp", "7"],
+    ["simulate", *GPT2, "--gpus", "4", "--zero", "4"],
+    ["simulate", *GPT2, "--gpus", "4", "--seq", "4096"],
+    ["simulate", *GPT2, "--gpus", "4", "--seq", "-1"],
+    ["simulate", *GPT2, "--gpus", "4", "--global-batch", "3"],
+    ["simulate", *GPT2, "--gpus", "4", "--memory-limit", "lots"],
+    ["simulate", *GPT2, "--gpus", "4", "--memory-limit", "1GB"],
+    ["simulate", *GPT2],
+    ["fit", "--system", "yuan", "--gpus", "8"],
+    ["fit", "--system", "dgx2", "--gpus", "8", "--search", "width"],
+    ["fit", "--system", "dgx2", "--gpus", "8", "--search", "micro-batch"],
+    ["fit", "--system", "dgx2", "--gpus", "8", "--hidden", "100", "--heads", "3"],
+    ["fit", "--measure", "--system", "dgx2", "--gpus", "8"],
+    ["fit", "--measure", "--system", "local", "--gpus", "1"],
+    ["fit", "--measure", "--system", "local", "--gpus", "1", "--as-rank", "4", "--of", "4",
+     "--memory-limit", "1GB"],
+    ["plan", "--model", "gpt2-1.5b", "--system", "yuan", "--gpus", "8"],
+    ["plan", *GPT2, "--gpus", "8", "--precision", "bf16"],
+    ["plan", *GPT2, "--gpus", "8", "--tp", "3"],
+    ["plan", *GPT2, "--gpus", "8", "--global-batch", "3"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", BAD, ids=" ".join)
+def test_bad_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+
+
+def test_bad_input_is_found_before_torch_is_imported() -> None:
+    code = (
+        "import sys, repro.cli\n"
+        "codes = {repro.cli.main(arguments) for arguments in " + repr(BAD) + "}\n"
+        "print(codes, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "{2} False", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [
+        ("32GB", 32 * 10**9),
+        ("32GiB", 32 * 2**30),
+        ("16e9", 16 * 10**9),
+        ("1.5 TB", 1.5e12),
+        ("500mb", 5 * 10**8),
+        ("7b", 7),
+        ("", None),
+    ],
+)
+def test_sizes(text: str, bytes_: float | None) -> None:
+    assert size(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["x", "-3", "0", "32 G", "1e99", "GB", "nan"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="--memory-limit"):
+        size(text)
+
+
+def test_every_layout_option_is_a_key_of_a_layout() -> None:
+    from dataclasses import fields
+
+    from repro.config import Layout
+
+    assert set(LAYOUT) <= {field.name for field in fields(Layout)}
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Any) -> str:
+    path = tmp_path / "tiny.toml"
+    path.write_text("layers = 4\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
+    return str(path)

@@ -1,0 +1,122 @@
+"""The search for the largest that fits: it ends at a boundary, in few trials, and names the term."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from repro import systems
+from repro.config import ConfigError, Model
+from repro.simulate import fit
+from repro.simulate.fit import Trial, search
+from repro.simulate.options import limit_of
+
+CONTEXT = 1_740_000_000
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    count=st.integers(1, 300),
+    boundary=st.integers(0, 300),
+    curve=st.floats(0.2, 3),
+    silent=st.booleans(),
+)
+def test_search_ends_at_the_boundary(count: int, boundary: int, curve: float, silent: bool) -> None:
+    boundary = min(boundary, count)
+    tried: list[int] = []
+
+    def attempt(value: int) -> Trial:
+        tried.append(value)
+        fits = value <= boundary
+        needed = round(1000 * (value / (boundary + 0.5)) ** curve)
+        return Trial(value, "ok" if fits else "oom", None if silent and not fits else needed)
+
+    answer = search(range(1, count + 1), attempt, 1000, [3, 6])
+    assert (answer.largest.value if answer.largest else 0) == boundary
+    assert (answer.first_failing.value if answer.first_failing else count + 1) == boundary + 1
+    assert len(tried) == len(set(tried)) <= 20
+
+
+def test_a_failure_that_is_not_about_memory_ends_the_search() -> None:
+    tried: list[int] = []
+
+    def attempt(value: int) -> Trial:
+        tried.append(value)
+        return Trial(value, "hang" if value > 4 else "ok", value)
+
+    answer = search(range(1, 100), attempt, 1000, [3, 6])
+    assert tried == [3, 6]
+    assert answer.first_failing is not None
+    assert answer.first_failing.outcome == "hang"
+
+
+def question(layout: dict[str, Any], limit: int, **sizes: int) -> fit.Question:
+    shape = {"hidden": 256, "heads": 4, "vocab": 512, "seq": 64} | sizes
+    return fit.question_of(systems.load("dgx2"), 8, layout, CONTEXT + limit, None, shape, "layers")
+
+
+@pytest.mark.parametrize(
+    ("layout", "binding"),
+    [
+        ({"zero": 0}, "optimizer states"),
+        ({"zero": 3, "micro_batch": 64}, "activations"),
+        ({"zero": 3, "micro_batch": 64, "recompute": True}, "activation checkpoints"),
+    ],
+)
+def test_the_term_that_is_too_much(layout: dict[str, Any], binding: str) -> None:
+    asked = question(layout, 250_000_000)
+    answer = fit.simulated(asked)
+    document = fit.document(asked, answer)
+    assert document["largest"]["layers"] + 1 == document["first_failing"]["layers"]
+    assert (document["largest"]["outcome"], document["first_failing"]["outcome"]) == ("ok", "oom")
+    assert document["first_failing"]["largest_term"] == binding
+    live = document["first_failing"]["memory"]["peak_bytes"]
+    assert document["binding"] == (binding if live > asked.allocatable else "fragmentation")
+    assert document["traces"] <= 7
+    assert document["largest"]["memory"]["reserved_bytes"] <= asked.allocatable
+
+
+def test_layers_come_in_multiples_of_the_parts() -> None:
+    asked = question({"pp": 2, "schedule": "interleaved", "chunks": 2}, 120_000_000)
+    assert asked.layout.accumulation == 2
+    answer = fit.simulated(asked)
+    assert answer.largest is not None
+    assert answer.first_failing is not None
+    assert answer.largest.value % 4 == 0
+    assert answer.first_failing.value == answer.largest.value + 4
+
+
+def test_the_largest_micro_batch() -> None:
+    model = Model(name="m", layers=2, hidden=64, heads=4, vocab=512, seq=64)
+    asked = fit.question_of(
+        systems.load("dgx2"), 2, {"global_batch": 192}, CONTEXT + 44_000_000, model, {}, "micro-batch"
+    )
+    assert asked.values() == [n for n in range(1, 97) if 96 % n == 0]
+    answer = fit.simulated(asked)
+    assert answer.largest is not None
+    assert answer.first_failing is not None
+    position = list(asked.values()).index(answer.largest.value)
+    assert asked.values()[position + 1] == answer.first_failing.value
+
+
+def test_nothing_fits() -> None:
+    asked = question({}, 3_000_000)
+    answer = fit.simulated(asked)
+    assert answer.largest is None
+    assert answer.first_failing is not None
+    assert answer.first_failing.value == 1
+    assert fit.document(asked, answer)["largest"] is None
+
+
+def test_bad_questions() -> None:
+    with pytest.raises(ConfigError, match=r"--heads = 3"):
+        question({}, 10**9, heads=3)
+    with pytest.raises(ConfigError, match=r"--tp = 8: a divisor of heads"):
+        question({"tp": 8}, 10**9)
+    with pytest.raises(ConfigError, match=r"--memory-limit: needed"):
+        limit_of(systems.load("yuan"), None)
+    with pytest.raises(ConfigError, match=r"--hidden = 64: a larger width"):
+        fit.simulated(question({"zero": 3}, 10**12, hidden=64))

@@ -1,0 +1,170 @@
+"""Plans: which layouts there are, which fit, why others do not, and in which order they come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from repro import models, systems
+from repro.config import ConfigError, Layout, Model
+from repro.simulate.grid import grid
+from repro.simulate.layouts import Request, candidates
+from repro.simulate.plan import Planner, plan
+from repro.simulate.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, document, ideal_s, order
+from repro.simulate.workers import Workers
+
+CONTEXT = 1_740_000_000
+TINY = Model(name="tiny", layers=4, hidden=128, heads=4, vocab=512, seq=64)
+SMALL = replace(TINY, hidden=512, vocab=1024)
+
+
+def request(gpus: int, limit: int = 10**9, model: Model = TINY, **given: Any) -> Request:
+    return Request(model, systems.load("dgx2"), gpus, CONTEXT + limit, model.seq, given)
+
+
+def test_every_sensible_layout() -> None:
+    found = candidates(request(16, global_batch=32))
+    assert len(set(found)) == len(found)
+    assert {layout.tp for layout in found} == {1, 2, 4}  # 4 heads
+    assert {layout.pp for layout in found} == {1, 2, 4}  # 4 layers
+    assert {layout.zero for layout in found} == {0, 1, 2, 3}
+    assert {layout.precision for layout in found} == {"fp16"}
+    for layout in found:
+        assert layout.world == 16
+        assert layout.global_batch == 32
+        assert layout.pp == 1 or layout.zero < 3
+        assert layout.dp > 1 or layout.zero == 0
+        assert layout.accumulation >= layout.pp
+        assert not layout.pa
+
+
+def test_what_is_given_is_not_varied() -> None:
+    found = candidates(request(16, tp=2, zero=1, micro_batch=2, recompute=True, global_batch=32))
+    assert {(x.tp, x.zero, x.micro_batch, x.recompute) for x in found} == {(2, 1, 2, True)}
+    assert {layout.pp for layout in found} == {1, 2, 4}
+    assert all(layout.pa for layout in candidates(request(16, pa=True)))
+    two = candidates(request(16, chunks=2, global_batch=64))
+    assert {(layout.schedule, layout.pp) for layout in two} == {("interleaved", 2)}
+
+
+def test_tensor_parallelism_stays_inside_a_node() -> None:
+    wide = replace(TINY, heads=32)
+    assert max(layout.tp for layout in candidates(request(64, model=wide))) == 16
+    assert {layout.tp for layout in candidates(request(64, model=wide, tp=32))} == {32}
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "message"),
+    [
+        ({"tp": 3}, 6, "--tp = 3: a divisor of heads = 4"),
+        ({"tp": 3}, 8, "--gpus = 8: a multiple of tp x pp = 3"),
+        ({"pp": 3}, 6, "--pp = 3: a divisor of layers = 4"),
+        (
+            {"global_batch": 5},
+            64,
+            "--global-batch = 5: a multiple of dp, which can be 4, 8, 16, 32, 64, with pp micro-batches each",
+        ),
+        ({"zero": 5}, 8, "--zero = 5: a ZeRO stage"),
+        ({"precision": "fp8"}, 8, "--precision = 'fp8'"),
+        ({"zero": 3, "pp": 2}, 8, "--zero = 3: 0, 1 or 2 with pp = 2"),
+    ],
+)
+def test_no_layout_at_all(given: dict[str, Any], gpus: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        candidates(request(gpus, **given))
+    assert str(error.value).startswith(message)
+
+
+def test_a_plan() -> None:
+    asked = request(4, 100_000_000, SMALL, global_batch=8, micro_batch=2, sp=False, recompute=False)
+    with Workers(1) as workers:
+        rows, traces = plan(asked, workers)
+    assert traces > 0
+    assert [order(row) for row in rows] == sorted(order(row) for row in rows)
+    outcomes = [row.outcome for row in rows]
+    assert outcomes == sorted(outcomes, key=(OK, UNDECIDED, OOM).index)
+    assert {OK, OOM} <= set(outcomes)
+    fits = [row for row in rows if row.outcome == OK]
+    assert all(row.evidence == FULL for row in fits[:3])
+    assert all(row.memory["reserved_bytes"] <= asked.allocatable for row in fits[:3])
+    for row in rows:
+        assert bool(row.ruled_out_by) == (row.outcome == OOM)
+        states = sum(row.memory["by_category"][key] for key in ("parameters", "gradients", "optimizer"))
+        if row.evidence == STATES:
+            assert states > asked.allocatable
+        if row.outcome == OOM and row.evidence == SHALLOW:
+            assert row.memory["peak_bytes"] > asked.allocatable
+    described = document(asked, rows[0])
+    assert described["params"] > 0
+    assert {"peak_bytes", "reserved_bytes", "by_category", "by_role"} <= set(described["memory"])
+    assert {"bytes_by_group", "bytes_by_link"} <= set(described["comm"])
+
+
+def test_partitioned_checkpoints_are_tried_where_they_help() -> None:
+    """Checkpoints of 16 large samples on two ranks: too many whole, few enough in halves."""
+    model = replace(TINY, layers=16, vocab=128)
+    asked = request(
+        2, 86_500_000, model, tp=2, pp=1, recompute=True, sp=False, micro_batch=128, global_batch=128
+    )
+    with Workers(1) as workers:
+        rows, _ = plan(asked, workers)
+    assert [(row.layout.pa, row.outcome) for row in rows] == [(True, OK), (False, OOM)]
+
+
+def test_nothing_fits() -> None:
+    with Workers(1) as workers:
+        rows, traces = plan(request(4, 1_000_000), workers)
+    assert traces == 0
+    assert {(row.outcome, row.evidence) for row in rows} == {(OOM, STATES)}
+    assert {row.ruled_out_by for row in rows} <= {"parameters", "gradients", "optimizer states"}
+
+
+def test_the_order() -> None:
+    """Of what fits, the least time at peak rates; V100: 125 TFLOP/s, DGX-2: 6.25 GB/s each between nodes."""
+    model = models.load("turing-nlg-17b")
+    asked = request(256, 32 * 10**9, model, global_batch=512)
+    plain = Layout(tp=4, dp=64, zero=1, micro_batch=8, global_batch=512, precision="fp16")
+    work = ideal_s(asked, plain, {})
+    assert work == pytest.approx(5.616e16 / 256 / 125e12, rel=1e-3)
+    assert ideal_s(asked, plain, {"inter-node": 6_250_000_000, "nvlink": 0}) == pytest.approx(work + 1)
+    assert ideal_s(asked, plain, {"nvlink": 150_000_000_000}) == pytest.approx(work + 1)
+    assert ideal_s(asked, replace(plain, recompute=True), {}) == pytest.approx(work * 7.465 / 5.616, rel=1e-3)
+    piped = replace(plain, pp=2, dp=32)
+    assert ideal_s(asked, piped, {}) == pytest.approx(work * 1.5)  # one of two micro-batches
+    fast, slow = (Row(plain, OK, SHALLOW, {"peak_bytes": 1}, {}, s) for s in (1.0, 2.0))
+    full = Row(plain, OOM, FULL, {"peak_bytes": 1}, {}, 0.1)
+    assert sorted([full, slow, fast], key=order) == [fast, slow, full]
+
+
+def test_turing_nlg_needs_tp_16_without_zero_and_4_with_it() -> None:
+    """The report's 16 to 4: nothing but model states rules the smaller degrees out."""
+    model = models.load("turing-nlg-17b-h32")
+
+    def rows(gpus: int, zero: int) -> dict[int, Row | None]:
+        asked = request(gpus, 32_317_748_480, model, pp=1, zero=zero, micro_batch=8, global_batch=512)
+        with Workers(1) as workers:
+            planner = Planner(asked, workers)
+            layouts = [x for x in candidates(asked) if x.recompute and not x.sp and x.accumulation == 1]
+            return {layout.tp: planner._without_trace(layout) for layout in layouts}
+
+    found = {tp: row for gpus in (128, 256, 512, 1024) for tp, row in rows(gpus, 0).items()}
+    assert set(found) == {2, 4, 8, 16}
+    assert {tp for tp, row in found.items() if row is None} == {16}
+    found = {tp: row for gpus in (128, 256) for tp, row in rows(gpus, 1).items()}
+    assert {tp for tp, row in found.items() if row is None} == {4}
+
+
+def test_a_map() -> None:
+    asked = request(8, 10**9, global_batch=8, micro_batch=1, zero=0, recompute=True, sp=False)
+    limits = [CONTEXT + 6_000_000, CONTEXT + 10**9]
+    with Workers(1) as workers:
+        cells = grid(asked, (1, 2, 8), (1, 4), limits, workers, [(1, 4)])
+    assert [(c.tp, c.pp) for c in cells] == [(1, 1), (1, 4), (2, 1), (2, 4), (8, 1), (8, 4)]
+    by_place = {(c.tp, c.pp): c for c in cells}
+    assert "--tp = 8" in by_place[8, 1].reason
+    assert by_place[8, 4].rows == {}
+    assert by_place[1, 1].rows[limits[0]].evidence == STATES
+    assert by_place[1, 4].rows[limits[1]].evidence == FULL
+    assert all(c.rows[limits[1]].outcome == OK for c in cells if c.rows)
