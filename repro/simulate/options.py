@@ -51,7 +51,7 @@ LAYOUT: dict[str, Any] = {
     ),
     "order": _option(str, "--order", metavar="AXES", help="Axes from neighbours outwards: tp-dp-pp."),
     "precision": _option(
-        str, "--precision", metavar="P", help="fp32, bf16 or fp16.  Without: fp16 before A100, else bf16."
+        str, "--precision", metavar="P", help="fp32, bf16 or fp16.  Without: fp16 before A100, then bf16; fp32 on CPUs."
     ),
     "zero1_reduce": _option(
         str, "--zero1-reduce", metavar="HOW", help="reduce-scatter, or all-reduce as released in 2020."
@@ -112,7 +112,9 @@ def limit_of(system: System, given: int | None) -> int:
 
 
 def precision_of(system: System) -> str:
-    """Mixed precision as the device computes it: fp16 before compute capability 8.0, which has no bf16."""
+    """As the device computes best: fp16 before compute capability 8.0, which has no bf16; fp32 on processors."""
+    if "memory" in system.links:  # its devices are processor cores
+        return "fp32"
     capability = system.device.compute_capability
     return "fp16" if capability and float(capability) < 8 else "bf16"
 

@@ -1,0 +1,99 @@
+"""``repro fit --measure``: real processes that fit or do not, one rank of many, and what a failure was about."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from repro import cli
+from repro.config import Layout, Model
+from repro.launch import fit as measured
+from repro.launch import trial
+from repro.launch.beacon import Beacon, Lookout
+from repro.measure.memory import MemoryTracker
+from repro.parallel import mesh as meshes
+from repro.simulate.memory import measure
+from repro.simulate.trace import Role, trace
+from tests.training import tiny
+
+MODEL = Model(name="tiny", layers=4, hidden=64, heads=4, vocab=512, seq=32)
+TINY = ["--hidden", "256", "--heads", "4", "--vocab", "512", "--seq", "64"]
+
+
+def test_the_largest_that_fits_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel refuses more than the limit: the largest that trained is beside the first that did not."""
+    asked = [
+        "fit",
+        "--measure",
+        "--system",
+        "local",
+        "--gpus",
+        "1",
+        "--memory-limit",
+        "60MB",
+        *TINY,
+        "--json",
+    ]
+    assert cli.main(asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["evidence"] == "measured"
+    assert found["first_failing"]["outcome"] == "oom"
+    assert "memory" in found["first_failing"]["reason"] or "bad_alloc" in found["first_failing"]["reason"]
+    assert found["binding"] == "allocation"
+    assert found["first_failing"]["layers"] == found["largest"]["layers"] + 1
+    # 12 bytes of Adam's states and 4 of gradients per parameter (ZeRO sec. 3.1 with fp32 throughout).
+    assert 16 * found["largest"]["params"] <= 60e6
+    assert {row["outcome"] for row in found["trials"]} == {"ok", "oom"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=8, zero=1, global_batch=16, precision="bf16"),
+        Layout(dp=16, zero=3, tp=4, global_batch=16, precision="bf16", recompute=True),
+        Layout(dp=4, pp=4, tp=2, zero=2, micro_batch=4, global_batch=64, precision="bf16", sp=True),
+    ],
+    ids=["z1", "z3-tp4", "pp4-tp2"],
+)
+def test_one_rank_of_many_holds_what_that_rank_would(layout: Layout, tmp_path: Path) -> None:
+    """Real allocations of one process equal the simulated ones of its role; nobody answers its messages."""
+    experiment = tiny(layout, MODEL)
+    Lookout(tmp_path / "beacon", 1)
+    beacon = Beacon(tmp_path / "beacon", 0)
+    for stage in sorted({0, layout.pp - 1}):
+        as_rank = meshes.groups(layout, "pp")[0][stage]
+        name = "all" if layout.pp == 1 else "first" if stage == 0 else "last"
+        expected = measure(trace(experiment, Role(name, stage, 1)).events)
+        tracker = MemoryTracker()
+        with tracker:
+            trial._try(experiment, as_rank, 0, torch.device("cpu"), beacon)
+        assert tracker.most["parameters"] == expected.most["parameters"]
+        assert tracker.most["optimizer"] == expected.most["optimizer"]
+        assert tracker.peak["total"] == pytest.approx(expected.peak_bytes, rel=0.01)
+
+
+GIB = 2**30
+TORCH = (
+    "rank 0 at step 1, backward: OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total "
+    "capacity of 31.74 GiB of which 1.20 GiB is free. Of the allocated memory {held} is allocated by PyTorch, and "
+    "3.00 GiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("reason", "device", "expected"),
+    [
+        (TORCH.format(asked="2.00 GiB", held="29.00 GiB"), "cuda", "fragmentation"),
+        (TORCH.format(asked="2.00 GiB", held="31.00 GiB"), "cuda", "allocation"),
+        (TORCH.format(asked="512.00 MiB", held="31.00 GiB"), "cuda", "fragmentation"),
+        ("rank 0 at step 0, init: OutOfMemoryError: something new", "cuda", "allocation"),
+        ("rank 3 at step 0, init: killed by SIGKILL; the kernel ran out of memory", "cuda", "host memory"),
+        ("rank 3 at step 0, init: RuntimeError: DefaultCPUAllocator: can't allocate memory", "cuda", "host memory"),
+        ("rank 0 at step 0, backward: RuntimeError: std::bad_alloc", "cpu", "allocation"),
+    ],
+)  # fmt: skip
+def test_what_ran_out(reason: str, device: str, expected: str) -> None:
+    assert measured.kind(reason, device, 32 * GIB) == expected
