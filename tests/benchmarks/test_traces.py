@@ -1,0 +1,66 @@
+"""Simulations at the published scale: seconds of one whole answer, and the host memory that it takes.
+
+    make benchmarks
+
+Targets: 5 s for 100B on 400 GPUs, 10 s for 1T on 1024 or 3072, each under 2 GiB of host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from repro import cli
+
+STEPS = {
+    "100B on 400 (C4)": (
+        "--model deepspeed-100b --system dgx2 --gpus 400 --tp 16 --zero 2 --recompute --pa --micro-batch 32"
+    ),
+    "1T on 1024, ZeRO 3": (
+        "--model megatron-1t --system dgx2 --gpus 1024 --tp 16 --zero 3 --recompute --pa --micro-batch 1"
+    ),
+    "1T on 3072, 3D": (
+        "--model megatron-1t --system selene --gpus 3072 --tp 8 --pp 64 --micro-batch 1 --global-batch 3072 "
+        "--recompute"
+    ),
+}
+MOST_MEMORY = 2 * 2**30
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_simulation(benchmark: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``repro simulate`` after torch has been imported."""
+    benchmark.group = "simulate one step"
+
+    def answer() -> dict[str, Any]:
+        assert cli.main(["simulate", *STEPS[name].split(), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+    found = benchmark.pedantic(answer, rounds=3, iterations=1, warmup_rounds=1)
+    benchmark.extra_info["roles"] = list(found["memory"]["by_role"])
+    benchmark.extra_info["trace_seconds"] = found["trace_seconds"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_host_memory(benchmark: Any, name: str) -> None:
+    """The whole command as a process of its own, with its start."""
+    benchmark.group = "repro simulate, from the shell"
+    code = (
+        "import resource, sys, repro.cli\n"
+        "status = repro.cli.main(sys.argv[1:])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)\n"
+        "sys.exit(status)"
+    )
+
+    def process() -> int:
+        command = [sys.executable, "-c", code, "simulate", *STEPS[name].split(), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        return int(done.stderr.split()[-1])
+
+    peak = benchmark.pedantic(process, rounds=1, iterations=1)
+    benchmark.extra_info["peak_rss_bytes"] = peak
+    assert peak < MOST_MEMORY
