@@ -1,0 +1,94 @@
+"""``repro plan --map``: tp against pp, which of them fit which memory, and what rules out the others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from repro import cli
+from repro.simulate.rows import OK, OOM
+
+CONTEXT = 1.74e9
+LIMITS = (CONTEXT + 4e6, CONTEXT + 8e6, CONTEXT + 1e9)
+
+
+@pytest.fixture(autouse=True)
+def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from repro.simulate import workers
+
+    monkeypatch.setattr(workers, "usable_cores", lambda: 1)
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.toml"
+    path.write_text("layers = 4\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
+    return str(path)
+
+
+def ask(model: str, *limits: float, gpus: int = 8, batch: int = 8) -> list[str]:
+    asked = ["plan", "--model", model, "--system", "dgx2", "--gpus", str(gpus), "--global-batch", str(batch)]
+    return [*asked, "--recompute", "--map", "--memory-limit", ",".join(f"{limit:.0f}" for limit in limits)]
+
+
+def test_json_has_every_cell_under_every_limit(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    assert cli.main([*ask(tiny_model, *LIMITS), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["limits_bytes"] == [int(limit) for limit in LIMITS]
+    assert len({(cell["tp"], cell["pp"]) for cell in found["cells"]}) == len(found["cells"]) > 3
+    for cell in found["cells"]:
+        assert cell["tp"] * cell["pp"] * cell["dp"] == 8
+        outcomes = [answer["outcome"] for answer in cell["answers"]]
+        assert outcomes == sorted(outcomes, reverse=True), "more memory never fits less"
+        assert outcomes[-1] == OK
+        for limit, answer in zip(LIMITS, cell["answers"], strict=True):
+            layout = answer["layout"]
+            assert (layout["zero"], layout["micro_batch"], layout["recompute"]) == (0, 1, True)
+            assert answer["memory"]["limit_bytes"] == int(limit) - int(CONTEXT)
+            assert bool(answer["ruled_out_by"]) == (answer["outcome"] == OOM)
+    first = {answer["outcome"] for cell in found["cells"] for answer in cell["answers"][:1]}
+    assert OOM in first
+
+
+def test_the_page(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    assert cli.main(ask(tiny_model, *LIMITS)) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "global batch 8",
+        "recomputation",
+        "pp 1 ",
+        "tp 2 ",
+        "fits 2.74 GB",
+        ": all fit",
+        "too little",
+    ):
+        assert words in out
+    assert re.search(r"\n  (parameters|gradients|optimizer states): \d x \d", out)
+    assert max(map(len, out.splitlines())) <= 80
+    assert cli.main(ask(tiny_model, CONTEXT + 1e5)) == 1, "nothing fits"
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--global-batch", "7"], "error: --global-batch = 7"),
+        (["--memory-limit", "40GB,much"], "error: --memory-limit = 'much': a size in bytes"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tiny_model: str
+) -> None:
+    assert cli.main([*ask(tiny_model, 3e9), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert err.startswith(message)
+
+
+def test_several_limits_need_a_map(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    asked = [argument for argument in ask(tiny_model, *LIMITS) if argument != "--map"]
+    assert cli.main(asked) == 2
+    assert "one size; --map takes several" in capsys.readouterr().err
