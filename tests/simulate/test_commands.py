@@ -96,7 +96,7 @@ def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_m
     for system, precision in (("dgx2", "fp16"), ("selene", "bf16"), ("local", "fp32")):
         asked = ["simulate", "--model", tiny_model, "--system", system, "--gpus", "1", "--json"]
         assert json.loads(run(capsys, *asked)[1])["layout"]["precision"] == precision
-    found = json.loads(run(capsys, *asked, "--precision", "fp32")[1])
+    found = json.loads(run(capsys, *asked, "--precision", "bf16")[1])
     assert found["layout"]["precision"] == "bf16"
 
 

@@ -25,11 +25,11 @@ def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> str:
     path = tmp_path / "tiny.toml"
-    path.write_text("layers = 4\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
+    path.write_text("layers = 2\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
     return str(path)
 
 
-def ask(model: str, *limits: float, gpus: int = 8, batch: int = 8) -> list[str]:
+def ask(model: str, *limits: float, gpus: int = 4, batch: int = 8) -> list[str]:
     asked = ["plan", "--model", model, "--system", "dgx2", "--gpus", str(gpus), "--global-batch", str(batch)]
     return [*asked, "--recompute", "--map", "--memory-limit", ",".join(f"{limit:.0f}" for limit in limits)]
 
@@ -38,9 +38,13 @@ def test_json_has_every_cell_under_every_limit(capsys: pytest.CaptureFixture[str
     assert cli.main([*ask(tiny_model, *LIMITS), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["limits_bytes"] == [int(limit) for limit in LIMITS]
-    assert len({(cell["tp"], cell["pp"]) for cell in found["cells"]}) == len(found["cells"]) > 3
+    assert len({(cell["tp"], cell["pp"]) for cell in found["cells"]}) == len(found["cells"]) == 6
     for cell in found["cells"]:
-        assert cell["tp"] * cell["pp"] * cell["dp"] == 8
+        if not cell["answers"]:
+            assert (cell["tp"], cell["pp"]) == (4, 2)
+            assert cell["reason"].startswith("--gpus = 4: a multiple of tp x pp")
+            continue
+        assert cell["tp"] * cell["pp"] * cell["dp"] == 4
         outcomes = [answer["outcome"] for answer in cell["answers"]]
         assert outcomes == sorted(outcomes, reverse=True), "more memory never fits less"
         assert outcomes[-1] == OK
@@ -75,7 +79,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--global-batch", "7"], "error: --global-batch = 7"),
+        (["--tp", "1", "--pp", "1", "--global-batch", "7"], "error: --global-batch = 7"),
         (["--memory-limit", "40GB,much"], "error: --memory-limit = 'much': a size in bytes"),
     ],
 )
