@@ -178,12 +178,18 @@ def plan(
     seq: Seq = 0,
     memory_limit: MemoryLimit = "",
     expandable: Expandable = False,
+    as_map: Annotated[
+        bool,
+        typer.Option(
+            "--map", help="Draw tp against pp of one strategy; --memory-limit may be several: 40GB,80GB."
+        ),
+    ] = False,
     json: Json = False,
 ) -> int:
     """List every sensible layout: does it fit, memory, traffic; best first.  Options fix what is varied."""
     from repro.simulate.command import plan as command
 
-    return command(model, system, gpus, layout, seq, memory_limit, expandable, json)
+    return command(model, system, gpus, layout, seq, memory_limit, expandable, json, as_map)
 
 
 @app.command(epilog="Example:  repro report --results results --out reports/out")

@@ -99,8 +99,9 @@ def plan(
     memory_limit: str,
     expandable: bool,
     json: bool,
+    as_map: bool = False,
 ) -> int:
-    """List every sensible layout, best first; 1 if none fits."""
+    """List every sensible layout, best first, or draw tp against pp; 1 if none fits."""
     from repro.simulate import layouts
 
     on = systems.load(system)
@@ -108,8 +109,12 @@ def plan(
     require(sizes.architecture == "gpt", "--model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "--gpus", gpus, "a whole number of at least 1")
     require(_training(seq).seq <= sizes.seq, "--seq", seq, f"at most the model's {sizes.seq} positions")
-    limit = options.limit_of(on, options.size(memory_limit))
-    request = layouts.Request(sizes, on, gpus, limit, seq or sizes.seq, layout, expandable)
+    given = memory_limit.split(",")
+    require(as_map or len(given) == 1, "--memory-limit", memory_limit, "one size; --map takes several")
+    limits = sorted({options.limit_of(on, options.size(text)) for text in given})
+    request = layouts.Request(sizes, on, gpus, limits[0], seq or sizes.seq, layout, expandable)
+    if as_map:
+        return _map(request, limits, json)
     count = len(layouts.candidates(request))
     if not json:
         _say(f"{count} layouts of {sizes.name} on {gpus} GPUs ...")
@@ -125,6 +130,25 @@ def plan(
     else:
         show_plan(request, rows, traces)
     return 0 if any(row.outcome == OK for row in rows) else 1
+
+
+def _map(request: Any, limits: list[int], json: bool) -> int:
+    """Draw which tp and pp fit each of ``limits`` (bytes of a device's memory)."""
+    from repro.simulate.grid import axes, grid, map_document
+    from repro.simulate.map import show_map
+    from repro.simulate.rows import OK
+    from repro.simulate.workers import Workers
+
+    tensor, stages = axes(request)
+    if not json:
+        _say(f"{len(tensor)} x {len(stages)} layouts of {request.model.name} on {request.gpus} GPUs ...")
+    with Workers() as workers:
+        cells = grid(request, tensor, stages, limits, workers)
+    if json:
+        print(jsonlib.dumps(map_document(request, cells, limits)))
+    else:
+        show_map(request, cells, limits)
+    return 0 if any(row.outcome == OK for cell in cells for row in cell.rows.values()) else 1
 
 
 def _say(text: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from repro.config.errors import ConfigError
-from repro.simulate.layouts import Request, candidates
+from repro.simulate.layouts import Request, candidates, stages, tensor_degrees
 from repro.simulate.plan import Planner
-from repro.simulate.rows import UNDECIDED, Row
+from repro.simulate.rows import UNDECIDED, Row, document
 from repro.simulate.workers import Workers
 
 
@@ -26,6 +27,12 @@ class Cell:
     """Why there is none."""
 
 
+def axes(request: Request) -> tuple[list[int], list[int]]:
+    """The tp and the pp that a plan of ``request`` would try, each as one axis of the map."""
+    tensor = tensor_degrees(request)
+    return tensor, sorted({pp for tp in tensor for pp in stages(request, tp)})
+
+
 def grid(
     request: Request,
     tensor: Sequence[int],
@@ -36,10 +43,12 @@ def grid(
 ) -> list[Cell]:
     """Every tp of ``tensor`` with every pp of ``stages``, as the rest of the layout is given in ``request``.
 
-    ``request.given`` fixes all but tp and pp (else the first candidate is taken).  Rows are ``full`` where
-    ``confirmed`` has their (tp, pp) or nothing less tells, else ``states`` or ``shallow``.
+    What is not given is as in the first candidate: no ZeRO, one sample a micro-batch, nothing recomputed.  Rows
+    are ``full`` where ``confirmed`` has their (tp, pp) or nothing less tells, else ``states`` or ``shallow``.
+    Raises ``ConfigError`` if no (tp, pp) has a layout.
     """
     cells = []
+    refused: list[ConfigError] = []
     for tp in tensor:
         for pp in stages:
             cell = Cell(tp, pp)
@@ -49,17 +58,36 @@ def grid(
                 layout = candidates(asked)[0]
             except ConfigError as error:
                 cell.reason = str(error)
+                refused.append(error)
                 continue
             cell.dp = layout.dp
             cell.rows = {limit: Row(layout, UNDECIDED, "", {}) for limit in limits}
+    there = [cell for cell in cells if cell.rows]
+    if not there and refused:
+        raise refused[0]
     wanted = set(confirmed)
     planner = Planner(request, workers)
     for limit in limits:
         planner.request = replace(request, limit=limit)
-        there = [cell for cell in cells if cell.rows]
         for cell, row in zip(there, planner.rows([c.rows[limit].layout for c in there]), strict=True):
             cell.rows[limit] = row
         again = [c for c in there if c.rows[limit].outcome == UNDECIDED or (c.tp, c.pp) in wanted]
         for cell, row in zip(again, planner.full([c.rows[limit] for c in again]), strict=True):
             cell.rows[limit] = row
     return cells
+
+
+def map_document(request: Request, cells: Sequence[Cell], limits: Sequence[int]) -> dict[str, Any]:
+    """``repro plan --map --json``: every cell with an entry of ``repro plan --json`` for each limit."""
+    found = []
+    for cell in cells:
+        answers = [document(replace(request, limit=limit), row) for limit, row in cell.rows.items()]
+        found.append({"tp": cell.tp, "pp": cell.pp, "dp": cell.dp, "reason": cell.reason, "answers": answers})
+    return {
+        "model": request.model.name,
+        "system": request.system.name,
+        "gpus": request.gpus,
+        "global_batch": request.global_batch,
+        "limits_bytes": list(limits),
+        "cells": found,
+    }

@@ -52,8 +52,8 @@ def candidates(request: Request) -> list[Layout]:
     given = options.with_defaults(request.given, request.system)
     found: list[Layout] = []
     refused: list[ConfigError] = []
-    for tp in _tensor_degrees(request):
-        for pp in _stages(request, tp):
+    for tp in tensor_degrees(request):
+        for pp in stages(request, tp):
             for keys in _of_grid(request, given, tp, pp):
                 try:
                     layout = Layout(**keys)
@@ -64,9 +64,7 @@ def candidates(request: Request) -> list[Layout]:
     if not found and refused:
         raise options.as_option(refused[0])
     if not found:
-        degrees = {
-            request.gpus // (tp * pp) for tp in _tensor_degrees(request) for pp in _stages(request, tp)
-        }
+        degrees = {request.gpus // (tp * pp) for tp in tensor_degrees(request) for pp in stages(request, tp)}
         if degrees:
             what = f"a multiple of dp, which can be {', '.join(map(str, sorted(degrees)))}, with pp micro-batches each"
             raise ConfigError("--global-batch", request.global_batch, what)
@@ -75,7 +73,8 @@ def candidates(request: Request) -> list[Layout]:
     return found
 
 
-def _tensor_degrees(request: Request) -> list[int]:
+def tensor_degrees(request: Request) -> list[int]:
+    """The tp of a plan: what is given, or powers of two that divide the model and stay inside a node."""
     options.replicas(request.gpus, request.given.get("tp", 1), request.given.get("pp", 1))
     if "tp" in request.given:
         return [request.given["tp"]]
@@ -90,7 +89,8 @@ def _tensor_degrees(request: Request) -> list[int]:
     return found
 
 
-def _stages(request: Request, tp: int) -> list[int]:
+def stages(request: Request, tp: int) -> list[int]:
+    """The pp of a plan beside ``tp``: what is given, or the divisors of the layers that divide the GPUs."""
     if "pp" in request.given:
         return [request.given["pp"]]
     chunks = request.given.get("chunks", 1)
