@@ -73,7 +73,7 @@ def build(results: Path, out: Path) -> Report:
     lines = table(judged)
     claims = [verdicts.claim_view(*pair, ledger) for pair in zip(judged, lines, strict=True)]
     counts = verdicts.summary(claims)
-    drawings = draw_all(selection.experiments, selection.comparisons)
+    drawings = draw_all(selection.experiments, selection.comparisons, selection.simulated)
     remarks = _remarks(results, records, selection, store.torn)
 
     try:
@@ -150,7 +150,7 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         "id": drawing.id,
         "title": drawing.title,
         "caption": drawing.caption,
-        "records": drawing.records,
+        "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records},
         "missing": drawing.missing,
         "svg": text,
     }

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from repro.report.figures import communication, comparison, loss, peak, states
+from collections.abc import Sequence
+
+from repro.report.figures import communication, comparison, loss, maps, peak, states
 from repro.report.figures.style import Drawing, Record, look
 
 
-def draw_all(experiments: list[Record], comparisons: list[Record]) -> list[Drawing]:
-    """Every figure, in the order of the page; one without records has no picture and says what to run."""
+def draw_all(
+    experiments: list[Record], comparisons: list[Record], simulated: Sequence[Record] = ()
+) -> list[Drawing]:
+    """Every figure, in the order of the page; one without records has no picture and says what to run.
+
+    ``simulated`` records have figures of their own: no picture mixes them with what was measured.
+    """
     with look():
         return [
             states.draw(experiments),
@@ -15,4 +22,5 @@ def draw_all(experiments: list[Record], comparisons: list[Record]) -> list[Drawi
             loss.draw(experiments),
             comparison.draw(comparisons),
             peak.draw(experiments),
+            maps.draw(list(simulated)),
         ]

@@ -50,6 +50,8 @@ class Drawing:
     """What would fill an empty figure, or complete one; empty where nothing is missing."""
     figure: Figure | None = None
     """None where there is nothing to draw."""
+    evidence: str = "measured"
+    """The kind of the records, which is where the page has them."""
 
 
 def svg(drawing: Drawing) -> str:

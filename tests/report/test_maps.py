@@ -1,0 +1,90 @@
+"""The map of Yuan's layouts shows simulated records only, every one in its place, and says what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import synthetic
+
+from repro.report.build import build
+from repro.report.figures import draw_all, maps
+from repro.report.figures.style import Drawing, look
+from repro.results.simulated import failed_record
+from repro.results.store import Store
+
+CONTEXT = 1e9
+SMALL, LARGE = 4e9, 8e9
+
+
+def record(tp: int, pp: int, need: float, memory: float, suite: str = "yuan") -> dict[str, Any]:
+    """Invented needs in the shape of a simulated record."""
+    e = synthetic.experiment(
+        f"map-{memory:.0f}-t{tp}-p{pp}", tp=tp, pp=pp, dp=16 // (tp * pp), global_batch=16
+    )
+    fits = need + CONTEXT <= memory
+    metrics = {"memory.peak_bytes": need - 1e8, "memory.limit_bytes": memory - CONTEXT}
+    metrics |= {"memory.context_bytes": CONTEXT} | ({"memory.reserved_bytes": need} if fits else {})
+    made = failed_record(e, "", suite=suite, wall_s=0.1)
+    made["experiment"]["system"] = f"of-{memory:.0f}"
+    system = {"system": f"of-{memory:.0f}", "memory_bytes": memory}
+    return made | {"outcome": "ok" if fits else "oom", "metrics": metrics, "simulated_on": system}
+
+
+def both(tp: int, pp: int, need: float) -> list[dict[str, Any]]:
+    return [record(tp, pp, need, LARGE), record(tp, pp, need, SMALL)]
+
+
+def drawn(records: list[dict[str, Any]]) -> Drawing:
+    with look():
+        return maps.draw(records)
+
+
+def words(drawing: Drawing, panel: int) -> list[str]:
+    assert drawing.figure is not None
+    return [text.get_text() for text in drawing.figure.axes[panel].texts]
+
+
+def test_without_simulated_records_the_remedy_is_named() -> None:
+    other = [record(1, 1, 1e9, SMALL, suite="smoke"), *synthetic.records()]
+    failed = record(1, 1, 1e9, SMALL) | {"outcome": "error"}
+    for records in ([], other, [failed]):
+        drawing = drawn(records)
+        assert (drawing.figure, drawing.records, drawing.missing) == (None, (), maps.RUN)
+
+
+def test_every_record_is_in_its_place_least_memory_first() -> None:
+    drawing = drawn([*both(1, 1, 9e9), *both(2, 1, 5e9), *both(1, 2, 2e9)])
+    assert drawing.figure is not None
+    assert [axes.get_title("left") for axes in drawing.figure.axes] == [
+        "of-4000000000, 4.0 GB a GPU",
+        "of-8000000000, 8.0 GB a GPU",
+    ]
+    missing = ["no such\nlayout"]
+    small = ["9.9 GB", "d = 16, does not fit", "5.9 GB", "d = 8, does not fit", "3.0 GB", "d = 8, fits"]
+    large = ["9.9 GB", "d = 16, does not fit", "6.0 GB", "d = 8, fits", "3.0 GB", "d = 8, fits"]
+    assert (words(drawing, 0), words(drawing, 1)) == (small + missing, large + missing)
+    assert (len(drawing.records), drawing.missing, drawing.evidence) == (6, "", "simulated")
+    places = {text.get_text(): text.get_position() for text in drawing.figure.axes[0].texts}
+    assert [round(x) for x in places["9.9 GB"]] == [0, 0]
+    assert [round(x) for x in places["3.0 GB"]] == [1, 0]
+    assert [round(x) for x in places["5.9 GB"]] == [0, 1]
+
+
+def test_an_incomplete_map_says_what_runs_the_rest() -> None:
+    one = [record(1, 1, 9e9, SMALL), record(2, 1, 5e9, SMALL)]
+    assert drawn(one).missing == maps.RUN
+    assert drawn([*one, record(1, 1, 9e9, LARGE)]).missing == maps.RUN
+    assert drawn([*one, record(1, 1, 9e9, LARGE), record(2, 1, 5e9, LARGE)]).missing == ""
+
+
+def test_the_page_leads_to_the_simulated_records(tmp_path: Path) -> None:
+    with Store(tmp_path / "results") as store:
+        for made in both(2, 2, 2e9):
+            store.append(made | {"provenance": synthetic.PROVENANCE})
+    report = build(tmp_path / "results", tmp_path / "out")
+    assert [path.name for path in report.figures] == ["map.svg", "map.png"]
+    page = report.page.read_text(encoding="utf-8")
+    assert page.count('href="#sim-yuan-map-4000000000-t2-p2"') == 1
+    assert page.count('id="sim-yuan-map-4000000000-t2-p2"') == 1
+    assert draw_all([], [])[-1].figure is None
