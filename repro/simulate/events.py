@@ -57,6 +57,30 @@ class Message(NamedTuple):
     sent: int
     """Bytes that this rank sends in a ring."""
     purpose: str
+    work: int = -1
+    """Its number, which a :class:`Wait` names."""
+    peer: int = -1
+    """Of a message to another rank: the group's rank that receives it."""
+    channel: int = 0
+    """Messages of one channel between two ranks arrive in the order of sending."""
+
+
+class Receive(NamedTuple):
+    """A receive is posted; its sender has the message."""
+
+    group: str
+    payload: int
+    """Bytes."""
+    work: int
+    peer: int
+    """The group's rank that sends."""
+    channel: int
+
+
+class Wait(NamedTuple):
+    """What follows uses the result of a message: it runs when that is complete."""
+
+    work: int
 
 
 class Phase(NamedTuple):
@@ -67,4 +91,4 @@ class Phase(NamedTuple):
     """The micro-batch that is under way; -1 outside forward and backward."""
 
 
-Event = Alloc | Free | Mark | Operator | Message | Phase
+Event = Alloc | Free | Mark | Operator | Message | Receive | Wait | Phase

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
@@ -54,6 +55,9 @@ class Recorder(TorchDispatchMode):
         self._unmarked: dict[int, int] = {}
         """Numbers of storages that have not said what they are for: the place of their event."""
         self._count = 0
+        self.works = 0
+        """Messages so far; the number of the last one."""
+        self._quiet = False
         self._released: set[int] = set()
         """Storages without memory (ZeRO stage 3, between uses)."""
 
@@ -61,6 +65,15 @@ class Recorder(TorchDispatchMode):
         """A phase of the step begins."""
         self._phase = name
         self.events.append(Phase(name, self.micro_batch()))
+
+    @contextmanager
+    def no_operators(self) -> Iterator[None]:
+        """What is done to tensors inside is part of something else; memory is followed all the same."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
 
     def finish(self) -> list[Event]:
         """All events until now; what is still live has no release, for what ends later is the engine's end."""
@@ -82,7 +95,7 @@ class Recorder(TorchDispatchMode):
         results = _tensors(out)
         for result in results:
             self._see(result.untyped_storage(), name)
-        if kind != _ALLOCATION:
+        if kind != _ALLOCATION and not self._quiet:
             self.events.append(_operator(func, kind, name, args, kwargs, out, results))
         return out
 
@@ -138,6 +151,8 @@ class Recorder(TorchDispatchMode):
         self.events.append(Alloc(number, seen.nbytes(), born, name, _line()))
 
 
+HOST_COPY = "host copy"
+"""A copy between host and device."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
 _EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 
@@ -171,6 +186,10 @@ def _operator(
         flops, read, written = cost(name.removeprefix("repro."), *args, **kwargs)
         return Operator(name, flops, read, written, (), itemsize)
     operands = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+    if name == "aten.copy_" and any(
+        storage.category_of(tensor.untyped_storage()) == storage.HOST for tensor in operands
+    ):
+        name = HOST_COPY
     written, read = sum(map(_bytes, results)), sum(map(_bytes, operands))
     if "out" in kwargs and kwargs.get("beta", 0) == 0:
         read -= _bytes(kwargs["out"])  # written, not read

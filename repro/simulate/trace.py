@@ -23,7 +23,7 @@ from repro.parallel.comm import NoTransport, Transport
 from repro.parallel.schedule import build, in_flight
 from repro.simulate.events import Event, Message, Operator, Phase
 from repro.simulate.recorder import Recorder, RecordingLedger
-from repro.simulate.transport import GlooShapes
+from repro.simulate.transport import GlooShapes, Recorded
 from repro.train.step import MicroBatch, NativeEngine
 
 ORDINARY = 1
@@ -51,6 +51,8 @@ class Trace:
     events: list[Event]
     step_start: int
     """The first event of the step; those before it are initialisation."""
+    step_stop: int
+    """The first event after it: what it still has under way is then waited for."""
     copies: int
     """How many more micro-batches like :data:`ORDINARY` the real step has."""
     parameters: int
@@ -114,7 +116,8 @@ def trace(experiment: Experiment, role: Role, *, gloo: bool = False) -> Trace:
     recorder = Recorder()
 
     def transport_of(ranks: tuple[int, ...]) -> Transport:
-        return GlooShapes(len(ranks), ranks.index(rank)) if gloo and rank in ranks else NoTransport()
+        real = gloo and rank in ranks
+        return Recorded(GlooShapes(len(ranks), ranks.index(rank)) if real else NoTransport(), recorder)
 
     mesh = meshes.build(layout, rank, transport_of, RecordingLedger(recorder.events))
     device = torch.device("meta")
@@ -132,6 +135,7 @@ def trace(experiment: Experiment, role: Role, *, gloo: bool = False) -> Trace:
                 part.sharded.publish()
             start = len(recorder.events)
             engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, recorder.phase)
+            stop = len(recorder.events)
             engine.synchronize()
     finally:
         gc.enable()
@@ -144,6 +148,7 @@ def trace(experiment: Experiment, role: Role, *, gloo: bool = False) -> Trace:
         layout,
         recorder.finish(),
         start,
+        stop,
         whole - layout.accumulation,
         engine.local_parameters(),
         engine.padding(),
