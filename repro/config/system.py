@@ -8,44 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from repro.config.errors import ConfigError, require
+from repro.config.links import LINKS, Link
+from repro.config.quantity import Quantity, check_positive, check_whole
+from repro.config.timing import DeviceTime, OperatorRate, Provenance, Timing
 
-LINKS = ("memory", "nvlink", "pcie", "inter-node")
-"""Classes of links, from the inside of a node outwards.  ``memory`` joins processes that share one processor
-as their device; nvlink and pcie join the devices of a node, which use the first of them that they have."""
-PER = ("device", "node")
+__all__ = ["Device", "Link", "Quantity", "System"]
+
 FLOP_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
 ASSUMED_CONTEXT_BYTES = 1_400_000_000
 """What is taken for ``context_bytes`` where a system does not know it: the median of the reports that the
 other systems quote (0.84, 1.06, 1.40, 1.54 and 1.74 GB)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantity:
-    """A number and where it comes from."""
-
-    value: float | None
-    """None where it is not known; files write ``"unknown"``."""
-    source: str
-    """Who published it ("second-hand", "derived", "unconfirmed" where that is so), or why it is unknown."""
-
-    def __post_init__(self) -> None:
-        require(self.value is None or self.value >= 0, "value", self.value, '0 or more, or "unknown"')
-        require(
-            bool(self.source.strip()),
-            "source",
-            self.source,
-            "where the number comes from, or why it is unknown",
-        )
-
-    def known(self, key: str, *, system: str = "") -> float:
-        """The number; ``ConfigError`` that names ``key`` and the reason if it is unknown."""
-        if self.value is None:
-            raise ConfigError(key, "unknown", f"needed here, but {self.source}", file=system)
-        return self.value
-
-
-def _positive(key: str, quantity: Quantity) -> None:
-    require(quantity.value != 0, key, quantity.value, 'more than 0, or "unknown"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,28 +34,18 @@ class Device:
     """Dense peak FLOP/s by precision; a precision that is not listed is not there (V100: no bf16)."""
     compute_capability: str = ""
     """CUDA compute capability, ``7.0``; empty where there is none."""
+    time: DeviceTime = field(default_factory=DeviceTime)
+    """What it reaches of these peaks."""
+    operators: dict[str, OperatorRate] = field(default_factory=dict)
+    """Measured seconds by operator, in calibrated files; they win over the peaks."""
 
     def __post_init__(self) -> None:
-        _positive("memory_bytes", self.memory_bytes)
-        _positive("memory_bandwidth", self.memory_bandwidth)
+        check_positive("memory_bytes", self.memory_bytes)
+        check_positive("memory_bandwidth", self.memory_bandwidth)
         for precision, peak in self.peak_flops.items():
             known = ", ".join(FLOP_PRECISIONS)
             require(precision in FLOP_PRECISIONS, "peak_flops", precision, f"precisions among {known}")
-            _positive(f"peak_flops.{precision}", peak)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """One class of links."""
-
-    per: str
-    """``device``: every device has this bandwidth; ``node``: a node's devices share it."""
-    bandwidth: Quantity
-    """Peak bytes/s in one direction."""
-
-    def __post_init__(self) -> None:
-        require(self.per in PER, "per", self.per, f"one of {', '.join(PER)}")
-        _positive("bandwidth", self.bandwidth)
+            check_positive(f"peak_flops.{precision}", peak)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +64,8 @@ class System:
     """Host memory of one node, which its devices share (for P_a+cpu)."""
     links: dict[str, Link] = field(default_factory=dict)
     """By class: nvlink, pcie, inter-node."""
+    provenance: Provenance | None = None
+    """Of a calibrated file, whose operators and collectives were measured."""
     note: str = ""
     """What a reader should know."""
 
@@ -109,10 +73,8 @@ class System:
         for link in self.links:
             require(link in LINKS, "links", link, f"classes among {', '.join(LINKS)}")
         for key in ("devices_per_node", "nodes"):
-            value = getattr(self, key).value
-            require(value is None or value == int(value), key, value, 'a whole number, or "unknown"')
-        for key in ("devices_per_node", "nodes", "host_memory_bytes"):
-            _positive(key, getattr(self, key))
+            check_whole(key, getattr(self, key))
+        check_positive("host_memory_bytes", self.host_memory_bytes)
         context, memory = self.context_bytes.value, self.device.memory_bytes.value
         require(
             context is None or memory is None or context < memory,
@@ -120,6 +82,12 @@ class System:
             context,
             f"less than device.memory_bytes = {memory}",
         )
+        measured = any(link.collectives for link in self.links.values()) or bool(self.device.operators)
+        if measured and self.provenance is None:
+            expected = (
+                "is missing: device.operators and links.*.collectives are measured, so it must say where"
+            )
+            raise ConfigError("provenance", expected=expected)
 
     @property
     def context_used(self) -> Quantity:
@@ -136,6 +104,11 @@ class System:
     def allocatable_bytes(self) -> int:
         """What torch's allocator can reserve on one device: its memory less the context."""
         return int(self.device.memory_bytes.known("device.memory_bytes", system=self.name)) - self.context()
+
+    @property
+    def timing(self) -> Timing:
+        """What the device reaches of its peaks, each number known or assumed."""
+        return self.device.time.numbers()
 
     def link_inside(self) -> str:
         """Class of the links inside a node: the first of memory, nvlink and pcie that the system has."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from pathlib import Path
 from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.config.files import build, read_toml
+from repro.config.links import Collective
 from repro.config.system import Device, Link, Quantity, System
+from repro.config.timing import DeviceTime, OperatorRate, Provenance
 
 FILES = Path(__file__).parent / "files"
 LOCAL = "local"
@@ -43,36 +46,55 @@ def parse(data: dict[str, Any], *, name: str, file: str) -> System:
     """The system in the tables of a file.  ``name`` is the file's name and is not repeated inside."""
     if "name" in data:
         raise ConfigError("name", data["name"], "no such key: a system is called as its file", file=file)
-    tables = dict(data, name=name)
-    for key in ("devices_per_node", "nodes", "context_bytes", "host_memory_bytes"):
-        if key in tables:
-            tables[key] = quantity(tables[key], file=file, where=key)
+    tables = _quantities(System, dict(data, name=name), file, "")
     if "device" in tables:
         tables["device"] = _device(tables["device"], file)
     if "links" in tables:
         links = _table(tables["links"], file, "links")
         tables["links"] = {key: _link(value, file, f"links.{key}") for key, value in links.items()}
+    if "provenance" in tables:
+        tables["provenance"] = build(Provenance, tables["provenance"], file=file, where="provenance")
     return build(System, tables, file=file)
 
 
 def _device(data: Any, file: str) -> Device:
-    table = dict(_table(data, file, "device"))
-    for key in ("memory_bytes", "memory_bandwidth"):
-        if key in table:
-            table[key] = quantity(table[key], file=file, where=f"device.{key}")
+    table = _quantities(Device, data, file, "device")
     if "peak_flops" in table:
         peaks = _table(table["peak_flops"], file, "device.peak_flops")
         table["peak_flops"] = {
             key: quantity(value, file=file, where=f"device.peak_flops.{key}") for key, value in peaks.items()
         }
+    if "time" in table:
+        times = _quantities(DeviceTime, table["time"], file, "device.time")
+        table["time"] = build(DeviceTime, times, file=file, where="device.time")
+    if "operators" in table:
+        rates = _table(table["operators"], file, "device.operators")
+        table["operators"] = {
+            key: build(OperatorRate, value, file=file, where=f"device.operators.{key}")
+            for key, value in rates.items()
+        }
     return build(Device, table, file=file, where="device")
 
 
 def _link(data: Any, file: str, where: str) -> Link:
-    table = dict(_table(data, file, where))
-    if "bandwidth" in table:
-        table["bandwidth"] = quantity(table["bandwidth"], file=file, where=f"{where}.bandwidth")
+    table = _quantities(Link, data, file, where)
+    if "collectives" in table:
+        found = _table(table["collectives"], file, f"{where}.collectives")
+        table["collectives"] = {
+            key: build(Collective, value, file=file, where=f"{where}.collectives.{key}")
+            for key, value in found.items()
+        }
     return build(Link, table, file=file, where=where)
+
+
+def _quantities(cls: type[Any], data: Any, file: str, where: str) -> dict[str, Any]:
+    """A copy of the table ``data`` in which the fields of ``cls`` that are quantities have become ones."""
+    table = dict(_table(data, file, where))
+    keys = [field.name for field in dataclasses.fields(cls) if field.type == Quantity.__name__]
+    for key in keys:
+        if key in table:
+            table[key] = quantity(table[key], file=file, where=f"{where}.{key}".lstrip("."))
+    return table
 
 
 def quantity(data: Any, *, file: str, where: str) -> Quantity:

@@ -1,0 +1,105 @@
+"""Links between devices as data: peak bandwidth, and what collectives reach of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from repro.config.errors import require
+from repro.config.quantity import UNSAID, Quantity, check_fraction, check_positive, check_whole
+
+LINKS = ("memory", "nvlink", "pcie", "inter-node")
+"""Classes of links, from the inside of a node outwards.  ``memory`` joins processes that share one processor
+as their device; nvlink and pcie join the devices of a node, which use the first of them that they have."""
+PER = ("device", "node")
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
+
+ASSUMED_LINKS: dict[str, dict[str, tuple[float, str]]] = {
+    "memory": {
+        "latency_s": (30e-6, "a message between two processes of one machine over gloo"),
+        "efficiency": (1.0, "the bandwidth of such a link is itself a measurement"),
+    },
+    "nvlink": {
+        "latency_s": (3.4e-6, "a step of a ring over NVLink, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"),
+        "efficiency": (0.8, "20 of 25 GB/s of an NVLink, NVIDIA/nccl src/graph/topo.h"),
+    },
+    "pcie": {
+        "latency_s": (5.7e-6, "a step of a ring over PCIe, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"),
+        "efficiency": (0.76, "12 of 15.75 GB/s of PCIe 3.0 x16, NVIDIA/nccl src/graph/topo.h"),
+    },
+    "inter-node": {
+        "latency_s": (9.6e-6, "a step between nodes, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"),
+        "efficiency": (0.96, "12 of 12.5 GB/s of a 100 Gb/s adapter, NVIDIA/nccl src/graph/topo.h"),
+    },
+}
+"""What is taken for a key of a :class:`Link` that a system does not know, by class of links, and why."""
+ASSUMED_ANY: dict[str, tuple[float, str]] = {
+    "start_s": (
+        8.4e-6,
+        "what a ring costs before its first step, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple",
+    ),
+    "half_bytes": (0.0, "latency_s holds what small steps lose"),
+    "rings": (16.0, "no bound but the adapters near a group's devices"),
+    "adapters": (1.0, "a node's devices share all of its bandwidth"),
+    "overlap_cost": (0.0, "compute loses nothing to a collective beside it"),
+}
+"""As :data:`ASSUMED_LINKS`, for every class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """``[links.CLASS.collectives.OP]`` of a calibrated file."""
+
+    points: tuple[tuple[float, float], ...]
+    """(payload in bytes, seconds), by payload, in a group of all ranks that the file's provenance counts."""
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        require(bool(sizes), "points", [], "at least one [bytes, seconds]")
+        require(sizes == sorted(set(sizes)), "points", sizes, "payloads that rise")
+        require(sizes[0] > 0, "points", sizes[0], "payloads of more than 0 bytes")
+        for _, seconds in self.points:
+            require(seconds > 0, "points", seconds, "more than 0 seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One class of links."""
+
+    per: str
+    """``device``: every device has this bandwidth; ``node``: a node's devices share it."""
+    bandwidth: Quantity
+    """Peak bytes/s in one direction."""
+    latency_s: Quantity = UNSAID
+    """Seconds of one message between two neighbours, software included, in the steps of a large collective."""
+    start_s: Quantity = UNSAID
+    """Seconds of a collective before its first step."""
+    efficiency: Quantity = UNSAID
+    """Fraction of the bandwidth that collectives of large messages reach."""
+    half_bytes: Quantity = UNSAID
+    """Payload of a step at which it reaches half of that, beyond what latency_s says."""
+    adapters: Quantity = UNSAID
+    """Network adapters of a node, each with an equal part of its bandwidth; a device uses the nearest."""
+    rings: Quantity = UNSAID
+    """Adapters that one communicator drives at once, at most."""
+    overlap_cost: Quantity = UNSAID
+    """Fraction of a collective's seconds that compute beside it loses (processor cores that both need)."""
+    collectives: dict[str, Collective] = field(default_factory=dict)
+    """Measured seconds by operation; where they are there they win over the formula."""
+
+    def __post_init__(self) -> None:
+        require(self.per in PER, "per", self.per, f"one of {', '.join(PER)}")
+        check_positive("bandwidth", self.bandwidth)
+        check_fraction("efficiency", self.efficiency)
+        check_whole("adapters", self.adapters)
+        check_whole("rings", self.rings)
+        cost = self.overlap_cost.value
+        require(cost is None or cost <= 1, "overlap_cost", cost, "a fraction, 0 to 1")
+        for operation in self.collectives:
+            known = ", ".join(OPERATIONS)
+            require(operation in OPERATIONS, "collectives", operation, f"operations among {known}")
+
+    def used(self, name: str, key: str) -> Quantity:
+        """``key`` of this link of class ``name``, or where it is unknown what is assumed, saying so."""
+        quantity: Quantity = getattr(self, key)
+        assumed = ASSUMED_LINKS.get(name, {}).get(key) or ASSUMED_ANY.get(key)
+        return quantity.or_assumed(*assumed) if assumed else quantity

@@ -1,0 +1,116 @@
+"""How fast a device really is: the part of a system that only the model of time needs.
+
+Every key may be left out or ``"unknown"``; then a constant of :data:`ASSUMED` stands in, which ``repro systems``
+shows as assumed.  None of them is fitted to a run of a model: they come from benchmarks of single products,
+copies and kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from repro.config.errors import require
+from repro.config.quantity import (
+    UNSAID,
+    Quantity,
+    check_fraction,
+    check_positive,
+    check_whole,
+)
+
+ASSUMED: dict[str, tuple[float, str]] = {
+    "matmul_efficiency": (0.8, "between what cuBLAS reaches on V100 and on A100"),
+    "memory_efficiency": (0.9, "streaming kernels reach 0.88 to 0.93 of the peak on V100 and A100"),
+    "multiprocessors": (1, "products are not cut into waves"),
+    "kernel_s": (2.5e-6, "an empty kernel takes 2 to 3 microseconds on the device"),
+    "launch_s": (8e-6, "eager PyTorch needs 5 to 10 microseconds of the host for each operator"),
+}
+"""What is taken for a key of :class:`DeviceTime` that a system does not know, and why.  ``unaligned_flops`` has
+none: where it is unknown, no size is slower for want of alignment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTime:
+    """``[device.time]``: what a device reaches of its peaks, and what an operator costs beside them."""
+
+    matmul_efficiency: Quantity = UNSAID
+    """Fraction of ``peak_flops`` that the largest matrix products reach (fp16 or bf16 on tensor cores)."""
+    memory_efficiency: Quantity = UNSAID
+    """Fraction of ``memory_bandwidth`` that a streaming kernel reaches."""
+    multiprocessors: Quantity = UNSAID
+    """Streaming multiprocessors: a product runs in waves of this many tiles."""
+    kernel_s: Quantity = UNSAID
+    """Seconds of the shortest kernel, as the device sees it."""
+    launch_s: Quantity = UNSAID
+    """Seconds of the host for one operator of eager PyTorch."""
+    unaligned_flops: Quantity = UNSAID
+    """Peak FLOP/s of products whose sizes are not multiples of 8, which tensor cores may not take."""
+
+    def __post_init__(self) -> None:
+        check_fraction("matmul_efficiency", self.matmul_efficiency)
+        check_fraction("memory_efficiency", self.memory_efficiency)
+        check_whole("multiprocessors", self.multiprocessors)
+        check_positive("unaligned_flops", self.unaligned_flops)
+
+    def used(self, key: str) -> Quantity:
+        """The number of ``key``, or where it is unknown the one of :data:`ASSUMED` with a source that says so."""
+        quantity: Quantity = getattr(self, key)
+        return quantity.or_assumed(*ASSUMED[key]) if key in ASSUMED else quantity
+
+    def numbers(self) -> Timing:
+        """Every key as it is used, known or assumed."""
+        values = {field.name: self.used(field.name).value for field in fields(self)}
+        return Timing(**values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """The numbers of :class:`DeviceTime`, known or assumed; see there."""
+
+    matmul_efficiency: float
+    memory_efficiency: float
+    multiprocessors: float
+    kernel_s: float
+    launch_s: float
+    unaligned_flops: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRate:
+    """``[device.operators.NAME]`` of a calibrated file: seconds = fixed + bytes * per_byte + flops * per_flop.
+
+    NAME is an operator's as a trace names it (``aten.mm``, ``repro.adamw_``, ...); ``matmul`` and ``elementwise``
+    stand for all others.  Bytes are those read and written.
+    """
+
+    fixed_s: float
+    per_byte_s: float = 0.0
+    per_flop_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("fixed_s", "per_byte_s", "per_flop_s"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "seconds, 0 or more")
+
+    def seconds(self, flops: float, nbytes: float) -> float:
+        """Seconds of one call that does ``flops`` and reads and writes ``nbytes``."""
+        return self.fixed_s + nbytes * self.per_byte_s + flops * self.per_flop_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """``[provenance]`` of a calibrated file: what was measured where, without names of machines."""
+
+    date: str
+    """When, ISO 8601."""
+    torch: str
+    """Version of torch."""
+    ranks: int
+    """Processes (devices) of the group whose collectives were measured."""
+    repeats: int
+    """Measurements behind each number."""
+    facts: dict[str, str | int | float] = field(default_factory=dict)
+    """What else decides the numbers: processor, cores, driver, NCCL."""
+
+    def __post_init__(self) -> None:
+        for key in ("ranks", "repeats"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")

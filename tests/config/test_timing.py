@@ -1,0 +1,137 @@
+"""What the model of time needs of a system: optional keys, what is assumed for them, and mistakes in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from repro.config import ConfigError
+from repro.config.links import ASSUMED_ANY, ASSUMED_LINKS, LINKS
+from repro.config.system import System
+from repro.config.timing import ASSUMED
+from repro.systems import load, names
+
+PLAIN = """
+devices_per_node = { value = 4, source = "here" }
+nodes = { value = 2, source = "here" }
+context_bytes = { value = 1e9, source = "here" }
+host_memory_bytes = { value = 64e9, source = "here" }
+[device]
+name = "X"
+memory_bytes = { value = 16e9, source = "here" }
+memory_bandwidth = { value = 900e9, source = "here" }
+"""
+LINK = """
+[links.pcie]
+per = "device"
+bandwidth = { value = 10e9, source = "here" }
+"""
+CALIBRATED = """
+[device.operators."aten.mm"]
+fixed_s = 2e-6
+per_flop_s = 1e-14
+[links.memory]
+per = "node"
+bandwidth = { value = 10e9, source = "measured" }
+overlap_cost = { value = 0.3, source = "measured" }
+[links.memory.collectives.all_reduce]
+points = [[1024, 1e-4], [1048576, 1e-3]]
+[provenance]
+date = "2026-01-01"
+torch = "2.6.0"
+ranks = 4
+repeats = 5
+facts = { cores = 4, processor = "X" }
+"""
+
+
+def system(path: Path, text: str) -> System:
+    file = path / "mine.toml"
+    file.write_text(PLAIN + text)
+    return load(file)
+
+
+def test_what_a_file_leaves_out_is_assumed_and_says_so(tmp_path: Path) -> None:
+    plain = system(tmp_path, LINK)
+    assert plain.provenance is None
+    for key, (value, reason) in ASSUMED.items():
+        used = plain.device.time.used(key)
+        assert used.value == value == getattr(plain.timing, key)
+        assert used.source.startswith(f"assumed, {reason}")
+    assert plain.timing.unaligned_flops is None
+    link = plain.links["pcie"]
+    for key, (value, reason) in (ASSUMED_LINKS["pcie"] | ASSUMED_ANY).items():
+        used = link.used("pcie", key)
+        assert (used.value, used.source) == (value, f"assumed, {reason}: {link.latency_s.source}")
+
+
+def test_what_a_file_says_is_used(tmp_path: Path) -> None:
+    text = LINK + 'efficiency = { value = 0.5, source = "there" }\n'
+    text += '[device.time]\nkernel_s = { value = 1e-6, source = "there" }\n'
+    text += 'launch_s = { value = "unknown", source = "nobody says" }\n'
+    said = system(tmp_path, text)
+    assert said.links["pcie"].used("pcie", "efficiency").source == "there"
+    assert said.timing.kernel_s == 1e-6
+    assert said.timing.launch_s == ASSUMED["launch_s"][0]
+    assert said.device.time.used("launch_s").source.endswith("nobody says")
+
+
+def test_a_calibrated_file(tmp_path: Path) -> None:
+    found = system(tmp_path, CALIBRATED)
+    assert found.provenance is not None
+    assert (found.provenance.ranks, found.provenance.facts["cores"]) == (4, 4)
+    assert found.links["memory"].collectives["all_reduce"].points == ((1024, 1e-4), (1048576, 1e-3))
+    assert found.device.operators["aten.mm"].seconds(flops=1e9, nbytes=123) == pytest.approx(12e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '[device.time]\nmatmul_eficiency = { value = 1, source = "x" }',
+            "device.time.matmul_eficiency = .*did you mean",
+        ),
+        ("[device.time]\nkernel_s = 3e-6", "device.time.kernel_s = 3e-06: a table"),
+        (
+            '[device.time]\nmemory_efficiency = { value = 1.2, source = "x" }',
+            "device.time.memory_efficiency = 1.2: more than 0",
+        ),
+        (
+            '[device.time]\nmultiprocessors = { value = 1.5, source = "x" }',
+            "device.time.multiprocessors = 1.5: a whole",
+        ),
+        (
+            "[device.operators.mm]\nfixed_s = -1",
+            "device.operators.mm.fixed_s = -1.0: seconds, 0 or more",
+        ),
+        ('[device.operators.mm]\nfixed_s = "x"', "device.operators.mm.fixed_s = 'x': input should be"),
+        ("[device.operators.mm]\nfixed_s = 1", "provenance: is missing"),
+        (LINK + 'rings = { value = 0, source = "x" }', "links.pcie.rings = 0.0: more than 0"),
+        (LINK + 'overlap_cost = { value = 2, source = "x" }', "links.pcie.overlap_cost = 2.0: a fraction"),
+        (
+            LINK + "[links.pcie.collectives.gather]\npoints = [[1, 1]]",
+            "collectives = 'gather': operations among",
+        ),
+        (LINK + "[links.pcie.collectives.send]\npoints = []", "collectives.send.points = .*at least one"),
+        (LINK + "[links.pcie.collectives.send]\npoints = [[2, 1], [1, 1]]", "points = .*payloads that rise"),
+        (LINK + "[links.pcie.collectives.send]\npoints = [[2, 0]]", "points = 0.0: more than 0 seconds"),
+        (LINK + "[links.pcie.collectives.send]\npoints = [[2]]", r"collectives.send.points"),
+        (LINK + "[links.pcie.collectives.send]\npoints = [[2, 1]]", "provenance: is missing"),
+        ("[provenance]\ndate = '2026-01-01'", r"provenance\.torch: is missing"),
+    ],
+)
+def test_mistakes_are_one_line(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        system(tmp_path, text)
+    assert str(error.value).startswith(f"{tmp_path}/mine.toml: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_system_has_numbers_for_time(name: str) -> None:
+    found = load(name)
+    assert 0 < found.timing.matmul_efficiency <= 1
+    for link in found.links:
+        assert link in LINKS
+        assert found.links[link].used(link, "latency_s").value
