@@ -111,7 +111,8 @@ def _table_rows(entry: ClaimEntry, table: TableEntry) -> list[the.Row]:
                     f"table.body[{name}].{cell.column}", published, "a published value in quotes"
                 )
             label = f"{name}: {cell.label or cell.column}"
-            note = " ".join(part for part in (cell.note, str(at.get("note", ""))) if part)
+            notes = (cell.note, str(at.get("note", "")), str(at.get(f"{cell.column} note", "")))
+            note = " ".join(part for part in notes if part)
             rows.append(
                 _row(entry, dataclasses.replace(cell, label=label, note=note), published, variables, label)
             )

@@ -112,6 +112,8 @@ def layout(values: dict[str, Any]) -> str:
     parts += ["recompute"] if values["recompute"] else []
     parts += [name for key, name in _SWITCHES.items() if values.get(key)]
     parts += ["no C_B"] if not values.get("cb", True) else []
+    parts += [f"{values['kernels']} kernels"] if values.get("kernels", "fused") != "fused" else []
+    parts += ["no overlap"] if not values.get("overlap", True) else []
     return ", ".join([*(parts or ["one process"]), values["precision"]])
 
 

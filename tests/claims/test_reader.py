@@ -107,3 +107,10 @@ def test_a_mistake_is_one_line(tmp_path: Path, mistake: str) -> None:
 
 def test_a_whole_number_is_taken_where_a_decimal_is_meant(tmp_path: Path) -> None:
     read(tmp_path, SOUND.replace("label", "error = 1, label"))
+
+
+def test_notes_of_a_table_belong_to_a_line_or_to_one_of_its_values(tmp_path: Path) -> None:
+    table = TABLE.replace('"b"]', '"b", "c", "note", "c note"]').replace('"b" }]', '"b" }, { column = "c" }]')
+    (tmp_path / "test.toml").write_text(HEAD + CLAIM + table.replace('"1"]', '"1", "2", "both", "only c"]'))
+    notes = {row.label: row.note for row in load(tmp_path).claim("a-claim").rows}
+    assert notes == {"x: b": "both", "x: c": "both only c"}

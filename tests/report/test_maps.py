@@ -57,8 +57,8 @@ def test_every_record_is_in_its_place_least_memory_first() -> None:
     drawing = drawn([*both(1, 1, 9e9), *both(2, 1, 5e9), *both(1, 2, 2e9)])
     assert drawing.figure is not None
     assert [axes.get_title("left") for axes in drawing.figure.axes] == [
-        "of-4000000000, 4.0 GB a GPU",
-        "of-8000000000, 8.0 GB a GPU",
+        "4.0 GB (of-4000000000)",
+        "8.0 GB (of-8000000000)",
     ]
     missing = ["no such\nlayout"]
     small = ["9.9 GB", "d = 16, does not fit", "5.9 GB", "d = 8, does not fit", "3.0 GB", "d = 8, fits"]

@@ -71,7 +71,9 @@ UNPUBLISHED = {
     # Yuan's layout; the volume of communication that a formula leaves recomputation out of.
     *("fig6-c1-50b", "fig6-c2-80b", "fig6-c2-100b", "fig6-c3-60b", "fig6-c4-150b", "fig6-c5-170b"),
     *("release-100b", "fig7-c3-100b", "fig4-zero-20b", "activations-1.5b", "activations-1.5b-checkpoints"),
-    *("megatron-mp8", "megatron-mp4", "zero1-mp2", "volume-145.6b", "volume-145.6b-scatter"),
+    *("volume-145.6b", "volume-145.6b-scatter"),
+    *("megatron-mp8", "megatron-mp4", "megatron-mp2", "megatron-mp1"),
+    *("zero1-mp16", "zero1-mp8", "zero1-mp2", "zero1-mp1"),
     *(name for name in YUAN if name.startswith("map-")),
 }
 

@@ -120,7 +120,7 @@ def _frame(axes: Axes, tensor: list[int], stages: list[int], record: Record) -> 
     for side in axes.spines.values():
         side.set_color(GREY)
         side.set_visible(False)
-    axes.set_title(f"{record['simulated_on']['system']}, {_memory(record) / 1e9:.1f} GB a GPU")
+    axes.set_title(f"{_memory(record) / 1e9:.1f} GB ({record['simulated_on']['system']})")
 
 
 def _caption(record: Record) -> str:
