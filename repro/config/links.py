@@ -43,6 +43,8 @@ ASSUMED_ANY: dict[str, tuple[float, str]] = {
     "overlap_cost": (0.0, "compute loses nothing to a collective beside it"),
 }
 """As :data:`ASSUMED_LINKS`, for every class."""
+KEYS = ("latency_s", "start_s", "efficiency", "half_bytes", "adapters", "rings", "overlap_cost")
+"""The optional numbers of a link."""
 
 
 @dataclass(frozen=True, kw_only=True)

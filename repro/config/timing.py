@@ -19,11 +19,15 @@ from repro.config.quantity import (
 )
 
 ASSUMED: dict[str, tuple[float, str]] = {
-    "matmul_efficiency": (0.8, "between what cuBLAS reaches on V100 and on A100"),
-    "memory_efficiency": (0.9, "streaming kernels reach 0.88 to 0.93 of the peak on V100 and A100"),
+    "matmul_efficiency": (0.8, "between the 0.78 of V100 and the 0.83 of A100"),
+    "memory_efficiency": (0.87, "between the 0.84 of A100 and the 0.90 of V100"),
     "multiprocessors": (1, "products are not cut into waves"),
-    "kernel_s": (2.5e-6, "an empty kernel takes 2 to 3 microseconds on the device"),
-    "launch_s": (8e-6, "eager PyTorch needs 5 to 10 microseconds of the host for each operator"),
+    "kernel_s": (3e-6, "null kernels one after another, NVIDIA's developer forum, thread 233645"),
+    "launch_s": (
+        7e-6,
+        "the simplest operation with autograd in July 2020 (pytorch/pytorch#41383), and operators on an H100 "
+        "(meta-pytorch/autoparallel#146)",
+    ),
 }
 """What is taken for a key of :class:`DeviceTime` that a system does not know, and why.  ``unaligned_flops`` has
 none: where it is unknown, no size is slower for want of alignment."""

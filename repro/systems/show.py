@@ -8,12 +8,16 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
+from repro.config.links import KEYS
 from repro.config.system import Link, Quantity, System
 from repro.systems.load import load, names
 
 GB, GIB, TERA = 1e9, 2**30, 1e12
+BETWEEN_NODES = "inter-node"
+KIB, MICRO, PICO = 1024, 1e-6, 1e-12
 UNKNOWN = "?"
 
 
@@ -37,6 +41,14 @@ def describe(system: System) -> dict[str, Any]:
     return {
         **dataclasses.asdict(system),
         "context_bytes_used": dataclasses.asdict(system.context_used),
+        "time_used": {
+            field.name: dataclasses.asdict(system.device.time.used(field.name))
+            for field in dataclasses.fields(system.device.time)
+        },
+        "links_used": {
+            name: {key: dataclasses.asdict(link.used(name, key)) for key in KEYS}
+            for name, link in system.links.items()
+        },
         "allocatable_bytes": system.allocatable_bytes() if known else None,
     }
 
@@ -108,10 +120,69 @@ def _print_one(system: System) -> None:
     for label, value, quantity in rows:
         print(f"\n{label:<25}{value}")
         print(_wrapped(quantity.source, "    "))
+    for label, value, source in _time_rows(system):
+        print(f"\n{label:<25}{value}")
+        print(_wrapped(source, "    "))
+    _print_measured(system)
     if device.memory_bytes.value is not None:
         print(f"\nThe allocator of one device can reserve {system.allocatable_bytes() / GIB:.5g} GiB.")
     if system.note:
         print(_wrapped(f"note: {system.note}", ""))
+
+
+UNITS = {
+    "kernel_s": (MICRO, "us"),
+    "launch_s": (MICRO, "us"),
+    "latency_s": (MICRO, "us"),
+    "start_s": (MICRO, "us"),
+    "half_bytes": (KIB, "KiB"),
+    "unaligned_flops": (TERA, "TFLOP/s"),
+    "matmul_efficiency": (0.01, "% of peak"),
+    "memory_efficiency": (0.01, "% of peak"),
+    "efficiency": (0.01, "% of peak"),
+    "overlap_cost": (0.01, "%"),
+}
+"""How the numbers for time are shown; the others count something."""
+
+
+ALWAYS = ("latency_s", "efficiency")
+NETWORK = ("adapters", "rings")
+"""Numbers of a link that are shown though they are assumed: for every class, and beyond a node."""
+
+
+def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
+    """(label, value, source) of what the model of time uses."""
+    time = system.device.time
+    for key in (field.name for field in dataclasses.fields(time)):
+        yield _row(key, time.used(key))
+    for name, link in system.links.items():
+        always = (*ALWAYS, *NETWORK) if name == BETWEEN_NODES else ALWAYS
+        for key in KEYS:
+            if key in always or getattr(link, key).value is not None:
+                yield _row(f"{name} {key}", link.used(name, key))
+
+
+def _row(label: str, quantity: Quantity) -> tuple[str, str, str]:
+    scale, unit = UNITS.get(label.split()[-1], (1, ""))
+    return label.replace("_", " ").removesuffix(" s"), human(quantity, scale, unit), quantity.source
+
+
+def _print_measured(system: System) -> None:
+    """What a calibrated file holds beside quantities."""
+    made = system.provenance
+    if made is None:
+        return
+    facts = ", ".join(f"{key} {value}" for key, value in made.facts.items())
+    line = f"measured on {made.date} with torch {made.torch}, {made.ranks} ranks, {made.repeats} repeats"
+    print("\n" + _wrapped(f"{line}; {facts}" if facts else line, ""))
+    for name, rate in system.device.operators.items():
+        parts = f"{rate.per_byte_s / PICO:.4g} ps a byte + {rate.per_flop_s / PICO:.4g} ps a FLOP"
+        print(f"{name:<40} {rate.fixed_s / MICRO:.4g} us + {parts}")
+    for link in system.links:
+        for operation, collective in system.links[link].collectives.items():
+            ends = (collective.points[0], collective.points[-1])
+            few, many = (f"{size / KIB:,.4g} KiB in {seconds / MICRO:,.4g} us" for size, seconds in ends)
+            print(f"{f'{link} {operation}':<40} {len(collective.points)} sizes, {few} to {many}")
 
 
 def _wrapped(text: str, indent: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from repro.config import ConfigError
+from repro.config.links import KEYS
 from repro.config.system import Quantity, System
 from repro.systems import load, names
 
@@ -32,6 +34,8 @@ bandwidth = { value = 10e9, source = "here" }
 def quantities(system: System) -> list[Quantity]:
     device = system.device
     links = [link.bandwidth for link in system.links.values()]
+    links += [link.used(name, key) for name, link in system.links.items() for key in KEYS]
+    links += [device.time.used(field.name) for field in dataclasses.fields(device.time)]
     own = [device.memory_bytes, device.memory_bandwidth, system.devices_per_node, system.nodes]
     own += [system.context_bytes, system.host_memory_bytes]
     return [*own, *device.peak_flops.values(), *links]
@@ -66,8 +70,15 @@ def test_published_numbers() -> None:
     assert load("yuan").device.memory_bytes.value is None
     with pytest.raises(ConfigError, match=r"precision = 'bf16': one that NVIDIA V100"):
         dgx2.peak("bf16")
-    with pytest.raises(ConfigError, match="not published"):
-        load("yuan").link_per_device("nvlink")
+    assert "(assumed)" in load("yuan").links["nvlink"].bandwidth.source
+
+
+def test_a_link_of_unknown_bandwidth_says_why(write: Any) -> None:
+    path = write(
+        GOOD.replace('{ value = 10e9, source = "here" }', '{ value = "unknown", source = "not published" }')
+    )
+    with pytest.raises(ConfigError, match=r"bandwidth = 'unknown': needed here, but not published"):
+        load(path).link_per_device("inter-node")
 
 
 @pytest.mark.parametrize("name", names())

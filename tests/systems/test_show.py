@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from repro import cli
 from repro.systems import load, names
 from repro.systems.show import command
 
+SHOWN = ("latency_s", "efficiency")
 MINE = Path(__file__).parents[2] / "repro/systems/files/dgx2.toml"
 
 
@@ -27,7 +29,7 @@ def test_the_list_names_every_system_uncut_in_80_columns(capsys: pytest.CaptureF
     assert set(names()) <= set(rows)
     assert rows["dgx2"][-6:] == ["16", "34.06", "125", "150", "15.75", "6.25"]
     assert rows["lowbw-v100"][-6:] == ["4", "16.94", "112", "-", "15.75", "1.25"]
-    assert rows["yuan"][-6:] == ["8", "?", "312", "?", "-", "6.094"]
+    assert rows["yuan"][-6:] == ["8", "?", "312", "300", "-", "6.094"]
 
 
 @pytest.mark.parametrize("name", [name for name in names() if name != "local"])
@@ -40,6 +42,8 @@ def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest
         *(device.memory_bytes, device.memory_bandwidth, *device.peak_flops.values()),
         *(system.devices_per_node, system.nodes, system.context_used, system.host_memory_bytes),
         *(link.bandwidth for link in system.links.values()),
+        *(device.time.used(field.name) for field in dataclasses.fields(device.time)),
+        *(link.used(key, name) for key, link in system.links.items() for name in SHOWN),
     ):
         assert quantity.source in said
     assert system.note in said
@@ -69,6 +73,39 @@ def test_ones_own_file_by_path(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_text(MINE.read_text())
     assert cli.main(["systems", str(path)]) == 0
     assert capsys.readouterr().out.startswith("ours: NVIDIA V100 SXM3 32 GB")
+
+
+CALIBRATED = """
+[device.operators."aten.mm"]
+fixed_s = 2e-6
+per_flop_s = 1e-14
+[links.nvlink.collectives.all_reduce]
+points = [[1024, 1e-4], [1048576, 1e-3]]
+[provenance]
+date = "2026-01-01"
+torch = "2.6.0"
+ranks = 4
+repeats = 5
+facts = { cores = 4, processor = "X" }
+"""
+
+
+def test_a_calibrated_file_shows_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(MINE.read_text() + CALIBRATED)
+    assert cli.main(["systems", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "measured on 2026-01-01 with torch 2.6.0, 4 ranks, 5 repeats; cores 4, processor X" in said
+    assert "aten.mm 2 us + 0 ps a byte + 0.01 ps a FLOP" in said
+    assert "nvlink all_reduce 2 sizes, 1 KiB in 100 us to 1,024 KiB in 1,000 us" in said
+    assert cli.main(["systems", str(path), "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert one["provenance"]["facts"]["cores"] == 4
+    assert one["device"]["operators"]["aten.mm"]["fixed_s"] == 2e-6
+    assert one["time_used"]["kernel_s"]["source"].startswith("assumed")
+    assert one["links_used"]["inter-node"]["adapters"]["value"] == 8
 
 
 def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
