@@ -1,0 +1,269 @@
+"""Laws that seconds of collectives obey on any system, and bandwidths that others have measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro.config import ConfigError, Layout
+from repro.config.layout import ORDERS
+from repro.config.links import Collective
+from repro.config.quantity import Quantity
+from repro.config.system import Link, System
+from repro.config.timing import Provenance
+from repro.parallel.ledger import RING_PASSES
+from repro.simulate.collectives import Network, interpolate
+from repro.simulate.placement import GROUPS
+from repro.systems import load
+
+GB = 1e9
+OPS = tuple(RING_PASSES)
+LARGE = 8 << 30
+
+
+def number(value: float) -> Quantity:
+    return Quantity(value=value, source="a test")
+
+
+def with_link(system: System, name: str, **values: Any) -> System:
+    """``system`` with some numbers of one class of links replaced."""
+    link = replace(system.links[name], **{key: number(value) for key, value in values.items()})
+    return replace(system, links={**system.links, name: link})
+
+
+def network(system: str | System, **layout: Any) -> Network:
+    return Network(load(system) if isinstance(system, str) else system, Layout(**layout))
+
+
+def bus_bandwidth(found: Network, payload: int, group: str = "world") -> float:
+    """As nccl-tests print it for an all-reduce."""
+    n = len(found.placement.ranks_of(group, 0))
+    return 2 * (n - 1) / n * payload / found.seconds("all_reduce", group, payload)
+
+
+# --- what others have measured, none of which is an input of a system file
+
+
+@pytest.mark.parametrize(
+    ("system", "ranks", "payload", "measured", "within", "source"),
+    [
+        ("selene", 8, 4 << 30, 232.54, 0.05, "one node of 8 A100, NVIDIA/nccl#1048"),
+        ("selene", 64, LARGE, 192, 0.03, "DGX A100 with 8 x 200 Gb/s, NVIDIA/nccl#812"),
+        ("dgx1-v100-16gb", 64, LARGE, 47, 0.04, "DGX-1, 'I always get 47 GB/s', NVIDIA/nccl#307"),
+        ("dgx-h100", 8, 4 << 30, 367.5, 0.03, "8 H100, ring, 365 to 370, NVIDIA/nccl#1455"),
+    ],
+)
+def test_bus_bandwidth_is_what_nccl_tests_measured(
+    system: str, ranks: int, payload: int, measured: float, within: float, source: str
+) -> None:
+    found = bus_bandwidth(network(system, dp=ranks), payload) / GB
+    assert found == pytest.approx(measured, rel=within), source
+
+
+def test_three_nodes_with_half_the_adapters() -> None:
+    """24 A100, 4 x 200 Gb/s a node, 133 MB: 95.7 to 96.7 GB/s (NVIDIA/nccl-tests#119); latency is overrated."""
+    system = with_link(load("dgx-a100-40gb"), "inter-node", bandwidth=100e9, adapters=4)
+    assert bus_bandwidth(network(system, dp=24), 133_169_160) / GB == pytest.approx(96, rel=0.1)
+    assert bus_bandwidth(network(system, dp=24), LARGE) / GB == pytest.approx(96, rel=0.02)
+
+
+# --- adapters
+
+
+def test_a_group_with_one_rank_in_a_node_has_half_an_adapter_on_dgx_2() -> None:
+    """16 groups, 8 adapters: ZeRO with MP 16 on DGX-2; with MP 1 one group has them all."""
+    peak = 100e9 * 0.96
+    assert network("dgx2", tp=16, dp=25).bus_bandwidth("dp") == pytest.approx(peak / 16)
+    assert network("dgx2", tp=4, dp=16).bus_bandwidth("dp") == pytest.approx(peak / 4)
+    assert network("dgx2", dp=64).bus_bandwidth("dp") == pytest.approx(peak)
+
+
+def test_one_communicator_drives_no_more_adapters_than_it_has_rings() -> None:
+    few = with_link(load("dgx2"), "inter-node", rings=2)
+    assert network(few, dp=64).bus_bandwidth("dp") == pytest.approx(2 * 12.5e9 * 0.96)
+    assert network(few, tp=16, dp=4).bus_bandwidth("dp") == pytest.approx(6.25e9 * 0.96)
+
+
+def test_a_group_alone_on_a_node_uses_the_adapter_next_to_it() -> None:
+    """Two stages of a pipeline of one rank each, the first alone on its node's adapters."""
+    found = network("dgx2", tp=16, pp=2)
+    whole = found.send_seconds(10**9, from_stage=0, to_stage=1)
+    assert whole == pytest.approx(10**9 / (6.25e9 * 0.96), rel=1e-3)
+    # Eight stages in a node: one rank leaves it, and has an adapter for itself.
+    alone = network(with_link(load("dgx2"), "inter-node"), pp=32)
+    assert alone.send_seconds(10**9, from_stage=15, to_stage=16) == pytest.approx(10**9 / 12e9, rel=1e-3)
+    assert alone.send_seconds(10**9, from_stage=0, to_stage=1) == pytest.approx(10**9 / 120e9, rel=1e-2)
+
+
+def test_groups_of_one_node_share_its_host_bridges() -> None:
+    pcie = network("lowbw-v100", dp=4).bus_bandwidth("dp")
+    assert network("lowbw-v100", tp=2, dp=2).bus_bandwidth("dp") == pytest.approx(pcie / 2)
+
+
+# --- laws
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[System, Layout]:
+    """A system with numbers of any size, and a layout on a few of its nodes."""
+    devices = draw(st.sampled_from([1, 2, 4, 8]))
+    positive = st.floats(1e6, 1e12)
+    names = draw(st.sampled_from([("nvlink", "inter-node"), ("pcie", "inter-node"), ("memory",)]))
+    links = {}
+    for name in names:
+        optional = {
+            "latency_s": draw(st.floats(0, 1e-3)),
+            "start_s": draw(st.floats(0, 1e-3)),
+            "efficiency": draw(st.floats(0.1, 1)),
+            "half_bytes": draw(st.floats(0, 1e6)),
+            "adapters": draw(st.integers(1, 16)),
+            "rings": draw(st.integers(1, 16)),
+        }
+        links[name] = Link(
+            per=draw(st.sampled_from(["device", "node"])),
+            bandwidth=number(draw(positive)),
+            **{key: number(value) for key, value in optional.items()},
+        )
+    system = replace(load("dgx2"), devices_per_node=number(devices), links=links)
+    degrees = {axis: draw(st.sampled_from([1, 2, 3, 4])) for axis in ("tp", "dp", "pp")}
+    return system, Layout(order=draw(st.sampled_from(ORDERS)), **degrees)
+
+
+payloads = st.integers(0, 1 << 34)
+
+
+@given(networks(), st.sampled_from(OPS), st.sampled_from(GROUPS), payloads, payloads)
+def test_a_larger_payload_takes_no_less(
+    drawn: tuple[System, Layout], op: str, group: str, one: int, other: int
+) -> None:
+    found = Network(*drawn)
+    less, more = sorted((one, other))
+    assert 0 <= found.seconds(op, group, less) <= found.seconds(op, group, more)
+
+
+@given(networks(), st.sampled_from(OPS), st.sampled_from(GROUPS), payloads)
+def test_nothing_is_faster_than_its_slowest_link(
+    drawn: tuple[System, Layout], op: str, group: str, payload: int
+) -> None:
+    """Every rank sends passes (n - 1) / n of the payload; no rank has more than the peak of its links."""
+    system, layout = drawn
+    found = Network(system, layout)
+    n = max((len(ranks) for ranks in found._groups(group)), default=1)
+    seconds = found.seconds(op, group, payload)
+    if n == 1:
+        assert seconds == 0
+        return
+    link = system.links[found.link(group)]
+    peak = link.bandwidth.known("bandwidth")
+    if link.per == "device" and found.link(group) == "inter-node":
+        peak *= system.devices_per_node.known("devices_per_node")
+    assert seconds >= RING_PASSES[op] * payload * (n - 1) / n / peak * (1 - 1e-9)
+
+
+@given(networks(), st.sampled_from(OPS), st.sampled_from(GROUPS), payloads, st.floats(1, 100))
+def test_more_bandwidth_is_never_slower(
+    drawn: tuple[System, Layout], op: str, group: str, payload: int, times: float
+) -> None:
+    system, layout = drawn
+    before = Network(system, layout)
+    for name, link in system.links.items():
+        faster = Network(with_link(system, name, bandwidth=link.bandwidth.known("bandwidth") * times), layout)
+        assert faster.seconds(op, group, payload) <= before.seconds(op, group, payload) * (1 + 1e-9)
+        if layout.pp > 1:
+            now, then = (each.send_seconds(payload, from_stage=0, to_stage=1) for each in (faster, before))
+            assert 0 <= now <= then * (1 + 1e-9)
+
+
+@given(networks(), st.sampled_from(GROUPS), payloads)
+def test_an_all_reduce_takes_no_more_than_its_two_halves(
+    drawn: tuple[System, Layout], group: str, payload: int
+) -> None:
+    found = Network(*drawn)
+    halves = found.seconds("reduce_scatter", group, payload) + found.seconds("all_gather", group, payload)
+    assert found.seconds("all_reduce", group, payload) <= halves * (1 + 1e-9)
+
+
+def test_a_small_all_reduce_over_many_nodes_takes_a_tree() -> None:
+    found = network("dgx2", tp=16, dp=64)
+    ring = found._rings("dp")[0]
+    assert found.seconds("all_reduce", "dp", 1024) < ring.start + 2 * 63 * ring.between / 5
+    assert found.seconds("reduce_scatter", "dp", 1024) > 63 * ring.between
+
+
+# --- measured points
+
+
+def calibrated(points: tuple[tuple[float, float], ...], ranks: int = 4, op: str = "all_reduce") -> System:
+    link = Link(
+        per="node",
+        bandwidth=Quantity(value=None, source="a test"),
+        collectives={op: Collective(points=points)},
+        overlap_cost=number(0.25),
+    )
+    provenance = Provenance(date="2026-01-01", torch="2.6", ranks=ranks, repeats=3)
+    return replace(load("local"), links={"memory": link}, provenance=provenance)
+
+
+def test_measured_points_win_over_the_formula() -> None:
+    system = calibrated(((1000, 1e-4), (1_000_000, 1e-2)))
+    found = network(system, dp=4)
+    assert found.seconds("all_reduce", "dp", 1000) == pytest.approx(1e-4)
+    assert found.seconds("all_reduce", "dp", 500_500) == pytest.approx(5.05e-3)
+    assert found.seconds("all_reduce", "dp", 1) == pytest.approx(1e-4)
+    assert found.seconds("all_reduce", "dp", 3_000_000) == pytest.approx(3e-2)
+    assert found.seconds("all_reduce", "tp", 1000) == 0
+    assert found.overlap_cost == 0.25
+    with pytest.raises(ConfigError, match=r"links.memory.bandwidth = 'unknown': needed here"):
+        found.seconds("all_gather", "dp", 1000)
+
+
+def test_fewer_ranks_than_were_measured_take_fewer_and_larger_steps() -> None:
+    """Points of a ring without latency: seconds = 2 (n - 1) / n * bytes / rate, also with other n."""
+    rate = 1e9
+    points = tuple((size, 1.5 * size / rate) for size in (1000.0, 10_000.0, 1e6, 1e8))
+    found = network(calibrated(points), tp=2, dp=2)
+    assert found.seconds("all_reduce", "tp", 400_000) == pytest.approx(400_000 / rate)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 1 << 30), st.floats(1e-7, 10)),
+        min_size=1,
+        max_size=6,
+        unique_by=lambda p: p[0],
+    ),
+    payloads,
+    payloads,
+)
+def test_measured_points_never_fall(points: list[tuple[int, float]], one: int, other: int) -> None:
+    measured = Collective(points=tuple(sorted(points)))
+    less, more = sorted((one, other))
+    assert 0 < interpolate(measured, less) <= interpolate(measured, more) * (1 + 1e-12)
+
+
+def test_measured_messages_between_stages() -> None:
+    found = network(calibrated(((1000, 1e-4), (2000, 2e-4)), op="send"), pp=4)
+    assert found.send_seconds(1500, from_stage=0, to_stage=1) == pytest.approx(1.5e-4)
+    assert found.send_seconds(1500, from_stage=3, to_stage=0) == pytest.approx(1.5e-4)
+    assert found.send_seconds(1500, from_stage=1, to_stage=1) == 0
+
+
+# --- systems without what is needed
+
+
+def test_no_network_between_nodes_is_said() -> None:
+    alone = load("selene")
+    alone = replace(alone, links={"nvlink": alone.links["nvlink"]})
+    with pytest.raises(ConfigError, match="links = 'inter-node': a class that the system has: nvlink"):
+        network(alone, dp=16).seconds("all_reduce", "dp", 1000)
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, repro.simulate.collectives; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
