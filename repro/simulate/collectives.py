@@ -7,7 +7,8 @@ same time.  A small all-reduce over several nodes takes a tree, whose latency gr
 as NCCL estimates them itself, when it chooses (NVIDIA/nccl src/graph/tuning.cc, 2.5 on).
 
 Not modelled: contention beyond a node's adapters (a fabric without oversubscription), groups of different axes
-at the same time, NVLink that does not join every pair alike (DGX-1), and protocols for small messages.
+at the same time, NVLink that does not join every pair alike (DGX-1), protocols for small messages, and trees
+over two nodes with few adapters, which reach up to twice the network's bandwidth (NVIDIA/nccl#307).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Network:
     def __init__(self, system: System, layout: Layout):
         self.system, self.layout = system, layout
         self.placement = Placement(layout, system)
-        self._rings = cache(self._rings_of)
+        self._link, self._rings = cache(self._link_of), cache(self._rings_of)
         self._edge_link, self._edge_rate = cache(self._slowest_link), cache(self._slowest_rate)
 
     @cached_property
@@ -90,7 +91,8 @@ class Network:
         measured = self._measured(op, self.link(group))
         if measured is not None:
             points, whole = measured
-            return max((_scaled(points, whole, n, payload) for n in self._sizes(group)), default=0.0)
+            sizes = set(map(len, self._groups(group)))
+            return max((_scaled(points, whole, n, payload) for n in sizes), default=0.0)
         return max((ring.seconds(op, payload) for ring in self._rings(group)), default=0.0)
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
@@ -105,8 +107,7 @@ class Network:
 
     def link(self, group: str) -> str:
         """The slowest class of links that any group of this axis needs; empty for one rank."""
-        found = {self.placement.link_of(group, ranks) for ranks in self._groups(group)}
-        return BETWEEN_NODES if BETWEEN_NODES in found else next(iter(found), "")
+        return self._link(group)
 
     def bus_bandwidth(self, group: str) -> float:
         """Bytes/s of the slowest group of this axis, as nccl-tests count it, for messages without end."""
@@ -142,8 +143,9 @@ class Network:
                 if len(ranks) > 1 and ranks[0] == rank:
                     yield ranks
 
-    def _sizes(self, group: str) -> set[int]:
-        return {len(ranks) for ranks in self._groups(group)}
+    def _link_of(self, group: str) -> str:
+        found = {self.placement.link_of(group, ranks) for ranks in self._groups(group)}
+        return BETWEEN_NODES if BETWEEN_NODES in found else next(iter(found), "")
 
     def _rings_of(self, group: str) -> tuple[Ring, ...]:
         """The different rings among the groups of an axis."""
