@@ -104,7 +104,7 @@ def test_a_calibrated_file_shows_what_was_measured(
     one = json.loads(capsys.readouterr().out)
     assert one["provenance"]["facts"]["cores"] == 4
     assert one["device"]["operators"]["aten.mm"]["fixed_s"] == 2e-6
-    assert one["time_used"]["kernel_s"]["source"].startswith("assumed")
+    assert one["time_used"]["launch_s"]["source"].startswith("assumed")
     assert one["links_used"]["inter-node"]["adapters"]["value"] == 8
 
 
