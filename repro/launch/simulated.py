@@ -90,7 +90,7 @@ def attempt(experiment: Experiment, system: System, suite: str) -> dict[str, Any
     began = time.perf_counter()
     try:
         limit = experiment.limits.memory_bytes or None
-        simulation = simulate(experiment, system, memory_limit=limit)
+        simulation = simulate(experiment, system, memory_limit=limit, time=True)
     except Exception as error:  # an outcome, not the end of the suite
         return failed_record(experiment, describe(error), suite=suite, wall_s=time.perf_counter() - began)
     spent_s = time.perf_counter() - began

@@ -4,8 +4,9 @@ Memory is the largest of any role, communication that of the role which holds ra
 ``comm.purpose.*`` are summed over all ranks, as in :mod:`repro.results.record`.  A simulation knows more:
 ``memory.reserved_bytes`` is what the caching allocator would reserve on the fullest device,
 ``memory.used_bytes`` that and the context beside it, ``memory.communication_bytes`` the most that buffers of
-messages take, ``comm.link.CLASS.sent_bytes`` what goes over a class of links.  It knows no times;
-``trace_seconds`` is what the simulation itself took.
+messages take, ``comm.link.CLASS.sent_bytes`` what goes over a class of links, ``time.*`` where the slowest
+stage's seconds go.  Times are there where the system says enough; ``trace_seconds`` is what the simulation
+itself took.
 
 A step that does not fit has needs all the same: a record with the outcome ``oom`` says what would be live,
 but not what would be reserved.
@@ -13,6 +14,7 @@ but not what would be reserved.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from repro.config import Experiment
@@ -41,6 +43,7 @@ def simulated_record(
             **_memory(simulation),
             **_communication(experiment, simulation, per_layer),
             **_work(experiment, simulation),
+            **_time(experiment, simulation),
             "trace_seconds": round(simulation.trace_seconds, 3),
         },
         "flops_formula": flops.FORMULA,
@@ -57,13 +60,19 @@ def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: fl
 
 
 def facts(system: System) -> dict[str, Any]:
-    """What a simulation takes from a system: with other numbers, an older record is out of date."""
+    """What a simulation takes from a system: with other numbers, an older record is out of date.
+
+    ``numbers`` stands for all that its time depends on.
+    """
+    from repro.simulate.software import generations
+
     return {
         "system": system.name,
         "memory_bytes": system.device.memory_bytes.value,
         "context_bytes": system.context(),
         "devices_per_node": system.devices_per_node.value,
         "links": sorted(system.links),
+        "numbers": hashlib.sha256(repr((system, generations())).encode()).hexdigest()[:16],
     }
 
 
@@ -155,6 +164,27 @@ def _work(experiment: Experiment, simulation: Simulation) -> dict[str, float]:
         schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
         metrics["pipeline.in_flight"] = max(map(in_flight, schedule))
     return metrics
+
+
+def _time(experiment: Experiment, simulation: Simulation) -> dict[str, float]:
+    prediction = simulation.time
+    if prediction is None:
+        return {}
+    found, samples = prediction.as_dict(), prediction.samples_per_s
+    per_sample = experiment.layout.global_batch
+    hardware = flops.hardware_flops(experiment.model, experiment.seq, per_sample, experiment.layout.recompute)
+    parts = ("compute_s", "optimizer_s", "exposed_s", "hidden_s", "bubble_s")
+    return {
+        "step_seconds.median": prediction.seconds,
+        "samples_per_s": samples,
+        "tokens_per_s": samples * experiment.seq,
+        "model_flops_per_s": flops.model_flops(experiment.model, experiment.seq, per_sample)
+        / prediction.seconds,
+        "hardware_flops_per_s": hardware / prediction.seconds,
+        "hardware_flops_per_s.device": prediction.flops_per_device,
+        **{f"time.{part}": found[part] for part in parts},
+        "time.factor": prediction.factor,
+    }
 
 
 def _per_layer(experiment: Experiment, role: RoleResult) -> list[dict[str, Any]]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 from repro.config import Experiment
+from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.models import flops, parameters
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import NoTransport
 from repro.simulate.memory import Memory, measure
 from repro.simulate.placement import Placement
+from repro.simulate.predict import Prediction, predict
 from repro.simulate.replay import Replay, replay
 from repro.simulate.trace import Role, Trace, roles, trace
 
@@ -58,6 +60,10 @@ class Simulation:
     roles: list[RoleResult]
     trace_seconds: float
     traces: list[Trace] = field(default_factory=list, repr=False)
+    time: Prediction | None = None
+    """In seconds, if it was asked for and the system says enough."""
+    no_time: str = ""
+    """Why not."""
 
     @property
     def fullest(self) -> RoleResult:
@@ -125,6 +131,8 @@ class Simulation:
                 "operators_of_busiest_rank": max(role.operator_flops for role in self.roles),
                 "formula": flops.FORMULA,
             },
+            "time": None if self.time is None else self.time.as_dict(),
+            "no_time": self.no_time,
             "trace_seconds": round(self.trace_seconds, 3),
         }
 
@@ -157,13 +165,16 @@ def simulate(
     memory_limit: int | None = None,
     expandable: bool = False,
     gloo: bool = False,
+    time: bool = False,
+    record: bool = False,
 ) -> Simulation:
     """Trace every role of ``experiment`` and replay it on a device of ``system``.
 
     ``memory_limit`` (bytes) stands for the device's memory, to make a device behave like a smaller one.
-    ``expandable``: torch's expandable segments.  ``gloo``: see :func:`repro.simulate.trace.trace`.
+    ``expandable``: torch's expandable segments.  ``gloo``: see :func:`repro.simulate.trace.trace`.  ``time``:
+    predict its seconds as well (``record``: with every span, for a drawing).
     """
-    began = time.perf_counter()
+    began = perf_counter()
     context = system.context()
     whole = memory_limit if memory_limit is not None else system.device.memory_bytes.value
     limit = None if whole is None else max(0, int(whole) - context)
@@ -182,8 +193,14 @@ def simulate(
                 traced.parameters,
             )
         )
-    seconds = time.perf_counter() - began
-    return Simulation(experiment, system.name, limit, context, results, seconds, traces)
+    prediction, no_time = None, ""
+    if time:
+        try:
+            prediction = predict(experiment, system, traces, record=record)
+        except ConfigError as error:  # memory is known all the same
+            no_time = str(error)
+    seconds = perf_counter() - began
+    return Simulation(experiment, system.name, limit, context, results, seconds, traces, prediction, no_time)
 
 
 def _traffic(traced: Trace, experiment: Experiment, placement: Placement) -> list[Traffic]:

@@ -1,0 +1,87 @@
+"""Generations of software: the efficiency of their kernels, each from one published point (``software.toml``).
+
+The model of a device says what shapes, arithmetic and bandwidth allow; what a generation's kernels take
+beyond that is one factor, published seconds over modelled seconds of one step on one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from repro import models, systems
+from repro.config import Experiment, Layout
+from repro.config.files import build, read_toml
+from repro.config.system import System
+from repro.models import flops
+
+FILE = Path(__file__).with_name("software.toml")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation of kernels on one kind of device, and the point that calibrates it."""
+
+    name: str
+    kernels: str
+    """As :attr:`repro.config.layout.Layout.kernels`."""
+    compute_capability: str
+    model: str
+    system: str
+    micro_batch: int
+    flops_per_device: float
+    """Published, with the FLOPs of :mod:`repro.models.flops` including recomputation."""
+    claim: str
+    """What it is published as; predictions of it are no evidence."""
+    source: str
+
+    def layout(self) -> Layout:
+        """One device, recomputing every layer."""
+        size = self.micro_batch
+        return Layout(
+            micro_batch=size, global_batch=size, precision="fp16", recompute=True, kernels=self.kernels
+        )
+
+
+@cache
+def generations() -> tuple[Generation, ...]:
+    """All of them, as the file has them."""
+    return tuple(build(Generation, entry, file=FILE.name) for entry in read_toml(FILE)["generation"])
+
+
+def generation_of(kernels: str, system: System) -> Generation | None:
+    """The generation of a layout's kernels on a system's device; None where no point is known."""
+    capability = system.device.compute_capability
+    if system.device.operators:  # what was measured needs no correction
+        return None
+    for known in generations():
+        if (known.kernels, known.compute_capability) == (kernels, capability):
+            return known
+    return None
+
+
+@cache
+def factor(generation: Generation) -> float:
+    """Seconds of its kernels over seconds of the modelled ones.
+
+    A step on one device is a straight line in the number of layers, so two shallow ones say what a deep one
+    takes.
+    """
+    from repro.simulate.predict import predict
+
+    whole, system = models.load(generation.model), systems.load(generation.system)
+    few, more = 2, 4
+
+    def modelled(layers: int) -> float:
+        model = replace(whole, layers=layers)
+        experiment = Experiment(
+            name="calibration", model=model, layout=generation.layout(), system=system.name
+        )
+        return predict(experiment, system, factor=1.0).seconds
+
+    at_few = modelled(few)
+    per_layer = (modelled(more) - at_few) / (more - few)
+    seconds = at_few + (whole.layers - few) * per_layer
+    work = flops.hardware_flops(whole, whole.seq, generation.micro_batch, recompute=True)
+    return work / generation.flops_per_device / seconds
