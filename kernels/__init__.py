@@ -14,12 +14,14 @@ from repro.kernels.layernorm import layer_norm
 from repro.kernels.norm import norm_squared
 from repro.kernels.packing import pack, unpack
 from repro.kernels.random import derive_key, keep_mask, normal, normal_at, uniform_bits
+from repro.kernels.softmax import causal_softmax
 
 __all__ = [
     "adamw_",
     "bias_dropout_residual",
     "bias_gelu",
     "causal_attention",
+    "causal_softmax",
     "cost",
     "cross_entropy_backward_",
     "cross_entropy_max",

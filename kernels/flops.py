@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from repro.kernels import adamw, cross_entropy, dropout, gelu, layernorm, norm, packing
+from repro.kernels import adamw, cross_entropy, dropout, gelu, layernorm, norm, packing, softmax
 from repro.kernels.library import Cost, Operand
 
 FORMULAS: dict[str, Callable[..., Cost]] = {
@@ -24,6 +24,8 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "bias_gelu_backward": gelu.backward_cost,
     "bias_dropout_residual": dropout.forward_cost,
     "bias_dropout_residual_backward": dropout.backward_cost,
+    "causal_softmax": softmax.forward_cost,
+    "causal_softmax_backward": softmax.backward_cost,
     "cross_entropy_max": cross_entropy.max_cost,
     "cross_entropy_sums": cross_entropy.sums_cost,
     "cross_entropy_backward_": cross_entropy.gradient_cost,

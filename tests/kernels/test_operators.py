@@ -36,6 +36,8 @@ def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...
         "bias_gelu_backward": (x, x, h),
         "bias_dropout_residual": (x, h, x, 0.3, 7, 1, 4, 1),
         "bias_dropout_residual_backward": (x, True, 0.3, 7, 1, 4, 1),
+        "causal_softmax": (tensor(2, 3, 4, 4), 0.5),
+        "causal_softmax_backward": (tensor(2, 4, 4), tensor(2, 4, 4), 0.5),
         "cross_entropy_max": (tensor(4, 6),),
         "cross_entropy_sums": (tensor(4, 6), wide(4), targets, 3),
         "cross_entropy_backward_": (tensor(4, 6), wide(4), wide(2, 4), targets, 3, wide(4)),
@@ -131,6 +133,8 @@ def test_costs_by_hand() -> None:
     assert cost("bias_dropout_residual", (1, 2, 8), (8,), (1, 2, 8), 0.1) == Cost(48, 4 * 40, 4 * 16)
     assert cost("bias_dropout_residual_backward", (1, 2, 8), False) == Cost(16, 64, 64)
     assert cost("cross_entropy_max", (4, 10), itemsize=2) == Cost(40, 80, 16)
+    assert cost("causal_softmax", (2, 8, 8), 0.5, itemsize=2) == Cost(6 * 128, 256, 256)
+    assert cost("causal_softmax_backward", (2, 8, 8), (2, 8, 8), 0.5, itemsize=2) == Cost(5 * 128, 512, 256)
     assert cost("norm_squared", [(4, 10), (3,)]) == Cost(86, 4 * 43, 4)
     bf16, fp32 = torch.empty(10, dtype=torch.bfloat16, device="meta"), torch.empty(10, device="meta")
     # 12 bytes of states read and written, 2 of gradient read, 2 of parameter written: 28 per parameter.

@@ -1,0 +1,101 @@
+"""Scale, causal mask and softmax of attention scores in one pass over them: y = softmax(scale * x, past only).
+
+The kernel that Megatron-LM has had since December 2020 (`scaled_upper_triang_masked_softmax`); here torch's own
+operators on pieces of the scores. Every row is computed in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+
+
+def _future(scores: Tensor) -> Tensor:
+    """True where key j comes after query i, [s, s]."""
+    s = scores.shape[-1]
+    return torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
+
+
+def reference(scores: Tensor, scale: float) -> Tensor:
+    """The definition, in the dtype of the arguments."""
+    return (scores * scale).masked_fill(_future(scores), float("-inf")).softmax(-1)
+
+
+def _matrices(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1, *x.shape[-2:])
+
+
+def _forward(scores: Tensor, scale: float) -> Tensor:
+    y = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
+    s, future, wide = scores.shape[-1], _future(scores), accumulation_dtype(scores.dtype)
+    given, out = _matrices(scores), y.view(-1, s, s)
+    for first, last in row_chunks(given.shape[0], s * s, scores.device):
+        scaled = given[first:last].to(wide, copy=True).mul_(scale).masked_fill_(future, float("-inf"))
+        out[first:last].copy_(scaled.softmax(-1))
+    return y
+
+
+def _backward(grad: Tensor, y: Tensor, scale: float) -> Tensor:
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    s, wide = y.shape[-1], accumulation_dtype(y.dtype)
+    grads, weights, out = _matrices(grad), _matrices(y), dx.view(-1, s, s)
+    for first, last in row_chunks(weights.shape[0], s * s, y.device):
+        weight = weights[first:last].to(wide)
+        product = grads[first:last].to(wide) * weight
+        # y (g - sum(g y)); a weight of 0 leaves the future without a gradient.
+        slope = torch.addcmul(product, weight, product.sum(-1, keepdim=True), value=-1)
+        out[first:last].copy_(slope.mul_(scale))
+    return dx
+
+
+def _forward_shape(scores: Tensor, scale: float) -> Tensor:
+    return scores.new_empty(scores.shape)
+
+
+def _backward_shape(grad: Tensor, y: Tensor, scale: float) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+forward_operator = operator("causal_softmax(Tensor scores, float scale) -> Tensor", _forward, _forward_shape)
+backward_operator = operator(
+    "causal_softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor", _backward, _backward_shape
+)
+
+
+class _CausalSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
+        y: Tensor = forward_operator(scores, scale)
+        ctx.save_for_backward(y)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return backward_operator(grad, *ctx.saved_tensors, ctx.scale), None
+
+
+def causal_softmax(scores: Tensor, scale: float) -> Tensor:
+    """Weights [..., s, s] in the dtype of scores [..., s, s] (query, key): softmax of scale * scores over the past.
+
+    Saved for backward: the result, nothing else. Raises ValueError when there are not as many keys as queries.
+    """
+    if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2]:
+        raise ValueError(f"causal_softmax needs scores [..., s, s], not {list(scores.shape)}")
+    return _CausalSoftmax.apply(scores, scale)
+
+
+def forward_cost(scores: Operand, *_: object) -> Cost:
+    """6 per element, future ones as well: scale, maximum, difference, exp, sum, quotient."""
+    return Cost(6 * scores.numel, scores.nbytes, scores.nbytes)
+
+
+def backward_cost(grad: Operand, y: Operand, *_: object) -> Cost:
+    """5 per element: product, its row sum, difference, product, scale."""
+    return Cost(5 * y.numel, grad.nbytes + y.nbytes, y.nbytes)
