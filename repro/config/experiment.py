@@ -74,7 +74,14 @@ class Experiment:
 
     def _check_engine(self) -> None:
         if self.engine == "torch":
-            for key, right in (("tp", 1), ("pp", 1), ("precision", "fp32"), ("cb", True), ("md", False)):
+            for key, right in (
+                ("tp", 1),
+                ("pp", 1),
+                ("precision", "fp32"),
+                ("cb", True),
+                ("md", False),
+                ("overlap", True),
+            ):
                 value = getattr(self.layout, key)
                 text = right if isinstance(right, str) else f"{key} = {right}".lower()
                 require(value == right, key, value, f"{text} with engine torch")

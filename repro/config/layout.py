@@ -11,6 +11,7 @@ from repro.config.model import Model
 PRECISIONS = ("fp32", "bf16", "fp16")
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+KERNELS = ("fused", "softmax", "unfused")
 ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
 
@@ -59,6 +60,17 @@ class Layout:
     """fp32; bf16 with fp32 master weights; fp16 with fp32 master weights and dynamic loss scaling."""
     bucket_bytes: int = 25_000_000
     """Size of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
+    kernels: str = "fused"
+    """Generation of a layer's operators: ``fused``: attention never writes its scores; ``softmax``: Megatron-LM
+    of December 2020 and 2021 (2104.04473 sec. 4.2), which writes them, with scale, mask and softmax in one
+    operator; ``unfused``: Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with
+    scale, mask, softmax, biases, dropouts and residuals as operators of their own."""
+    overlap: bool = True
+    """Data-parallel communication runs beside computation.  Without, as in Megatron-LM's own data parallelism of
+    2019 and DeepSpeed of February 2020: under stages 0 and 1 gradients are reduced when the step's last backward
+    pass has ended; stage 2, which cannot keep them all, waits for each bucket as it is reduced (DeepSpeed's
+    ``overlap_comm = false``); updated parameters (1 and 2) are complete before the next step begins.  With
+    dp = 1 it changes nothing."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage_layers", tuple(self.stage_layers))
@@ -69,6 +81,7 @@ class Layout:
             ("zero1_reduce", ZERO1_REDUCE),
             ("schedule", SCHEDULES),
             ("order", ORDERS),
+            ("kernels", KERNELS),
         ):
             require(getattr(self, key) in known, key, getattr(self, key), f"one of {', '.join(known)}")
         require(not self.sp or self.tp > 1, "sp", self.sp, "tp > 1, since sp splits over the tp group")
@@ -108,6 +121,12 @@ class Layout:
             "cb",
             self.cb,
             "true with zero = 3, which communicates one block at a time and has nothing to fuse",
+        )
+        require(
+            self.overlap or self.zero < 3,
+            "overlap",
+            self.overlap,
+            "true with zero = 3, which gathers a block's parameters while the one before it computes",
         )
         require(self.cb or self.dp > 1, "cb", self.cb, "true with dp = 1, where no gradients are sent")
 

@@ -100,6 +100,7 @@ NOT_FOR_STOCK_MODULES = (
     ("tp", 1, "a stock module has no tensor-parallel layers"),
     ("pp", 1, "a stock module is not cut into pipeline stages"),
     ("recompute", False, "a stock module calls torch.utils.checkpoint itself"),
+    ("kernels", "fused", "a stock module brings its own operators"),
 )
 """What a layout must not ask of a module that is not ours, and why."""
 

@@ -7,15 +7,15 @@ heads, t tensor-parallel ranks, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from repro import kernels
 from repro.config import Layout, Model, Training
+from repro.models import generations
+from repro.models.generations import UNFUSED, WeightDropout
 from repro.parallel import tensor
 from repro.parallel.checkpoints import Checkpoints
 from repro.parallel.comm import Group
@@ -42,6 +42,8 @@ class Setting:
     dropout: float
     attention_dropout: float
     seed: int
+    kernels: str
+    """``fused``, ``softmax`` or ``unfused``: see :mod:`repro.models.generations`."""
 
     def key(self, place: Place, layer: int, site: int) -> int:
         """Key of the random numbers of one dropout in one step."""
@@ -62,9 +64,15 @@ def dropout_add(
     first_position = setting.tp.rank * s if setting.sp else 0
     seq = s * setting.tp.size if setting.sp else s
     key = setting.key(place, layer, site) if setting.dropout else 0
-    return kernels.bias_dropout_residual(
-        x, bias, residual, setting.dropout, key, place.first_sample, seq, first_position, True
-    )
+
+    def fused(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        return kernels.bias_dropout_residual(
+            x, bias, residual, setting.dropout, key, place.first_sample, seq, first_position, True
+        )
+
+    if setting.kernels == UNFUSED:
+        return generations.unfused_dropout_add(x, bias, residual, fused)
+    return fused(x, bias, residual)
 
 
 class Embedding(nn.Module):
@@ -103,33 +111,29 @@ class Attention(nn.Module):
         self.out = tensor.split_parameter((m.hidden, inner), 1, tp, "residual", used_once=True)
         self.out_bias = duplicate(m.hidden, "zeros", tp, setting.sp)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, place: Place, mask: Tensor | None) -> Tensor:
+        """``mask`` is there where the generation applies one as a tensor (``unfused``)."""
         tp, sp = self.setting.tp, self.setting.sp
         y = kernels.layer_norm(x, self.norm, self.norm_bias)
-        qkv = tensor.column_linear(y, self.qkv, self.qkv_bias.flatten(), tp, sp, "block")
+        bias = self.qkv_bias.flatten()
+        if mask is None:
+            qkv = tensor.column_linear(y, self.qkv, bias, tp, sp, "block")
+        else:
+            qkv = generations.add_bias(tensor.column_linear(y, self.qkv, None, tp, sp, "block"), bias)
         b, s, _ = qkv.shape
         q, k, v = qkv.view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        if self.setting.attention_dropout:
-            y = self._explicit(q, k, v, place)
-        else:
-            y = kernels.causal_attention(q, k, v)
+        y = generations.attention(self.setting.kernels, q, k, v, self._weight_dropout(place), mask)
         y = y.transpose(1, 2).reshape(b, s, -1)
         y = tensor.row_linear(y, self.out, tp, sp, "block")
         return dropout_add(y, self.out_bias, x, self.setting, place, self.layer, 1)
 
-    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-        """softmax(q k^T / sqrt(d)) with dropout, written out; q, k, v are [b, a/t, s, d]."""
-        b, a, s, d = q.shape
-        p, tp = self.setting.attention_dropout, self.setting.tp
-        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q @ k.transpose(-1, -2)) / math.sqrt(d)
-        weights = scores.float().masked_fill(future, float("-inf")).softmax(-1).to(q.dtype)
-        samples = place.first_sample + torch.arange(b, device=q.device)
-        heads = tp.rank * a + torch.arange(a, device=q.device)
-        row = (samples[:, None] * self.setting.model.heads + heads)[:, :, None] * s
-        rows = (row + torch.arange(s, device=q.device)).flatten()
-        keep = kernels.keep_mask(rows, s, p, self.setting.key(place, self.layer, 0)).view(b, a, s, s)
-        return (weights * keep / (1 - p)) @ v
+    def _weight_dropout(self, place: Place) -> WeightDropout | None:
+        p = self.setting.attention_dropout
+        if not p:
+            return None
+        key = self.setting.key(place, self.layer, 0)
+        first_head = self.setting.tp.rank * self.heads
+        return WeightDropout(p, key, place.first_sample, self.setting.model.heads, first_head)
 
 
 class Mlp(nn.Module):
@@ -149,7 +153,8 @@ class Mlp(nn.Module):
         tp, sp = self.setting.tp, self.setting.sp
         y = kernels.layer_norm(x, self.norm, self.norm_bias)
         y = tensor.column_linear(y, self.up, None, tp, sp, "block")
-        y = tensor.row_linear(kernels.bias_gelu(y, self.up_bias), self.down, tp, sp, "block")
+        gelu = generations.unfused_gelu if self.setting.kernels == UNFUSED else kernels.bias_gelu
+        y = tensor.row_linear(gelu(y, self.up_bias), self.down, tp, sp, "block")
         return dropout_add(y, self.down_bias, x, self.setting, place, self.layer, 2)
 
 
@@ -161,8 +166,8 @@ class Block(nn.Module):
         self.attention = Attention(setting, layer)
         self.mlp = Mlp(setting, layer)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
-        return self.mlp(self.attention(x, place), place)
+    def forward(self, x: Tensor, place: Place, mask: Tensor | None = None) -> Tensor:
+        return self.mlp(self.attention(x, place, mask), place)
 
 
 class Head(nn.Module):
@@ -232,7 +237,9 @@ class GPT(nn.Module):
         part: Part | None = None,
     ):
         super().__init__()
-        setting = Setting(model, tp, layout.sp, training.dropout, training.attention_dropout, training.seed)
+        dropouts = (training.dropout, training.attention_dropout)
+        setting = Setting(model, tp, layout.sp, *dropouts, training.seed, layout.kernels)
+        self.masked = layout.kernels == UNFUSED
         self.checkpoints = checkpoints
         self.part = part or Part(range(model.layers))
         if self.part.first:
@@ -248,11 +255,13 @@ class GPT(nn.Module):
     def forward(self, x: Tensor, targets: Tensor, place: Place) -> Tensor:
         if self.part.first:
             x = self.embed(x, place)
+        # One for all layers, made anew for every micro-batch as the loader of 2019 did.
+        mask = generations.past(targets.shape[1], x) if self.masked else None
         for block in self.blocks.values():
             if self.checkpoints is not None:
-                x = recompute(partial(block, place=place), x, self.checkpoints)
+                x = recompute(partial(block, place=place, mask=mask), x, self.checkpoints)
             else:
-                x = block(x, place)
+                x = block(x, place, mask)
         return self.head(x, targets).mean() if self.part.last else x
 
     def zero_units(self) -> list[Unit]:

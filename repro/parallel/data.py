@@ -32,8 +32,20 @@ class GradientReducer:
     IN_FLIGHT = 2
     """Buckets of stages 1 to 3 that may be under reduction at once, with what a transport needs to receive."""
 
-    def __init__(self, buckets: Sequence[Bucket], *, by_arrival: bool = True, contiguous: bool = False):
-        """``contiguous``: full gradients of stages 2 and 3 lie in memory set aside now (M_D)."""
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        by_arrival: bool = True,
+        contiguous: bool = False,
+        overlap: bool = True,
+    ):
+        """``contiguous``: full gradients of stages 2 and 3 lie in memory set aside now (M_D).
+
+        Without ``overlap`` stages 0 and 1 begin to reduce in the :meth:`wait` that ends the step, and stage 2
+        waits for each bucket before the backward pass goes on.
+        """
+        self.overlap = overlap
         self.buckets = list(buckets)
         """In the order in which their gradients are expected, the last layers first."""
         self.by_arrival = by_arrival
@@ -102,13 +114,17 @@ class GradientReducer:
         self._close(self._index[id(bucket)])
 
     def finish(self) -> None:
-        """The backward pass is over: begin to reduce what is left."""
+        """The backward pass is over: begin to reduce what is left (without overlap: in :meth:`wait`)."""
         for b in range(len(self.buckets)):
             self._close(b)
             self._held[b] = False
 
     def wait(self) -> None:
-        """Have everything reduced that was begun."""
+        """Have everything reduced that is complete."""
+        self._launch_closed()
+        self._await_all()
+
+    def _await_all(self) -> None:
         while self._works:
             self._works.popleft().wait()
 
@@ -185,6 +201,11 @@ class GradientReducer:
             for s, arrived in enumerate(self._arrived[b]):
                 if not arrived:
                     self._view(bucket, s).zero_()
+        if self.overlap or bucket.stage >= 2:
+            self._launch_closed()
+
+    def _launch_closed(self) -> None:
+        """Begin to reduce the buckets whose turn it is."""
         while self._next < len(self.buckets) and self._closed[self._next]:
             self._launch(self.buckets[self._next])
             self._next += 1
@@ -195,6 +216,8 @@ class GradientReducer:
         while bucket.stage >= 1 and len(self._works) >= self.IN_FLIGHT:
             self._works.popleft().wait()
         self._works.append(bucket.reduce(add=not self._first))
+        if not self.overlap and bucket.stage >= 2:
+            self._await_all()
 
 
 def broadcast_parameters(tensors: Sequence[Tensor], group: Group) -> None:

@@ -35,6 +35,8 @@ class Sharding:
     """C_B: buckets of ``bucket_bytes``; without, one for the whole module, reduced in fp32."""
     contiguous: bool = False
     """M_D: full gradients of stages 2 and 3 lie in memory set aside once."""
+    overlap: bool = True
+    """Communicate while the device computes."""
 
     @staticmethod
     def of(layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None) -> Sharding:
@@ -48,6 +50,7 @@ class Sharding:
             dtype=dtype,
             constant_buffers=layout.cb,
             contiguous=layout.md,
+            overlap=layout.overlap,
         )
 
 
@@ -135,7 +138,10 @@ class ShardedModule:
                 for plan in self._plans(tags):
                     make(plan)
         self.reducer = GradientReducer(
-            self.buckets, by_arrival=sharding.stage < 3, contiguous=sharding.contiguous
+            self.buckets,
+            by_arrival=sharding.stage < 3,
+            contiguous=sharding.contiguous,
+            overlap=sharding.overlap,
         )
         if sharding.stage == 3:
             self.gatherer = ParameterGatherer(module, units, of_unit, self.reducer.close)
@@ -163,7 +169,10 @@ class ShardedModule:
         self.begin_forward()
 
     def end_backward(self) -> None:
-        """After its backward pass: gradients are under reduction (the last micro-batch's, or every one's by stage)."""
+        """After its backward pass: gradients are under reduction (the last micro-batch's, or every one's by stage).
+
+        Without overlap :meth:`wait_gradients` begins it.
+        """
         if self.gatherer is not None:
             self.gatherer.finish()
         self.reducer.finish()
@@ -181,6 +190,8 @@ class ShardedModule:
         """After the optimizer step: let every rank have the new parameters (stages 1 and 2)."""
         if self.publisher is not None:
             self.publisher.start()
+            if not self.sharding.overlap:
+                self.publisher.wait()
 
     def wait(self) -> None:
         """Have everything that was started done."""

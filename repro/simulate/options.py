@@ -51,10 +51,19 @@ LAYOUT: dict[str, Any] = {
     ),
     "order": _option(str, "--order", metavar="AXES", help="Axes from neighbours outwards: tp-dp-pp."),
     "precision": _option(
-        str, "--precision", metavar="P", help="fp32, bf16 or fp16.  Without: fp16 before A100, then bf16; fp32 on CPUs."
+        str,
+        "--precision",
+        metavar="P",
+        help="fp32, bf16 or fp16.  Without: fp16 before A100, then bf16; fp32 on CPUs.",
     ),
     "zero1_reduce": _option(
         str, "--zero1-reduce", metavar="HOW", help="reduce-scatter, or all-reduce as released in 2020."
+    ),
+    "kernels": _option(
+        str, "--kernels", metavar="NAME", help="fused (default), softmax as in 2020, unfused as in 2019."
+    ),
+    "overlap": _option(
+        bool, "--overlap/--no-overlap", help="Communicate while computing (the default), or after it."
     ),
 }
 """Name in :class:`Layout`: what typer makes of it."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 BAR = 24
 GB = 1e9
+KERNELS = {"softmax": "operators of 2020 (softmax fused)", "unfused": "operators of 2019 (unfused)"}
 
 
 def layout_words(layout: Layout) -> str:
@@ -39,6 +40,10 @@ def layout_words(layout: Layout) -> str:
         parts.append("without C_B")
     if layout.zero1_reduce != "reduce-scatter":
         parts.append(f"ZeRO 1 by {layout.zero1_reduce}")
+    if layout.kernels != "fused":
+        parts.append(KERNELS[layout.kernels])
+    if not layout.overlap:
+        parts.append("gradients reduced after backward" if layout.zero < 2 else "reductions waited for")
     return ", ".join(parts)
 
 

@@ -66,6 +66,8 @@ def test_a_record_is_the_way_back_also_without_keys_that_it_could_not_know() -> 
     old = json.loads(json.dumps(BASE.as_dict()))
     for key in ("pp", "schedule", "chunks", "stage_layers", "scatter_gather", "order", "pa", "cb", "md"):
         del old["layout"][key]
+    for key in ("kernels", "overlap"):
+        del old["layout"][key]
     assert from_dict(old) == BASE
     assert from_dict(old).key == BASE.key
 
@@ -75,6 +77,7 @@ def test_a_record_is_the_way_back_also_without_keys_that_it_could_not_know() -> 
     [
         (Layout(pp=2), "layout.pp = 2: pp = 1 with engine torch"),
         (Layout(dp=2, cb=False), "layout.cb = False: cb = true with engine torch"),
+        (Layout(dp=2, overlap=False), "layout.overlap = False: overlap = true with engine torch"),
         (Layout(dp=2, precision="bf16"), "layout.precision = 'bf16': fp32 with engine torch"),
     ],
 )

@@ -1,0 +1,122 @@
+"""One layer as the software of three years ran it: the same function, in more or fewer operators.
+
+``fused``    no operator writes the scores, [b, a/t, s, s]; the rest of a layer as in ``softmax``
+``softmax``  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): q k^T and p v are batched
+             products that write and read the scores; scale, mask and softmax are one operator; so are bias and
+             GELU, and bias, dropout and residual
+``unfused``  Megatron-LM of September 2019 (a0368ddf, ``mpu/transformer.py``), on which DeepSpeed of February
+             2020 ran: every line of it an operator of its own, but GELU, which was compiled into one
+
+Samples come first here.  Where there are several, q, k and v are copied for the batched products, as in 2019;
+Megatron-LM of 2020 put the sequence first, so that they need not be.  Masks of dropout are computed again in
+backward; the old codes kept one byte an element.  Layer norm, loss and optimizer do not depend on the generation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from repro import kernels
+
+FUSED, SOFTMAX, UNFUSED = "fused", "softmax", "unfused"
+MASKED = 10000.0
+"""What is taken from the score of a key that comes after the query."""
+
+
+def past(s: int, like: Tensor) -> Tensor:
+    """1 where key j is no later than query i, else 0: [1, 1, s, s] in the dtype of ``like``."""
+    return torch.ones(1, 1, s, s, dtype=like.dtype, device=like.device).tril_()
+
+
+@dataclass(frozen=True)
+class WeightDropout:
+    """Dropout of attention weights [b, a/t, s, s], the same elements under every layout and generation."""
+
+    p: float
+    key: int
+    first_sample: int
+    """Number of the first sample in the global batch."""
+    heads: int
+    """Of the model."""
+    first_head: int
+    """The first of this rank's."""
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        """In one operator."""
+        b, a, s, _ = weights.shape
+        # A head is a stretch of s rows of its sample.
+        rows, first = self.heads * s, self.first_head * s
+        flat = weights.view(b, a * s, s)
+        dropped = kernels.bias_dropout_residual(
+            flat, None, None, self.p, self.key, self.first_sample, rows, first, True
+        )
+        return dropped.view(b, a, s, s)
+
+    def keep(self, weights: Tensor) -> Tensor:
+        """What is kept, as a mask like ``weights``."""
+        b, a, s, _ = weights.shape
+        samples = self.first_sample + torch.arange(b, device=weights.device)
+        heads = self.first_head + torch.arange(a, device=weights.device)
+        row = (samples[:, None] * self.heads + heads)[:, :, None] * s
+        rows = (row + torch.arange(s, device=weights.device)).flatten()
+        return kernels.keep_mask(rows, s, self.p, self.key).view(b, a, s, s)
+
+
+def attention(
+    generation: str, q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor | None
+) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, causal, on [b, a/t, s, d]; ``mask`` from :func:`past` where it is unfused."""
+    if generation == FUSED:
+        return kernels.causal_attention(q, k, v) if dropout is None else _explicit(q, k, v, dropout)
+    if generation == SOFTMAX:
+        return _softmax(q, k, v, dropout)
+    assert mask is not None
+    return _unfused(q, k, v, dropout, mask)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout) -> Tensor:
+    """Written out in fp32, since no fused attention draws its dropout from counters."""
+    s, d = q.shape[-2:]
+    future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(-1, -2)) / math.sqrt(d)
+    weights = scores.float().masked_fill(future, float("-inf")).softmax(-1).to(q.dtype)
+    return (weights * dropout.keep(weights) / (1 - dropout.p)) @ v
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None) -> Tensor:
+    """The scores pass through memory 4 times in forward and 7 times in backward; one copy of them is kept."""
+    weights = kernels.causal_softmax(q @ k.transpose(-1, -2), 1 / math.sqrt(q.shape[-1]))
+    return (weights if dropout is None else dropout(weights)) @ v
+
+
+def _unfused(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor) -> Tensor:
+    """The same operator by operator: 10 times in forward and 11 times in backward."""
+    scores = q @ k.transpose(-1, -2)
+    scores = scores / math.sqrt(q.shape[-1])
+    scores = torch.mul(scores, mask) - MASKED * (1.0 - mask)
+    weights = scores.softmax(-1)
+    return (weights if dropout is None else dropout(weights)) @ v
+
+
+def add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """y + bias in place, as torch's linear did on inputs [b, s, h] before 2021."""
+    return y.add_(bias)
+
+
+def unfused_gelu(y: Tensor, bias: Tensor) -> Tensor:
+    """gelu(y + bias) in two operators; ``y`` is overwritten by the sum."""
+    return F.gelu(add_bias(y, bias), approximate="tanh")
+
+
+def unfused_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, drop: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """residual + drop(x + bias) in up to three operators."""
+    y = drop(x if bias is None else x + bias)
+    return y if residual is None else residual + y

@@ -1,0 +1,257 @@
+"""Every generation of operators, and communication that does not overlap, train the same model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import repro
+from repro.config import ConfigError, Layout, Model
+from repro.models.generations import WeightDropout, past
+from repro.parallel import mesh as meshes
+from repro.parallel.comm import Work
+from repro.simulate.memory import Memory, measure
+from repro.simulate.trace import Trace, roles, trace
+from repro.train.step import NativeEngine
+from tests.parallel.stock_models import BATCH as STOCK_BATCH
+from tests.parallel.stock_models import Tied, optimizer_of, train_stock
+from tests.parallel.test_parity import BATCH, alone, assert_same, run
+from tests.parallel.test_wrap import assert_trained_like_one
+from tests.pool import RankPool
+from tests.training import micro_batches, tiny, train
+
+LONG = Model(name="long", layers=2, hidden=16, heads=2, vocab=32, seq=256)
+"""Little but scores."""
+SCORES = 2 * 2 * 256 * 256 * 2
+"""Bytes of the scores of two samples in 16 bits."""
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize("training", [{}, DROPOUT], ids=["", "dropout"])
+@pytest.mark.parametrize("kernels", ["softmax", "unfused"])
+def test_one_process_equals_the_fused_kernels(kernels: str, training: dict[str, float]) -> None:
+    found = train(tiny(Layout(micro_batch=BATCH, kernels=kernels), **training))
+    assert_same([found], alone(**training), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, micro_batch=4, global_batch=BATCH, recompute=True),
+        Layout(tp=2, sp=True, micro_batch=8),
+        Layout(dp=2, zero=2, micro_batch=4),
+        Layout(pp=2, micro_batch=4, global_batch=BATCH),
+    ],
+    ids=["tp-recompute", "sp", "dp-z2", "pp"],
+)
+@pytest.mark.parametrize("kernels", ["softmax", "unfused"])
+def test_two_processes_equal_one(two: RankPool, layout: Layout, kernels: str) -> None:
+    """With dropout: what is dropped depends on the place in the global batch and the head, nothing else."""
+    layout = replace(layout, kernels=kernels)
+    found = run(two, tiny(layout, **DROPOUT))
+    expected = alone(**DROPOUT)
+    if layout.pp == 1:
+        assert_same(found, expected, 1e-5, 1e-5)
+    else:
+        torch.testing.assert_close(found[-1].loss, expected.loss, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kernels", ["softmax", "unfused"])
+def test_mixed_precision_within_its_rounding(kernels: str, precision: str) -> None:
+    found = train(tiny(Layout(micro_batch=BATCH, precision=precision, kernels=kernels)))
+    unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
+    torch.testing.assert_close(found.loss, alone(precision).loss, rtol=4 * unit, atol=0.0)
+
+
+@pytest.mark.parametrize("cb", [True, False], ids=["", "no-cb"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_without_overlap(two: RankPool, zero: int, cb: bool) -> None:
+    layout = Layout(
+        dp=2, zero=zero, cb=cb, overlap=False, micro_batch=2, global_batch=BATCH, bucket_bytes=3000
+    )
+    assert_same(run(two, tiny(layout)), alone(), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("zero1_reduce", ["reduce-scatter", "all-reduce"])
+def test_february_2020(four: RankPool, zero1_reduce: str) -> None:
+    """What DeepSpeed's first release ran: unfused operators, all-reduce and all-gather, nothing hidden."""
+    layout = Layout(tp=2, dp=2, zero=1, zero1_reduce=zero1_reduce, micro_batch=4, recompute=True)
+    layout = replace(layout, kernels="unfused", overlap=False)
+    assert_same(run(four, tiny(layout)), alone(), 1e-5, 1e-5)
+
+
+def order(layout: Layout) -> list[str]:
+    """What happens in a step's backward passes and after: ``pass`` where one ends, messages of dp, and waits."""
+    mesh = meshes.shape_only(layout)
+    experiment = tiny(layout)
+    engine = NativeEngine(experiment, mesh, torch.device("cpu"))
+    seen: list[str] = []
+    transport = mesh.dp.transport
+
+    class Watched(Work):
+        def __init__(self, name: str):
+            super().__init__(finish=lambda: seen.append(f"wait {name}"))
+
+    class Noisy:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Work:
+                getattr(transport, name)(*arguments)
+                seen.append(name)
+                return Watched(name)
+
+            return call
+
+    mesh.dp.transport = Noisy()  # type: ignore[assignment]
+    for part in engine.parts:
+        ended = part.after_backward
+
+        def after_backward(ended: Any = ended) -> None:
+            ended()
+            seen.append("pass")
+
+        part.after_backward = after_backward  # type: ignore[method-assign]
+    batches = micro_batches(experiment, 0, 0)
+    engine.step(batches, lambda phase: seen.append(phase) if phase == "optimizer" else None)
+    return seen
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_reductions_are_issued_when_the_last_backward_pass_has_ended(zero: int) -> None:
+    layout = Layout(dp=2, zero=zero, micro_batch=2, global_batch=8, bucket_bytes=20_000)
+    beside, after = order(layout), order(replace(layout, overlap=False))
+    reduction = "all_reduce" if zero == 0 else "reduce_scatter"
+    last = len(after) - 1 - after[::-1].index("pass")
+    assert reduction in beside[beside.index("pass") : len(beside) - 1 - beside[::-1].index("pass")]
+    assert after[: last + 1] == ["pass", "pass"]
+    update = after.index("optimizer")
+    issued = after[last + 1 : update]
+    assert issued.count(reduction) == beside[: beside.index("optimizer")].count(reduction) > 1
+    assert issued.count(f"wait {reduction}") == issued.count(reduction)
+    if zero:
+        # Nor is anything hidden of the updated parameters' way.
+        assert after[update:].count("wait all_gather") == after[update:].count("all_gather") > 1
+        assert "wait all_gather" not in beside
+
+
+def test_stage_2_waits_for_each_bucket() -> None:
+    layout = Layout(dp=2, zero=2, overlap=False, micro_batch=2, global_batch=8, bucket_bytes=20_000)
+    seen = order(layout)
+    reductions = [event for event in seen if event.endswith("reduce_scatter")]
+    assert len(reductions) > 4
+    assert reductions == ["reduce_scatter", "wait reduce_scatter"] * (len(reductions) // 2)
+    assert "reduce_scatter" in seen[: seen.index("pass")]
+
+
+def test_what_a_layout_cannot_ask() -> None:
+    with pytest.raises(ConfigError, match="kernels = 'apex': one of fused, softmax, unfused"):
+        Layout(kernels="apex")
+    with pytest.raises(ConfigError, match="overlap = False: true with zero = 3"):
+        Layout(dp=2, zero=3, overlap=False)
+    Layout(overlap=False)
+
+
+def traced(kernels: str, training: dict[str, float] | None = None, **keys: Any) -> tuple[Trace, Memory]:
+    layout = Layout(micro_batch=2, precision="fp16", kernels=kernels, **keys)
+    experiment = tiny(layout, LONG, **(training or {}))
+    found = trace(experiment, roles(experiment)[0])
+    return found, measure(found.events)
+
+
+EXPECTED = {
+    "fused": {},
+    "softmax": {"aten.bmm": 6, "repro.causal_softmax": 1, "repro.causal_softmax_backward": 1},
+    "unfused": {
+        "aten.bmm": 6,
+        "aten.div": 2,
+        "aten.mul": 2,
+        "aten.sub": 1,
+        "aten._softmax": 1,
+        "aten._softmax_backward_data": 1,
+    },
+}
+"""Operators of one layer that read or write its scores."""
+PASSES = {"fused": 0, "softmax": 11, "unfused": 21}
+"""How often a layer's scores are read or written."""
+
+
+@pytest.mark.parametrize("kernels", EXPECTED)
+def test_passes_over_the_scores(kernels: str) -> None:
+    found: Counter[str] = Counter()
+    passes = 0
+    for times, operator in traced(kernels)[0].operators():
+        times_read, times_written = operator.read // SCORES, operator.written // SCORES
+        if times_read or times_written:
+            found[operator.name] += times
+            passes += times * (times_read + times_written)
+    assert found == {name: LONG.layers * times for name, times in EXPECTED[kernels].items()}
+    assert passes == LONG.layers * PASSES[kernels]
+
+
+@pytest.mark.parametrize("kernels", ["softmax", "unfused"])
+def test_dropout_of_the_weights_is_one_operator(kernels: str) -> None:
+    names = Counter(
+        operator.name
+        for _, operator in traced(kernels, DROPOUT)[0].operators()
+        if operator.read >= SCORES and operator.name.startswith("repro.bias_dropout")
+    )
+    layers = LONG.layers
+    assert names == {
+        "repro.bias_dropout_residual": layers,
+        "repro.bias_dropout_residual_backward": layers,
+    }
+
+
+def test_operators_outside_attention() -> None:
+    """Biases, GELU, dropouts and residuals: one operator each, and none for a dropout of nothing."""
+    names = {
+        kernels: Counter(operator.name for _, operator in traced(kernels)[0].operators())
+        for kernels in ("softmax", "unfused")
+    }
+    layers = LONG.layers
+    assert names["softmax"]["repro.bias_gelu"] == names["unfused"]["aten.gelu"] == layers
+    assert names["softmax"]["repro.bias_dropout_residual"] == 2 * layers
+    assert names["unfused"]["repro.bias_dropout_residual"] == names["unfused"]["repro.bias_gelu"] == 0
+    assert names["unfused"]["aten.add_"] - names["softmax"]["aten.add_"] == 2 * layers
+    # Output bias and residual of either half.
+    assert names["unfused"]["aten.add"] - names["softmax"]["aten.add"] == 4 * layers
+
+
+@pytest.mark.parametrize("kernels", ["softmax", "unfused"])
+def test_simulated_memory_counts_the_scores(kernels: str) -> None:
+    """One copy of a layer's scores waits for backward, two with dropout; with recomputation, one layer's."""
+    fused = traced("fused")[1].most["activations"]
+    grown = traced(kernels)[1].most["activations"] - fused
+    assert LONG.layers * SCORES <= grown < (LONG.layers + 2.5) * SCORES
+    dropped = traced(kernels, DROPOUT)[1].most["activations"] - traced(kernels)[1].most["activations"]
+    assert (LONG.layers - 1) * SCORES <= dropped < (LONG.layers + 0.1) * SCORES
+    again = traced(kernels, recompute=True)[1].peak_bytes - traced("fused", recompute=True)[1].peak_bytes
+    assert SCORES <= again < 4.5 * SCORES
+
+
+def test_the_mask_and_what_is_dropped() -> None:
+    assert past(3, torch.empty(0, dtype=torch.float16)).tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
+    weights = torch.rand(2, 3, 5, 5)
+    dropout = WeightDropout(0.4, 1234, first_sample=7, heads=6, first_head=3)
+    torch.testing.assert_close(dropout(weights), weights * dropout.keep(weights) / 0.6)
+
+
+def test_torchs_engine_runs_any_generation() -> None:
+    experiment = tiny(Layout(micro_batch=BATCH, kernels="unfused"), engine="torch", warmup_steps=0)
+    assert_same([train(experiment)], alone(warmup_steps=0), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_stock_module_without_overlap(two: RankPool, zero: int) -> None:
+    layout = Layout(dp=2, zero=zero, overlap=False, micro_batch=STOCK_BATCH // 2, bucket_bytes=600)
+    assert_trained_like_one(two.run(train_stock, "tied", "adamw", layout), "tied", "adamw")
+
+
+def test_a_stock_module_brings_its_own_operators() -> None:
+    module = Tied()
+    with pytest.raises(ConfigError, match="kernels = 'softmax': fused: a stock module brings its own"):
+        repro.parallelize(module, optimizer_of(module, "adamw"), Layout(kernels="softmax"))
