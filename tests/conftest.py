@@ -27,9 +27,9 @@ def four() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def eight() -> Iterator[RankPool]:
-    """Eight gloo ranks, for the tests of one module."""
+    """Eight gloo ranks that stay for the whole session."""
     with RankPool(8) as pool:
         yield pool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,17 @@ from repro.parallel.comm import Group
 from repro.train.step import MicroBatch
 
 TINY = Model(name="tiny", layers=4, hidden=32, heads=4, vocab=96, seq=16)
+
+
+def smallest(layout: Layout) -> Model:
+    """TINY with as few blocks as the layout has work for: collectives of many processes are what a test costs.
+
+    One block for each part of a pipeline, or as many as its uneven stages have; two without one; three under
+    stage 3, which gathers the block after the one that runs and frees the one before.
+    """
+    least = 3 if layout.zero == 3 else 2
+    layers = sum(layout.stage_layers) if layout.stage_layers else max(least, layout.pp * layout.chunks)
+    return replace(TINY, name=f"tiny-{layers}", layers=layers)
 
 
 @dataclass

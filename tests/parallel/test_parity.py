@@ -12,7 +12,7 @@ from repro.config import Experiment, Layout, Model
 from repro.engines import build_engine
 from repro.parallel import mesh as meshes
 from tests.pool import RankPool
-from tests.training import TINY, Trained, micro_batches, tiny, train
+from tests.training import TINY, Trained, micro_batches, smallest, tiny, train
 
 BATCH = 8
 
@@ -70,10 +70,11 @@ def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
-    expected = alone()
+    model = smallest(layout)
+    expected = alone(model=model)
     assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
     assert sum(norm > 0.3 for norm in expected.norm) > 10, "clipping must act, or a wrong norm goes unseen"
-    assert_same(run(pool_of(request, layout), tiny(layout)), expected, 1e-5, 1e-5)
+    assert_same(run(pool_of(request, layout), tiny(layout, model)), expected, 1e-5, 1e-5)
 
 
 VARIED = {
@@ -83,8 +84,8 @@ VARIED = {
     "dropout": ({}, {"dropout": 0.1, "attention_dropout": 0.1}),
 }
 EVERYTHING = (
-    {"micro_batch": 2, "recompute": True, "bucket_bytes": 3000},
-    {"dropout": 0.1, "attention_dropout": 0.1},
+    {"recompute": True, "bucket_bytes": 3000},
+    {"dropout": 0.1, "attention_dropout": 0.1, "steps": 10},
 )
 
 
@@ -94,8 +95,10 @@ EVERYTHING = (
 def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout: Layout) -> None:
     """Recomputation, accumulation, the size of buckets and dropout, all at once: still one process's numbers."""
     settings, training = EVERYTHING
-    found = run(pool_of(request, layout), tiny(replace(layout, **settings), **training))
-    assert_same(found, alone(**training), 1e-5, 1e-5)
+    model = smallest(layout)
+    layout = replace(layout, **settings, micro_batch=layout.micro_batch // 2)
+    found = run(pool_of(request, layout), tiny(layout, model, **training))
+    assert_same(found, alone(model=model, **training), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("varied", VARIED)
@@ -104,7 +107,9 @@ def test_each_alone(two: RankPool, zero: int, varied: str) -> None:
     """The same one by one, for the stages that do most, so that a failure names its cause."""
     settings, training = VARIED[varied]
     layout = replace(Layout(dp=2, zero=zero, micro_batch=4, global_batch=BATCH), **settings)
-    assert_same(run(two, tiny(layout, **training)), alone(**training), 1e-5, 1e-5)
+    model = smallest(layout)
+    found = run(two, tiny(layout, model, steps=10, **training))
+    assert_same(found, alone(model=model, steps=10, **training), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -115,8 +120,9 @@ def test_mixed_precision_equals_one_process_within_its_rounding(
     """Gradients are summed in 16 bits: losses agree to a few units in the last place, and so do the
     parameters as one vector (a single bias that starts at zero is mostly the rounding of its gradients)."""
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
-    expected = alone(precision)
-    found = run(pool_of(request, layout), tiny(replace(layout, precision=precision)))
+    model = smallest(layout)
+    expected = alone(precision, model)
+    found = run(pool_of(request, layout), tiny(replace(layout, precision=precision), model))
     reference = torch.cat([p.float().flatten() for p in expected.parameters.values()])
     for trained in found:
         torch.testing.assert_close(
@@ -141,8 +147,9 @@ def test_one_process_is_what_torch_computes() -> None:
 def test_torch_engine_agrees(two: RankPool, zero: int) -> None:
     """DDP, ZeroRedundancyOptimizer and FSDP2 do the same work, so comparing their speed is fair."""
     layout = Layout(dp=2, zero=zero, micro_batch=4, global_batch=BATCH)
-    found = run(two, tiny(layout, engine="torch", warmup_steps=0))
-    assert_same(found, alone(warmup_steps=0), 1e-5, 1e-5)
+    model = smallest(layout)
+    found = run(two, tiny(layout, model, engine="torch", warmup_steps=0))
+    assert_same(found, alone(model=model, warmup_steps=0), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("zero", range(4))

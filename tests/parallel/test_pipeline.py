@@ -16,7 +16,7 @@ from repro.parallel.schedule import build, in_flight
 from repro.train.step import MicroBatch, NativeEngine
 from tests.parallel.test_parity import EVERYTHING, alone, assert_same
 from tests.pool import RankPool
-from tests.training import TINY, Trained, micro_batches, tiny, train
+from tests.training import TINY, Trained, micro_batches, smallest, tiny, train
 
 BATCH = 8
 PP2 = Layout(pp=2, micro_batch=1, global_batch=BATCH)
@@ -63,27 +63,50 @@ def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
     return pool
 
 
+RAN: dict[Experiment, list[Trained]] = {}
+
+
+def ranks_of(request: pytest.FixtureRequest, experiment: Experiment) -> list[Trained]:
+    """What each rank found; an experiment that several tests look at runs once."""
+    if experiment not in RAN:
+        RAN[experiment] = pool_of(request, experiment.layout).run(train, experiment)
+    return RAN[experiment]
+
+
+def twenty_steps(layout: Layout) -> Experiment:
+    """The experiment whose losses are those of one process, and whose last step shows the layout's traffic."""
+    return tiny(layout, smallest(layout))
+
+
+def two_steps(layout: Layout) -> Experiment:
+    """The same with recomputation, which changes the traffic."""
+    return tiny(replace(layout, recompute=True), smallest(layout), steps=2, untimed_steps=1)
+
+
 @pytest.mark.parametrize("layout", [*LAYOUTS, *EIGHT], ids=name_of)
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
-    assert_same(whole(pool_of(request, layout).run(train, tiny(layout))), alone(), 1e-5, 1e-5)
+    found, expected = ranks_of(request, twenty_steps(layout)), alone(model=smallest(layout))
+    assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
+    assert_same(whole(found), expected, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[2], LAYOUTS[5], LAYOUTS[9], EIGHT[1]], ids=name_of)
 def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout: Layout) -> None:
     """With recomputation, tiny buckets and dropout it is still one process's run."""
     settings, training = EVERYTHING
-    layout = replace(layout, **{**settings, "micro_batch": layout.micro_batch})
-    found = pool_of(request, layout).run(train, tiny(layout, **training))
-    assert_same(whole(found), alone(**training), 1e-5, 1e-5)
+    model = smallest(layout)
+    found = pool_of(request, layout).run(train, tiny(replace(layout, **settings), model, **training))
+    assert_same(whole(found), alone(model=model, **training), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_on_three_axes(eight: RankPool, precision: str) -> None:
     """Scaled losses and skipped steps are the same on all stages, and close to one process's."""
     layout = replace(EIGHT[0], zero=1, precision=precision)
-    training = {"loss_scale": 2.0**24, "loss_scale_window": 5, "loss_scale_hysteresis": 1}
-    found = eight.run(train, tiny(layout, **training))
-    expected = alone(precision, **training)
+    training = {"loss_scale": 2.0**24, "loss_scale_window": 5, "loss_scale_hysteresis": 1, "steps": 12}
+    model = smallest(layout)
+    found = eight.run(train, tiny(layout, model, **training))
+    expected = alone(precision, model, **training)
     for trained in found:
         assert trained.skipped == found[0].skipped
         assert trained.scale == found[0].scale
@@ -146,9 +169,8 @@ def _live_activations(experiment: Experiment) -> dict[str, Any]:
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, recompute: bool) -> None:
     """2104.04473 sec. 3.2: bsh per boundary, direction and micro-batch; tp and dp as without a pipeline."""
-    layout = replace(layout, recompute=recompute)
-    experiment = tiny(layout, steps=2, untimed_steps=1)
-    found = pool_of(request, layout).run(train, experiment)
+    experiment = two_steps(layout) if recompute else twenty_steps(layout)
+    found, layout = ranks_of(request, experiment), experiment.layout
     m, v, t = layout.accumulation, layout.chunks, layout.tp
     b, s, h = layout.micro_batch, experiment.seq, TINY.hidden
     bsh = 4 * b * s * h
@@ -167,7 +189,7 @@ def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, rec
         gathered = rows.get(("all_gather", "tp", "boundary"), {"payload_bytes": 0})["payload_bytes"]
         received = m * (v - (stage == 0)) + m * (v - (stage == last))
         assert gathered == (received * bsh if layout.scatter_gather else 0)
-        layers = sum(len(part) for part in layout.parts(TINY.layers)[stage :: layout.pp])
+        layers = sum(len(part) for part in layout.parts(experiment.model.layers)[stage :: layout.pp])
         if t > 1 and not layout.sp:
             row = rows["all_reduce", "tp", "block"]
             assert row["calls"] == (6 if recompute else 4) * layers * m
@@ -202,8 +224,8 @@ def _check_data_parallel(layout: Layout, rows: dict[Any, Any], psi: int) -> None
 @pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[7], EIGHT[1], EIGHT[2]], ids=name_of)
 def test_shape_only_counts_what_gloo_sends(request: pytest.FixtureRequest, layout: Layout) -> None:
     """Every stage runs on meta tensors, and counts the same messages."""
-    experiment = tiny(replace(layout, recompute=True), steps=2, untimed_steps=1)
-    found = pool_of(request, layout).run(train, experiment)
+    experiment = two_steps(layout)
+    found, layout = ranks_of(request, experiment), experiment.layout
     device = torch.device("meta")
     for rank in range(layout.world):
         mesh = meshes.shape_only(layout, rank)

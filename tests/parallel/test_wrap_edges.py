@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import socket
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from repro.parallel.bucket import Bucket, Tag
 from repro.parallel.comm import Work
 from repro.parallel.sharding import ShardedModule, Sharding
 from repro.parallel.units import default_units
-from tests.pool import RankPool
+from tests.pool import RankPool, forks
 
 WIDTH, ROWS, STEPS, RANKS = 8, 4, 6, 2
 
@@ -615,30 +614,34 @@ def test_stage_3_reduces_and_gathers_while_the_backward_pass_runs(
 
 # -- the process group -----------------------------------------------------------------------------
 
-SCRIPT = """
-import sys
-import torch
-import repro
 
-torch.cuda.is_available = lambda: True  # a machine with GPUs, of which a module on the CPU uses none
-if sys.argv[1] == "group":
-    torch.distributed.init_process_group("cpu:gloo")
-module = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-module, optimizer = repro.parallelize(module, optimizer, repro.Layout(dp=2, zero=3))
-module(torch.ones(1, 2)).sum().backward()
-optimizer.step()
-torch.distributed.destroy_process_group()
-"""
+def train_on_the_cpu(group: str, port: int, rank: int) -> None:
+    """A step of a rank that a launcher has started, on a machine with GPUs of which its module uses none."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    torch.cuda.is_available = lambda: True
+    if group == "group":
+        dist.init_process_group("cpu:gloo")
+    module = nn.Linear(2, 2)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = repro.parallelize(module, optimizer, Layout(dp=2, zero=3))
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not torch.cuda.is_initialized()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("group", ["group", "none"])
-def test_a_module_on_the_cpu_uses_gloo(tmp_path: Path, group: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*command, script, group], capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stderr
+def test_a_module_on_the_cpu_uses_gloo(group: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    context = forks()
+    ranks = [context.Process(target=train_on_the_cpu, args=(group, port, rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 def test_the_process_group_serves_the_device() -> None:
