@@ -192,6 +192,34 @@ def plan(
     return command(model, system, gpus, layout, seq, memory_limit, expandable, json, as_map)
 
 
+@app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")
+def calibrate(
+    system: Annotated[
+        str, typer.Option(help="local: processor cores and gloo; local-gpu: GPUs and NCCL.", metavar="NAME")
+    ],
+    gpus: Annotated[
+        int,
+        typer.Option(
+            help="Ranks; by default every GPU, or 2 on processor cores.", metavar="N", show_default=False
+        ),
+    ] = 0,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="The system file; by default NAME-calibrated.toml here.", metavar="FILE.toml"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: to try it out.")] = False,
+    json: Json = False,
+) -> int:
+    """Measure this machine (operators, copies, launches, collectives by size) and write a system file.
+
+    It takes a minute or two, in which nothing else should run.  A file speaks for the number of ranks that it
+    was measured with, on this one machine.
+    """
+    from repro.calibrate.command import command
+
+    return command(system, gpus, output, quick, json)
+
+
 @app.command(epilog="Example:  repro report --results results --out reports/out")
 def report(
     results: Results = Path("results"),

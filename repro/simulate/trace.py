@@ -102,10 +102,13 @@ def roles(experiment: Experiment) -> list[Role]:
     return found
 
 
-def trace(experiment: Experiment, role: Role, *, gloo: bool = False) -> Trace:
+def trace(
+    experiment: Experiment, role: Role, *, gloo: bool = False, recorder: Recorder | None = None
+) -> Trace:
     """Run initialisation and an ordinary step of ``role`` in shape only.
 
     ``gloo``: count the receive buffers that gloo's transport needs, for comparison with runs on CPUs.
+    ``recorder``: a new one that keeps more than events.
     """
     _load()
     began = time.perf_counter()
@@ -113,7 +116,7 @@ def trace(experiment: Experiment, role: Role, *, gloo: bool = False) -> Trace:
     layout = shortened(experiment.layout, role.stage)
     short = replace(experiment, layout=layout)
     rank = meshes.groups(layout, "pp")[0][role.stage]
-    recorder = Recorder()
+    recorder = recorder or Recorder()
 
     def transport_of(ranks: tuple[int, ...]) -> Transport:
         real = gloo and rank in ranks

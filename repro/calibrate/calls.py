@@ -1,0 +1,180 @@
+"""Which operators a step calls and on what: the calls of traced steps, and the same calls on real tensors.
+
+The step is run in shape only, as for a prediction, and every operator that the trace counts is kept with the
+shapes, strides and types of its arguments.  Bytes and FLOP of a call are the trace's own, so that calibration
+and prediction speak the same units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro import kernels
+from repro.config import Experiment
+from repro.simulate.events import Operator
+from repro.simulate.recorder import Recorder
+from repro.simulate.trace import roles, trace
+
+ATTENTION = "aten._scaled_dot_product_flash_attention"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor argument without its data."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last one in memory."""
+        if 0 in self.sizes:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.sizes, self.strides, strict=True))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator: its arguments with a :class:`Shape` for each tensor, and what the trace counts."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operator: Operator
+
+    @property
+    def name(self) -> str:
+        return self.operator.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        return self.operator.read + self.operator.written
+
+
+class CallRecorder(Recorder):
+    """A recorder that also keeps every counted call; equal ones once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, Call] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shapes = _map(args, _shape_of), _map(kwargs, _shape_of)
+        before = len(self.events)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.events) > before and isinstance(last := self.events[-1], Operator):
+            self.calls.setdefault(f"{func} {shapes}", Call(func, *shapes, last))
+        return out
+
+
+def calls_of(experiment: Experiment, *, gloo: bool) -> list[Call]:
+    """The different calls of every role of ``experiment``, in the order in which they are first made."""
+    found: dict[str, Call] = {}
+    for role in roles(experiment):
+        recorder = CallRecorder()
+        trace(experiment, role, gloo=gloo, recorder=recorder)
+        found |= recorder.calls
+    return list(found.values())
+
+
+def choose(calls: Sequence[Call], most: int) -> list[Call]:
+    """At most ``most`` of the calls of one operator: the smallest, the largest, and those farthest from others.
+
+    Distance is that of the logarithms of bytes, FLOP and sizes of the operands.
+    """
+
+    def place(call: Call) -> tuple[float, ...]:
+        sizes = [size for shape in call.operator.shapes[:2] for size in shape]
+        return tuple(math.log2(1 + x) for x in (call.nbytes, call.operator.flops, *sizes))
+
+    def distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+        return sum(abs(x - y) for x, y in zip(a, b, strict=False))
+
+    rest = {place(call): call for call in sorted(calls, key=lambda call: call.nbytes)}
+    if len(rest) <= most:
+        return list(rest.values())
+    places = list(rest)
+    chosen = [places[0], places[-1]][:most]
+    while len(chosen) < most:
+        chosen.append(max(places, key=lambda p: min(distance(p, other) for other in chosen)))
+    return [rest[p] for p in sorted(chosen)]
+
+
+def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callable[[], object]:
+    """The call on real tensors of its own, as a function without arguments."""
+    if call.name.startswith(ATTENTION):
+        return _attention(call, device, generator)
+
+    def real(value: Any) -> Any:
+        if isinstance(value, Shape):
+            return _tensor(value, device, generator, _below(call))
+        return device if isinstance(value, torch.device) else value
+
+    args, kwargs = _map(call.args, real), _map(call.kwargs, real)
+    if call.name == "repro.adamw_" and args[-1] is not None:
+        args[-1].zero_()  # found_inf: nothing overflowed, so that there is something to do
+    return lambda: call.function(*args, **kwargs)
+
+
+def _attention(call: Call, device: torch.device, generator: torch.Generator) -> Callable[[], object]:
+    """The kernel that the device's torch picks; a trace names the one without scores, whatever the device."""
+    backward = call.name.endswith("_backward")
+    shapes = call.args[1:4] if backward else call.args[:3]
+    q, k, v = (_tensor(shape, device, generator).requires_grad_(backward) for shape in shapes)
+    if not backward:
+
+        def forward() -> object:
+            with torch.no_grad():
+                return kernels.causal_attention(q, k, v)
+
+        return forward
+    out = kernels.causal_attention(q, k, v)
+    gradient = _tensor(call.args[0], device, generator)
+    return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+
+
+def _below(call: Call) -> int:
+    """Integer arguments are indices; what they must stay below."""
+    if call.name == "aten.embedding":
+        return int(call.args[0].sizes[0])
+    if call.name == "aten.embedding_dense_backward":
+        return int(call.args[2])
+    if call.name.startswith("repro.cross_entropy"):
+        return int(call.args[0].sizes[-1])
+    return 2
+
+
+def _tensor(shape: Shape, device: torch.device, generator: torch.Generator, below: int = 2) -> Tensor:
+    """A tensor with values that no operator turns into infinities, NaN or denormal numbers, which are slow."""
+    flat = torch.empty(shape.extent, dtype=shape.dtype, device=device)
+    if shape.dtype.is_floating_point:
+        flat.uniform_(0.25, 1.0, generator=generator) if shape.sizes else flat.fill_(1.0)
+    else:
+        flat.random_(0, below, generator=generator)
+    return flat.as_strided(shape.sizes, shape.strides)
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Shape(tuple(value.shape), value.stride(), value.dtype)
+    return value
+
+
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    """``value`` with ``function`` of every leaf of its tuples, lists and dictionaries."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(entry, function) for entry in value)
+    if isinstance(value, dict):
+        return {key: _map(entry, function) for key, entry in value.items()}
+    return function(value)

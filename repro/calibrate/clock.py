@@ -1,0 +1,108 @@
+"""A clock for single operators: warm-up, caches emptied between repeats, all ranks at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from repro.measure.statistics import quantile
+from repro.parallel.comm import Group
+
+ASSUMED_CACHE = 64 * 2**20
+"""Bytes of the last-level cache where the machine does not tell."""
+REPEAT_S = 2e-3
+"""A repeat calls often enough to last this long: far above the clock's own microsecond."""
+MOST_CALLS = 64
+SLEEP_CYCLES_PER_CALL = 40_000
+"""Cycles for which a GPU is kept busy while the host enqueues one call, so that it never waits for the host."""
+
+
+class Timing(NamedTuple):
+    """Seconds of one call: median and quartiles over repeats."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    @property
+    def spread(self) -> float:
+        """Half of the distance between the quartiles, as a fraction of the median."""
+        return (self.high - self.low) / 2 / self.median if self.median else 0.0
+
+
+def timing(seconds: Sequence[float]) -> Timing:
+    """Median and quartiles of a sample."""
+    return Timing(quantile(seconds, 0.5), quantile(seconds, 0.25), quantile(seconds, 0.75), len(seconds))
+
+
+class OperatorClock:
+    """Times calls on one device while the group's other ranks do the same."""
+
+    def __init__(self, device: torch.device, group: Group, repeats: int):
+        self.device, self.group, self.repeats = device, group, repeats
+        self.cache = cache_bytes(device)
+        self._wipe = torch.empty(self.cache + self.cache // 4, dtype=torch.uint8, device=device)
+
+    def flush(self) -> None:
+        """Write more than the last-level cache holds."""
+        self._wipe.zero_()
+
+    def synchronize(self) -> None:
+        """Return when the device has nothing to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def time(self, make: Callable[[], Callable[[], object]], nbytes: int) -> Timing:
+        """Seconds of one call of what ``make`` returns, which reads and writes ``nbytes``.
+
+        Calls go round among several sets of arguments, as many as the cache does not hold: a step does not
+        find its operands in the cache either, unless all of them fit.
+        """
+        first = make()
+        once = self._run([first], 1)
+        once = self._run([first], 1)
+        calls = min(MOST_CALLS, max(1, math.ceil(REPEAT_S / max(once, 1e-7))))
+        sets = min(calls, max(1, self.cache // max(1, nbytes)))
+        functions = [first, *(make() for _ in range(sets - 1))]
+        self._run(functions, len(functions))
+        found = []
+        for _ in range(self.repeats):
+            self.flush()
+            self.synchronize()
+            self.group.barrier()
+            found.append(self._run(functions, calls))
+        return timing(found)
+
+    def _run(self, functions: Sequence[Callable[[], object]], calls: int) -> float:
+        """Seconds of one of ``calls`` calls, which go round among ``functions``."""
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            for i in range(calls):
+                functions[i % len(functions)]()
+            return (time.perf_counter() - began) / calls
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP_CYCLES_PER_CALL * calls)
+        begin.record()
+        for i in range(calls):
+            functions[i % len(functions)]()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return float(begin.elapsed_time(end)) / 1e3 / calls
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of the device's last-level cache."""
+    if device.type == "cuda":
+        return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or ASSUMED_CACHE
+    sizes = [0]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        if text[:-1].isdigit() and text[-1] in "KM":
+            sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20}[text[-1]])
+    return max(sizes) or ASSUMED_CACHE

@@ -1,0 +1,70 @@
+"""What is measured: the steps whose operators are taken, and the sizes of messages.  Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from repro.config import Experiment, Layout, Limits, Model, Training
+from repro.config.layout import KERNELS
+
+LIMITS = Limits(timeout_s=900.0, hang_s=120.0)
+CPU_SIZES = ((64, 64, 1, 512), (256, 128, 4, 2048), (768, 256, 4, 8192))
+"""Width, tokens of a sample, samples of a micro-batch and vocabulary of the models whose operators are measured
+on processors, from what a test trains to what a laptop can."""
+GPU_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304), (4096, 1024, 4, 50304))
+QUICK_SIZES = ((32, 32, 1, 128), (64, 64, 4, 512))
+CPU_HEAD, GPU_HEAD = 32, 64
+"""Width of a head."""
+PAYLOADS = tuple(2**k for k in range(10, 27, 2))
+"""1 KiB to 64 MiB."""
+QUICK_PAYLOADS = (2**10, 2**14, 2**18)
+REPEATS, QUICK_REPEATS = 7, 3
+
+
+def experiments(system: str, gpus: int, precision: str, quick: bool) -> list[Experiment]:
+    """The steps whose operators are measured, and as ``training.steps`` the repeats.
+
+    Each size under data parallelism; all but the largest also under ZeRO 3 with recomputation, with dropout, with
+    the kernels of earlier software, and under tensor, sequence and pipeline parallelism where the devices divide:
+    these have operators of their own.
+    """
+    on_cpu = system == "local"
+    sizes = QUICK_SIZES if quick else CPU_SIZES if on_cpu else GPU_SIZES
+    head = CPU_HEAD if on_cpu else GPU_HEAD
+    repeats = QUICK_REPEATS if quick else REPEATS
+    found = []
+
+    def add(
+        name: str, size: tuple[int, int, int, int], layers: int = 2, dropout: float = 0.0, **keys: Any
+    ) -> None:
+        hidden, seq, micro_batch, vocab = size
+        replicas = keys.get("dp", 1)
+        # Three micro-batches: the first, an ordinary one and the last one differ.
+        batch = 3 * micro_batch * replicas
+        model = Model(
+            name=f"calibrate-{hidden}",
+            layers=layers,
+            hidden=hidden,
+            heads=hidden // head,
+            vocab=vocab,
+            seq=seq,
+        )
+        layout = Layout(micro_batch=micro_batch, global_batch=batch, precision=precision, **keys)
+        training = Training(steps=repeats, untimed_steps=1, dropout=dropout)
+        found.append(
+            Experiment(name=name, model=model, layout=layout, training=training, system=system, limits=LIMITS)
+        )
+
+    for size in sizes:
+        add(f"dp-{size[0]}", size, dp=gpus, zero=1 if gpus > 1 else 0)
+    for size in sizes[:2]:
+        add(f"zero3-{size[0]}", size, dp=gpus, zero=3, recompute=True)
+        add(f"dropout-{size[0]}", size, dp=gpus, dropout=0.1)
+        for generation in KERNELS[1:]:
+            add(f"{generation}-{size[0]}", size, dp=gpus, kernels=generation)
+        if gpus > 1 and size[0] // head % gpus == 0:
+            add(f"tp-{size[0]}", size, tp=gpus)
+            add(f"sp-{size[0]}", size, tp=gpus, sp=True)
+    if gpus > 1:
+        add("pp", sizes[0], layers=gpus, pp=gpus)
+    return found

@@ -1,0 +1,157 @@
+"""What one rank of ``repro calibrate`` does: measure operators, copies, launches and links, all ranks at once."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from repro.calibrate import links
+from repro.calibrate.calls import Call, bind, calls_of, choose
+from repro.calibrate.clock import OperatorClock, timing
+from repro.calibrate.plan import PAYLOADS, QUICK_PAYLOADS, QUICK_REPEATS
+from repro.config import Experiment, Layout, Model
+from repro.launch.beacon import Beacon
+from repro.launch.job import Job
+from repro.launch.session import process_group
+from repro.models.gpt import Place
+from repro.parallel import mesh as meshes
+from repro.parallel.comm import Group
+from repro.simulate.trace import roles, trace
+from repro.train.step import MicroBatch, NativeEngine
+
+MOST_CALLS, QUICK_CALLS = 6, 3
+"""Sizes at which an operator is measured; products and attention, whose shapes matter, at twice as many."""
+LAUNCH_WIDTH, LAUNCH_STEPS = 8, 12
+"""The model whose operators have nothing to do."""
+
+
+def run_rank(
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
+) -> dict[str, dict[str, Any]]:
+    """Measure on this rank.  The first experiment's result holds everything; the others are only traced."""
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device(device, rank % torch.cuda.device_count())
+        torch.cuda.set_device(place)
+    quick = job.experiments[0].training.steps == QUICK_REPEATS
+    with process_group(rank, world, place, rendezvous):
+        layout = Layout(dp=world)
+        whole = (meshes.distributed(layout, device) if world > 1 else meshes.single()).world
+        pipeline = meshes.distributed(Layout(pp=world), device).pp if world > 1 else whole
+        clock = OperatorClock(place, whole, job.experiments[0].training.steps)
+        count = 0
+
+        def beat() -> None:
+            nonlocal count
+            count += 1
+            beacon.phase(0, count, "measure")
+
+        beat()
+        result: dict[str, Any] = {"threads": torch.get_num_threads(), "cache_bytes": clock.cache}
+        began = time.perf_counter()
+        result["launch"] = launches(job.experiments[0], place, whole)
+        beat()
+        result["operators"] = operators(job.experiments, clock, quick, beat)
+        result["copy"] = copies(clock, clock.device)
+        if device == "cuda":
+            result["host_copy"] = copies(clock, torch.device("cpu"))
+        result["operators_s"] = time.perf_counter() - began
+        if world > 1:
+            began = time.perf_counter()
+            payloads = QUICK_PAYLOADS if quick else PAYLOADS
+            result["links"] = links.by_payload(clock, whole, pipeline, payloads, beat)
+            payload = payloads[-1] // 4
+            result["overlap"] = {op: links.overlap_cost(clock, whole, op, payload) for op in links.OVERLAPPED}
+            result["links_s"] = time.perf_counter() - began
+    return {experiment.key: result if i == 0 else {} for i, experiment in enumerate(job.experiments)}
+
+
+def operators(
+    experiments: Sequence[Experiment], clock: OperatorClock, quick: bool, beat: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """A row for each measured call: name, bytes, flops, shapes and timing.
+
+    With dropout the same operators take far longer, for the random numbers, and a trace does not tell them
+    apart; what is measured of them is without.
+    """
+    by_name: dict[str, list[Call]] = {}
+    for experiment in sorted(experiments, key=lambda e: e.training.dropout):
+        with_dropout = experiment.training.dropout > 0
+        known = set(by_name) if with_dropout else set()
+        for call in calls_of(experiment, gloo=clock.device.type == "cpu"):
+            if call.name not in known:
+                by_name.setdefault(call.name, []).append(call)
+        beat()
+    rows = []
+    generator = torch.Generator(device=clock.device).manual_seed(0)
+    for name, calls in sorted(by_name.items()):
+        few = QUICK_CALLS if quick else MOST_CALLS
+        most = 2 * few if any(call.operator.shapes for call in calls) else few
+        for call in choose(calls, most):
+            found = clock.time(lambda call=call: bind(call, clock.device, generator), call.nbytes)  # type: ignore[misc]
+            rows.append(
+                {
+                    "name": name,
+                    "nbytes": call.nbytes,
+                    "flops": call.operator.flops,
+                    "shapes": call.operator.shapes,
+                    **found._asdict(),
+                }
+            )
+            beat()
+    return rows
+
+
+def copies(clock: OperatorClock, source: torch.device) -> dict[str, Any]:
+    """A copy of four caches' size to the device, from itself or from page-locked host memory: bytes moved, timing."""
+    count = clock.cache
+    here = source == clock.device
+    original = torch.ones(count, device=source, pin_memory=not here)
+
+    def make() -> Any:
+        target = torch.empty(count, device=clock.device)
+        return lambda: target.copy_(original, non_blocking=True)
+
+    moved = 4 * count * (2 if here else 1)
+    return {"nbytes": moved, **clock.time(make, moved)._asdict()}
+
+
+def launches(like: Experiment, device: torch.device, group: Group) -> dict[str, Any]:
+    """Seconds of a step whose operators have nothing to do, forward and backward under autograd, and their number.
+
+    On a GPU it is the host's time until all is enqueued.
+    """
+    model = Model(name="launch", layers=4, hidden=LAUNCH_WIDTH, heads=1, vocab=16, seq=LAUNCH_WIDTH)
+    experiment = replace(
+        like,
+        model=model,
+        layout=Layout(precision=like.layout.precision),
+        training=replace(like.training, dropout=0.0),
+    )
+    traced = trace(experiment, roles(experiment)[0])
+    operators = [
+        (o.name, o.read + o.written, o.flops) for times, o in traced.operators() for _ in range(times)
+    ]
+    engine = NativeEngine(experiment, meshes.single(), device)
+    tokens = torch.zeros(1, LAUNCH_WIDTH, dtype=torch.int64, device=device)
+    batches = [MicroBatch(tokens, tokens, Place(0, 0))]
+    found = []
+    for step in range(LAUNCH_STEPS + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        group.barrier()
+        began = time.perf_counter()
+        engine.step(batches, lambda phase: None)
+        engine.synchronize()
+        if step >= 2:
+            found.append(time.perf_counter() - began)
+    for part in engine.parts:
+        part.sharded.remove_hooks()
+    del engine
+    gc.collect()
+    return {"operators": operators, **timing(found)._asdict()}

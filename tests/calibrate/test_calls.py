@@ -1,0 +1,77 @@
+"""Every operator of a traced step runs on real tensors, and is counted as the trace counts it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from repro.calibrate import plan
+from repro.calibrate.calls import bind, calls_of, choose
+from repro.calibrate.clock import OperatorClock
+from repro.config import Layout
+from repro.parallel import mesh as meshes
+from repro.simulate.events import Operator
+from repro.simulate.trace import roles, trace
+from tests.training import tiny
+
+CPU = torch.device("cpu")
+LAYOUTS = {
+    "dp": Layout(dp=2, zero=1, global_batch=6),
+    "zero3": Layout(dp=2, zero=3, recompute=True, global_batch=6),
+    "sp": Layout(tp=2, sp=True, global_batch=3),
+    "pp": Layout(pp=2, global_batch=4),
+    "unfused": Layout(kernels="unfused", global_batch=3),
+    "softmax": Layout(kernels="softmax", global_batch=3),
+    "fp16": Layout(precision="fp16", global_batch=3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_traced_operator_runs(layout: Layout) -> None:
+    experiment = tiny(layout, dropout=0.1)
+    calls = calls_of(experiment, gloo=True)
+    traced = {
+        (event.name, event.read, event.written, event.flops)
+        for role in roles(experiment)
+        for event in trace(experiment, role, gloo=True).events
+        if isinstance(event, Operator)
+    }
+    assert {(c.name, c.operator.read, c.operator.written, c.operator.flops) for c in calls} == traced
+    generator = torch.Generator().manual_seed(0)
+    for call in calls:
+        out = bind(call, CPU, generator)()
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and "empty" not in call.name:
+                assert tensor.isfinite().all(), call
+
+
+def test_the_chosen_sizes_span_all() -> None:
+    calls = [call for call in calls_of(tiny(LAYOUTS["dp"]), gloo=True) if call.name == "aten.mm"]
+    chosen = choose(calls, 3)
+    assert len(chosen) == 3
+    sizes = [call.nbytes for call in calls]
+    assert {min(sizes), max(sizes)} <= {call.nbytes for call in chosen}
+    assert len(choose(calls[:1], 3)) == 1
+
+
+def test_what_is_planned_covers_every_strategy() -> None:
+    """One process, an odd number, a power of two: each has what its devices allow, all with the same repeats."""
+    for ranks in (1, 2, 3, 4, 8):
+        found = plan.experiments("local", ranks, "fp32", quick=False)
+        assert {experiment.layout.world for experiment in found} == {ranks}
+        assert {experiment.training.steps for experiment in found} == {plan.REPEATS}
+        assert any(experiment.layout.zero == 3 for experiment in found)
+        assert any(experiment.layout.pp > 1 for experiment in found) == (ranks > 1)
+        assert any(experiment.layout.sp for experiment in found) == (ranks in (2, 4, 8))
+
+
+def test_the_clock_sees_what_takes_longer() -> None:
+    """More work takes longer, and the quartiles are about the median."""
+    clock = OperatorClock(CPU, meshes.single().world, repeats=3)
+    assert clock.cache > 0
+    small, large = (torch.ones(n, n) for n in (32, 512))
+    short = clock.time(lambda: lambda: small @ small, 3 * small.nbytes)
+    long = clock.time(lambda: lambda: large @ large, 3 * large.nbytes)
+    assert long.median > 10 * short.median
+    assert long.low <= long.median <= long.high
+    assert long.spread >= 0

@@ -1,0 +1,131 @@
+"""``repro calibrate`` from the command line: a real, small calibration, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro import cli, systems
+from repro.calibrate import plan
+from repro.calibrate.fit import rate_of
+from repro.config import Layout
+from repro.config.links import OPERATIONS
+from repro.launch import local
+from repro.simulate.trace import roles, trace
+from tests.training import tiny
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a quick calibration with two ranks."""
+    path = tmp_path_factory.mktemp("calibrate") / "here.toml"
+    assert cli.main(["calibrate", "--system", "local", "--gpus", "2", "--output", str(path), "--quick"]) == 0
+    return path
+
+
+def test_the_file_is_a_system(calibrated: Path) -> None:
+    system = systems.load(calibrated)
+    assert system.devices_per_node.value == 2
+    assert system.provenance is not None
+    assert system.provenance.ranks == 2
+    assert system.provenance.repeats == plan.QUICK_REPEATS
+    assert {"device", "threads", "load_before", "spread_of_calls", "error_of_rates"} <= set(
+        system.provenance.facts
+    )
+    link = system.links["memory"]
+    assert set(link.collectives) == set(OPERATIONS)
+    for collective in link.collectives.values():
+        assert [size for size, _ in collective.points] == list(plan.QUICK_PAYLOADS)
+        assert [s for _, s in collective.points] == sorted(s for _, s in collective.points)
+    assert 0 <= link.overlap_cost.value <= 1  # type: ignore[operator]
+    for number in (
+        system.device.memory_bandwidth,
+        system.device.peak_flops["fp32"],
+        link.bandwidth,
+        link.latency_s,
+    ):
+        assert number.value
+        assert "measured" in number.source
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2, zero=2, global_batch=4), Layout(tp=2, sp=True), Layout(pp=2, global_batch=4)],
+    ids=["zero2", "sp", "pp"],
+)
+def test_every_operator_of_a_trace_has_a_rate(calibrated: Path, layout: Layout) -> None:
+    """No step takes less than its host needs, and none of these a second."""
+    rates = systems.load(calibrated).device.operators
+    experiment = tiny(layout)
+    for role in roles(experiment):
+        operators = list(trace(experiment, role, gloo=True).operators())
+        seconds = [
+            rate_of(rates, o.name).seconds(flops=o.flops, nbytes=o.read + o.written) for _, o in operators
+        ]
+        assert min(seconds) > 0
+        assert sum(n * s for (n, _), s in zip(operators, seconds, strict=True)) < 10
+
+
+def test_nothing_private_is_written(calibrated: Path) -> None:
+    import getpass
+    import platform
+
+    text = calibrated.read_text()
+    for word in (platform.node(), str(calibrated.parent), str(Path.home())):
+        assert not word or word not in text
+    assert getpass.getuser() == "root" or getpass.getuser() not in text
+
+
+def test_one_rank_has_no_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.toml"
+    asked = ["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick", "--json"]
+    assert cli.main(asked) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert document["file"] == str(path)
+    assert "collectives" not in document["system"]["links"]["memory"]
+    assert systems.load(path).links["memory"].collectives == {}
+
+
+def test_a_rank_that_fails_is_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is written, the cause is one line, and the exit code says that it failed."""
+    monkeypatch.setattr("repro.calibrate.command.TARGET", "repro.calibrate.target:no_such_function")
+    path = tmp_path / "a.toml"
+    assert cli.main(["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick"]) == 1
+    assert "no_such_function" in capsys.readouterr().err
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--system", "dgx2"], "--system = 'dgx2': one of local, local-gpu"),
+        (["--system", "local", "--gpus", "-1"], "--gpus = -1: a number of ranks, 1 or more"),
+        (["--system", "local", "--output", "here.json"], "--output = 'here.json': a file that ends in .toml"),
+        (["--system", "local", "--output", "dgx2.toml"], "not the name of a packaged system"),
+        (["--system", "local", "--output", "no/such/folder/a.toml"], "a file in a folder that exists"),
+        (["--system", "local-gpu"], "a machine with CUDA devices; none is visible here"),
+        (["--system", "local-gpu", "--gpus", "9"], "--gpus = 9: at most the 0 CUDA devices"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "cuda_devices", lambda: 0)
+    assert cli.main(["calibrate", *arguments]) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.startswith("error: ")
+    assert len(out.err.splitlines()) == 1
+    assert said in out.err

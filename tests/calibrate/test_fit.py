@@ -1,0 +1,63 @@
+"""Rates are found again from the points that they make, and never predict less than nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro.calibrate import fit
+from repro.calibrate.fit import Point
+from repro.config.timing import OperatorRate
+
+SIZES = [(2.0**k, 2.0**j) for k in range(10, 26, 3) for j in range(12, 34, 5)]
+TERM = st.floats(min_value=0.1, max_value=10.0)
+
+
+def points_of(rate: OperatorRate, noise: list[float] | None = None) -> list[Point]:
+    factors = noise or [1.0] * len(SIZES)
+    return [
+        Point(nbytes, flops, rate.seconds(flops=flops, nbytes=nbytes) * factor)
+        for (nbytes, flops), factor in zip(SIZES, factors, strict=True)
+    ]
+
+
+@given(TERM, TERM, TERM)
+def test_known_coefficients_are_recovered(fixed: float, per_byte: float, per_flop: float) -> None:
+    rate = OperatorRate(fixed_s=fixed * 1e-5, per_byte_s=per_byte * 1e-10, per_flop_s=per_flop * 1e-11)
+    found = fit.fit(points_of(rate))
+    assert found.fixed_s == pytest.approx(rate.fixed_s, rel=1e-4)
+    assert found.per_byte_s == pytest.approx(rate.per_byte_s, rel=1e-4)
+    assert found.per_flop_s == pytest.approx(rate.per_flop_s, rel=1e-4)
+
+
+@given(st.lists(st.floats(min_value=0.9, max_value=1.1), min_size=len(SIZES), max_size=len(SIZES)))
+def test_noise_moves_the_rate_no_further_than_itself(noise: list[float]) -> None:
+    rate = OperatorRate(fixed_s=1e-5, per_byte_s=1e-10, per_flop_s=1e-11)
+    found = fit.fit(points_of(rate, noise))
+    assert max(abs(error) for error in fit.errors(found, points_of(rate))) < 0.25
+
+
+@given(st.lists(st.tuples(TERM, TERM, TERM), min_size=1, max_size=8))
+def test_nothing_is_negative(rows: list[tuple[float, float, float]]) -> None:
+    found = fit.fit([Point(a * 1e6, b * 1e6, c * 1e-4) for a, b, c in rows])
+    assert found.seconds(flops=0, nbytes=0) >= 0
+    assert found.seconds(flops=1e9, nbytes=1e9) >= found.seconds(flops=1e8, nbytes=1e8)
+
+
+def test_own_rates_only_where_they_differ() -> None:
+    """Streams of one speed share ``elementwise``; what is slower, and products, have their own."""
+    sizes = [2.0**k for k in range(12, 26, 2)]
+    streams = {
+        name: [Point(n, 0, 5e-6 + n * 1e-10) for n in sizes] for name in ("aten.add", "aten.mul", "aten.sub")
+    }
+    slow = [Point(n, n, 2e-4 + n * 1e-9) for n in sizes]
+    product = [Point(n, n**1.5, 1e-5 + n**1.5 * 1e-11) for n in sizes]
+    tiny = [Point(8, 0, 2e-5)]
+    found = fit.rates(
+        {**streams, "repro.slow": slow, "aten.mm": product, "aten.bmm": product, "aten.sqrt": tiny}
+    )
+    assert sorted(found) == ["elementwise", "matmul", "repro.slow"]
+    assert fit.rate_of(found, "aten.sqrt") == found["elementwise"]
+    assert fit.rate_of(found, "aten.baddbmm") == found["matmul"]
+    assert fit.rate_of(found, "repro.slow").fixed_s == pytest.approx(2e-4, rel=1e-3)
