@@ -23,8 +23,18 @@ class Boundary:
     """Messages of one kind to one rank that may be under way; each holds its tensor."""
     PURPOSE = ("activations", "gradients")
 
-    def __init__(self, pp: Group, tp: Group, shape: tuple[int, int, int], like: Tensor, *, split: bool):
-        self.pp, self.tp, self.shape = pp, tp, shape
+    def __init__(
+        self,
+        pp: Group,
+        tp: Group,
+        shape: tuple[int, int, int],
+        like: Tensor,
+        *,
+        split: bool,
+        overlap: bool = True,
+    ):
+        """Without ``overlap`` a message is sent completely before anything else is computed."""
+        self.pp, self.tp, self.shape, self.overlap = pp, tp, shape, overlap
         self.split = split and tp.size > 1
         self._like = like
         self._expected: deque[tuple[Tensor, Work]] = deque()
@@ -64,6 +74,8 @@ class Boundary:
         while len(under_way) >= self.UNDER_WAY:
             under_way.popleft()[1].wait()
         under_way.append((flat, self.pp.send(flat, to, channel, self.PURPOSE[channel])))
+        if not self.overlap:
+            under_way.popleft()[1].wait()
 
     def finish(self) -> None:
         """Have everything sent."""

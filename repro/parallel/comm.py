@@ -233,8 +233,18 @@ class GlooTransport:
 class Group:
     """An ordered set of ranks that communicate, as one of them sees it."""
 
-    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, transport: Transport, ledger: Ledger):
-        self.name, self.ranks, self.size = name, ranks, len(ranks)
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        transport: Transport,
+        ledger: Ledger,
+        *,
+        blocking: bool = False,
+    ):
+        """``blocking``: wait for every collective where it is issued, as software did that overlaps nothing."""
+        self.name, self.ranks, self.size, self.blocking = name, ranks, len(ranks), blocking
         self.rank = ranks.index(rank)
         """Index of this rank within the group."""
         self.transport: Transport = transport if self.size > 1 else NoTransport()
@@ -248,22 +258,27 @@ class Group:
             payload = message.numel() * message.element_size()
             self.ledger.count(op, self.name, self.size, payload, purpose)
 
+    def _issued(self, work: Work) -> Work:
+        if self.blocking:
+            work.wait()
+        return work
+
     def all_reduce(self, tensor: Tensor, op: str = SUM, purpose: str = "") -> Work:
         """Reduce ``tensor`` (contiguous, any shape) in place over the group."""
         self._count("all_reduce", tensor, purpose)
-        return self.transport.all_reduce(tensor, op)
+        return self._issued(self.transport.all_reduce(tensor, op))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
         """Sum flat ``input`` [n * k]; the rank's part comes in ``output`` [k], possibly a view of it."""
         assert input.numel() == output.numel() * self.size
         self._count("reduce_scatter", input, purpose)
-        return self.transport.reduce_scatter(output, input)
+        return self._issued(self.transport.reduce_scatter(output, input))
 
     def all_gather(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
         """Concatenate the ranks' flat ``input`` [k] in ``output`` [n * k]; ``input`` may be a part of it."""
         assert output.numel() == input.numel() * self.size
         self._count("all_gather", output, purpose)
-        return self.transport.all_gather(output, input)
+        return self._issued(self.transport.all_gather(output, input))
 
     def broadcast(self, tensor: Tensor, source: int = 0, purpose: str = "") -> Work:
         """Copy ``tensor`` in place from the group's rank ``source``."""

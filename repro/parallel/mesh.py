@@ -63,12 +63,12 @@ def build(
     """
     ledger = ledger or Ledger()
 
-    def mine(name: str, of_axis: Sequence[tuple[int, ...]]) -> Group:
+    def mine(name: str, of_axis: Sequence[tuple[int, ...]], *, blocking: bool = False) -> Group:
         found = Group(name, (rank,), rank, NoTransport(), ledger)
         for ranks in of_axis:
             transport = transport_of(ranks) if len(ranks) > 1 else NoTransport()
             if rank in ranks:
-                found = Group(name, ranks, rank, transport, ledger)
+                found = Group(name, ranks, rank, transport, ledger, blocking=blocking)
         return found
 
     pipelines = groups(layout, "pp")
@@ -77,7 +77,8 @@ def build(
         rank=rank,
         world=mine("world", [tuple(range(layout.world))]),
         dp=mine("dp", groups(layout, "dp")),
-        tp=mine("tp", groups(layout, "tp")),
+        # Megatron-LM computed nothing beside the sums over tp until 2021.
+        tp=mine("tp", groups(layout, "tp"), blocking=layout.kernels != "fused"),
         pp=mine("pp", pipelines),
         embedding=mine("embedding", ends),
         ledger=ledger,

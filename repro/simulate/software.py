@@ -11,11 +11,13 @@ from functools import cache
 from pathlib import Path
 
 from repro import models, systems
-from repro.config import Experiment, Layout
+from repro.config import Experiment, Layout, Training
 from repro.config.files import build, read_toml
 from repro.config.system import System
 from repro.models import flops
 
+DROPOUT = Training(dropout=0.1, attention_dropout=0.1)
+"""As all of these models were trained (1909.08053 sec. 4.2)."""
 FILE = Path(__file__).with_name("software.toml")
 
 
@@ -76,7 +78,11 @@ def factor(generation: Generation) -> float:
     def modelled(layers: int) -> float:
         model = replace(whole, layers=layers)
         experiment = Experiment(
-            name="calibration", model=model, layout=generation.layout(), system=system.name
+            name="calibration",
+            model=model,
+            layout=generation.layout(),
+            training=DROPOUT,
+            system=system.name,
         )
         return predict(experiment, system, factor=1.0).seconds
 

@@ -258,7 +258,7 @@ class _Schedule:
     ):
         self.layout, self.network, self.overlap_cost, self.record = layout, network, overlap_cost, record
         self.schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
-        self.blocking = layout.overlap == "none"
+        self.blocking = not layout.overlap
         self.spans: list[Span] = []
         self.arrivals: dict[Key, tuple[float, float]] = {}
         self.finished: list[list[StageTime]] = [[] for _ in programs]
