@@ -121,12 +121,15 @@ def simulate(
     seq: Seq = 0,
     memory_limit: MemoryLimit = "",
     expandable: Expandable = False,
+    timeline: Annotated[
+        str, typer.Option(help="Write when everything happens, for ui.perfetto.dev.", metavar="FILE.json")
+    ] = "",
     json: Json = False,
 ) -> int:
-    """Trace one step in shape only: does it fit, what fills the memory, what is sent where."""
+    """Trace one step in shape only: does it fit, what fills the memory, what is sent where, how long it takes."""
     from repro.simulate.command import simulate as command
 
-    return command(model, system, gpus, layout, seq, memory_limit, expandable, json)
+    return command(model, system, gpus, layout, seq, memory_limit, expandable, timeline, json)
 
 
 @app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --zero 1 --micro-batch 8 --recompute")

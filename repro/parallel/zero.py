@@ -276,9 +276,9 @@ def _on_gradients(values: Any, call: Callable[[], None]) -> None:
 class ParameterPublisher:
     """Stages 1 and 2: every rank gets the updated parameters while the next forward pass already runs.
 
-    After the optimizer step all buckets are gathered, first layers first; a unit whose forward reads a
-    bucket waits for that bucket only.  (A unit, not each module: some modules read a child's parameters
-    without calling the child.)  What no module of the last forward pass waited for is waited for at the
+    After the optimizer step all buckets are gathered, first layers first; a use of a unit waits for the buckets
+    of its own parameters only.  (A use, not each module: some modules read a child's parameters without
+    calling the child.)  What no module of the last forward pass waited for is waited for at the
     start of the next, since a module around it may read it.
     """
 
@@ -290,15 +290,24 @@ class ParameterPublisher:
         self._handles = [module.register_forward_pre_hook(self._begin, prepend=True)]
         self._used: set[int] = set()
         """Buckets that modules of this forward pass, or of the last one, have asked for."""
+        self._all: set[int] = set()
+        """Buckets that some module would ask for."""
         for unit, parameters in zip(units, parameters_of(module, units), strict=True):
-            needed = sorted({bucket_of[id(p)] for p in parameters if id(p) in bucket_of})
+            of_unit = {id(p) for p in parameters if id(p) in bucket_of}
             for use in unit.uses:
+                used = of_unit.intersection(map(id, modules[use.module].parameters()))
+                needed = sorted({bucket_of[key] for key in used})
+                self._all.update(needed)
                 self._handles.append(modules[use.module].register_forward_pre_hook(self._before(needed)))
 
     def start(self) -> None:
         """Begin to gather every bucket's parameters."""
         with torch.no_grad():
             self._works = {b: bucket.gather() for b, bucket in enumerate(self.buckets)}
+
+    def assume_used(self) -> None:
+        """Take it that the last forward pass used every module (for a trace that begins in mid-training)."""
+        self._used = set(self._all)
 
     def wait(self) -> None:
         """Have all parameters complete."""

@@ -6,6 +6,7 @@ All that a person can get wrong is found out before torch is imported.
 from __future__ import annotations
 
 import json as jsonlib
+from pathlib import Path
 from typing import Any
 
 from repro import models, systems
@@ -22,6 +23,7 @@ def simulate(
     seq: int,
     memory_limit: str,
     expandable: bool,
+    timeline: str,
     json: bool,
 ) -> int:
     """Trace one step of a model and print what it needs.  That it does not fit is an answer: 0."""
@@ -33,7 +35,13 @@ def simulate(
     from repro.simulate.page import show
     from repro.simulate.step import simulate as run
 
-    found = run(experiment, on, memory_limit=limit, expandable=expandable)
+    found = run(experiment, on, memory_limit=limit, expandable=expandable, time=True, record=bool(timeline))
+    if timeline:
+        from repro.simulate.perfetto import write
+
+        if found.time is None:
+            raise ConfigError("--timeline", timeline, f"times that can be predicted: {found.no_time}")
+        write(Path(timeline), found.time.timeline.spans, [role.role.stage for role in found.roles])
     if json:
         print(jsonlib.dumps(found.as_dict()))
     else:

@@ -88,6 +88,9 @@ def show(simulation: Simulation, system: System) -> None:
     _memory(console, simulation, document["memory"])
     _traffic(console, document["comm"])
     _work(console, document)
+    from repro.simulate.page_time import show_time
+
+    show_time(console, simulation, document["time"])
 
 
 def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) -> None:
