@@ -138,20 +138,23 @@ class _Stage:
         while key not in self.all.arrivals:
             yield key
         start, end = self.all.arrivals[key]
-        if end > self.now:
-            waited = max(0.0, min(start, end) - self.now)
-            self.time.bubble += waited
-            self.time.exposed[TRANSFER] += end - self.now - waited
-            self._record("compute", "waiting for a stage", self.now, end - self.now)
-            self.now = end
+        self.time.communication[TRANSFER] += end - start
+        self._transferred(start, end)
 
     def _sent(self, key: Key) -> Generator[object, None, None]:
         while key not in self.all.arrivals:
             yield key
-        end = self.all.arrivals[key][1]
-        if end > self.now:
-            self.time.exposed[TRANSFER] += end - self.now
-            self.now = end
+        self._transferred(*self.all.arrivals[key])
+
+    def _transferred(self, start: float, end: float) -> None:
+        """Wait for a message: until it starts it is the other stage that is waited for."""
+        if end <= self.now:
+            return
+        waited = max(0.0, start - self.now)
+        self.time.bubble += waited
+        self.time.exposed[TRANSFER] += end - self.now - waited
+        self._record("compute", "waiting for a stage", self.now, end - self.now)
+        self.now = end
 
     def _run(self, items: Sequence[Item], name: str) -> Generator[object, None, None]:
         for item in items:

@@ -1,0 +1,230 @@
+"""The schedule of a step in time: laws that hold whatever the numbers are, and pipelines counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from repro import systems
+from repro.config import Experiment, Layout, Model, Training
+from repro.config.quantity import Quantity
+from repro.config.system import System
+from repro.parallel.schedule import FORWARD, Action, bubble, build
+from repro.simulate import perfetto
+from repro.simulate.predict import Prediction, predict
+from repro.simulate.program import Await, Block, Issue, Program, Send
+from repro.simulate.timeline import TRANSFER, Timeline, schedule
+from repro.simulate.trace import Trace, roles, trace
+
+MODEL = Model(name="small", layers=4, hidden=512, heads=8, vocab=2048, seq=256)
+BASE = Layout(micro_batch=2, global_batch=16, precision="fp16", recompute=True)
+LAYOUTS = {
+    "one": replace(BASE, dp=1),
+    "dp-z0": replace(BASE, dp=8),
+    "dp-z1": replace(BASE, dp=8, zero=1),
+    "dp-z2": replace(BASE, dp=8, zero=2),
+    "dp-z3": replace(BASE, dp=8, zero=3),
+    "tp": replace(BASE, tp=4),
+    "tp-sp": replace(BASE, tp=4, sp=True),
+    "pp": replace(BASE, pp=4),
+    "pp-gpipe": replace(BASE, pp=2, schedule="gpipe"),
+    "pp-interleaved": replace(BASE, pp=2, schedule="interleaved", chunks=2),
+    "2020": replace(BASE, pp=2, tp=2, dp=2, kernels="softmax", overlap=False, scatter_gather=True),
+    "2019": replace(BASE, tp=2, dp=4, zero=1, zero1_reduce="all-reduce", kernels="unfused", overlap=False),
+}
+
+
+def experiment(name: str, model: Model = MODEL) -> Experiment:
+    return Experiment(name=name, model=model, layout=LAYOUTS[name], training=Training(), system="dgx1")
+
+
+@cache
+def traces(name: str) -> list[Trace]:
+    return [trace(experiment(name), role) for role in roles(experiment(name))]
+
+
+@cache
+def base_system() -> System:
+    return systems.load("dgx1-v100-16gb")
+
+
+def faster(system: System, link: float, memory: float, peak: float) -> System:
+    """``system`` with its links, memory and arithmetic so many times as fast."""
+
+    def times(quantity: Quantity, factor: float) -> Quantity:
+        assert quantity.value is not None
+        return replace(quantity, value=quantity.value * factor)
+
+    links = {
+        name: replace(one, bandwidth=times(one.bandwidth, link))
+        for name, one in system.links.items()
+        if one.bandwidth.value is not None
+    }
+    device = replace(
+        system.device,
+        memory_bandwidth=times(system.device.memory_bandwidth, memory),
+        peak_flops={key: times(value, peak) for key, value in system.device.peak_flops.items()},
+    )
+    return replace(system, links=links, device=device)
+
+
+def predicted(name: str, system: System, **options: Any) -> Prediction:
+    return predict(experiment(name), system, traces(name), factor=1.0, **options)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_seconds_add_up(name: str) -> None:
+    """Nothing waits for what was never sent, and what is exposed or hidden is all that is communicated."""
+    found = predicted(name, base_system())
+    assert found.timeline.unmatched == 0
+    assert found.seconds > 0
+    for stage in found.timeline.stages:
+        assert sum(stage.exposed.values()) <= sum(stage.communication.values()) * (1 + 1e-9) + 1e-12
+        assert sum(stage.busy.values()) + sum(stage.exposed.values()) + stage.bubble <= found.seconds * 2
+    document = found.as_dict()
+    parts = sum(document[key] for key in ("compute_s", "optimizer_s", "exposed_s", "bubble_s"))
+    assert parts == pytest.approx(document["step_s"], rel=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(name=st.sampled_from(sorted(LAYOUTS)), factors=st.tuples(*[st.floats(1, 20)] * 3))
+def test_a_faster_machine_is_never_slower(name: str, factors: tuple[float, float, float]) -> None:
+    slow = predicted(name, base_system()).seconds
+    fast = predicted(name, faster(base_system(), *factors)).seconds
+    assert fast <= slow * (1 + 1e-9)
+    assert fast >= slow / max(factors) / (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_never_below_the_roofline(name: str) -> None:
+    """All FLOP at the peak, and all bytes of matrix products and of memory-bound operators at the bandwidth."""
+    system = base_system()
+    found = predicted(name, system).seconds
+    peak = system.peak("fp16")
+    bandwidth = system.device.memory_bandwidth.known("memory_bandwidth")
+    for traced in traces(name):
+        flops = sum(times * op.flops for times, op in traced.operators() if op.shapes)
+        moved = sum(times * op.written for times, op in traced.operators())
+        assert found >= flops / peak
+        assert found >= moved / bandwidth
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> None:
+    class Free:
+        def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+            return 0.0
+
+    from repro.simulate.device import DeviceCost
+    from repro.simulate.program import program
+
+    layout, system = LAYOUTS[name], base_system()
+    cost = DeviceCost(system, layout.precision)
+    made = [program(traced, layout.accumulation, cost, lambda message: 0.0) for traced in traces(name)]
+    if layout.pp > 1:
+        made = [made[0], *[made[1]] * (layout.pp - 2), made[-1]]
+    found = schedule(layout, made, Free())
+    assert all(not any(stage.exposed.values()) for stage in found.stages)
+    busiest = max(sum(stage.busy.values()) for stage in found.stages)
+    if layout.pp == 1:
+        assert found.seconds == pytest.approx(busiest)
+    else:
+        assert found.seconds >= busiest
+
+
+def test_twice_the_layers_take_about_twice_as_long() -> None:
+    for name in ("one", "dp-z2", "tp"):
+        seconds = [
+            predict(
+                experiment(name, replace(MODEL, layers=layers, vocab=64)), base_system(), factor=1.0
+            ).seconds
+            for layers in (12, 24)
+        ]
+        assert 1.8 < seconds[1] / seconds[0] < 2.05
+
+
+# -- pipelines of known seconds ------------------------------------------------------------------------
+
+
+class Wire:
+    """Messages of a fixed duration."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        return self.seconds
+
+
+def pipeline(layout: Layout, wire: float) -> Timeline:
+    """Forward 1 s and backward 2 s of a stage's micro-batch, and a barrier at the end."""
+    m, p, v = layout.accumulation, layout.pp, layout.chunks
+    parts = p * v
+
+    def made(stage: int) -> Program:
+        segments = {}
+        for chunk in range(v):
+            part = chunk * p + stage
+            for action in (Action(FORWARD, 0, chunk), Action("B", 0, chunk)):
+                forward = action.kind == FORWARD
+                items: list[Any] = [
+                    Block((1.0 if forward else 2.0) / v, (("matmul", (1.0 if forward else 2.0) / v),))
+                ]
+                if forward and part < parts - 1:
+                    items.append(Send(1, 0, 1))
+                if not forward and part > 0:
+                    items.append(Send(-1, 1, 1))
+                for micro_batch in range(3):
+                    segments[replace(action, micro_batch=micro_batch)] = items
+        tail: list[Any] = [Issue(("end",), "world", "barrier", 0.0), Await(("end",))]
+        return Program(segments, tail, micro_batches=3, last=m - 1)
+
+    return schedule(layout, [made(stage) for stage in range(p)], Wire(wire))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 4)])
+def test_pipelines_without_messages_take_what_the_schedule_counts(name: str, p: int, m: int) -> None:
+    chunks = 2 if name == "interleaved" else 1
+    layout = Layout(pp=p, global_batch=m, schedule=name, chunks=chunks)
+    counted = float(bubble(build(name, p, m, chunks)))
+    found = pipeline(layout, 0.0)
+    assert found.seconds == pytest.approx(3 * m * (1 + counted))
+    assert found.unmatched == 0
+    # What is not computing is waiting.
+    for stage in found.stages:
+        assert stage.busy["matmul"] == pytest.approx(3 * m)
+
+
+def test_messages_that_fit_under_the_next_action_cost_only_the_way_through() -> None:
+    layout = Layout(pp=4, global_batch=16)
+    free, slow = pipeline(layout, 0.0).seconds, pipeline(layout, 0.25).seconds
+    # Down the pipeline and back, 3 messages each way; between the two, steady state hides them or not.
+    assert slow >= free + 6 * 0.25
+    blocking = pipeline(replace(layout, overlap=False), 0.25)
+    assert blocking.seconds > slow
+    assert sum(blocking.stages[1].exposed.values()) >= 16 * 0.25
+    assert blocking.stages[0].communication[TRANSFER] == pytest.approx(2 * 16 * 0.25)  # out and in
+
+
+def test_a_drawing_has_a_row_for_each_stream(tmp_path: Any) -> None:
+    found = predicted("dp-z2", base_system(), record=True)
+    events = perfetto.events(found.timeline.spans, [0])
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"compute", "dp"} <= rows
+    spans = [event for event in events if event["ph"] == "X"]
+    assert min(span["ts"] for span in spans) == 0
+    by_row: dict[int, list[tuple[float, float]]] = {}
+    for span in spans:
+        by_row.setdefault(span["tid"], []).append((span["ts"], span["ts"] + span["dur"]))
+    for row in by_row.values():  # a stream does one thing at a time
+        row.sort()
+        assert all(later[0] >= earlier[1] - 1e-6 for earlier, later in pairwise(row))
+    perfetto.write(tmp_path / "timeline.json", found.timeline.spans, [0])
+    assert (tmp_path / "timeline.json").stat().st_size > 1000
