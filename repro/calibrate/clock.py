@@ -18,8 +18,8 @@ ASSUMED_CACHE = 64 * 2**20
 REPEAT_S = 2e-3
 """A repeat calls often enough to last this long: far above the clock's own microsecond."""
 MOST_CALLS = 64
-SLEEP_CYCLES_PER_CALL = 40_000
-"""Cycles for which a GPU is kept busy while the host enqueues one call, so that it never waits for the host."""
+SLEEP_HZ = 4e9
+"""Twice the clock of any GPU: it is kept busy while the host enqueues the calls, so that it never waits for it."""
 
 
 class Timing(NamedTuple):
@@ -47,6 +47,8 @@ class OperatorClock:
     def __init__(self, device: torch.device, group: Group, repeats: int):
         self.device, self.group, self.repeats = device, group, repeats
         self.cache = cache_bytes(device)
+        self._host_s = 0.0
+        """What the host needs to begin one call."""
         self._wipe = torch.empty(self.cache + self.cache // 4, dtype=torch.uint8, device=device)
 
     def flush(self) -> None:
@@ -65,7 +67,11 @@ class OperatorClock:
         find its operands in the cache either, unless all of them fit.
         """
         first = make()
-        once = self._run([first], 1)
+        first()
+        self.synchronize()
+        began = time.perf_counter()
+        first()
+        self._host_s = time.perf_counter() - began
         once = self._run([first], 1)
         calls = min(MOST_CALLS, max(1, math.ceil(REPEAT_S / max(once, 1e-7))))
         sets = min(calls, max(1, self.cache // max(1, nbytes)))
@@ -87,7 +93,7 @@ class OperatorClock:
                 functions[i % len(functions)]()
             return (time.perf_counter() - began) / calls
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SLEEP_CYCLES_PER_CALL * calls)
+        torch.cuda._sleep(int(SLEEP_HZ * self._host_s * calls))
         begin.record()
         for i in range(calls):
             functions[i % len(functions)]()

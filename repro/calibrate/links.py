@@ -10,125 +10,138 @@ import torch
 from torch import Tensor
 
 from repro.calibrate.clock import OperatorClock, Timing, timing
+from repro.measure.statistics import quantile
 from repro.parallel.comm import MAX, Group, Work
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 OVERLAPPED = ("all_reduce", "reduce_scatter", "all_gather")
-OVERLAP_BYTES, PRODUCT_SIZE = 2**24, 512
+SMALL, MANY = 2**20, 3
+"""Messages up to this size, whose time is mostly that of waking up, are repeated this many times as often."""
+PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
 LONGER = 1.5
 """The computation beside a collective is this many times as long, so that all of the collective is hidden."""
 
 
-def collective(group: Group, op: str, payload: int, device: torch.device) -> Callable[[], Work]:
-    """``op`` on a message of ``payload`` bytes (as the ledger counts them), as a function that starts it."""
-    part = max(1, payload // 4 // group.size)
-    # Zeros, which stay as they are however often they are summed.
-    whole = torch.zeros(part * group.size, device=device)
-    mine = torch.zeros(part, device=device)
-    if op == "all_reduce":
-        return lambda: group.all_reduce(whole)
-    if op == "reduce_scatter":
-        return lambda: group.reduce_scatter(mine, whole)
-    if op == "all_gather":
-        return lambda: group.all_gather(whole, mine)
-    assert op == "broadcast"
-    return lambda: group.broadcast(whole)
+class LinkBench:
+    """Times what the ranks of ``group`` send each other; ``pipeline``: the same ranks as stages."""
 
+    def __init__(self, clock: OperatorClock, group: Group, pipeline: Group, largest: int):
+        """``largest``: payload in bytes.  All messages are parts of two buffers of that size."""
+        self.clock, self.group, self.pipeline = clock, group, pipeline
+        count = max(1, largest // 4 // group.size) * group.size
+        # Zeros, which stay as they are however often they are summed.
+        self._one, self._other = (torch.zeros(count, device=clock.device) for _ in range(2))
 
-def measure(clock: OperatorClock, group: Group, op: str, payload: int) -> Timing:
-    """Seconds from the start of a collective to the end of its wait, which all ranks begin together."""
-    start = collective(group, op, payload, clock.device)
+    def by_payload(
+        self, payloads: Sequence[int], beat: Callable[[], None]
+    ) -> dict[str, list[tuple[int, Timing]]]:
+        """Every collective and a message to the next stage, at every payload (bytes, as the ledger counts them).
 
-    def whole() -> None:
-        start().wait()
+        They take turns, so that what disturbs the machine for a moment disturbs one repeat of many and not all
+        of one.  ``beat`` is called in every round.
+        """
+        runs = {
+            (op, payload): self._run(op, payload) for payload in payloads for op in (*COLLECTIVES, "send")
+        }
+        seconds: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+        for run in runs.values():
+            run()
+        for turn in range(MANY * self.clock.repeats):
+            for (op, payload), run in runs.items():
+                if payload > SMALL and turn >= self.clock.repeats:
+                    continue
+                # Both ways, by all pairs of stages at once.
+                ways = 2 if op == "send" else 1
+                seconds[op, payload].append(self._seconds(run, payload) / ways)
+            beat()
+        found: dict[str, list[tuple[int, Timing]]] = {}
+        for (op, payload), sample in seconds.items():
+            found.setdefault(op, []).append((payload, timing(sample)))
+        return found
 
-    return _timed(clock, group, whole, payload)
+    def overlap_cost(self, op: str, payload: int) -> float:
+        """Fraction of a collective's seconds by which products beside it take longer than alone; 0 to 1."""
+        start = self._start(op, payload)
+        kind = self.clock.device.type
+        dtype = torch.float16 if kind == "cuda" else torch.float32
+        size = PRODUCT_SIZE[kind]
+        x = torch.full((size, size), 1.0 / size, dtype=dtype, device=self.clock.device)
 
+        def products(count: int) -> None:
+            y: Tensor = x
+            for _ in range(count):
+                y = x @ y
 
-def measure_send(clock: OperatorClock, pipeline: Group, payload: int) -> Timing:
-    """Seconds of one message to the next stage: half of there and back, by all pairs of stages at once."""
-    message = torch.ones(max(1, payload // 4), device=clock.device)
-    back = torch.empty_like(message)
-    rank = pipeline.rank
-    peer = rank + 1 if rank % 2 == 0 else rank - 1
+        def both() -> None:
+            work = start()
+            products(count)
+            work.wait()
 
-    def there_and_back() -> None:
-        if peer >= pipeline.size:
-            return
-        if rank % 2 == 0:
-            work = pipeline.send(message, peer, 0)
-            pipeline.receive(back, peer, 1).wait()
-        else:
-            pipeline.receive(back, peer, 0).wait()
-            work = pipeline.send(message, peer, 1)
-        work.wait()
+        def alone() -> None:
+            start().wait()
 
-    both = _timed(clock, pipeline, there_and_back, payload)
-    return Timing(both.median / 2, both.low / 2, both.high / 2, both.repeats)
+        alone()
+        products(1)
+        rounds = range(self.clock.repeats)
+        communication = self._slowest([self._seconds(alone, payload) for _ in rounds])
+        one = self._slowest([self._seconds(lambda: products(1), payload) for _ in rounds])
+        count = max(1, math.ceil(LONGER * communication / one))
+        lost = [
+            -self._seconds(lambda: products(count), payload) + self._seconds(both, payload) for _ in rounds
+        ]
+        return min(1.0, max(0.0, quantile(lost, 0.5) / communication))
 
+    def _start(self, op: str, payload: int) -> Callable[[], Work]:
+        """What starts ``op`` on a message of ``payload`` bytes."""
+        group = self.group
+        part = max(1, payload // 4 // group.size)
+        whole, mine = self._one[: part * group.size], self._other[:part]
+        starts: dict[str, Callable[[], Work]] = {
+            "all_reduce": lambda: group.all_reduce(whole),
+            "reduce_scatter": lambda: group.reduce_scatter(mine, whole),
+            "all_gather": lambda: group.all_gather(whole, mine),
+            "broadcast": lambda: group.broadcast(whole),
+        }
+        return starts[op]
 
-def _timed(clock: OperatorClock, group: Group, run: Callable[[], None], payload: int) -> Timing:
-    """Seconds of ``run``; several in a row where one is too short to tell.  The number follows from the payload
-    and not from the time, since all ranks must make the same calls."""
-    calls = 10 if payload <= 2**16 else 3 if payload <= 2**20 else 1
-    for _ in range(2):
-        run()
-    found = []
-    for _ in range(clock.repeats):
-        clock.flush()
-        clock.synchronize()
-        group.barrier()
+    def _run(self, op: str, payload: int) -> Callable[[], None]:
+        """``op`` and the wait for it; of a message to the next stage there and back."""
+        if op != "send":
+            start = self._start(op, payload)
+            return lambda: start().wait()
+        pipeline = self.pipeline
+        message, back = (buffer[: max(1, payload // 4)] for buffer in (self._one, self._other))
+        first = pipeline.rank % 2 == 0
+        peer = pipeline.rank + (1 if first else -1)
+
+        def there_and_back() -> None:
+            if peer >= pipeline.size:
+                return
+            if first:
+                work = pipeline.send(message, peer, 0)
+                pipeline.receive(back, peer, 1).wait()
+            else:
+                pipeline.receive(back, peer, 0).wait()
+                work = pipeline.send(message, peer, 1)
+            work.wait()
+
+        return there_and_back
+
+    def _seconds(self, run: Callable[[], None], payload: int) -> float:
+        """Seconds of ``run``, which all ranks begin together; of several in a row where one is too short to tell.
+        The number follows from the payload and not from the time, since all ranks must make the same calls."""
+        calls = 5 if payload <= 2**16 else 2 if payload <= SMALL else 1
+        self.clock.flush()
+        self.clock.synchronize()
+        self.group.barrier()
         began = time.perf_counter()
         for _ in range(calls):
             run()
-        clock.synchronize()
-        found.append((time.perf_counter() - began) / calls)
-    return timing(found)
+        self.clock.synchronize()
+        return (time.perf_counter() - began) / calls
 
-
-def overlap_cost(clock: OperatorClock, group: Group, op: str, payload: int) -> float:
-    """Fraction of a collective's seconds by which products beside it take longer than alone; 0 to 1."""
-    start = collective(group, op, payload, clock.device)
-    x = torch.full((PRODUCT_SIZE, PRODUCT_SIZE), 1.0 / PRODUCT_SIZE, device=clock.device)
-
-    def products(count: int) -> None:
-        y: Tensor = x
-        for _ in range(count):
-            y = x @ y
-
-    def alone() -> None:
-        start().wait()
-
-    communication = _slowest(group, _timed(clock, group, alone, OVERLAP_BYTES).median, clock.device)
-    one = _slowest(group, _timed(clock, group, lambda: products(1), OVERLAP_BYTES).median, clock.device)
-    count = max(1, math.ceil(LONGER * communication / one))
-
-    def both() -> None:
-        work = start()
-        products(count)
-        work.wait()
-
-    compute = _timed(clock, group, lambda: products(count), OVERLAP_BYTES)
-    together = _timed(clock, group, both, OVERLAP_BYTES)
-    return min(1.0, max(0.0, (together.median - compute.median) / communication))
-
-
-def _slowest(group: Group, seconds: float, device: torch.device) -> float:
-    """The largest of the ranks' numbers, so that all go on with the same."""
-    shared = torch.tensor(seconds, device=device)
-    group.all_reduce(shared, MAX).wait()
-    return float(shared)
-
-
-def by_payload(
-    clock: OperatorClock, group: Group, pipeline: Group, payloads: Sequence[int], beat: Callable[[], None]
-) -> dict[str, list[tuple[int, Timing]]]:
-    """Every collective and a message to the next stage, at every payload.  ``beat`` is called after each."""
-    found: dict[str, list[tuple[int, Timing]]] = {}
-    for payload in payloads:
-        for op in COLLECTIVES:
-            found.setdefault(op, []).append((payload, measure(clock, group, op, payload)))
-            beat()
-        found.setdefault("send", []).append((payload, measure_send(clock, pipeline, payload)))
-        beat()
-    return found
+    def _slowest(self, seconds: Sequence[float]) -> float:
+        """The largest of the ranks' medians, so that all go on with the same."""
+        shared = torch.tensor(quantile(seconds, 0.5), device=self.clock.device)
+        self.group.all_reduce(shared, MAX).wait()
+        return float(shared)

@@ -11,7 +11,7 @@ LIMITS = Limits(timeout_s=900.0, hang_s=120.0)
 CPU_SIZES = ((64, 64, 1, 512), (256, 128, 4, 2048), (768, 256, 4, 8192))
 """Width, tokens of a sample, samples of a micro-batch and vocabulary of the models whose operators are measured
 on processors, from what a test trains to what a laptop can."""
-GPU_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304), (4096, 1024, 4, 50304))
+GPU_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304), (3072, 1024, 4, 8192))
 QUICK_SIZES = ((32, 32, 1, 128), (64, 64, 4, 512))
 CPU_HEAD, GPU_HEAD = 32, 64
 """Width of a head."""

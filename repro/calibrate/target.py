@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from repro.calibrate import links
 from repro.calibrate.calls import Call, bind, calls_of, choose
-from repro.calibrate.clock import OperatorClock, timing
+from repro.calibrate.clock import OperatorClock
+from repro.calibrate.launch import LaunchBench
+from repro.calibrate.links import OVERLAPPED, LinkBench
 from repro.calibrate.plan import PAYLOADS, QUICK_PAYLOADS, QUICK_REPEATS
-from repro.config import Experiment, Layout, Model
+from repro.config import Experiment, Layout
 from repro.launch.beacon import Beacon
 from repro.launch.job import Job
 from repro.launch.session import process_group
-from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
-from repro.parallel.comm import Group
-from repro.simulate.trace import roles, trace
-from repro.train.step import MicroBatch, NativeEngine
 
 MOST_CALLS, QUICK_CALLS = 6, 3
 """Sizes at which an operator is measured; products and attention, whose shapes matter, at twice as many."""
-LAUNCH_WIDTH, LAUNCH_STEPS = 8, 12
-"""The model whose operators have nothing to do."""
 
 
 def run_rank(
@@ -54,9 +47,14 @@ def run_rank(
         beat()
         result: dict[str, Any] = {"threads": torch.get_num_threads(), "cache_bytes": clock.cache}
         began = time.perf_counter()
-        result["launch"] = launches(job.experiments[0], place, whole)
-        beat()
-        result["operators"] = operators(job.experiments, clock, quick, beat)
+        launch = LaunchBench(clock, job.experiments[0])
+
+        def between() -> None:
+            beat()
+            launch.sample()
+
+        result["operators"] = operators(job.experiments, clock, quick, beat, between)
+        result["launch"] = launch.result()
         result["copy"] = copies(clock, clock.device)
         if device == "cuda":
             result["host_copy"] = copies(clock, torch.device("cpu"))
@@ -64,20 +62,24 @@ def run_rank(
         if world > 1:
             began = time.perf_counter()
             payloads = QUICK_PAYLOADS if quick else PAYLOADS
-            result["links"] = links.by_payload(clock, whole, pipeline, payloads, beat)
-            payload = payloads[-1] // 4
-            result["overlap"] = {op: links.overlap_cost(clock, whole, op, payload) for op in links.OVERLAPPED}
+            bench = LinkBench(clock, whole, pipeline, payloads[-1])
+            result["links"] = bench.by_payload(payloads, beat)
+            result["overlap"] = {op: bench.overlap_cost(op, payloads[-1] // 4) for op in OVERLAPPED}
             result["links_s"] = time.perf_counter() - began
     return {experiment.key: result if i == 0 else {} for i, experiment in enumerate(job.experiments)}
 
 
 def operators(
-    experiments: Sequence[Experiment], clock: OperatorClock, quick: bool, beat: Callable[[], None]
+    experiments: Sequence[Experiment],
+    clock: OperatorClock,
+    quick: bool,
+    beat: Callable[[], None],
+    between: Callable[[], None],
 ) -> list[dict[str, Any]]:
     """A row for each measured call: name, bytes, flops, shapes and timing.
 
     With dropout the same operators take far longer, for the random numbers, and a trace does not tell them
-    apart; what is measured of them is without.
+    apart; what is measured of them is without.  ``beat`` is called often, ``between`` after each operator.
     """
     by_name: dict[str, list[Call]] = {}
     for experiment in sorted(experiments, key=lambda e: e.training.dropout):
@@ -104,6 +106,7 @@ def operators(
                 }
             )
             beat()
+        between()
     return rows
 
 
@@ -119,39 +122,3 @@ def copies(clock: OperatorClock, source: torch.device) -> dict[str, Any]:
 
     moved = 4 * count * (2 if here else 1)
     return {"nbytes": moved, **clock.time(make, moved)._asdict()}
-
-
-def launches(like: Experiment, device: torch.device, group: Group) -> dict[str, Any]:
-    """Seconds of a step whose operators have nothing to do, forward and backward under autograd, and their number.
-
-    On a GPU it is the host's time until all is enqueued.
-    """
-    model = Model(name="launch", layers=4, hidden=LAUNCH_WIDTH, heads=1, vocab=16, seq=LAUNCH_WIDTH)
-    experiment = replace(
-        like,
-        model=model,
-        layout=Layout(precision=like.layout.precision),
-        training=replace(like.training, dropout=0.0),
-    )
-    traced = trace(experiment, roles(experiment)[0])
-    operators = [
-        (o.name, o.read + o.written, o.flops) for times, o in traced.operators() for _ in range(times)
-    ]
-    engine = NativeEngine(experiment, meshes.single(), device)
-    tokens = torch.zeros(1, LAUNCH_WIDTH, dtype=torch.int64, device=device)
-    batches = [MicroBatch(tokens, tokens, Place(0, 0))]
-    found = []
-    for step in range(LAUNCH_STEPS + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        group.barrier()
-        began = time.perf_counter()
-        engine.step(batches, lambda phase: None)
-        engine.synchronize()
-        if step >= 2:
-            found.append(time.perf_counter() - began)
-    for part in engine.parts:
-        part.sharded.remove_hooks()
-    del engine
-    gc.collect()
-    return {"operators": operators, **timing(found)._asdict()}
