@@ -41,6 +41,7 @@ class Testable:
     analytic: str = ""
     simulated: list[EvidenceEntry] = field(default_factory=list)
     measured: list[EvidenceEntry] = field(default_factory=list)
+    calibrates: str = ""
     needs: str = ""
     not_comparable: str = ""
     note: str = ""

@@ -2,105 +2,36 @@
 
 Every way of testing a row (analytic, simulated, measured at some scale) gets its own verdict.  A row speaks
 with its strongest decided evidence: measured at the published scale, then one rank of N, a scaled twin,
-simulated, analytic.  A claim is ``reproduced`` when every row that can be compared is, ``not reproduced``
-when one is not, and ``not run`` while some rows have no evidence yet.  Weaker evidence that disagrees with
-the strongest is listed, never dropped.
+simulated, analytic.  A simulation of a value that the time model is calibrated on is shown and decides
+nothing.  A claim is ``reproduced`` when every row that can be compared is, ``not reproduced`` when one is
+not, and ``not run`` while some rows have no evidence yet.  Weaker evidence that disagrees with the strongest
+is listed, never dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from repro.claims.expression import Expression, ExpressionError, Result, Value, evaluate, texts
+from repro.claims.expression import Expression, ExpressionError, Result, evaluate, texts
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.ledger import KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Claim, Evidence, Ledger, Row
 from repro.claims.published import UNITS, digitised, printed, show
 from repro.claims.records import Missing, Records
+from repro.claims.results import (
+    NOT_COMPARABLE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    REPRODUCED,
+    ClaimResult,
+    Finding,
+    KindResult,
+    RowResult,
+)
 from repro.claims.tolerance import NOISELESS, accepted, agrees_at_scale, room
 from repro.results.store import SIMULATED
 
-REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
-NOT_COMPARABLE, NOT_RUN = "not comparable", "not run"
-VERDICTS = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_RUN)
 _INPUTS = {"printed": printed, "digitised": digitised}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One piece of evidence for one row, with its own verdict."""
-
-    kind: str
-    scale: str
-    verdict: str
-    reason: str
-    """The rule that was applied, or what is missing."""
-    value: Value | None = None
-    """In the row's unit; None when not run."""
-    low: Value | None = None
-    high: Value | None = None
-    expected: Value | None = None
-    """What the formula says at a twin's scale, in the row's unit; None: the published value counts."""
-    text: str = ""
-    """The value for a person."""
-    expression: str = ""
-
-    @property
-    def decided(self) -> bool:
-        """Whether there was something to judge."""
-        return self.verdict in (REPRODUCED, NOT_REPRODUCED)
-
-
-@dataclass(frozen=True)
-class RowResult:
-    """One published value and everything that speaks for or against it."""
-
-    row: Row
-    findings: tuple[Finding, ...]
-    """Strongest first."""
-    verdict: str
-    basis: str
-    """Kind and scale that the verdict rests on; empty when nothing is decided."""
-    reason: str
-
-    @property
-    def disagrees(self) -> tuple[Finding, ...]:
-        """Weaker decided evidence with another verdict than the row's."""
-        return tuple(f for f in self.findings if f.decided and f.verdict != self.verdict)
-
-
-@dataclass(frozen=True)
-class KindResult:
-    """All rows of a claim under one kind of evidence."""
-
-    kind: str
-    scale: str
-    """Of measured evidence: every scale that occurs, joined by ``, ``."""
-    verdict: str
-    reproduced: int
-    decided: int
-    rows: int
-    """Rows that this kind of evidence could test."""
-
-
-@dataclass(frozen=True)
-class ClaimResult:
-    """One claim, judged."""
-
-    claim: Claim
-    rows: tuple[RowResult, ...]
-    kinds: tuple[KindResult, ...]
-    """Only kinds that some row of the claim can be tested by."""
-    verdict: str
-    basis: str
-    """Strongest kind and scale that a row rests on, with the number of rows."""
-    reason: str
-    disagreements: tuple[str, ...]
-
-    def kind(self, name: str) -> KindResult | None:
-        """The summary for ``analytic``, ``simulated`` or ``measured``; None if no row can be tested so."""
-        return next((k for k in self.kinds if k.kind == name), None)
 
 
 def judge(ledger: Ledger, records: Iterable[Mapping[str, Any]]) -> list[ClaimResult]:
@@ -154,8 +85,9 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         (_find(evidence, row, claim, records) for evidence in row.evidence),
         key=lambda f: strength(f.kind, f.scale),
     )
-    for level in dict.fromkeys(strength(f.kind, f.scale) for f in findings):
-        equals = [f for f in findings if strength(f.kind, f.scale) == level]
+    speaking = [f for f in findings if f.verdict != NOT_COMPARABLE]
+    for level in dict.fromkeys(strength(f.kind, f.scale) for f in speaking):
+        equals = [f for f in speaking if strength(f.kind, f.scale) == level]
         # One failure is enough; success needs all expressions of this strength.
         failed = next((f for f in equals if f.verdict == NOT_REPRODUCED), None)
         if failed or all(f.decided for f in equals):
@@ -163,7 +95,7 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
             return RowResult(row, tuple(findings), best.verdict, _name(best), best.reason)
     if row.not_comparable:
         return RowResult(row, tuple(findings), NOT_COMPARABLE, "", row.not_comparable)
-    reason = next((f.reason for f in findings), "") or row.needs or "no expression tests this row yet"
+    reason = next((f.reason for f in speaking), "") or row.needs or "no expression tests this row yet"
     return RowResult(row, tuple(findings), NOT_RUN, "", reason)
 
 
@@ -174,13 +106,17 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
     if evidence.kind != "analytic":
         functions |= records.functions(evidence.kind)
     variables = {**CONSTANTS, **row.variables}
+    calibration = ""
+    if row.calibrates and evidence.kind == SIMULATED:
+        calibration = f"calibration, no evidence: {row.calibrates} takes its efficiency from this value"
     try:
         value = evaluate(evidence.value, functions, variables)
         expected = evaluate(evidence.expect, functions, variables) if evidence.expect else None
     except Missing as missing:
         return Finding(
-            verdict=NOT_RUN,
-            reason=f"{missing.experiment}: {missing.reason}; `{_command(missing.suite, evidence.kind)}`",
+            verdict=NOT_COMPARABLE if calibration else NOT_RUN,
+            reason=calibration
+            or f"{missing.experiment}: {missing.reason}; `{_command(missing.suite, evidence.kind)}`",
             **common,
         )
     except ExpressionError as error:
@@ -198,6 +134,16 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         )
     value = _in_unit(value, row.unit)
     low, high = float(value.low), float(value.high)
+    if calibration:
+        return Finding(
+            verdict=NOT_COMPARABLE,
+            reason=calibration,
+            value=value.value,
+            low=value.low,
+            high=value.high,
+            text=_text(value, row),
+            **common,
+        )
     if expected is not None:
         expected = _in_unit(expected, row.unit)
         point = float(value.value)
@@ -255,7 +201,7 @@ def _text(result: Result, row: Row) -> str:
 
 
 def _kind(name: str, rows: tuple[RowResult, ...]) -> KindResult | None:
-    tested = [[f for f in row.findings if f.kind == name] for row in rows]
+    tested = [[f for f in row.findings if f.kind == name and f.verdict != NOT_COMPARABLE] for row in rows]
     tested = [findings for findings in tested if findings]
     if not tested:
         return None

@@ -88,6 +88,9 @@ class Row:
     """Of digitisation, in ``unit``; 0 where nothing was digitised."""
     certainty: str
     evidence: tuple[Evidence, ...]
+    calibrates: str
+    """What the time model takes from this value, a ``name`` of repro/simulate/software.toml: a simulation that
+    knows the answer is no evidence.  Empty: nothing."""
     needs: str
     """Hardware and run that would measure it."""
     not_comparable: str

@@ -111,10 +111,17 @@ def _table_rows(entry: ClaimEntry, table: TableEntry) -> list[the.Row]:
                     f"table.body[{name}].{cell.column}", published, "a published value in quotes"
                 )
             label = f"{name}: {cell.label or cell.column}"
+            calibrates = cell.calibrates or (str(at.get("calibrates", "")) if cell.simulated else "")
             notes = (cell.note, str(at.get("note", "")), str(at.get(f"{cell.column} note", "")))
             note = " ".join(part for part in notes if part)
             rows.append(
-                _row(entry, dataclasses.replace(cell, label=label, note=note), published, variables, label)
+                _row(
+                    entry,
+                    dataclasses.replace(cell, label=label, note=note, calibrates=calibrates),
+                    published,
+                    variables,
+                    label,
+                )
             )
     return rows
 
@@ -151,6 +158,10 @@ def _row(
         for kind in ("simulated", "measured"):
             for item in getattr(entry, kind):
                 evidence.append(_evidence(kind, item, metric, variables))
+        if entry.calibrates and not entry.simulated:
+            raise ConfigError(
+                "calibrates", entry.calibrates, "with simulated evidence, which then gets no verdict"
+            )
         number: Printed | None
         try:
             number = read(published)
@@ -174,6 +185,7 @@ def _row(
             error=entry.error,
             certainty=certainty,
             evidence=tuple(evidence),
+            calibrates=entry.calibrates,
             needs=entry.needs or claim.needs,
             not_comparable=entry.not_comparable or claim.not_comparable,
             note=entry.note,

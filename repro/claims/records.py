@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from repro.claims.expression import Uncertain, Value
@@ -118,6 +119,10 @@ class Records:
             """The smallest ``setting`` among experiments that fit; at least one must not: ``layout.tp``."""
             return extreme(name, experiments, min, "smallest")
 
+        def rising(*values: float) -> Value:
+            """``"rising"`` if each of them is above the one before it, else ``"not rising"``."""
+            return "rising" if all(low < high for low, high in pairwise(values)) else "not rising"
+
         def compared(subject: str, baseline: str) -> Value | Uncertain:
             """Throughput of ``subject`` over ``baseline`` in one interleaved run, with its 95 % interval."""
             record = self._comparisons.get((subject, baseline))
@@ -136,6 +141,7 @@ class Records:
             "outcome": outcome,
             "largest": largest,
             "smallest": smallest,
+            "rising": rising,
             "compared": compared,
         }
 

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.claims.judge import (
+from repro.claims.judge import judge
+from repro.claims.ledger import CERTAINTIES, Ledger, load
+from repro.claims.results import (
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
@@ -15,9 +17,7 @@ from repro.claims.judge import (
     ClaimResult,
     Finding,
     RowResult,
-    judge,
 )
-from repro.claims.ledger import CERTAINTIES, Ledger, load
 from repro.claims.table import Line, as_dict, summary, table
 
 if TYPE_CHECKING:

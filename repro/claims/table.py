@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from repro.claims.judge import NOT_COMPARABLE, NOT_RUN, VERDICTS, ClaimResult, Finding, KindResult, RowResult
 from repro.claims.ledger import KINDS, Ledger
+from repro.claims.results import (
+    NOT_COMPARABLE,
+    NOT_RUN,
+    VERDICTS,
+    ClaimResult,
+    Finding,
+    KindResult,
+    RowResult,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +157,7 @@ def _row(result: RowResult) -> dict[str, Any]:
         "reason": result.reason,
         "needs": row.needs,
         "not_comparable": row.not_comparable,
+        "calibrates": row.calibrates,
         "note": row.note,
         "evidence": [_finding(finding) for finding in result.findings],
         "disagreements": len(result.disagrees),

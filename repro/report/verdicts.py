@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, KINDS
 
 if TYPE_CHECKING:
-    from repro.claims.judge import ClaimResult, Finding, RowResult
     from repro.claims.ledger import Claim, Ledger
+    from repro.claims.results import ClaimResult, Finding, RowResult
     from repro.claims.table import Line
 
 SIGNS = {"reproduced": "✓", "not reproduced": "✗", "not comparable": "≠", "not run": "○"}

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from repro.claims.judge import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult, judge
+from repro.claims.judge import judge
 from repro.claims.ledger import Ledger, load
+from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult
 from repro.config import PROTOCOL, Experiment, Layout, Model
 
 HEAD = """

@@ -74,6 +74,10 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
     "unknown metric": (("label", 'metric = "speed", label'), ["metric = 'speed'", "one of"]),
     "unknown bound": (("label", 'bound = "roughly", label'), ["bound = 'roughly'", "one of"]),
     "negative error": (("label", "error = -1, label"), ["error = -1", "0 or more"]),
+    "calibrates without a simulation": (
+        ("label", 'calibrates = "a name", label'),
+        ["rows[x]", "calibrates = 'a name'", "simulated"],
+    ),
     "unknown formula": (("2 * GB", "max_parms(1)"), ["rows[x].analytic", "did you mean max_params?"]),
     "not arithmetic": (("2 * GB", "().__class__"), ["rows[x].analytic", "is not arithmetic"]),
     "record in a closed form": (("2 * GB", "metric('a/b', 'c')"), ["unknown function metric"]),

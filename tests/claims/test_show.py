@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from repro.claims.judge import VERDICTS, ClaimResult, judge
+from repro.claims.judge import judge
 from repro.claims.ledger import Ledger, load
+from repro.claims.results import VERDICTS, ClaimResult
 from repro.claims.show import command, show_all, show_one
 from repro.claims.table import summary, table
 from repro.config import ConfigError

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from repro import suites
-from repro.claims.judge import NOT_REPRODUCED, NOT_RUN, REPRODUCED, experiments, judge
+from repro.claims.judge import experiments, judge
 from repro.claims.ledger import load
 from repro.claims.records import Missing, Records
+from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.claims.tolerance import accepted
 from repro.config import PROTOCOL, Experiment, Layout, Model
 from repro.launch.simulated import attempt, system_of
@@ -151,7 +152,7 @@ def test_mp_16_to_4() -> None:
             for r in results
             for row in r.rows
             for f in row.findings
-            if f.kind == "simulated"
+            if f.kind == "simulated" and row.row.label != "training time"
         }
 
     assert set(verdicts(made(*fit)).values()) == {REPRODUCED}
@@ -159,3 +160,40 @@ def test_mp_16_to_4() -> None:
     assert other["smallest MP that fits without ZeRO"] == NOT_REPRODUCED
     assert other["MP 16 at replica batch 8"] == NOT_REPRODUCED
     assert other["smallest MP that fits with ZeRO 1"] == REPRODUCED
+
+
+def test_a_calibrated_value_is_shown_and_judged_by_nothing_simulated() -> None:
+    ledger = LEDGER.claim("meg1-baseline-39tf")
+    made = record("meg1-1.2b-mp1", "ok") | {
+        "suite": "megatron",
+        "metrics": {"hardware_flops_per_s.device": 39e12},
+    }
+    (result,) = (r for r in judge(LEDGER, [made]) if r.claim.id == ledger.id)
+    row = next(row for row in result.rows if row.row.calibrates)
+    (finding,) = row.findings
+    assert (finding.verdict, finding.text) == (NOT_COMPARABLE, "39")
+    assert row.row.calibrates in finding.reason
+    assert (row.verdict, row.basis, row.reason) == (NOT_RUN, "", row.row.needs)
+    assert result.kind("simulated") is None
+    (empty,) = (r for r in judge(LEDGER, []) if r.claim.id == ledger.id)
+    assert [f.verdict for row in empty.rows for f in row.findings if f.kind == "simulated"] == [
+        NOT_COMPARABLE
+    ]
+
+
+def test_every_generation_is_calibrated_by_rows_that_say_so() -> None:
+    from repro.simulate.software import generations
+
+    marked = {(row.calibrates, claim.id) for claim in LEDGER.claims for row in claim.rows if row.calibrates}
+    assert marked == {(known.name, known.claim) for known in generations()}
+
+
+def test_an_order_is_rising_or_not() -> None:
+    for rates, verdict in (((1, 2, 3, 4), REPRODUCED), ((1, 3, 3, 4), NOT_REPRODUCED)):
+        records = [
+            record(f"fig8-c{number}-60b", "ok")
+            | {"suite": "throughput_zero", "metrics": {"hardware_flops_per_s.device": rate}}
+            for number, rate in enumerate(rates, 1)
+        ]
+        (result,) = (r for r in judge(LEDGER, records) if r.claim.id == "zero-table9-fig8-ablation")
+        assert next(row for row in result.rows if row.row.label == "60B").verdict == verdict

@@ -32,6 +32,13 @@ PRINTED = {
     "meg1-2.5b-mp2-dp64": (128, 512),
     "meg1-4.2b-mp4-dp64": (256, 512),
     "meg1-8.3b-mp8-dp64": (512, 512),
+    "meg1-8.3b-mp8-dp64-own-ddp": (512, 512),
+    **{
+        f"dec2020-{device}-{size}b": (size, batch)
+        for device, batch in (("v100", 8), ("a100", 16))
+        for size in (1, 2, 4, 8)
+    },
+    "gpt3-1024": (1024, 1536),
     "meg1-8.3b-h16-mp8": (8, 8),
     "meg1-8.3b-h24-mp8": (8, 8),
     "meg1-355m-train": (64, 512),
@@ -142,6 +149,54 @@ def test_buckets_are_the_releases() -> None:
             assert (layout.cb, layout.bucket_bytes) == (True, 1_000_000_000), name
         elif not name.startswith("activations"):
             assert not layout.cb, name
+
+
+def lines(claim: str, column: str) -> list[tuple[dict[str, float], str, int]]:
+    """The lines of a claim's table: its numbers, its label, and the printed value of ``column``."""
+    found = []
+    for row in load_ledger().claim(claim).rows:
+        if row.label.endswith(f": {column}") and row.printed is not None:
+            numbers = {key: value for key, value in row.variables.items() if isinstance(value, int)}
+            found.append((numbers, row.label.partition(":")[0], int(row.printed.value)))
+    return found
+
+
+def test_throughput_has_the_printed_batches_degrees_and_shapes() -> None:
+    """ZERO3 Tables 5, 6 and 10 and the release's 64-GPU table, line by line, against what is predicted."""
+    zero, release = published("throughput_zero"), published("throughput_deepspeed")
+    words = {"ZeRO": "zero", "Baseline": "megatron", "DDP": "ddp", "Megatron": "megatron"}
+    checked = 0
+    for claim, suite, name, column in (
+        ("zero-table5-fig2-configs", zero, "fig2-{size}-{system}", "total batch"),
+        ("zero-table6-fig3-superlinear", zero, "fig3-{size}", "total batch"),
+        ("zero-table10-fig4-dp-only", zero, "fig4-{size}-{system}", "total batch"),
+        ("ds-64gpu-table", release, "64gpu-{size}-{system}", "batch"),
+    ):
+        for numbers, label, total in lines(claim, column):
+            size, system = (*label.split(" "), "")[:2]
+            experiment = suite[name.format(size=size.lower(), system=words.get(system, system.lower()))]
+            model, layout = experiment.model, experiment.layout
+            assert layout.global_batch == total
+            assert layout.micro_batch == numbers.get("batch", numbers.get("replica"))
+            assert layout.tp == numbers.get("mp", layout.tp)
+            assert layout.world == numbers.get("gpus", layout.world)
+            shape = ("layers", "hidden", "heads")
+            assert [numbers.get(key, getattr(model, key)) for key in shape] == [
+                getattr(model, key) for key in shape
+            ]
+            checked += 1
+    assert checked == 18 + 4 + 11 + 8
+
+
+def test_software_is_named_wherever_time_is_predicted() -> None:
+    for name in ("throughput_zero", "throughput_deepspeed", "turing_nlg"):
+        for experiment in published(name).values():
+            assert experiment.layout.kernels == "unfused", experiment.name
+            assert experiment.training.dropout == experiment.training.attention_dropout == 0.1
+    for name, experiment in {**MEGATRON, **YUAN}.items():
+        if not name.startswith("volume"):
+            assert experiment.layout.kernels == ("unfused" if name.startswith("meg1") else "softmax"), name
+            assert experiment.training.dropout == 0.1
 
 
 def test_yuans_pipeline() -> None:

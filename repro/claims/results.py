@@ -1,0 +1,88 @@
+"""What the judge says: a finding for each piece of evidence, and results of rows, kinds of evidence and claims."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from repro.claims.expression import Value
+from repro.claims.ledger import Claim, Row
+
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+NOT_COMPARABLE, NOT_RUN = "not comparable", "not run"
+VERDICTS = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_RUN)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One piece of evidence for one row, with its own verdict."""
+
+    kind: str
+    scale: str
+    verdict: str
+    reason: str
+    """The rule that was applied, or what is missing."""
+    value: Value | None = None
+    """In the row's unit; None when not run."""
+    low: Value | None = None
+    high: Value | None = None
+    expected: Value | None = None
+    """What the formula says at a twin's scale, in the row's unit; None: the published value counts."""
+    text: str = ""
+    """The value for a person."""
+    expression: str = ""
+
+    @property
+    def decided(self) -> bool:
+        """Whether there was something to judge."""
+        return self.verdict in (REPRODUCED, NOT_REPRODUCED)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One published value and everything that speaks for or against it."""
+
+    row: Row
+    findings: tuple[Finding, ...]
+    """Strongest first."""
+    verdict: str
+    basis: str
+    """Kind and scale that the verdict rests on; empty when nothing is decided."""
+    reason: str
+
+    @property
+    def disagrees(self) -> tuple[Finding, ...]:
+        """Weaker decided evidence with another verdict than the row's."""
+        return tuple(f for f in self.findings if f.decided and f.verdict != self.verdict)
+
+
+@dataclass(frozen=True)
+class KindResult:
+    """All rows of a claim under one kind of evidence."""
+
+    kind: str
+    scale: str
+    """Of measured evidence: every scale that occurs, joined by ``, ``."""
+    verdict: str
+    reproduced: int
+    decided: int
+    rows: int
+    """Rows that this kind of evidence could test."""
+
+
+@dataclass(frozen=True)
+class ClaimResult:
+    """One claim, judged."""
+
+    claim: Claim
+    rows: tuple[RowResult, ...]
+    kinds: tuple[KindResult, ...]
+    """Only kinds that some row of the claim can be tested by."""
+    verdict: str
+    basis: str
+    """Strongest kind and scale that a row rests on, with the number of rows."""
+    reason: str
+    disagreements: tuple[str, ...]
+
+    def kind(self, name: str) -> KindResult | None:
+        """The summary for ``analytic``, ``simulated`` or ``measured``; None if no row can be tested so."""
+        return next((k for k in self.kinds if k.kind == name), None)
