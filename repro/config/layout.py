@@ -64,13 +64,17 @@ class Layout:
     """Generation of a layer's operators: ``fused``: attention never writes its scores; ``softmax``: Megatron-LM
     of December 2020 and 2021 (2104.04473 sec. 4.2), which writes them, with scale, mask and softmax in one
     operator; ``unfused``: Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with
-    scale, mask, softmax, biases, dropouts and residuals as operators of their own."""
+    scale, mask, softmax, biases, dropouts and residuals as operators of their own.  Both wait for sums over tp
+    where they are issued; ``fused`` computes weight gradients meanwhile."""
     overlap: bool = True
     """Data-parallel communication runs beside computation.  Without, as in Megatron-LM's own data parallelism of
     2019 and DeepSpeed of February 2020: under stages 0 and 1 gradients are reduced when the step's last backward
     pass has ended; stage 2, which cannot keep them all, waits for each bucket as it is reduced (DeepSpeed's
-    ``overlap_comm = false``); updated parameters (1 and 2) are complete before the next step begins.  With
-    dp = 1 it changes nothing."""
+    ``overlap_comm = false``); updated parameters (1 and 2) are complete before the next step begins.  Pipeline
+    stages wait until a message has been sent (but for interleaved ones)."""
+    gather_overlap: bool = True
+    """Stages 1 and 2 gather updated parameters beside the next forward pass.  Without, as DeepSpeed does, they are
+    complete before the next step begins; ``overlap = false`` implies it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage_layers", tuple(self.stage_layers))

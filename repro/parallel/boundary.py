@@ -11,9 +11,18 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from repro.config import Layout
 from repro.parallel import storage
 from repro.parallel.comm import Group, Work
 from repro.parallel.schedule import FORWARD
+
+
+def waits_for_sends(layout: Layout) -> bool:
+    """Whether a message is sent completely before anything else is computed, as software without overlap did.
+
+    Interleaved stages would then wait for each other for ever, since a stage posts one receive ahead.
+    """
+    return not layout.overlap and layout.schedule != "interleaved"
 
 
 class Boundary:

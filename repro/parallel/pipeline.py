@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout
-from repro.parallel.boundary import Boundary
+from repro.parallel.boundary import Boundary, waits_for_sends
 from repro.parallel.comm import Group
 from repro.parallel.schedule import FORWARD, Action, build, in_flight, needs
 
@@ -87,7 +87,9 @@ class Pipeline:
         """``shape`` [b, s, h] of a boundary tensor on this rank (s/t under sp), made like ``like``."""
         self.pp, self.chunks, self.micro_batches = pp, list(chunks), layout.accumulation
         self.actions = build(layout.schedule, pp.size, layout.accumulation, layout.chunks)[pp.rank]
-        self.boundary = Boundary(pp, tp, shape, like, split=layout.scatter_gather, overlap=layout.overlap)
+        self.boundary = Boundary(
+            pp, tp, shape, like, split=layout.scatter_gather, overlap=not waits_for_sends(layout)
+        )
         self.in_flight = 0
         """Most (micro-batch, chunk) pairs that were between forward and backward at once."""
         self.current: Action | None = None

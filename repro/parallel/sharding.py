@@ -37,6 +37,8 @@ class Sharding:
     """M_D: full gradients of stages 2 and 3 lie in memory set aside once."""
     overlap: bool = True
     """Communicate while the device computes."""
+    gather_overlap: bool = True
+    """Gather updated parameters (stages 1 and 2) while the next forward pass runs."""
 
     @staticmethod
     def of(layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None) -> Sharding:
@@ -51,6 +53,7 @@ class Sharding:
             constant_buffers=layout.cb,
             contiguous=layout.md,
             overlap=layout.overlap,
+            gather_overlap=layout.overlap and layout.gather_overlap,
         )
 
 
@@ -190,7 +193,7 @@ class ShardedModule:
         """After the optimizer step: let every rank have the new parameters (stages 1 and 2)."""
         if self.publisher is not None:
             self.publisher.start()
-            if not self.sharding.overlap:
+            if not self.sharding.gather_overlap:
                 self.publisher.wait()
 
     def wait(self) -> None:

@@ -65,6 +65,11 @@ LAYOUT: dict[str, Any] = {
     "overlap": _option(
         bool, "--overlap/--no-overlap", help="Communicate while computing (the default), or after it."
     ),
+    "gather_overlap": _option(
+        bool,
+        "--gather-overlap/--no-gather-overlap",
+        help="Gather parameters (ZeRO 1, 2) in the next forward pass (the default), or before it.",
+    ),
 }
 """Name in :class:`Layout`: what typer makes of it."""
 

@@ -42,6 +42,8 @@ def layout_words(layout: Layout) -> str:
         parts.append(f"ZeRO 1 by {layout.zero1_reduce}")
     if layout.kernels != "fused":
         parts.append(KERNELS[layout.kernels])
+    if layout.overlap and not layout.gather_overlap:
+        parts.append("parameters gathered before the step")
     if not layout.overlap:
         parts.append("gradients reduced after backward" if layout.zero < 2 else "reductions waited for")
     return ", ".join(parts)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from repro.config import Layout
-from repro.parallel.boundary import Boundary
+from repro.parallel.boundary import Boundary, waits_for_sends
 from repro.parallel.schedule import FORWARD, build, needs
 from repro.simulate.program import Await, Block, Issue, Item, Program, Send
 
@@ -261,7 +261,7 @@ class _Schedule:
     ):
         self.layout, self.network, self.overlap_cost, self.record = layout, network, overlap_cost, record
         self.schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
-        self.blocking = not layout.overlap
+        self.blocking = waits_for_sends(layout)
         self.spans: list[Span] = []
         self.arrivals: dict[Key, tuple[float, float]] = {}
         self.finished: list[list[StageTime]] = [[] for _ in programs]

@@ -14,6 +14,7 @@ from repro.config import ConfigError, Layout, Model
 from repro.models.generations import WeightDropout, past
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Work
+from repro.simulate.events import Message, Phase, Wait
 from repro.simulate.memory import Memory, measure
 from repro.simulate.trace import Trace, roles, trace
 from repro.train.step import NativeEngine
@@ -255,3 +256,41 @@ def test_a_stock_module_brings_its_own_operators() -> None:
     module = Tied()
     with pytest.raises(ConfigError, match="kernels = 'softmax': fused: a stock module brings its own"):
         repro.parallelize(module, optimizer_of(module, "adamw"), Layout(kernels="softmax"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, micro_batch=1, global_batch=BATCH),
+        Layout(pp=2, micro_batch=1, global_batch=BATCH, schedule="gpipe"),
+        Layout(pp=2, micro_batch=1, global_batch=BATCH, schedule="interleaved", chunks=2),
+    ],
+    ids=["1f1b", "gpipe", "interleaved"],
+)
+def test_pipelines_that_wait_for_their_messages(two: RankPool, layout: Layout) -> None:
+    """No two stages wait for each other for ever, and the loss is that of one process."""
+    model = Model(name="four", layers=4, hidden=16, heads=2, vocab=32, seq=16)
+    found = two.run(train, tiny(replace(layout, overlap=False), model))
+    expected = train(tiny(Layout(micro_batch=BATCH), model))
+    torch.testing.assert_close(found[-1].loss, expected.loss, rtol=1e-5, atol=0.0)
+
+
+def test_parameters_gathered_before_the_step(two: RankPool) -> None:
+    """The same training; and no forward pass waits for parameters, since a step ends when they are there."""
+    layout = Layout(dp=2, zero=2, micro_batch=2, global_batch=BATCH, bucket_bytes=3000, gather_overlap=False)
+    assert_same(run(two, tiny(layout)), alone(), 1e-5, 1e-5)
+
+    def waits(layout: Layout) -> dict[str, int]:
+        """Phases in which something waits for parameters."""
+        traced = trace(tiny(layout), roles(tiny(layout))[0])
+        gathers = {e.work for e in traced.events if isinstance(e, Message) and e.purpose == "parameters"}
+        found: Counter[str] = Counter()
+        for event in traced.events[: traced.step_stop]:
+            if isinstance(event, Phase):
+                phase = event.name
+            elif isinstance(event, Wait) and event.work in gathers:
+                found[phase] += 1
+        return dict(found)
+
+    assert set(waits(layout)) == {"init", "optimizer"}
+    assert set(waits(replace(layout, gather_overlap=True))) == {"forward"}
