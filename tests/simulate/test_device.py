@@ -1,0 +1,124 @@
+"""Seconds of one operator: what no device can beat, and what shapes cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro import models, systems
+from repro.config import ConfigError
+from repro.config.timing import OperatorRate, Provenance
+from repro.simulate import software
+from repro.simulate.device import DeviceCost, product_sizes
+from repro.simulate.events import Operator
+
+V100 = systems.load("dgx2")
+PEAK = 125e12
+
+
+def product(m: int, n: int, k: int, batch: int = 0, name: str = "aten.mm") -> Operator:
+    left, right = (m, k), (k, n)
+    if batch:
+        left, right, name = (batch, m, k), (batch, k, n), "aten.bmm"  # type: ignore[assignment]
+    many = max(batch, 1)
+    return Operator(
+        name, 2 * many * m * n * k, 2 * many * (m * k + k * n), 2 * many * m * n, (left, right), 2
+    )
+
+
+sizes = st.integers(1, 512).map(lambda n: 8 * n)
+
+
+@given(m=sizes, n=sizes, k=sizes, batch=st.sampled_from([0, 4, 32]))
+def test_no_product_beats_arithmetic_or_bandwidth(m: int, n: int, k: int, batch: int) -> None:
+    operator = product(m, n, k, batch)
+    seconds = DeviceCost(V100, "fp16").seconds(operator)
+    assert seconds >= operator.flops / (PEAK * V100.timing.matmul_efficiency) * (1 - 1e-12)
+    assert seconds >= (operator.read + operator.written) / 900e9
+    assert seconds >= V100.timing.kernel_s
+
+
+@given(m=sizes, n=sizes, k=sizes, factor=st.integers(2, 4))
+def test_more_of_a_product_is_not_faster(m: int, n: int, k: int, factor: int) -> None:
+    cost = DeviceCost(V100, "fp16")
+    once = cost.seconds(product(m, n, k))
+    for larger in (product(factor * m, n, k), product(m, factor * n, k), product(m, n, factor * k)):
+        assert cost.seconds(larger) >= once * (1 - 1e-12)
+
+
+def test_large_products_reach_the_device_s_efficiency() -> None:
+    operator = product(8192, 8192, 8192)
+    rate = operator.flops / DeviceCost(V100, "fp16").seconds(operator)
+    assert 0.95 < rate / (PEAK * V100.timing.matmul_efficiency) <= 1
+
+
+def test_what_a_shape_costs() -> None:
+    """Rates fall with few tiles, with a partly empty wave, a short K, and sizes that tensor cores do not take."""
+    cost = DeviceCost(V100, "fp16")
+
+    def rate(operator: Operator) -> float:
+        return operator.flops / cost.seconds(operator)
+
+    whole = rate(product(8192, 4096, 4096))
+    assert rate(product(128, 128, 1024)) < whole / 2
+    assert rate(product(8192, 4096, 64)) < whole / 2
+    assert rate(product(4096, 238, 3808)) < rate(product(4096, 240, 3808)) / 2
+    # 80 multiprocessors: 5 x 16 tiles of 256 x 128 are one wave, one more row of tiles takes a second.
+    assert rate(product(256 * 5, 128 * 16, 4096)) > 1.2 * rate(product(256 * 6, 128 * 16, 4096))
+
+
+def test_where_the_operands_of_a_product_are() -> None:
+    added = Operator("aten.addmm", 1, 1, 1, ((32,), (16, 8), (8, 32)), 2)
+    assert product_sizes(added) == (1, 16, 32, 8)
+    batched = Operator("aten.baddbmm", 1, 1, 1, ((4, 16, 32), (4, 16, 8), (4, 8, 32)), 2)
+    assert product_sizes(batched) == (4, 16, 32, 8)
+
+
+def test_what_moves_bytes_takes_the_bandwidth() -> None:
+    cost = DeviceCost(V100, "fp16")
+    operator = Operator("aten.add", 0, 10**9, 10**9, (), 2)
+    assert cost.seconds(operator) == pytest.approx(2e9 / (900e9 * V100.timing.memory_efficiency))
+    rows = Operator("aten.embedding", 0, 10**9, 10**6, (), 2)  # reads what it returns, not the table
+    assert cost.seconds(rows) < cost.seconds(operator) / 100
+
+
+def test_measured_rates_win() -> None:
+    rates = {
+        "matmul": OperatorRate(fixed_s=1e-6, per_flop_s=1e-12),
+        "elementwise": OperatorRate(fixed_s=2e-6, per_byte_s=1e-9),
+        "repro.adamw_": OperatorRate(fixed_s=3e-6),
+    }
+    provenance = Provenance(date="2026-01-01", torch="2", ranks=1, repeats=1)
+    system = replace(V100, device=replace(V100.device, operators=rates), provenance=provenance)
+    cost = DeviceCost(system, "fp32")
+    assert cost.seconds(product(8, 8, 8)) == pytest.approx(1e-6 + 1024e-12)
+    assert cost.seconds(Operator("aten.add", 0, 100, 100, (), 4)) == pytest.approx(2e-6 + 200e-9)
+    assert cost.seconds(Operator("repro.adamw_", 5, 100, 100, (), 4)) == pytest.approx(3e-6)
+
+
+def test_what_is_unknown_is_said() -> None:
+    with pytest.raises(ConfigError, match="bf16"):
+        DeviceCost(V100, "bf16")
+
+
+@pytest.mark.parametrize("generation", software.generations(), ids=lambda generation: generation.name)
+def test_a_generation_s_point_is_met_by_its_factor(generation: software.Generation) -> None:
+    """The whole model, traced in full, takes what was published: the factor comes from two shallow ones."""
+    from repro.config import Experiment
+    from repro.simulate.predict import predict
+
+    model = models.load(generation.model)
+    experiment = Experiment(
+        name="point",
+        model=model,
+        layout=generation.layout(),
+        training=software.DROPOUT,
+        system=generation.system,
+    )
+    found = predict(experiment, systems.load(generation.system))
+    assert found.generation is generation
+    assert found.flops_per_device == pytest.approx(generation.flops_per_device, rel=5e-3)
+    assert 0.5 < found.factor < 2
