@@ -187,12 +187,19 @@ def plan(
             "--map", help="Draw tp against pp of one strategy; --memory-limit may be several: 40GB,80GB."
         ),
     ] = False,
+    tokens: Annotated[
+        float, typer.Option(help="Of a whole training: how long it takes.", metavar="N", show_default=False)
+    ] = 0.0,
+    price_per_gpu_hour: Annotated[
+        float, typer.Option(help="What training on --tokens costs.", metavar="PRICE", show_default=False)
+    ] = 0.0,
     json: Json = False,
 ) -> int:
-    """List every sensible layout: does it fit, memory, traffic; best first.  Options fix what is varied."""
+    """List every sensible layout: does it fit, and how long is a step; best first.  Options fix what is varied."""
     from repro.simulate.command import plan as command
 
-    return command(model, system, gpus, layout, seq, memory_limit, expandable, json, as_map)
+    price = price_per_gpu_hour
+    return command(model, system, gpus, layout, seq, memory_limit, expandable, json, as_map, tokens, price)
 
 
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from repro.simulate.fit import Question
     from repro.simulate.layouts import Request
+    from repro.simulate.plan import Plan
     from repro.simulate.rows import Row
 
 SHOWN = 12
@@ -87,13 +88,14 @@ def _tried(console: Console, document: dict[str, Any]) -> None:
     console.print(f"\nTried {unit}: {tried}; {how}.")
 
 
-def show_plan(request: Request, rows: Sequence[Row], traces: int) -> None:
+def show_plan(request: Request, plan: Plan) -> None:
     """Print the first layouts, and what rules the others out."""
     from rich.console import Console
 
-    from repro.simulate.rows import OK, RULE, UNDECIDED, unknown
+    from repro.simulate.rows import NO_TIMES, OK, RULE, UNDECIDED, unknown
 
     console = Console(highlight=False)
+    rows = plan.rows
     system, fits = request.system, [row for row in rows if row.outcome == OK]
     close = [row for row in rows if row.outcome == UNDECIDED]
     console.print(
@@ -102,53 +104,79 @@ def show_plan(request: Request, rows: Sequence[Row], traces: int) -> None:
     )
     undecided = f", {len(close)} too close to tell" if close else ""
     console.print(
-        f"{len(fits)} of {len(rows)} layouts fit {gb(request.allocatable)} GB{undecided}; {traces} traces\n"
+        f"{len(fits)} of {len(rows)} layouts fit {gb(request.allocatable)} GB{undecided}; {plan.traces} traces\n"
     )
     shown = [*fits, *close][:SHOWN]
     if shown:
-        _layouts(console, shown)
-        console.print()
-        text = f"s: {RULE}.  It puts layouts in order and predicts no time.  full: the whole step was traced; shallow: "
-        text += (
-            "live bytes and traffic of a few layers, extended in a straight line (reserved bytes are not)."
-        )
-        missing = unknown(request, rows[0].layout.precision)
-        if missing:
-            text += f"  Not known, and counted as no time: {', '.join(missing)}."
-        console.print(textwrap.fill(text, console.width), markup=False)
+        _layouts(console, request, shown, timed=not plan.no_time)
+        text = f"s: {NO_TIMES if plan.no_time else RULE}.  *: the whole step was traced, GB are reserved; else live "
+        text += "bytes, traffic and time of a few layers, extended in straight lines"
+        text += "; ?: too close to the limit to tell." if any(row in close for row in shown) else "."
+        if plan.no_time:
+            text += f"  No times: {plan.no_time}."
+            missing = unknown(request, rows[0].layout.precision)
+            text += f"  Counted as no time: {', '.join(missing)}." if missing else ""
+        console.print(textwrap.fill(text, console.width), style="dim", markup=False)
     else:
         console.print("[bold red]No layout fits.[/]")
     _ruled_out(console, [row for row in rows if row.outcome not in (OK, UNDECIDED)])
 
 
-def _layouts(console: Console, rows: Sequence[Row]) -> None:
-    numbers = ("live\nGB", "reserved\nGB", "inside\nGB", "between\nGB", "bubble", "s")
-    made = table("tp x pp x dp", "ZeRO", "mb", "also", *numbers, "", left=4, gap=1)
+def _layouts(console: Console, request: Request, rows: Sequence[Row], *, timed: bool) -> None:
+    from repro.simulate.rows import FULL, OK, training
+
+    trained = timed and request.tokens > 0
+    columns = ["GB\na GPU", "step\ns"]
+    if timed:
+        columns += ["TFLOP/s\na GPU", "samples\n/s", "waits\n%", "bubble\n%"]
+    else:
+        columns += ["inside\nGB", "between\nGB", "bubble\n%"]
+    if trained:
+        columns.remove("samples\n/s")
+        columns += ["trained\nin days"]
+        columns += ["for\nmillions"] if request.price_per_gpu_hour else []
+    made = table("tp x pp x dp", "ZeRO", "mb", "also", *columns, left=4, gap=1)
     made.columns[1].justify = made.columns[2].justify = "right"
-    made.columns[-1].justify = "left"
     for row in rows:
-        layout, links = row.layout, row.comm.get("bytes_by_link", {})
+        layout, time = row.layout, row.time
         extra = {"recompute": "rc", "sp": "sp", "pa": "pa"}
-        between = links.get("inter-node", 0)
+        size = row.memory.get("reserved_bytes") if row.evidence == FULL else None
+        mark = "*" if row.evidence == FULL else " " if row.outcome == OK else "?"
+        cells = [gb(size or row.memory["peak_bytes"]) + mark]
+        if timed:
+            step = time["step_s"]
+            cells += [f"{step:.3g}" if step < 1 else f"{step:.2f}", f"{time['flops_per_device'] / 1e12:.1f}"]
+            cells += [] if trained else [f"{time['samples_per_s']:.4g}"]
+            cells += [f"{100 * time[key] / step:.1f}" for key in ("exposed_s", "bubble_s")]
+        else:
+            links = row.comm.get("bytes_by_link", {})
+            between = links.get("inter-node", 0)
+            cells += [f"{row.ideal_s:.2f}" if row.ideal_s is not None else "-"]
+            cells += [gb(sum(links.values()) - between), gb(between)]
+            cells += [f"{100 * row.bubble:.0f}" if layout.pp > 1 else "-"]
+        if trained:
+            whole = training(request, row) or {}
+            cells += [f"{whole['days']:,.1f}"]
+            cells += [f"{whole['cost'] / 1e6:,.3g}"] if "cost" in whole else []
         made.add_row(
             f"{layout.tp} x {layout.pp} x {layout.dp}",
             str(layout.zero),
             str(layout.micro_batch),
             " ".join(short for key, short in extra.items() if getattr(layout, key)),
-            gb(row.memory["peak_bytes"]),
-            gb(row.memory.get("reserved_bytes")),
-            gb(sum(links.values()) - between),
-            gb(between),
-            f"{100 * row.bubble:.0f} %" if layout.pp > 1 else "-",
-            f"{row.ideal_s:.2f}" if row.ideal_s is not None else "-",
-            row.evidence if row.outcome == "ok" else "close",
+            *cells,
         )
     console.print(made)
     words = (
-        "mb: micro-batch; rc: recomputation; sp: sequence parallelism; pa: P_a; live and reserved: on the fullest "
-        "rank; inside a node and between nodes: sent by the busiest rank in a step; s: see below"
+        "\nmb: micro-batch; rc: recomputation; sp: sequence parallelism; pa: P_a; GB: on the fullest rank; "
     )
-    console.print(textwrap.fill(words, console.width), style="dim", markup=False)
+    if timed:
+        words += (
+            "waits: for communication that nothing hides, part of the step of the slowest stage; bubble: for "
+        )
+        words += "other stages, likewise"
+    else:
+        words += "inside a node and between nodes: sent by the busiest rank in a step; bubble: of the time it computes"
+    console.print("\n" + textwrap.fill(words.strip(), console.width), style="dim", markup=False)
 
 
 def _ruled_out(console: Console, rows: Sequence[Row]) -> None:

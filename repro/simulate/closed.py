@@ -16,7 +16,7 @@ from repro.models.states import K
 
 STATES = ("parameters", "gradients", "optimizer")
 """The categories of model states, as :mod:`repro.parallel.storage` (which needs torch) calls them."""
-FIRST, LAST, ALL = "first", "last", "all"
+FIRST, MIDDLE, LAST, ALL = "first", "middle", "last", "all"
 
 
 def state_bytes(parameters: float, layout: Layout) -> dict[str, float]:

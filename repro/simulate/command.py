@@ -108,6 +108,8 @@ def plan(
     expandable: bool,
     json: bool,
     as_map: bool = False,
+    tokens: float = 0.0,
+    price_per_gpu_hour: float = 0.0,
 ) -> int:
     """List every sensible layout, best first, or draw tp against pp; 1 if none fits."""
     from repro.simulate import layouts
@@ -117,10 +119,15 @@ def plan(
     require(sizes.architecture == "gpt", "--model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "--gpus", gpus, "a whole number of at least 1")
     require(_training(seq).seq <= sizes.seq, "--seq", seq, f"at most the model's {sizes.seq} positions")
+    require(0 <= tokens < 1e18, "--tokens", tokens, "a number of tokens")
+    price = price_per_gpu_hour
+    require(0 <= price < 1e9, "--price-per-gpu-hour", price, "a price")
+    require(not price or tokens > 0, "--tokens", tokens, "how much to train, with --price-per-gpu-hour")
+    require(not (as_map and tokens), "--tokens", tokens, "left out with --map, which predicts no time")
     given = memory_limit.split(",")
     require(as_map or len(given) == 1, "--memory-limit", memory_limit, "one size; --map takes several")
     limits = sorted({options.limit_of(on, options.size(text)) for text in given})
-    request = layouts.Request(sizes, on, gpus, limits[0], seq or sizes.seq, layout, expandable)
+    request = layouts.Request(sizes, on, gpus, limits[0], seq or sizes.seq, layout, expandable, tokens, price)
     if as_map:
         return _map(request, limits, json)
     count = len(layouts.candidates(request))
@@ -132,12 +139,12 @@ def plan(
     from repro.simulate.workers import Workers
 
     with Workers() as workers:
-        rows, traces = run(request, workers)
+        found = run(request, workers)
     if json:
-        print(jsonlib.dumps([document(request, row) for row in rows]))
+        print(jsonlib.dumps([document(request, row) for row in found.rows]))
     else:
-        show_plan(request, rows, traces)
-    return 0 if any(row.outcome == OK for row in rows) else 1
+        show_plan(request, found)
+    return 0 if any(row.outcome == OK for row in found.rows) else 1
 
 
 def _map(request: Any, limits: list[int], json: bool) -> int:

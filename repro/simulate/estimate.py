@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from repro.config import Layout, Model
 from repro.config.system import System
 from repro.parallel.ledger import RING_PASSES, SEND
-from repro.simulate.closed import FIRST, LAST, state_bytes
+from repro.simulate.closed import LAST, MIDDLE, state_bytes
 from repro.simulate.placement import Placement
 from repro.simulate.shallow import KEPT, WEIGHTS, Family, Profile, Row, kept
 
 ONCE = ("init", "optimizer")
 """Phases in which no activations are alive."""
 HOST = "host"
-MIDDLE = "middle"
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ def memory(model: Model, layout: Layout, families: dict[str, Family]) -> dict[st
     return {
         name: _role(layout, layers, kept(layout, layout.pp - 1 if name == LAST else 0), family)
         for name, family in families.items()
+        if name != MIDDLE
     }
 
 
@@ -132,15 +132,17 @@ def _at(
 def traffic(model: Model, layout: Layout, families: dict[str, Family], system: System) -> dict[str, Sent]:
     """What one rank of each role sends in a step; ``middle`` is there with more than two stages."""
     layers = model.layers // (layout.pp * layout.chunks)
-    payloads = {name: _payloads(layout, layers, family) for name, family in families.items()}
-    if layout.pp > 2:
-        payloads[MIDDLE] = _between(layout, layers, families)
+    payloads = {
+        name: _payloads(layout, layers, family)
+        for name, family in families.items()
+        if name != MIDDLE or layout.pp > 2
+    }
     placement = Placement(layout, system)
     dp = next(iter(families.values())).base.layout.dp
     return {name: _sent(layout, rows, placement, name, dp) for name, rows in payloads.items()}
 
 
-def _payloads(layout: Layout, layers: int, family: Family, *, layers_only: bool = False) -> dict[Row, float]:
+def _payloads(layout: Layout, layers: int, family: Family) -> dict[Row, float]:
     base, further = family.base, layout.accumulation - family.base.micro_batches
     found = {}
     for row in base.rows:
@@ -148,8 +150,7 @@ def _payloads(layout: Layout, layers: int, family: Family, *, layers_only: bool 
         for i in range(2):
             at = [profile.rows.get(row, (0, 0))[i] for profile in (base, family.deeper, family.wider)]
             per_step = at[1] - at[0]
-            first = 0.0 if layers_only else at[0] - per_step * base.layers / _step(family)
-            value = first + per_step * layers / _step(family)
+            value = at[0] + per_step * (layers - base.layers) / _step(family)
             grows = at[2] / at[0] - 1 if at[0] else 0.0
             values.append(value * (1 + grows * _wider(family, layout.micro_batch)))
         found[row] = values[0] + further * values[1]
@@ -158,18 +159,6 @@ def _payloads(layout: Layout, layers: int, family: Family, *, layers_only: bool 
 
 def _step(family: Family) -> int:
     return family.deeper.layers - family.base.layers
-
-
-def _between(layout: Layout, layers: int, families: dict[str, Family]) -> dict[Row, float]:
-    """A middle stage: activations as the first stage sends, gradients as the last, else what layers send."""
-    first, last = (_payloads(layout, layers, families[name]) for name in (FIRST, LAST))
-    found = _payloads(layout, layers, families[FIRST], layers_only=True)
-    found = {row: size for row, size in found.items() if row[1] not in ("pp", "embedding")}
-    for rows in (first, last):
-        for row, size in rows.items():
-            if row[0] == SEND:
-                found[row] = max(found.get(row, 0.0), size)
-    return found
 
 
 def _sent(layout: Layout, rows: dict[Row, float], placement: Placement, role: str, dp: int) -> Sent:

@@ -29,6 +29,10 @@ class Request:
     given: dict[str, Any] = field(default_factory=dict)
     """Keys of the layout that are fixed."""
     expandable: bool = False
+    tokens: float = 0.0
+    """Of a whole training, to say how long it takes; 0: not asked."""
+    price_per_gpu_hour: float = 0.0
+    """In any currency; 0: not asked."""
 
     @property
     def allocatable(self) -> int:

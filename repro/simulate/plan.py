@@ -3,8 +3,11 @@
 Three kinds of answers, cheapest first, and each row says which it is:
 
     states     the model states alone, in closed form, are more than a device has: nothing is traced
-    shallow    live bytes and traffic from shallow traces (:mod:`repro.simulate.estimate`)
-    full       the whole step was traced and its allocations replayed (:mod:`repro.simulate.step`)
+    shallow    live bytes, traffic and time from shallow traces (:mod:`repro.simulate.estimate`, ``steptime``)
+    full       the whole step was traced, its allocations replayed, its events scheduled (:mod:`repro.simulate.step`)
+
+Seconds are predicted for what fits, or may.  Where the system lacks the numbers for that (``no_time``), the least
+time at peak rates comes first instead.
 
 What the allocator reserves beyond live bytes decides where these are within :data:`MARGIN` of the limit: such
 rows are traced in full, and so are the first ones of the plan.
@@ -13,14 +16,14 @@ rows are traced in full, and so are the first ones of the plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
 from repro.simulate import estimate
 from repro.simulate.closed import ruled_out, stage_parameters, state_bytes
 from repro.simulate.layouts import Request, candidates
-from repro.simulate.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, ideal_s, order
+from repro.simulate.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, ideal_s, order, speed
 from repro.simulate.shallow import Family, family_of, trace_family
 from repro.simulate.terms import TERMS, binding
 from repro.simulate.workers import Workers
@@ -30,9 +33,9 @@ MARGIN = 1.12
 SEGMENTS = 40 * 2**20
 """... and what it may leave unused in its last segments (:mod:`repro.simulate.pools`)."""
 CONFIRMED = 3
-"""So many of the first rows are traced in full ..."""
+"""So many of the first rows are traced in full, with those before them that may not fit ..."""
 MOST_FULL = 8
-"""... and with those that are undecided at most so many; the rest stays undecided."""
+"""... and at most so many in all; the rest stays undecided."""
 
 
 class Planner:
@@ -43,6 +46,8 @@ class Planner:
         self.traces = 0
         self._families: dict[Layout, tuple[int, int, dict[str, Family]]] = {}
         """With the smallest and the largest micro-batch that they are good for."""
+        self.no_time = ""
+        """Why times cannot be predicted."""
 
     def rows(self, layouts: Sequence[Layout]) -> list[Row]:
         """``states`` and ``shallow`` answers."""
@@ -51,10 +56,31 @@ class Planner:
         self._trace(open_ones)
         return [row or self._shallow(layout) for layout, row in found.items()]
 
+    def time(self, rows: Sequence[Row]) -> None:
+        """Predict the step of every row that may fit, from the traces that its layout shares."""
+        from repro.simulate.steptime import family_times
+
+        by_family: dict[Layout, list[Row]] = {}
+        for row in rows:
+            if row.evidence == SHALLOW and row.outcome != OOM and not self.no_time:
+                by_family.setdefault(family_of(row.layout), []).append(row)
+        request = self.request
+        tasks = [
+            (request.model, request.seq, request.system, [row.layout for row in some], self._families[key][2])
+            for key, some in by_family.items()
+        ]
+        made = self.workers.map(family_times, tasks)
+        for some, found in zip(by_family.values(), made, strict=True):
+            for row, answer in zip(some, found, strict=True):
+                if isinstance(answer, str):
+                    self.no_time = answer
+                else:
+                    row.time = answer
+
     def full(self, rows: Sequence[Row]) -> list[Row]:
         """The same rows from full traces."""
         request = self.request
-        tasks = [(request, row.layout) for row in rows]
+        tasks = [(request, row.layout, not self.no_time) for row in rows]
         self.traces += sum(min(3, row.layout.pp) for row in rows)
         return self.workers.map(_full, tasks)
 
@@ -129,8 +155,19 @@ class Planner:
         return row
 
 
-def plan(request: Request, workers: Workers) -> tuple[list[Row], int]:
-    """All sensible layouts, best first, and the number of traces made.  Raises ``ConfigError`` if none exists."""
+@dataclass
+class Plan:
+    """All layouts, best first."""
+
+    rows: list[Row]
+    traces: int
+    """That were made."""
+    no_time: str
+    """Why rows have no times; empty if they do."""
+
+
+def plan(request: Request, workers: Workers) -> Plan:
+    """All sensible layouts, best first.  Raises ``ConfigError`` if there are none."""
     if request.system.device.peak_flops:
         precision = candidates(request)[0].precision
         try:
@@ -140,18 +177,24 @@ def plan(request: Request, workers: Workers) -> tuple[list[Row], int]:
     planner = Planner(request, workers)
     rows = planner.rows(candidates(request))
     rows += planner.rows(_partitioned(request, rows))
+    planner.time(rows)
     full: dict[Layout, Row] = {}
+    if planner.no_time:
+        for row in rows:
+            row.time = {}
     while len(full) < MOST_FULL:
         rows = sorted((full.get(row.layout, row) for row in rows), key=order)
-        first = [row for row in rows if row.outcome == OK][:CONFIRMED]
-        close = [row for row in rows if row.outcome == UNDECIDED]
-        wanted = [row for row in (*first, *close) if row.evidence != FULL][: MOST_FULL - len(full)]
+        fits = [row for row in rows if row.outcome == OK]
+        # What may not fit matters if it would be among the first.
+        first = sorted((row for row in rows if row.outcome != OOM), key=speed)
+        enough = first.index(fits[CONFIRMED - 1]) if len(fits) >= CONFIRMED else len(first)
+        wanted = [row for row in first[: enough + 1] if row.evidence != FULL][: MOST_FULL - len(full)]
         if not wanted:
             break
         # A few at a time: what turns out to fit, or not to, changes which come first.
         full.update((row.layout, row) for row in planner.full(wanted[: max(CONFIRMED, workers.count)]))
     rows = sorted((full.get(row.layout, row) for row in rows), key=order)
-    return rows, planner.traces
+    return Plan(rows, planner.traces, planner.no_time)
 
 
 def _partitioned(request: Request, rows: Iterable[Row]) -> list[Layout]:
@@ -169,8 +212,8 @@ def _partitioned(request: Request, rows: Iterable[Row]) -> list[Layout]:
     ]
 
 
-def _full(request: Request, layout: Layout) -> Row:
-    """A row from a full trace; runs in a worker."""
+def _full(request: Request, layout: Layout, time: bool) -> Row:
+    """A row from a full trace; runs in a worker.  ``time``: predict the step's seconds as well."""
     from repro.simulate.shallow import freeze
     from repro.simulate.step import simulate
 
@@ -180,6 +223,7 @@ def _full(request: Request, layout: Layout) -> Row:
         request.system,
         memory_limit=request.limit,
         expandable=request.expandable,
+        time=time,
     )
     document = found.as_dict()
     ideal = 0.0
@@ -190,6 +234,7 @@ def _full(request: Request, layout: Layout) -> Row:
         ideal = max(ideal, ideal_s(request, layout, by_link))
     row = Row(layout, found.outcome, FULL, document["memory"], document["comm"], ideal)
     row.trace_seconds = document["trace_seconds"]
+    row.time = document["time"] or {} if found.outcome == OK else {}
     if found.outcome == OOM:
         row.ruled_out_by = binding(found.fullest.memory.by_category)
         error = found.fullest.replay.out_of_memory

@@ -26,6 +26,9 @@ class Row:
     comm: dict[str, Any] = field(default_factory=dict)
     ideal_s: float | None = None
     """Seconds of a step at the devices' and the links' peak, nothing overlapped: an order, not a prediction."""
+    time: dict[str, Any] = field(default_factory=dict)
+    """The predicted step, as :meth:`repro.simulate.predict.Prediction.as_dict` has it; empty where the system lacks
+    numbers for it, or nothing was traced."""
     ruled_out_by: str = ""
     """The term that rules it out: model states, activations, ... or fragmentation."""
     reason: str = ""
@@ -38,26 +41,39 @@ class Row:
 
 
 def order(row: Row) -> tuple[Any, ...]:
-    """Best first: what fits, then the least :func:`ideal_s`, then what asks for least."""
-    layout = row.layout
+    """Best first: what fits, then the shortest step (without times: the least :func:`ideal_s`), then what asks for
+    least."""
     rank = (OK, UNDECIDED, OOM).index(row.outcome)
+    if row.outcome == OOM:
+        return (rank, row.evidence == STATES, row.memory["peak_bytes"], *_simpler(row.layout))
+    return (rank, *speed(row))
+
+
+def speed(row: Row) -> tuple[Any, ...]:
+    """:func:`order` among what fits."""
     ideal = row.ideal_s if row.ideal_s is not None else float("inf")
     by_link = row.comm.get("bytes_by_link", {})
-    simpler = (layout.recompute, layout.zero, layout.pp, layout.tp, layout.pa, -layout.micro_batch, layout.sp)
-    if row.outcome == OOM:
-        return (rank, row.evidence == STATES, row.memory["peak_bytes"], *simpler)
-    return (rank, ideal, by_link.get("inter-node", 0), sum(by_link.values()), *simpler)
+    seconds = row.time.get("step_s", ideal)
+    return (seconds, by_link.get("inter-node", 0), sum(by_link.values()), *_simpler(row.layout))
 
 
-RULE = (
-    "seconds of a step if arithmetic ran at the devices' peak (recomputation and the pipeline's bubble included) "
-    "and messages at the links' full bandwidth, nothing overlapped; best first means the least of what fits"
-)
+def _simpler(layout: Layout) -> tuple[Any, ...]:
+    """What asks for least."""
+    return (layout.recompute, layout.zero, layout.pp, layout.tp, layout.pa, -layout.micro_batch, layout.sp)
+
+
+RULE = "seconds of a step, predicted from the trace's operators and messages on this system; best first: the least"
 """What :func:`order` does, for people."""
+NO_TIMES = (
+    "seconds of a step if arithmetic ran at the devices' peak (recomputation and the pipeline's bubble included) "
+    "and messages at the links' full bandwidth, nothing overlapped; best first means the least of what fits.  It "
+    "puts layouts in order and predicts no time"
+)
+"""What it does where the system lacks the numbers for times."""
 
 
 def unknown(request: Request, precision: str) -> list[str]:
-    """What the rule would need of the system and nobody knows; it counts as taking no time."""
+    """What :data:`NO_TIMES` would need of the system and nobody knows; it counts as taking no time."""
     system = request.system
     found = []
     if system.device.peak_flops.get(precision) is None or system.device.peak_flops[precision].value is None:
@@ -68,7 +84,7 @@ def unknown(request: Request, precision: str) -> list[str]:
 
 
 def ideal_s(request: Request, layout: Layout, by_link: dict[str, int]) -> float:
-    """Seconds of a step at peak rates (:data:`RULE`); what is unknown takes none."""
+    """Seconds of a step at peak rates (:data:`NO_TIMES`); what is unknown takes none."""
     system, model = request.system, request.model
     bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
     work = flops.hardware_flops(model, request.seq, layout.global_batch, layout.recompute) / layout.world
@@ -78,6 +94,18 @@ def ideal_s(request: Request, layout: Layout, by_link: dict[str, int]) -> float:
         if link in system.links and system.links[link].bandwidth.value is not None:
             seconds += size / system.link_per_device(link)
     return seconds
+
+
+def training(request: Request, row: Row) -> dict[str, float] | None:
+    """What it takes to train on ``request.tokens`` at the predicted speed, and what that costs."""
+    if not row.time or not request.tokens:
+        return None
+    steps = request.tokens / (request.global_batch * request.seq)
+    hours = steps * row.time["step_s"] / 3600
+    found = {"tokens": request.tokens, "steps": steps, "days": hours / 24, "gpu_hours": hours * request.gpus}
+    if request.price_per_gpu_hour:
+        found["cost"] = found["gpu_hours"] * request.price_per_gpu_hour
+    return found
 
 
 def document(request: Request, row: Row) -> dict[str, Any]:
@@ -105,5 +133,7 @@ def document(request: Request, row: Row) -> dict[str, Any]:
         },
         "bubble": row.bubble,
         "ideal_s": row.ideal_s,
+        "time": row.time or None,
+        "training": training(request, row),
         "trace_seconds": row.trace_seconds,
     }

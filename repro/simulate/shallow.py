@@ -11,11 +11,15 @@ import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 from repro.config import Experiment, Layout, Model, Training
 from repro.parallel.schedule import build, in_flight
-from repro.simulate.closed import ALL, FIRST, LAST
-from repro.simulate.events import Alloc, Event, Free, Mark, Message, Phase
+from repro.simulate.closed import ALL, FIRST, LAST, MIDDLE
+from repro.simulate.events import Alloc, Event, Free, Mark, Message, Operator, Phase, Wait
+
+if TYPE_CHECKING:
+    from repro.simulate.trace import Trace
 
 KEPT = ("activations", "checkpoints", "host")
 """Categories that hold something for every layer and micro-batch in flight."""
@@ -44,6 +48,8 @@ class Profile:
     """Payload of the messages: of all micro-batches traced, and of one more."""
     micro_batches: int
     """Of these, how many were traced."""
+    timed: Trace
+    """The trace without allocations, and of what came before its step messages only: what seconds follow from."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class Family:
     wider: Profile
     """With the largest micro-batch of the family (or ``base``)."""
     longer: Profile
-    """With more micro-batches in flight (or ``base``)."""
+    """With more micro-batches in flight (or ``base``); of the stages in the middle, whose memory nobody asks for
+    since the first one keeps more, ``base``."""
 
 
 def family_of(layout: Layout) -> Layout:
@@ -103,7 +110,11 @@ def trace_family(
     if layout.pp > 1:
         three = _shallow(layout, 3, narrowest)
         others = [name for name in base if kept(three, _stage(three, name)) != base[name].in_flight]
-        longer |= profiles(three, few, others)
+        longer |= profiles(three, few, [*others, MIDDLE])
+        deeper |= profiles(three, many, [MIDDLE])
+        base[MIDDLE] = wider[MIDDLE] = longer[MIDDLE]
+        if widest > narrowest:
+            wider |= profiles(_shallow(layout, 3, widest), few, [MIDDLE])
     return {name: Family(base[name], deeper[name], wider[name], longer[name]) for name in base}, made
 
 
@@ -133,21 +144,21 @@ def _stage(layout: Layout, name: str) -> int:
 
 
 def _profiles(experiment: Experiment, layers: int, names: Sequence[str]) -> dict[str, Profile]:
-    """By role: ``all``, or ``first`` and ``last``; what lies between them keeps less than the first."""
+    """Those of the roles that have one of ``names``."""
     from repro.simulate.trace import roles, trace
 
     found = {}
     for role in roles(experiment):
-        if role.name in names:
-            found[role.name] = _profile(experiment.layout, layers, role.stage, trace(experiment, role))
+        name = role.name.partition(" (")[0]
+        if name in names:
+            found[name] = _profile(experiment.layout, layers, role.stage, trace(experiment, role))
     return found
 
 
-def _profile(layout: Layout, layers: int, stage: int, traced: object) -> Profile:
+def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> Profile:
     from repro.simulate.memory import measure
-    from repro.simulate.trace import ORDINARY, Trace
+    from repro.simulate.trace import ORDINARY
 
-    assert isinstance(traced, Trace)
     rows: dict[Row, tuple[int, int]] = {}
     ordinary = 0
     for event in traced.step:
@@ -166,7 +177,21 @@ def _profile(layout: Layout, layers: int, stage: int, traced: object) -> Profile
         most=measure(traced.events).most,
         rows=rows,
         micro_batches=traced.layout.accumulation,
+        timed=_timed(traced),
     )
+
+
+def _timed(traced: Trace) -> Trace:
+    """``traced`` without what takes no time.  Equal events are one object, which makes it small to send."""
+    known: dict[Event, Event] = {}
+    before = [e for e in traced.events[: traced.step_start] if isinstance(e, Message)]
+    step = [
+        known.setdefault(event, event)
+        for event in traced.events[traced.step_start : traced.step_stop]
+        if isinstance(event, (Operator, Message, Wait, Phase))
+    ]
+    events = [*before, *step]
+    return replace(traced, events=events, step_start=len(before), step_stop=len(events))
 
 
 def _moments(events: Iterable[Event]) -> dict[str, tuple[dict[str, int], ...]]:
@@ -216,6 +241,6 @@ def freeze() -> None:
     """Once a process: what is imported by now is not looked through by the collector that every trace runs."""
     from repro.simulate import trace
 
-    assert trace
+    trace.load()
     gc.collect()
     gc.freeze()

@@ -110,7 +110,7 @@ def trace(
     ``gloo``: count the receive buffers that gloo's transport needs, for comparison with runs on CPUs.
     ``recorder``: a new one that keeps more than events.
     """
-    _load()
+    load()
     began = time.perf_counter()
     whole = experiment.layout.accumulation
     layout = shortened(experiment.layout, role.stage)
@@ -162,7 +162,7 @@ def trace(
 
 
 @cache
-def _load() -> None:
+def load() -> None:
     """Import now what torch's shape functions import when first called, which would keep tensors alive."""
     import torch._dynamo  # noqa: F401
 

@@ -127,9 +127,15 @@ def test_plan_json_and_page(capsys: pytest.CaptureFixture[str], tiny_model: str)
     assert found[0]["outcome"] == "ok"
     assert found[0]["evidence"] == "full"
     assert {row["layout"]["zero"] for row in found} == {1}
+    assert {"step_s", "samples_per_s", "flops_per_device", "exposed_s", "bubble_s"} <= set(found[0]["time"])
     code, out = run(capsys, *asked)
     assert code == 0
-    for words in ("layouts fit", "nothing overlapped", "full", "tp x pp x dp"):
+    for words in ("layouts fit", "TFLOP/s", "samples", "bubble", "predicted", "tp x pp x dp"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 80
+    code, out = run(capsys, *asked, "--tokens", "1e9", "--price-per-gpu-hour", "2.5")
+    assert code == 0
+    for words in ("trained", "in days", "millions"):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80
 
@@ -172,6 +178,9 @@ BAD = [
     ["plan", "--model", "gpt2-1.5b", "--system", "yuan", "--gpus", "8"],
     ["plan", *GPT2, "--gpus", "8", "--precision", "bf16"],
     ["plan", *GPT2, "--gpus", "8", "--tp", "3"],
+    ["plan", *GPT2, "--gpus", "8", "--price-per-gpu-hour", "2"],
+    ["plan", *GPT2, "--gpus", "8", "--tokens", "-1"],
+    ["plan", *GPT2, "--gpus", "8", "--map", "--tokens", "1e9"],
     ["plan", *GPT2, "--gpus", "8", "--global-batch", "3"],
 ]  # fmt: skip
 

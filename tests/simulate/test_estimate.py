@@ -31,7 +31,7 @@ def test_estimates_are_full_traces(name: str) -> None:
     layout = LAYOUTS[name]
     system = systems.load("dgx1-v100-16gb")
     families, traces = trace_family(MODEL, MODEL.seq, family_of(layout), 1, 4)
-    assert traces <= 8
+    assert traces <= 11
     roles = estimate.memory(MODEL, layout, families)
     sent = estimate.traffic(MODEL, layout, families, system)
     full = simulate(Experiment(name="x", model=MODEL, layout=layout), system)

@@ -80,8 +80,10 @@ def test_no_layout_at_all(given: dict[str, Any], gpus: int, message: str) -> Non
 def test_a_plan() -> None:
     asked = request(4, 100_000_000, SMALL, global_batch=8, micro_batch=2, sp=False, recompute=False)
     with Workers(1) as workers:
-        rows, traces = plan(asked, workers)
-    assert traces > 0
+        found = plan(asked, workers)
+    rows = found.rows
+    assert found.traces > 0
+    assert not found.no_time
     assert [order(row) for row in rows] == sorted(order(row) for row in rows)
     outcomes = [row.outcome for row in rows]
     assert outcomes == sorted(outcomes, key=(OK, UNDECIDED, OOM).index)
@@ -96,7 +98,14 @@ def test_a_plan() -> None:
             assert states > asked.allocatable
         if row.outcome == OOM and row.evidence == SHALLOW:
             assert row.memory["peak_bytes"] > asked.allocatable
-    described = document(asked, rows[0])
+    for row in rows:
+        assert bool(row.time) == (row.outcome != OOM)
+    seconds = [row.time["step_s"] for row in fits]
+    assert seconds == sorted(seconds)
+    described = document(replace(asked, tokens=1e9, price_per_gpu_hour=2.0), rows[0])
+    trained, speed = described["training"], 8 * 64 / seconds[0]
+    assert trained["days"] == pytest.approx(1e9 / speed / 86400)
+    assert trained["cost"] == pytest.approx(2 * 4 * 24 * trained["days"])
     assert described["params"] > 0
     assert {"peak_bytes", "reserved_bytes", "by_category", "by_role"} <= set(described["memory"])
     assert {"bytes_by_group", "bytes_by_link"} <= set(described["comm"])
@@ -109,20 +118,24 @@ def test_partitioned_checkpoints_are_tried_where_they_help() -> None:
         2, 86_500_000, model, tp=2, pp=1, recompute=True, sp=False, micro_batch=128, global_batch=128
     )
     with Workers(1) as workers:
-        rows, _ = plan(asked, workers)
+        rows = plan(asked, workers).rows
     assert [(row.layout.pa, row.outcome) for row in rows] == [(True, OK), (False, OOM)]
 
 
 def test_nothing_fits() -> None:
     with Workers(1) as workers:
-        rows, traces = plan(request(4, 1_000_000), workers)
-    assert traces == 0
+        found = plan(request(4, 1_000_000), workers)
+    rows = found.rows
+    assert found.traces == 0
     assert {(row.outcome, row.evidence) for row in rows} == {(OOM, STATES)}
     assert {row.ruled_out_by for row in rows} <= {"parameters", "gradients", "optimizer states"}
 
 
 def test_the_order() -> None:
-    """Of what fits, the least time at peak rates; V100: 125 TFLOP/s, DGX-2: 6.25 GB/s each between nodes."""
+    """Of what fits, the shortest step; without times the least at peak rates.
+
+    V100: 125 TFLOP/s, DGX-2: 6.25 GB/s each between nodes.
+    """
     model = models.load("turing-nlg-17b")
     asked = request(256, 32 * 10**9, model, global_batch=512)
     plain = Layout(tp=4, dp=64, zero=1, micro_batch=8, global_batch=512, precision="fp16")
@@ -136,6 +149,21 @@ def test_the_order() -> None:
     fast, slow = (Row(plain, OK, SHALLOW, {"peak_bytes": 1}, {}, s) for s in (1.0, 2.0))
     full = Row(plain, OOM, FULL, {"peak_bytes": 1}, {}, 0.1)
     assert sorted([full, slow, fast], key=order) == [fast, slow, full]
+    fast.time, slow.time = {"step_s": 4.0}, {"step_s": 3.0}
+    assert sorted([full, slow, fast], key=order) == [slow, fast, full]
+
+
+def test_without_numbers_for_times_the_order_is_that_of_peak_rates() -> None:
+    asked = request(2, global_batch=4, micro_batch=1, sp=False, recompute=False)
+    bandwidth = asked.system.device.memory_bandwidth
+    device = replace(asked.system.device, memory_bandwidth=replace(bandwidth, value=None))
+    with Workers(1) as workers:
+        found = plan(replace(asked, system=replace(asked.system, device=device)), workers)
+    assert "memory_bandwidth" in found.no_time
+    ideal = [row.ideal_s for row in found.rows if row.outcome == OK]
+    assert len(ideal) > 3
+    assert ideal == sorted(ideal, key=lambda seconds: seconds or 0.0)
+    assert not any(row.time for row in found.rows)
 
 
 def test_turing_nlg_needs_tp_16_on_1024_gpus_without_zero_and_4_on_256_with_it(
@@ -151,7 +179,7 @@ def test_turing_nlg_needs_tp_16_on_1024_gpus_without_zero_and_4_on_256_with_it(
         for zero, found in outcomes.items():
             for tp in (1, 2, 4, 8, 16)[: 3 if zero else 5]:
                 given = {**fixed, "tp": tp, "zero": zero}
-                (row,), _ = plan(Request(model, system, 64 * tp, limit, model.seq, given), workers)
+                (row,) = plan(Request(model, system, 64 * tp, limit, model.seq, given), workers).rows
                 assert row.layout.dp == 64
                 assert row.outcome == OK or row.evidence == STATES
                 found[tp] = row.outcome

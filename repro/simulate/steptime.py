@@ -1,0 +1,246 @@
+"""Seconds of a step from a family's shallow traces: small schedules, extended along straight lines.
+
+A pipeline of equal stages takes one more turn of its slowest stage for every further micro-batch, and one more
+forward and backward pass for every further stage; each further layer lengthens both alike.  So a few stages,
+micro-batches and layers are scheduled, on the links that the whole layout has, and lines drawn through them:
+T = T0 + (m - m0) dT/dm + (p - p0) dT/dp, of two depths each.  A micro-batch's operators are those of the
+narrowest and the widest traced, with shapes, FLOP and bytes in between, so that products keep their own tiles
+and waves.  Within a few percent of what the whole step's schedule says (tests/simulate/test_steptime.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from repro.config import Experiment, Layout, Model, Training
+from repro.config.errors import ConfigError
+from repro.config.system import System
+from repro.models import flops
+from repro.parallel.schedule import FORWARD, Action
+from repro.simulate import software
+from repro.simulate.closed import ALL, FIRST, LAST, MIDDLE
+from repro.simulate.collectives import Network
+from repro.simulate.device import DeviceCost
+from repro.simulate.events import Event, Message, Operator, Phase
+from repro.simulate.predict import Prediction
+from repro.simulate.program import Program, program
+from repro.simulate.shallow import Family
+from repro.simulate.timeline import schedule
+from repro.simulate.trace import ORDINARY, Trace
+from repro.simulate.widen import widened
+
+STAGES = 6
+"""A deeper pipeline is scheduled with so many stages and one more."""
+Point = tuple[int, int]
+"""Stages and micro-batches of a schedule."""
+
+
+class Times:
+    """Predicts layouts of one model and system; keeps what they share."""
+
+    def __init__(self, model: Model, seq: int, system: System):
+        self.model, self.seq, self.system = model, seq, system
+        self._costs: dict[tuple[str, str], tuple[DeviceCost, float]] = {}
+        self._networks: dict[Layout, Network] = {}
+        self._widened: dict[tuple[str, bool, int], Trace] = {}
+        """Of the last family: role, depth, samples."""
+
+    def family(self, layouts: Sequence[Layout], families: dict[str, Family]) -> list[dict[str, Any] | str]:
+        """:meth:`of` each of the ``layouts`` of one family, or what is not known of the system that it takes."""
+        found: list[dict[str, Any] | str] = []
+        self._widened.clear()
+        for layout in layouts:
+            try:
+                found.append(self.of(layout, families))
+            except ConfigError as error:
+                found.append(str(error))
+        return found
+
+    def of(self, layout: Layout, families: dict[str, Family]) -> dict[str, Any]:
+        """As :meth:`repro.simulate.predict.Prediction.as_dict`; ``ConfigError`` if numbers are missing."""
+        layers = self.model.layers // (layout.pp * layout.chunks)
+        base = next(iter(families.values()))
+        few, many = base.base.layers, base.deeper.layers
+        part = (layers - few) / (many - few)
+        found: list[tuple[float, dict[str, Any]]] = []
+        for deep, weight in ((False, 1 - part), (True, part)):
+            if weight:
+                programs = self._programs(layout, families, deep)
+                found += [
+                    (weight * share, self._scheduled(layout, point, programs))
+                    for point, share in points(layout).items()
+                ]
+        return self._sum(layout, found)
+
+    def _cost(self, layout: Layout) -> tuple[DeviceCost, float]:
+        key = layout.precision, layout.kernels
+        if key not in self._costs:
+            generation = software.generation_of(layout.kernels, self.system)
+            factor = software.factor(generation) if generation is not None else 1.0
+            self._costs[key] = DeviceCost(self.system, layout.precision, factor), factor
+        return self._costs[key]
+
+    def _network(self, layout: Layout, stages: int) -> Network:
+        """The links as the groups of ``layout`` with ``stages`` stages use them."""
+        groups = Layout(tp=layout.tp, dp=layout.dp, pp=stages, order=layout.order)
+        if groups not in self._networks:
+            self._networks[groups] = _Shared(self.system, groups)
+        return self._networks[groups]
+
+    def _programs(self, layout: Layout, families: dict[str, Family], deep: bool) -> dict[str, Program]:
+        cost, _ = self._cost(layout)
+        network = self._network(layout, min(layout.pp, STAGES))
+        found = {}
+        for name, family in families.items():
+            if name == MIDDLE and layout.pp < 3:
+                continue
+            profile = family.deeper if deep else family.base
+            key = name, deep, layout.micro_batch
+            if key not in self._widened:
+                self._widened[key] = widened(family, profile.timed, layout.micro_batch)
+            traced = self._widened[key]
+            shards = family.base.layout.dp / layout.dp if layout.zero else 1.0
+            traced = replace(traced, events=list(_resharded(traced.events, shards)))
+            found[name] = program(traced, traced.layout.accumulation, cost, _seconds(network, layout, shards))
+        return found
+
+    def _scheduled(self, layout: Layout, point: Point, programs: dict[str, Program]) -> dict[str, Any]:
+        stages, micro_batches = point
+        small = _with(layout, stages, micro_batches)
+        by_stage = [programs[name] for name in _names(stages)]
+        network = self._network(layout, stages)
+        timeline = schedule(
+            small,
+            [_of(found, micro_batches) for found in by_stage],
+            network,
+            overlap_cost=network.overlap_cost,
+        )
+        sizes = replace(self.model, layers=stages * layout.chunks)
+        experiment = Experiment(
+            name="shallow",
+            model=sizes,
+            layout=small,
+            training=Training(seq=self.seq),
+            system=self.system.name,
+        )
+        return Prediction(experiment, self.system, timeline, [], None, 1.0).as_dict()
+
+    def _sum(self, layout: Layout, parts: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
+        found: dict[str, Any] = dict(parts[0][1])
+        for key, first in parts[0][1].items():
+            if isinstance(first, dict):
+                sums: dict[str, float] = defaultdict(float)
+                for weight, part in parts:
+                    for name, value in part[key].items():
+                        sums[name] += weight * value
+                found[key] = {name: max(0.0, value) for name, value in sums.items()}
+            elif key.endswith("_s"):
+                found[key] = max(0.0, sum(weight * part[key] for weight, part in parts))
+        work = flops.hardware_flops(self.model, self.seq, layout.global_batch, layout.recompute)
+        generation = software.generation_of(layout.kernels, self.system)
+        found["samples_per_s"] = layout.global_batch / found["step_s"]
+        found["flops_per_device"] = work / found["step_s"] / layout.world
+        found["generation"] = generation.name if generation is not None else ""
+        found["factor"] = self._cost(layout)[1]
+        return found
+
+
+_last: list[Times] = []
+
+
+def family_times(
+    model: Model, seq: int, system: System, layouts: Sequence[Layout], families: dict[str, Family]
+) -> list[dict[str, Any] | str]:
+    """:meth:`Times.family`; runs in a worker, which keeps the networks of the layouts before."""
+    if not _last or (_last[0].model, _last[0].seq, _last[0].system) != (model, seq, system):
+        _last[:] = [Times(model, seq, system)]
+    return _last[0].family(layouts, families)
+
+
+def points(layout: Layout) -> dict[Point, float]:
+    """The schedules from which ``layout``'s follows, and the weight of each in the sum."""
+    pp, m = layout.pp, layout.accumulation
+    if pp > STAGES + 1:
+        few, more = (STAGES, 2 * STAGES), (STAGES, 3 * STAGES)
+        longer = STAGES + 1, 2 * (STAGES + 1)
+        turns = (m - few[1]) / (more[1] - few[1])
+        stages = float(pp - STAGES)
+        turns -= stages * (longer[1] - few[1]) / (more[1] - few[1])  # `longer` has more micro-batches as well
+        return {few: 1 - turns - stages, more: turns, longer: stages}
+    few, more = (pp, max(3, 2 * pp)), (pp, max(3, 2 * pp) + pp)
+    if m <= more[1]:
+        return {(pp, m): 1.0}
+    turns = (m - few[1]) / (more[1] - few[1])
+    return {few: 1 - turns, more: turns}
+
+
+def _names(stages: int) -> list[str]:
+    return [ALL] if stages == 1 else [FIRST, *[MIDDLE] * (stages - 2), LAST]
+
+
+def _with(layout: Layout, stages: int, micro_batches: int) -> Layout:
+    """``layout`` with another number of stages and micro-batches."""
+    batch = micro_batches * layout.micro_batch * layout.dp
+    return replace(layout, pp=stages, global_batch=batch, stage_layers=())
+
+
+def _of(traced: Program, micro_batches: int) -> Program:
+    """``traced``, whose first, ordinary and last micro-batch stand for all, for another number of them."""
+    last = traced.micro_batches - 1
+    segments = {}
+    for action in traced.segments:
+        if action.micro_batch == 0:
+            for i in range(micro_batches):
+                shown = 0 if i == 0 else last if i == micro_batches - 1 else ORDINARY
+                if (
+                    micro_batches == 1 and action.kind != FORWARD
+                ):  # first and last in one: it is the last that sends
+                    shown = last
+                segments[Action(action.kind, i, action.chunk)] = traced.segments[
+                    Action(action.kind, shown, action.chunk)
+                ]
+    return Program(segments, traced.tail, micro_batches, micro_batches - 1)
+
+
+class _Shared(Network):
+    """A network that is asked the same by many layouts."""
+
+    def __init__(self, system: System, layout: Layout):
+        super().__init__(system, layout)
+        self.known: dict[tuple[object, ...], float] = {}
+
+    def seconds(self, op: str, group: str, payload: int) -> float:
+        key = op, group, payload
+        if key not in self.known:
+            self.known[key] = super().seconds(op, group, payload)
+        return self.known[key]
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        key = payload, from_stage, to_stage
+        if key not in self.known:
+            self.known[key] = super().send_seconds(payload, from_stage=from_stage, to_stage=to_stage)
+        return self.known[key]
+
+
+def _seconds(network: Network, layout: Layout, shards: float) -> Callable[[Message], float]:
+    def seconds(message: Message) -> float:
+        payload = message.payload
+        if message.group == "embedding" and layout.zero:  # shards of the tied gradients
+            payload = round(payload * shards)
+        return network.seconds(message.op, message.group, payload)
+
+    return seconds
+
+
+def _resharded(events: Sequence[Event], shards: float) -> Iterator[Event]:
+    """The optimizer's operators, whose shards are ``shards`` times those of the trace."""
+    tail = False
+    for event in events:
+        if isinstance(event, Phase):
+            tail = event.name == "optimizer"
+        if tail and shards != 1 and isinstance(event, Operator):
+            event = event._replace(read=round(event.read * shards), written=round(event.written * shards))
+        yield event

@@ -1,0 +1,63 @@
+"""Small schedules of shallow traces say what the whole step's schedule says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from repro import systems
+from repro.config import Experiment, Layout, Model
+from repro.simulate.predict import predict
+from repro.simulate.shallow import family_of, trace_family
+from repro.simulate.steptime import STAGES, Times, points
+from repro.simulate.widen import widened
+
+MODEL = Model(name="small", layers=12, hidden=2048, heads=16, vocab=51200, seq=1024)
+BASE = Layout(dp=8, micro_batch=2, global_batch=96, precision="fp16")
+LAYOUTS = {
+    **{f"z{z}": replace(BASE, zero=z) for z in range(4)},
+    "z1-one": replace(BASE, zero=1, micro_batch=3, global_batch=24),
+    "tp8-sp": replace(BASE, tp=8, sp=True, zero=1),
+    "tp2-pa-z2": replace(BASE, tp=2, recompute=True, pa=True, zero=2),
+    "pp3-z2": replace(BASE, pp=3, dp=4, zero=2, micro_batch=4),
+    "pp12-tp2": replace(BASE, pp=12, tp=2, dp=2, zero=1),
+    "pp12-tp2-few": replace(BASE, pp=12, tp=2, dp=2, global_batch=48, recompute=True),
+    "interleaved": replace(BASE, pp=2, dp=4, schedule="interleaved", chunks=3),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_shallow_times_are_those_of_the_whole_step(name: str) -> None:
+    layout, system = LAYOUTS[name], systems.load("dgx2")
+    families, _ = trace_family(MODEL, MODEL.seq, family_of(layout), 1, 4)
+    found = Times(MODEL, MODEL.seq, system).of(layout, families)
+    whole = predict(Experiment(name="x", model=MODEL, layout=layout), system).as_dict()
+    assert found["step_s"] == pytest.approx(whole["step_s"], rel=0.02)
+    assert set(found) == set(whole)
+    for key in ("compute_s", "exposed_s", "bubble_s", "optimizer_s", "hidden_s"):
+        assert found[key] == pytest.approx(whole[key], abs=0.02 * whole["step_s"])
+    for key in ("samples_per_s", "flops_per_device"):
+        assert found[key] * found["step_s"] == pytest.approx(whole[key] * whole["step_s"])
+
+
+def test_a_widened_trace_is_the_wide_one() -> None:
+    """With one sample some copies are not needed; a widened trace has them."""
+    layout = LAYOUTS["tp8-sp"]
+    families, _ = trace_family(MODEL, MODEL.seq, family_of(layout), 1, 4)
+    family = families["all"]
+    assert len(family.base.timed.events) < len(family.wider.timed.events)
+    made = widened(family, family.base.timed, 4).events
+    assert [event._replace(work=0) if hasattr(event, "work") else event for event in made] == [
+        event._replace(work=0) if hasattr(event, "work") else event for event in family.wider.timed.events
+    ]
+
+
+def test_lines_through_few_schedules() -> None:
+    """Weights sum to one, and those of stages and micro-batches to what the layout has."""
+    for pp, m in ((1, 1), (1, 50), (4, 4), (4, 64), (STAGES + 1, 90), (32, 32), (96, 768)):
+        layout = Layout(pp=pp, global_batch=m)
+        weights = points(layout)
+        assert sum(weights.values()) == pytest.approx(1)
+        assert sum(stages * weight for (stages, _), weight in weights.items()) == pytest.approx(pp)
+        assert sum(count * weight for (_, count), weight in weights.items()) == pytest.approx(m)
