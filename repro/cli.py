@@ -230,6 +230,29 @@ def calibrate(
     return command(system, gpus, output, quick, json)
 
 
+@app.command(epilog="Example:  repro validate --svg validation.svg")
+def validate(
+    results: Results = Path("results"),
+    svg: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Draw published against predicted to this file.", metavar="FILE"),
+    ] = None,
+    system: Annotated[
+        str,
+        typer.Option(
+            help="Also predict what was measured here, on this file of `repro calibrate`.",
+            metavar="FILE.toml",
+            show_default=False,
+        ),
+    ] = "",
+    json: Json = False,
+) -> int:
+    """Compare published throughput with what is predicted, by family; and predicted steps with measured ones."""
+    from repro.report.validate_show import command
+
+    return command(results, json, svg, system)
+
+
 @app.command(epilog="Example:  repro report --results results --out reports/out")
 def report(
     results: Results = Path("results"),

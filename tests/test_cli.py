@@ -12,7 +12,7 @@ import pytest
 from repro import __version__, cli
 from repro.config import ConfigError
 
-COMMANDS = ("run", "claims", "models", "systems", "report", "schedule", "doctor", "calibrate")
+COMMANDS = ("run", "claims", "models", "systems", "report", "validate", "schedule", "doctor", "calibrate")
 SCHEDULE = ["schedule", "--pp", "4", "--micro-batches", "8"]
 HEAVY = ("torch", "pandas", "scipy", "numpy", "matplotlib", "seaborn")
 

@@ -37,9 +37,9 @@ def command(claim_id: str | None, json: bool, results: Path) -> int:
         document = {"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)}
         sys.stdout.write(json_module.dumps(document, indent=2, ensure_ascii=False) + "\n")
     elif claim_id:
-        show_one(chosen[0], ledger, _console())
+        show_one(chosen[0], ledger, make_console())
     else:
-        show_all(judged, ledger, _console())
+        show_all(judged, ledger, make_console())
     return 0
 
 
@@ -200,7 +200,8 @@ def _show_counts(results: list[ClaimResult], console: Console) -> None:
     )
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """A terminal's width, or 120 columns where there is none."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.config.errors import ConfigError
-from repro.report import measured, simulated, verdicts
+from repro.report import measured, simulated, validate, verdicts
 
 if TYPE_CHECKING:
     from repro.report.figures.style import Drawing
@@ -73,7 +73,8 @@ def build(results: Path, out: Path) -> Report:
     lines = table(judged)
     claims = [verdicts.claim_view(*pair, ledger) for pair in zip(judged, lines, strict=True)]
     counts = verdicts.summary(claims)
-    drawings = draw_all(selection.experiments, selection.comparisons, selection.simulated)
+    points = validate.points(judged, records)
+    drawings = draw_all(selection.experiments, selection.comparisons, selection.simulated, points)
     remarks = _remarks(results, records, selection, store.torn)
 
     try:

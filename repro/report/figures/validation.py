@@ -1,0 +1,152 @@
+"""Published throughput against what is predicted, one dot a run; and the published ratios of two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log10
+from typing import TYPE_CHECKING
+
+from repro.claims.published import UNITS
+from repro.report.figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    MUTED,
+    PURPLE,
+    VERMILION,
+    Drawing,
+    canvas,
+)
+from repro.report.validate import (
+    A100_MEGATRON,
+    FAMILIES,
+    OTHER,
+    RATE,
+    RATIO,
+    V100_MEGATRON,
+    V100_ZERO,
+    YUAN,
+    Point,
+    families,
+)
+from repro.results.store import SIMULATED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ID, TITLE = "validation", "Published throughput against predicted"
+RUN = "repro run suites/throughput_zero.toml --evidence simulated"
+LOOK = {
+    V100_MEGATRON: (VERMILION, "o"),
+    V100_ZERO: (BLUE, "s"),
+    A100_MEGATRON: (GREEN, "^"),
+    YUAN: (PURPLE, "D"),
+    OTHER: (GREY, "v"),
+}
+"""Colour and marker of a family."""
+NAMED = 4
+"""Of the points furthest off, as many in each panel get their name."""
+
+
+def draw(found: Sequence[Point]) -> Drawing:
+    """Rates in TFLOP/s per GPU on the left, ratios on the right; only points that count."""
+    counted = [point for point in found if not point.left_out]
+    rates = [point for point in counted if point.kind == RATE and point.device_flops]
+    ratios = [point for point in counted if point.kind == RATIO]
+    if not rates:
+        return Drawing(
+            ID, TITLE, "Nothing that was published in time is predicted.", (), RUN, evidence=SIMULATED
+        )
+    figure, (left, right) = canvas(4.9, 1, 2)
+    for axes, group, what in ((left, rates, "TFLOP/s per GPU"), (right, ratios, "ratio of two runs")):
+        if not group:
+            axes.set_visible(False)
+            continue
+        for family in FAMILIES:
+            at = [_place(point) for point in group if point.family == family]
+            if at:
+                colour, marker = LOOK[family]
+                look = {"s": 24, "c": colour, "marker": marker, "alpha": 0.85, "lw": 0, "zorder": 3}
+                axes.scatter(*zip(*at, strict=True), label=family, **look)
+        _frame(axes, [_place(point) for point in group], what)
+        _name(axes, group)
+    right.axvline(1, color=MUTED, lw=0.8, ls=":")
+    right.axhline(1, color=MUTED, lw=0.8, ls=":")
+    left.legend(loc="upper left", handletextpad=0.2)
+    return Drawing(
+        ID,
+        TITLE,
+        _caption(found),
+        tuple(sorted({run for p in counted for run in p.runs})),
+        "",
+        figure,
+        SIMULATED,
+    )
+
+
+def _place(point: Point) -> tuple[float, float]:
+    """Published and predicted, in TFLOP/s per GPU or as a plain ratio."""
+    if point.kind == RATE:
+        predicted = point.device_flops / 1e12
+        return predicted / point.factor, predicted
+    return point.published * UNITS[point.unit], point.predicted * UNITS[point.unit]
+
+
+def _frame(axes: Axes, at: Sequence[tuple[float, float]], what: str) -> None:
+    values = [value for place in at for value in place]
+    low, high = min(values) / 1.25, max(values) * 1.25
+    line = [low, high]
+    for share, alpha in ((0.25, 0.16), (0.10, 0.28)):
+        axes.fill_between(
+            line,
+            [(1 - share) * v for v in line],
+            [(1 + share) * v for v in line],
+            color=GREY,
+            alpha=alpha,
+            lw=0,
+        )
+    axes.plot(line, line, color=MUTED, lw=0.9)
+    axes.set(xscale="log", yscale="log", xlim=line, ylim=line, aspect="equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+        ticks = [v for v in (0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100, 200) if low <= v <= high]
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel(f"published, {what}")
+    axes.set_ylabel(f"predicted, {what}")
+
+
+def _name(axes: Axes, points: Sequence[Point]) -> None:
+    """The claim and row of the points that are furthest off, beside them."""
+    named: list[float] = []
+    for point in sorted(points, key=lambda point: -abs(point.error)):
+        height = log10(_place(point)[1])
+        if abs(point.error) <= 0.25 or len(named) == NAMED or any(abs(height - n) < 0.05 for n in named):
+            continue
+        named.append(height)
+        left = point.error > 0
+        axes.annotate(
+            f"{point.claim}, {point.label.partition(':')[0]}",
+            _place(point),
+            xytext=(-5 if left else 5, 0),
+            textcoords="offset points",
+            fontsize=6.5,
+            color=MUTED,
+            ha="right" if left else "left",
+            va="center",
+        )
+
+
+def _caption(found: Sequence[Point]) -> str:
+    parts = [
+        f"{family.name}: {family.points} points, median error {family.median:.0%}, "
+        f"{family.close} within 25 %, worst {family.worst.error:+.0%}"
+        for family in families(found)
+    ]
+    return (
+        "Simulated, not measured: each dot is a run that a source published, predicted from its model, layout, batch, "
+        "software and machine. Bands: 10 and 25 %. Points that calibrate the time model are left out, and so are "
+        f"bounds and means. {'; '.join(parts)}."
+    )

@@ -1,0 +1,201 @@
+"""`repro validate`: what counts once, what not at all, the statistics and the picture, on made-up records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+
+from repro import suites
+from repro.claims.judge import experiments, judge
+from repro.claims.ledger import load
+from repro.cli import main
+from repro.report import validate_machine, validate_show
+from repro.report.figures import draw_all, validation
+from repro.report.validate import (
+    A100_MEGATRON,
+    BOUND,
+    CALIBRATION,
+    RATE,
+    RATIO,
+    V100_MEGATRON,
+    V100_ZERO,
+    Point,
+    families,
+    points,
+)
+from repro.results.simulated import failed_record
+from repro.results.store import Store
+from repro.systems import load as load_system
+
+LEDGER = load()
+FOLDER = Path(__file__).parents[2] / "suites"
+
+
+def record(suite: str, name: str, flops: float, samples: float = 100.0) -> dict[str, Any]:
+    """A run of a suite with invented rates, in the shape of a simulated record."""
+    (entry,) = (e for e in suites.load(FOLDER / f"{suite}.toml").entries if e.experiment.name == name)
+    metrics = {
+        "hardware_flops_per_s.device": flops,
+        "hardware_flops_per_s": flops * entry.experiment.layout.world,
+        "samples_per_s": samples,
+        "step_seconds.median": entry.experiment.layout.global_batch / samples,
+        "model.parameters": 1e9,
+    }
+    made = failed_record(entry.experiment, "", suite=suite, wall_s=0.1)
+    return made | {"outcome": "ok", "metrics": metrics, "simulated_on": {"system": entry.experiment.system}}
+
+
+def counted(*records: dict[str, Any]) -> dict[str, Point]:
+    return {point.name: point for point in found(*records) if not point.left_out}
+
+
+def found(*records: dict[str, Any]) -> list[Point]:
+    return points(judge(LEDGER, records), records)
+
+
+def test_one_run_counts_once_in_its_family() -> None:
+    """142 published; also as PFLOP/s of all GPUs and as a share of peak."""
+    seen = found(record("megatron", "table1-7.5b", 150e12))
+    assert {point.runs for point in seen} == {("megatron/table1-7.5b",)}
+    (point,) = (point for point in seen if not point.left_out)
+    assert (point.unit, point.family, point.kind) == ("TFLOP/s", A100_MEGATRON, RATE)
+    assert point.published == 142
+    assert point.error == pytest.approx(150 / 142 - 1)
+    assert len(seen) == 3
+
+
+def test_times_are_compared_as_rates() -> None:
+    (point,) = counted(record("yuan", "yuan-245b", 1e12, samples=3360 / 50)).values()
+    assert (point.unit, point.published, point.predicted) == ("s", 46.20, 50)
+    assert point.error == pytest.approx(46.20 / 50 - 1)
+
+
+def test_calibration_and_bounds_count_for_nothing() -> None:
+    base = record("megatron", "meg1-1.2b-mp1", 39e12)
+    assert {point.left_out for point in found(base)} == {CALIBRATION}
+    seen = found(record("throughput_zero", "fig2-100b-zero", 40e12))
+    reasons = {point.label: point.left_out for point in seen if point.claim == "zero-fig2-throughput"}
+    assert reasons == {
+        "100B per GPU (text)": BOUND,
+        "100B on 400 GPUs (text)": BOUND,
+        "100B: ZeRO per GPU": "",
+    }
+
+
+def test_ratios_have_two_runs_and_a_side() -> None:
+    name = "ds-64gpu-table/4B:-DeepSpeed-over-Megatron"
+    both = [record("throughput_deepspeed", f"64gpu-4b-{who}", 1e12) for who in ("deepspeed", "megatron")]
+    for megatron, right in ((50, True), (120, False)):
+        both[1]["metrics"]["samples_per_s"] = megatron
+        point = counted(*both)[name]
+        assert (point.kind, point.family, point.right_side) == (RATIO, V100_ZERO, right)
+        assert point.predicted == 100 / megatron
+
+
+def test_statistics_by_family() -> None:
+    seen = found(
+        record("throughput_zero", "fig2-8b-megatron", 23.2e12 * 1.1),
+        record("throughput_zero", "fig2-40b-megatron", 5.0e12 * 2),
+        record("throughput_zero", "fig2-8b-zero", 36.9e12 * 0.95),
+    )
+    by_name = {family.name: family for family in families(seen)}
+    assert set(by_name) == {V100_MEGATRON, V100_ZERO, "all rates", "ratios"}
+    assert by_name[V100_MEGATRON].median == pytest.approx(0.55)
+    assert (by_name["all rates"].points, by_name["all rates"].close) == (3, 2)
+    assert by_name["all rates"].median == pytest.approx(0.1)
+    assert by_name["all rates"].worst.label == "40B: baseline per GPU"
+    assert families([]) == []
+
+
+def test_every_row_about_time_reads_experiments_that_exist() -> None:
+    known = {
+        f"{path.stem}/{entry.experiment.name}"
+        for path in FOLDER.glob("*.toml")
+        for entry in suites.load(path).entries
+    }
+    for claim in LEDGER.claims:
+        for row in claim.rows:
+            for evidence in row.evidence:
+                if evidence.kind == "simulated":
+                    assert set(experiments(evidence.value, row.variables)) <= known, (claim.id, row.label)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    with Store(tmp_path / "results") as opened:
+        for made in (
+            record("throughput_zero", "fig2-8b-megatron", 20e12),
+            record("throughput_zero", "fig2-8b-zero", 40e12),
+            record("megatron", "meg1-1.2b-mp1", 39e12),
+        ):
+            opened.append(made)
+    return tmp_path / "results"
+
+
+def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "x.svg"
+    assert main(["validate", "--results", str(store), "--svg", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "1 of 1 ratios on the right side of 1" in text
+    assert "Calibration: left out" in text
+    assert picture.read_text().startswith("<svg")
+    assert main(["validate", "--results", str(store), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["calibration"] == ["meg1-baseline-39tf/one-GPU"]
+    assert [point["name"] for point in document["points"] if point["counts"]] == [
+        "zero-fig2-throughput/8B:-ZeRO-per-GPU",
+        "zero-fig2-throughput/8B:-baseline-per-GPU",
+        "zero-fig2-throughput/8B:-speed-up",
+    ]
+
+
+def test_nothing_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--results", str(tmp_path)]) == 0
+    assert "--evidence simulated" in capsys.readouterr().out
+    assert main(["validate", "--results", str(tmp_path), "--svg", str(tmp_path / "x.svg")]) == 2
+    assert "error: svg" in capsys.readouterr().err
+
+
+def test_the_picture_shows_what_counts() -> None:
+    seen = found(
+        record("throughput_zero", "fig2-8b-megatron", 40e12),
+        record("throughput_zero", "fig2-8b-zero", 40e12),
+        record("megatron", "meg1-1.2b-mp1", 39e12),
+    )
+    drawing = draw_all([], [], (), seen)[-1]
+    assert drawing.figure is not None
+    assert drawing.records == ("throughput_zero/fig2-8b-megatron", "throughput_zero/fig2-8b-zero")
+    left, right = drawing.figure.axes
+    texts = [text.get_text() for axes in (left, right) for text in axes.texts]
+    assert "zero-fig2-throughput, 8B" in texts
+    assert validation.draw([]).missing == validation.RUN
+
+
+def test_measured_runs_are_predicted_on_a_system_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of this machine that ended ok, and no others; what cannot be predicted says why."""
+    names = ("parity-single", "parity-z1-dp2", "states-z1-dp2", "limit-z0-dp2")
+    records = [record for record in synthetic.records() if record["name"] in names]
+    machine = validate_machine.compare(records, load_system("dgx2"))
+    measured = {f"smoke/{record['name']}": record["metrics"] for record in records}
+    assert {pair.name: pair.layout for pair in machine.pairs} == {
+        "smoke/parity-single": "one",
+        "smoke/parity-z1-dp2": "dp 2 zero 1",
+    }
+    for pair in machine.pairs:
+        assert pair.measured == measured[pair.name]["step_seconds.median"]
+        assert pair.error == pytest.approx(pair.predicted / pair.measured - 1)
+    (why,) = machine.missing.values()  # bf16, which a V100 does not have
+    assert "bf16" in why
+    with Store(tmp_path) as opened:
+        for made in records:
+            opened.append(made)
+    assert main(["validate", "--results", str(tmp_path), "--system", "dgx2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)["machine"]
+    assert document["median_error"] == pytest.approx(machine.median)
+    assert validate_show.as_dict([], machine)["machine"] == document
