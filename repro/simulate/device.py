@@ -49,10 +49,11 @@ class DeviceCost:
             known = system.device.memory_bandwidth.known("device.memory_bandwidth", system=system.name)
             self.bandwidth = known * time.memory_efficiency
             self.peak = system.peak(precision) * time.matmul_efficiency
-        self.unaligned = min(time.unaligned_flops or self.peak, self.peak)
+        unaligned = time.unaligned_flops
+        self.unaligned = min(unaligned * time.matmul_efficiency, self.peak) if unaligned else self.peak
         self.units = time.multiprocessors
         slow = system.device.peak_flops.get("fp32")
-        self._slow_peak = slow.value if slow is not None and slow.value else 0.0
+        self._slow_peak = slow.value * time.matmul_efficiency if slow is not None and slow.value else 0.0
         self.host_bandwidth = 0.0
         if "pcie" in system.links and system.links["pcie"].bandwidth.value is not None:
             efficiency = system.links["pcie"].used("pcie", "efficiency").value or 1.0
