@@ -23,6 +23,7 @@ from repro.kernels.flops import FORMULAS, cost
 from repro.parallel import storage
 from repro.parallel.ledger import Ledger
 from repro.simulate.events import Alloc, Event, Free, Mark, Message, Operator, Phase
+from repro.simulate.shapes import Shapes
 
 
 class RecordingLedger(Ledger):
@@ -88,10 +89,10 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         kind, name = _kind(func)
         if kind == _VIEW:
-            return out
+            return func(*args, **kwargs)
+        out = _SHAPES.call(func, args, kwargs)
         results = _tensors(out)
         for result in results:
             self._see(result.untyped_storage(), name)
@@ -151,6 +152,7 @@ class Recorder(TorchDispatchMode):
         self.events.append(Alloc(number, seen.nbytes(), born, name, _line()))
 
 
+_SHAPES = Shapes()
 HOST_COPY = "host copy"
 """A copy between host and device."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
