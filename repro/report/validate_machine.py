@@ -64,6 +64,10 @@ def compare(records: Iterable[Mapping[str, Any]], system: System) -> Machine:
     gloo = "memory" in system.links
     for name, record in sorted(newest.items()):
         experiment = replace(from_dict(record["experiment"]), system=system.name)
+        ranks = experiment.layout.world
+        if system.provenance is not None and system.provenance.ranks != ranks:
+            missing[name] = f"it has {ranks} ranks, {system.name} was measured with {system.provenance.ranks}"
+            continue
         try:
             traces = [trace(experiment, role, gloo=gloo) for role in roles(experiment)]
             seconds = predict(experiment, system, traces).seconds
