@@ -83,16 +83,16 @@ class Times:
             self._costs[key] = DeviceCost(self.system, layout.precision, factor), factor
         return self._costs[key]
 
-    def _network(self, layout: Layout, stages: int) -> Network:
-        """The links as the groups of ``layout`` with ``stages`` stages use them."""
-        groups = Layout(tp=layout.tp, dp=layout.dp, pp=stages, order=layout.order)
+    def _network(self, layout: Layout) -> Network:
+        """The links as the groups of ``layout`` use them."""
+        groups = Layout(tp=layout.tp, dp=layout.dp, pp=layout.pp, order=layout.order)
         if groups not in self._networks:
             self._networks[groups] = _Shared(self.system, groups)
         return self._networks[groups]
 
     def _programs(self, layout: Layout, families: dict[str, Family], deep: bool) -> dict[str, Program]:
         cost, _ = self._cost(layout)
-        network = self._network(layout, min(layout.pp, STAGES))
+        network = self._network(layout)
         found = {}
         for name, family in families.items():
             if name == MIDDLE and layout.pp < 3:
@@ -111,11 +111,11 @@ class Times:
         stages, micro_batches = point
         small = _with(layout, stages, micro_batches)
         by_stage = [programs[name] for name in _names(stages)]
-        network = self._network(layout, stages)
+        network = self._network(layout)
         timeline = schedule(
             small,
             [_of(found, micro_batches) for found in by_stage],
-            network,
+            network if stages == layout.pp else _Edges(network, stages),
             overlap_cost=network.overlap_cost,
         )
         sizes = replace(self.model, layers=stages * layout.chunks)
@@ -223,6 +223,29 @@ class _Shared(Network):
         if key not in self.known:
             self.known[key] = super().send_seconds(payload, from_stage=from_stage, to_stage=to_stage)
         return self.known[key]
+
+
+class _Edges:
+    """Messages between the stages of a shortened pipeline: the whole one's mean between neighbours."""
+
+    def __init__(self, network: Network, stages: int):
+        self.network, self.last, self.known = network, stages - 1, dict[tuple[int, int], float]()
+        nodes = network.system.devices_per_node.value or 1
+        self.edges = range(min(network.layout.pp - 1, int(nodes)))  # further ones are like these
+        """Of stages to the next ones."""
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        """As :meth:`Network.send_seconds`, of a shortened pipeline's stages."""
+        step = to_stage - from_stage
+        if (payload, step) not in self.known:
+            edges = [(stage, stage + 1) if step > 0 else (stage + 1, stage) for stage in self.edges]
+            if abs(step) == self.last:  # between last and first
+                ends = (0, self.network.layout.pp - 1)
+                edges = [ends if step > 0 else ends[::-1]]
+            self.known[payload, step] = sum(
+                self.network.send_seconds(payload, from_stage=one, to_stage=other) for one, other in edges
+            ) / len(edges)
+        return self.known[payload, step]
 
 
 def _seconds(network: Network, layout: Layout, shards: float) -> Callable[[Message], float]:

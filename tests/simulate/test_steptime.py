@@ -33,10 +33,12 @@ def test_shallow_times_are_those_of_the_whole_step(name: str) -> None:
     families, _ = trace_family(MODEL, MODEL.seq, family_of(layout), 1, 4)
     found = Times(MODEL, MODEL.seq, system).of(layout, families)
     whole = predict(Experiment(name="x", model=MODEL, layout=layout), system).as_dict()
-    assert found["step_s"] == pytest.approx(whole["step_s"], rel=0.02)
+    assert found["step_s"] == pytest.approx(whole["step_s"], rel=0.01)
     assert set(found) == set(whole)
-    for key in ("compute_s", "exposed_s", "bubble_s", "optimizer_s", "hidden_s"):
-        assert found[key] == pytest.approx(whole[key], abs=0.02 * whole["step_s"])
+    for key in ("compute_s", "exposed_s", "bubble_s", "optimizer_s"):
+        assert found[key] == pytest.approx(whole[key], abs=0.01 * whole["step_s"])
+    # Some of a long pipeline's messages cross nodes, and which stage sends them is not followed.
+    assert found["hidden_s"] == pytest.approx(whole["hidden_s"], abs=0.05 * whole["step_s"])
     for key in ("samples_per_s", "flops_per_device"):
         assert found[key] * found["step_s"] == pytest.approx(whole[key] * whole["step_s"])
 
