@@ -32,7 +32,7 @@ from repro.simulate.timeline import schedule
 from repro.simulate.trace import ORDINARY, Trace
 from repro.simulate.widen import widened
 
-STAGES = 6
+STAGES = 4
 """A deeper pipeline is scheduled with so many stages and one more."""
 Point = tuple[int, int]
 """Stages and micro-batches of a schedule."""
