@@ -77,11 +77,13 @@ def test_three_nodes_with_half_the_adapters() -> None:
 
 
 def test_a_group_with_one_rank_in_a_node_has_half_an_adapter_on_dgx_2() -> None:
-    """16 groups, 8 adapters: ZeRO with MP 16 on DGX-2; with MP 1 one group has them all."""
+    """16 groups, 8 adapters: ZeRO with MP 16 on DGX-2; with MP 1 one group drives as many as it has rings."""
     peak = 100e9 * 0.96
+    many = with_link(load("dgx2"), "inter-node", rings=8)
     assert network("dgx2", tp=16, dp=25).bus_bandwidth("dp") == pytest.approx(peak / 16)
-    assert network("dgx2", tp=4, dp=16).bus_bandwidth("dp") == pytest.approx(peak / 4)
-    assert network("dgx2", dp=64).bus_bandwidth("dp") == pytest.approx(peak)
+    assert network(many, tp=4, dp=16).bus_bandwidth("dp") == pytest.approx(peak / 4)
+    assert network(many, dp=64).bus_bandwidth("dp") == pytest.approx(peak)
+    assert network("dgx2", dp=64).bus_bandwidth("dp") == pytest.approx(peak / 8)
 
 
 def test_one_communicator_drives_no_more_adapters_than_it_has_rings() -> None:
