@@ -139,7 +139,7 @@ def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> 
 
 
 def test_twice_the_layers_take_about_twice_as_long() -> None:
-    for name in ("one", "dp-z2", "tp"):
+    for name in ("one", "dp-z2"):
         seconds = [
             predict(
                 experiment(name, replace(MODEL, layers=layers, vocab=64)), base_system(), factor=1.0
