@@ -130,9 +130,13 @@ def test_plan_json_and_page(capsys: pytest.CaptureFixture[str], tiny_model: str)
     assert {"step_s", "samples_per_s", "flops_per_device", "exposed_s", "bubble_s"} <= set(found[0]["time"])
     code, out = run(capsys, *asked, "--tokens", "1e9", "--price-per-gpu-hour", "2.5")
     assert code == 0
-    shown = ("layouts fit", "TFLOP/s", "samples", "bubble", "predicted", "tp x pp x dp")
+    shown = ("layouts fit", "TFLOP/s", "bubble", "predicted", "tp x pp x dp")
     for words in (*shown, "trained", "in days", "millions"):
         assert words in out
+    assert max(map(len, out.splitlines())) <= 80
+    code, out = run(capsys, *asked, "--pp", "1", "--tp", "1")
+    assert code == 0
+    assert "samples" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
