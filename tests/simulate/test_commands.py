@@ -134,7 +134,7 @@ def test_plan_json_and_page(capsys: pytest.CaptureFixture[str], tiny_model: str)
     for words in (*shown, "trained", "in days", "millions"):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80
-    code, out = run(capsys, *asked, "--pp", "1", "--tp", "1")
+    code, out = run(capsys, *asked, "--pp", "1")
     assert code == 0
     assert "samples" in out
     assert max(map(len, out.splitlines())) <= 80
