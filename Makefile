@@ -27,7 +27,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 	$(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
 
 # Published layouts on hundreds of GPUs, a second or less each.
-SIMULATED := zero_states turing_nlg
+SIMULATED := zero_states zero_limits zero_r turing_nlg
 
 .PHONY: help smoke test check benchmarks format clean
 .DELETE_ON_ERROR:
