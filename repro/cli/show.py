@@ -1,0 +1,91 @@
+"""Commands that show what is published, known and stored: ``repro claims``, ``models``, ``systems``, ``report``
+and ``schedule``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from repro.cli.options import Json, Results
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example:  repro claims zero-mem-formula-stages")
+def claims(
+    claim: Annotated[str, typer.Argument(help="Show this claim in full.", metavar="ID")] = "",
+    results: Results = Path("results"),
+    json: Json = False,
+) -> int:
+    """Show the ledger: published value, conditions, source, evidence and verdict."""
+    from repro.claims.show import command
+
+    return command(claim, json, results)
+
+
+@app.command(epilog="Example:  repro models gpt2-1.5b")
+def models(
+    name: Annotated[str, typer.Argument(help="Show this model in full.", metavar="NAME")] = "",
+    json: Json = False,
+) -> int:
+    """Show model files with exact parameter counts and the memory of their states."""
+    from repro.models.show import command
+
+    return command(name, json)
+
+
+@app.command(epilog="Example:  repro systems dgx2")
+def systems(
+    name: Annotated[
+        str, typer.Argument(help="Show this system, or the one in this file, in full.", metavar="NAME")
+    ] = "",
+    json: Json = False,
+) -> int:
+    """Show system files: devices, memory and links, each number with its source."""
+    from repro.systems.show import command
+
+    return command(name, json)
+
+
+@app.command(epilog="Example:  repro report --results results --out reports/out")
+def report(
+    results: Results = Path("results"),
+    out: Annotated[Path, typer.Option(help="Where the report is written.", metavar="DIR")] = Path(
+        "reports/out"
+    ),
+    json: Json = False,
+) -> int:
+    """Write tables and plots of the stored records to index.html."""
+    from repro.report.build import command
+
+    return command(results, out, json)
+
+
+@app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")
+def schedule(
+    pp: Annotated[int, typer.Option(help="Pipeline stages, p.", metavar="P")],
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step, m.", metavar="M")],
+    chunks: Annotated[int, typer.Option(help="Model chunks per stage, v.", metavar="V")] = 1,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--schedule",
+            help="gpipe, 1f1b or interleaved; 1f1b by default, interleaved with chunks.",
+            show_default=False,
+        ),
+    ] = "",
+    forward: Annotated[str, typer.Option(help="Relative time of a stage's forward.")] = "1",
+    backward: Annotated[str, typer.Option(help="Relative time of a stage's backward.")] = "2",
+    json: Json = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Draw it as an SVG picture.")] = False,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write the SVG picture to this file.", metavar="FILE"),
+    ] = None,
+) -> int:
+    """Print or draw a pipeline schedule with its bubble and what it keeps in memory."""
+    from repro.report.schedule import command
+
+    return command(pp, micro_batches, chunks, name, forward, backward, json, svg, out)
