@@ -95,7 +95,7 @@ def _measure(job: Job, interrupt: Interrupt, *, quiet: bool) -> tuple[supervise.
         print(f"measuring with {job.world} ranks; let nothing else run meanwhile", file=sys.stderr)
     try:
         launch.start()
-        ending = supervise.watch(launch, interrupted=lambda: bool(interrupt))
+        ending = supervise.watch(launch, interrupted=lambda: interrupt.reason)
         return ending, launch.results(0) or []
     finally:
         launch.close(keep_logs=None)

@@ -15,6 +15,7 @@ from repro.calibrate.links import OVERLAPPED, LinkBench
 from repro.calibrate.plan import PAYLOADS, QUICK_PAYLOADS, QUICK_REPEATS
 from repro.config import Experiment, Layout
 from repro.launch.beacon import Beacon
+from repro.launch.device import own_device
 from repro.launch.job import Job
 from repro.launch.session import process_group
 from repro.parallel import mesh as meshes
@@ -27,9 +28,8 @@ def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
 ) -> dict[str, dict[str, Any]]:
     """Measure on this rank.  The first experiment's result holds everything; the others are only traced."""
-    place = torch.device(device)
+    place = own_device(device)
     if device == "cuda":
-        place = torch.device(device, rank % torch.cuda.device_count())
         torch.cuda.set_device(place)
     quick = job.experiments[0].training.steps == QUICK_REPEATS
     with process_group(rank, world, place, rendezvous):

@@ -138,7 +138,7 @@ class Trials:
         )
         try:
             launch.start()
-            ending = supervise.watch(launch, interrupted=lambda: bool(self.interrupt))
+            ending = supervise.watch(launch, interrupted=lambda: self.interrupt.reason)
             results = launch.results(0) or []
         finally:
             launch.close(keep_logs=None)

@@ -7,6 +7,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
+class Stopped(Exception):
+    """A rank ended between two steps because its launcher asked for it; ``str`` says after which."""
+
+
 class Interrupt:
     """While entered, SIGINT, SIGTERM and SIGHUP only set ``signal``; a signal that is ignored stays so."""
 
@@ -16,6 +20,11 @@ class Interrupt:
 
     def __bool__(self) -> bool:
         return self.signal != 0
+
+    @property
+    def reason(self) -> str:
+        """Who stopped it; empty until somebody does."""
+        return "stopped by the user" if self else ""
 
     def __enter__(self) -> Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -15,14 +15,17 @@ import resource
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from repro.launch.beacon import Beacon
+from repro.launch.interrupt import Stopped
+from repro.launch.device import own_device
 from repro.launch.job import Job, write_json
 
 TARGET = "repro.launch.session:run_rank"
-EXIT = {"ok": 0, "error": 1, "oom": 3, "diverged": 4}
+EXIT = {"ok": 0, "error": 1, "oom": 3, "diverged": 4, "interrupted": 5}
 _PR_SET_PDEATHSIG = 1
 _NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc",
@@ -36,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     die_with_parent(options.parent)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # a hang leaves its stacks in the log
-    job = Job.load(options.job)
+    job = replace(Job.load(options.job), folder=str(options.folder))
     folder = options.folder
 
     def keep(index: int, result: dict[str, Any]) -> None:
@@ -49,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         module_name, function = options.target.split(":")
         module = importlib.import_module(module_name)
         diverged = getattr(module, "Diverged", FloatingPointError)
-        limit_memory(job.memory_bytes, options.device, options.rank)
+        limit_memory(job.memory_bytes, options.device)
         results = getattr(module, function)(
             job,
             rank=options.rank,
@@ -65,13 +68,15 @@ def main(arguments: list[str] | None = None) -> int:
         lift_memory_limit()
         traceback.print_exc()
         outcome = classify(error, diverged)
-        reason = describe(error)
+        reason = str(error) if outcome == "interrupted" else describe(error)
     write_json(rank_file(folder, options.rank), {"rank": options.rank, "outcome": outcome, "reason": reason})
     return EXIT[outcome]
 
 
 def classify(error: BaseException, diverged: type[BaseException] = FloatingPointError) -> str:
-    """``oom``, ``diverged`` or ``error``."""
+    """``oom``, ``diverged``, ``interrupted`` or ``error``."""
+    if isinstance(error, Stopped):
+        return "interrupted"
     if isinstance(error, (diverged, FloatingPointError)):
         return "diverged"
     # torch raises RuntimeError for its CPU allocator and OutOfMemoryError (a RuntimeError) on CUDA; the
@@ -89,7 +94,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 
 
-def limit_memory(limit_bytes: int, device: str, rank: int) -> None:
+def limit_memory(limit_bytes: int, device: str) -> None:
     """Let this rank take ``limit_bytes`` on top of what interpreter and libraries hold now; 0 means no limit.
 
     On the CPU that is ``RLIMIT_DATA`` at the present size of the data segment (``VmData``: heap and private
@@ -102,7 +107,7 @@ def limit_memory(limit_bytes: int, device: str, rank: int) -> None:
     if device == "cuda":
         import torch
 
-        index = rank % torch.cuda.device_count()
+        index = own_device(device).index
         total = torch.cuda.get_device_properties(index).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
         return

@@ -20,15 +20,24 @@ class DiskFull(Exception):
 class Recorder:
     """Writes the records of one ``repro run``, all of one kind of evidence."""
 
-    def __init__(self, suite: Suite, store: Store, progress: Progress, evidence: str = MEASURED):
+    def __init__(
+        self,
+        suite: Suite,
+        store: Store,
+        progress: Progress,
+        evidence: str = MEASURED,
+        place: dict[str, Any] | None = None,
+    ):
+        """``place``: what the provenance of every record says besides, of failures too: the job, its nodes."""
         self.suite, self.store, self.progress, self.evidence = suite, store, progress, evidence
+        self._place = place or {}
         self._source: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Look up where the coming records come from: before the ranks start, so as not to disturb them."""
         from repro.measure.provenance import provenance
 
-        self._source = provenance()
+        self._source = {**provenance(), **self._place}
 
     def outcome(
         self,
@@ -47,7 +56,7 @@ class Recorder:
                 experiment,
                 results,
                 suite=self.suite.name,
-                provenance=self._source if results else {},
+                provenance=self._source if results else self._place,
                 wall_s=spent_s,
                 outcome=outcome,
                 reason=reason,

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from repro.config import Experiment
 from repro.launch.beacon import Beacon
+from repro.launch.device import own_device
 from repro.launch.experiment import Diverged, Report, Run
 from repro.launch.job import Job
+from repro.launch.resume import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh
 
@@ -53,9 +55,7 @@ def run_rank(
     Compared experiments take turns in rounds (A B A B ...), so that what disturbs the machine disturbs
     both; others run one after the other.
     """
-    place = (
-        torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device(device)
-    )
+    place = own_device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     with process_group(rank, world, place, rendezvous):
@@ -63,35 +63,36 @@ def run_rank(
             return _compare(job, place, beacon)
         results = {}
         for index, experiment in enumerate(job.experiments):
-            results[experiment.key] = _alone(experiment, index, place, beacon)
+            results[experiment.key] = _alone(job, index, place, beacon)
         return results
 
 
-def _start(experiment: Experiment, index: int, device: torch.device, beacon: Beacon) -> Run:
+def _start(job: Job, index: int, device: torch.device, beacon: Beacon) -> Run:
+    experiment = job.experiments[index]
     mesh = mesh_of(experiment, device)
     mesh.ledger.observers.append(lambda sequence, op, group, purpose: beacon.collective(sequence, op, group))
     report: Report = lambda step, phase: beacon.phase(index, step, phase)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    return Run(experiment, mesh, device, report)
+    return Run(experiment, mesh, device, report, Place.of(job, experiment))
 
 
-def _alone(experiment: Experiment, index: int, device: torch.device, beacon: Beacon) -> dict[str, Any]:
-    run = _start(experiment, index, device, beacon)
+def _alone(job: Job, index: int, device: torch.device, beacon: Beacon) -> dict[str, Any]:
+    run = _start(job, index, device, beacon)
     try:
         run.prelude()
-        run.steps(experiment.training.steps - experiment.training.untimed_steps)
+        run.steps(run.left)
     except Diverged as error:
         result = run.result("diverged", str(error))
     else:
         result = run.result()
-    beacon.phase(index, experiment.training.steps, "done")
+    beacon.phase(index, run.experiment.training.steps, "done")
     beacon.finished(index, result)
     return result
 
 
 def _compare(job: Job, device: torch.device, beacon: Beacon) -> dict[str, dict[str, Any]]:
-    runs = [_start(experiment, i, device, beacon) for i, experiment in enumerate(job.experiments)]
+    runs = [_start(job, i, device, beacon) for i in range(len(job.experiments))]
     diverged: dict[int, str] = {}
 
     def attempt(i: int, steps: int | None) -> None:

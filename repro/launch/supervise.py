@@ -75,10 +75,10 @@ class _Failure:
 def watch(
     launch: Launch,
     *,
-    interrupted: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], str] = lambda: "",
     tick: Callable[[Position, list[float]], None] = lambda position, spent_s: None,
 ) -> Ending:
-    """Wait for all ranks; kill and reap them if one fails, all stall, time is up or ``interrupted()``.
+    """Wait for all ranks; kill and reap them if one fails, all stall, time is up or ``interrupted()`` says why.
 
     ``tick`` is called about twenty times a second with the position of rank 0 and the seconds that each
     experiment has had so far.
@@ -101,7 +101,7 @@ class _Watcher:
         self.last_word = [0.0] * launch.world
         self.last_progress = time.monotonic()
 
-    def run(self, interrupted: Callable[[], bool], tick: Callable[[Position, list[float]], None]) -> Ending:
+    def run(self, interrupted: Callable[[], str], tick: Callable[[Position, list[float]], None]) -> Ending:
         before = time.monotonic()
         while True:
             ended = self._collect()
@@ -109,8 +109,8 @@ class _Watcher:
             current = self._current()
             self.spent[max(0, current)] += now - before
             before = now
-            if interrupted():
-                return self._end("interrupted", f"stopped by the user {self._where_all()}")
+            if why := interrupted():
+                return self._end("interrupted", f"{why} {self._where_all()}")
             if self.failures:
                 if ended == len(self.ranks) or now > self._deadline():
                     return self._judge()

@@ -14,6 +14,7 @@ import torch
 
 from repro.config import Experiment
 from repro.launch.beacon import Beacon
+from repro.launch.device import own_device
 from repro.launch.experiment import process_memory
 from repro.launch.job import Job
 from repro.launch.session import mesh_of, process_group
@@ -30,9 +31,8 @@ def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
 ) -> dict[str, dict[str, Any]]:
     """Try the job's experiments on this rank; ``{"memory", "parameters"}`` per experiment key, in bytes."""
-    place = torch.device(device)
+    place = own_device(device)
     if device == "cuda":
-        place = torch.device(device, rank % torch.cuda.device_count())
         torch.cuda.set_device(place)
     found = {}
     with process_group(rank, world, place, rendezvous):

@@ -186,7 +186,7 @@ def test_the_stage_of_a_rank_is_the_meshs(order: str) -> None:
 
 
 def test_interrupted_says_where_it_was() -> None:
-    ending = watch(Scripted([None, None, None], {}), interrupted=lambda: True)
+    ending = watch(Scripted([None, None, None], {}), interrupted=lambda: "stopped by the user")
     assert ending.outcome == "interrupted"
     assert "rank 1 was at step 5" in ending.reason
 
