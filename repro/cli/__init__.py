@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from repro import __version__
-from repro.cli import predict, run, show
+from repro.cli import cluster, predict, run, show
 from repro.config.errors import ConfigError
 
 app = typer.Typer(
@@ -24,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for group in (run, show, predict):  # in the order of --help
+for group in (run, cluster, show, predict):  # in the order of --help
     app.registered_commands += group.app.registered_commands
 
 # typer brings its own copy of click or uses the installed one, depending on its version.

@@ -7,23 +7,18 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.options import Json, Results
+from repro.cli.options import Json, Only, Rerun, Results, SuiteFile
 
 app = typer.Typer()
 
 
 @app.command(epilog="Example:  repro run suites/smoke.toml --only 'parity-*'")
 def run(
-    suite: Annotated[Path, typer.Argument(help="A suite file.", metavar="SUITE.toml")],
-    only: Annotated[
-        Optional[list[str]],  # noqa: UP045 - typer evaluates this on Python 3.10 as well
-        typer.Option(
-            "--only", help="Only experiments of this name or glob; may be repeated.", metavar="GLOB"
-        ),
-    ] = None,
+    suite: SuiteFile,
+    only: Only = None,
     results: Results = Path("results"),
     launcher: Annotated[str, typer.Option(help="Who starts the ranks: local.")] = "local",
-    rerun: Annotated[bool, typer.Option("--rerun", help="Run again what the store already holds.")] = False,
+    rerun: Rerun = False,
     evidence: Annotated[
         str,
         typer.Option(help="measured: run it here; simulated: trace its step in shape only, at any scale."),
@@ -42,9 +37,23 @@ def run(
     return command(suite, only or [], results, launcher, rerun, json, evidence, system)
 
 
-@app.command(epilog="Example:  repro doctor --json")
-def doctor(json: Json = False) -> int:
-    """Show what works on this machine and what it enables."""
+@app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")
+def doctor(
+    profile: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Examine a SLURM cluster through this profile instead.", metavar="FILE.toml"),
+    ] = None,
+    results: Results = Path("results"),
+    nodes: Annotated[
+        int, typer.Option(help="With --profile: also look around from this many nodes.", metavar="N")
+    ] = 0,
+    json: Json = False,
+) -> int:
+    """Show what works on this machine, or on a cluster, and what it enables."""
+    if profile is not None:
+        from repro.launch.slurm.doctor import command as examine
+
+        return examine(profile, results, nodes, json)
     from repro.measure.doctor import command
 
     return command(json)

@@ -46,7 +46,7 @@ def run(suite: Suite, entries: list[Entry], results: Path, system: str, rerun: b
     ``system``: simulate all of them on this one.  Raises ``ConfigError`` before anything is simulated.
     """
     if system:
-        entries = _moved(entries, system)
+        entries = moved(entries, system)
         suite = replace(suite, entries=tuple(entries))
     on = {entry.experiment.name: system_of(entry.experiment) for entry in entries}
     missing = {entry.experiment.name: needs(entry.experiment) for entry in entries}
@@ -115,7 +115,7 @@ def _anywhere() -> System:
     )
 
 
-def _moved(entries: list[Entry], system: str) -> list[Entry]:
+def moved(entries: list[Entry], system: str) -> list[Entry]:
     """``entries`` on another system, under names that no claim mistakes for the suite's own."""
     name = systems.load(system).name
 

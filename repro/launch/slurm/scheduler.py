@@ -17,28 +17,15 @@ from repro.config.errors import ConfigError
 from repro.launch.slurm.limits import minutes
 
 TIMEOUT_S = 30.0
-LIVE = frozenset(
-    [
-        "PENDING",
-        "CONFIGURING",
-        "RUNNING",
-        "COMPLETING",
-        "SUSPENDED",
-        "STOPPED",
-        "RESIZING",
-        "REQUEUED",
-        "REQUEUE_HOLD",
-        "REQUEUE_FED",
-        "SPECIAL_EXIT",
-        "SIGNALING",
-        "STAGE_OUT",
-        "RESV_DEL_HOLD",
-    ]
-)
-"""States of a job that may still run."""
 WAITING = frozenset(
-    ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
+    (
+        *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"),
+        *("SPECIAL_EXIT", "RESV_DEL_HOLD"),
+    )
 )
+"""States of a job that waits for nodes."""
+LIVE = WAITING | {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
+"""States of a job that may still run."""
 UNKNOWN = "UNKNOWN"
 _CALLS = 200
 """Job ids in one call: a command line has an end."""

@@ -1,0 +1,45 @@
+"""``repro cancel``: end the jobs of a suite, of some cases, or all."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from repro.config import ConfigError
+from repro.launch.slurm.registry import Registry
+from repro.launch.slurm.scheduler import Scheduler, SchedulerError
+from repro.launch.slurm.states import PENDING, REQUEUED, RUNNING, Survey
+from repro.results.store import Store
+
+
+def command(results: Path, what: str) -> int:
+    """Cancel the live jobs of ``what``: a suite's name or file, a submission, a case or a glob of cases; empty: all.
+
+    A job whose other cases do not match goes too, and that is said: SLURM ends jobs, not cases.
+    """
+    registry, scheduler = Registry(results), Scheduler()
+    try:
+        open_cases = [
+            case
+            for case in Survey(registry, Store(results), scheduler).cases()
+            if case.state in (PENDING, RUNNING, REQUEUED)
+        ]
+        files = {submission.id: submission.suite_file for submission in registry.all()}
+
+        def matches(name: str, suite: str, submission: str) -> bool:
+            return not what or what in (suite, submission, files[submission]) or fnmatchcase(name, what)
+
+        chosen = [case for case in open_cases if matches(case.name, case.suite, case.submission)]
+        if not chosen:
+            known = ", ".join(dict.fromkeys(case.name for case in open_cases)) or "none"
+            raise ConfigError("cancel", what, f"a suite, submission or case that waits or runs: {known}")
+        jobs = list(dict.fromkeys(case.job for case in chosen))
+        names = {case.name for case in chosen}
+        for case in open_cases:
+            if case.job in jobs and case.name not in names:
+                print(f"{case.name} goes too: it shares job {case.job}")
+        scheduler.cancel(jobs)
+    except SchedulerError as error:
+        raise ConfigError("SLURM", expected=f"does not answer: {error}") from None
+    print(f"cancelled {len(jobs)} jobs of {len(names)} cases; `repro collect` records them as cancelled")
+    return 0

@@ -1,0 +1,152 @@
+"""``repro doctor --profile``: what a profile promises, beside what the cluster has, and what to change."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from repro.config import ConfigError
+from repro.launch.slurm import check, probe, profile, script
+from repro.launch.slurm.limits import clock, minutes
+from repro.launch.slurm.pack import Array, Shape
+from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.scheduler import Partition, Scheduler, SchedulerError, call, check_partition
+from repro.measure.doctor import LIMITED, NO, YES, Check, render
+
+COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
+
+
+def command(profile_file: Path, results: Path, nodes: int, json: bool) -> int:
+    """Print the checks; ``nodes``: also start a short job on that many nodes and look around there.
+
+    Returns 1 if something keeps suites from running, else 0.  Raises ``ConfigError`` for a bad profile.
+    """
+    site = profile.load(profile_file)
+    checks = list(examine(site, results.absolute(), nodes))
+    broken = [check.name for check in checks if check.fatal]
+    if json:
+        print(jsonlib.dumps({"usable": not broken, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        print("\n".join(render(checks, shutil.get_terminal_size((100, 24)).columns)))
+        if broken:
+            print(f"\nNothing can be submitted until this is mended: {', '.join(broken)}.")
+        elif not nodes:
+            print("\n--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder.")
+    return 1 if broken else 0
+
+
+def examine(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
+    """Everything that is looked at; it ends with the first thing without which nothing can be asked."""
+    gpus = (
+        f"{site.gpus_per_node} x {site.slurm.gpu_type or 'any'} GPU a node" if site.gpus_per_node else "gloo"
+    )
+    yield Check("profile", YES, f"{site.file}: {site.system}, {gpus}", "cases of this system run here")
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if missing:
+        yield Check(
+            "SLURM", NO, f"no {', '.join(missing)} on the path", "run this on a login node", fatal=True
+        )
+        return
+    scheduler = Scheduler()
+    try:
+        version = call(["sinfo", "--version"]).strip()
+        partitions = scheduler.partitions()
+    except SchedulerError as error:
+        yield Check("SLURM", NO, str(error), "slurmctld must answer", fatal=True)
+        return
+    yield Check("SLURM", YES, version, "jobs can be submitted")
+    yield _accounting()
+    yield _folder(site, results)
+    try:
+        partition = check_partition(partitions, site.slurm.partition, file=site.file, where="slurm")
+    except ConfigError as error:
+        yield Check("partition", NO, str(error), "change slurm.partition", fatal=True)
+        return
+    yield _partition(site, partition)
+    yield from _gpus(site, partition)
+    accepted = _request(site)
+    yield accepted
+    if nodes and not accepted.fatal:
+        yield from _look(site, results, nodes)
+
+
+def _accounting() -> Check:
+    try:
+        call(["sacct", "-n", "-X", "-j", "1"])
+    except SchedulerError as error:
+        meaning = "how a job ended is known while slurmctld remembers it (MinJobAge), else by what it wrote"
+        return Check("accounting", LIMITED, str(error), meaning)
+    return Check("accounting", YES, "sacct answers", "how every job ended is known")
+
+
+def _folder(site: Profile, results: Path) -> Check:
+    try:
+        check.folder(site, results)
+        check.writable(site, results)
+    except ConfigError as error:
+        return Check("folder", NO, str(error), "results must be where every node sees them", fatal=True)
+    shared = site.storage.shared or "storage.shared is empty: taken for shared"
+    return Check("folder", YES if site.storage.shared else LIMITED, f"{results} ({shared})", "takes results")
+
+
+def _partition(site: Profile, partition: Partition) -> Check:
+    found = f"{partition.name}: {partition.nodes} nodes, limit {clock(partition.limit_min)}"
+    if not partition.available:
+        return Check("partition", NO, f"{found}, down", "change slurm.partition", fatal=True)
+    if minutes(site.slurm.time_limit) > partition.limit_min:
+        text = f"{found}; slurm.time_limit is {site.slurm.time_limit}"
+        return Check("partition", NO, text, "shorten slurm.time_limit", fatal=True)
+    most = partition.nodes * site.ranks_per_node
+    return Check("partition", YES, found, f"cases of up to {most} ranks")
+
+
+def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
+    if not site.gpus_per_node:
+        return
+    if site.slurm.gpu_request == "none":
+        yield Check("GPUs", LIMITED, "not asked for (gpu_request = none)", "nodes come with all they have")
+        return
+    types = ", ".join(partition.gpu_types) or "no type"
+    found = f"{partition.gpus} a node, {types}"
+    wanted = site.slurm.gpu_type
+    if site.gpus_per_node > partition.gpus:
+        yield Check(
+            "GPUs", NO, f"{found}; slurm.gpus_per_node is {site.gpus_per_node}", "lower it", fatal=True
+        )
+    elif wanted and wanted.lower() not in [kind.lower() for kind in partition.gpu_types]:
+        yield Check("GPUs", NO, f"{found}; slurm.gpu_type is {wanted}", "name one of these", fatal=True)
+    else:
+        yield Check("GPUs", YES, found, "one rank each")
+
+
+def _request(site: Profile) -> Check:
+    """Whether SLURM would take a job of this profile: account, quality of service, features, memory."""
+    tasks = site.ranks_per_node
+    shape = Shape(
+        nodes=1, tasks_per_node=tasks, time_min=minutes(site.slurm.time_limit), partition=site.slurm.partition
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "probe.sh"
+        path.write_text(script.text(Array(shape=shape, bundles=()), site, "repro-doctor", Path(folder)))
+        try:
+            call(["sbatch", "--test-only", str(path)])
+        except SchedulerError as error:
+            return Check(
+                "request", NO, str(error), "see account, qos, constraint, memory, options", fatal=True
+            )
+    return Check(
+        "request", YES, f"sbatch takes a node with {tasks} ranks", "jobs of this profile are accepted"
+    )
+
+
+def _look(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
+    try:
+        seen = probe.run(site, results, nodes)
+    except SchedulerError as error:
+        yield Check("nodes", NO, str(error), "see environment.setup and environment.python", fatal=True)
+        return
+    yield from probe.judge(site, seen)

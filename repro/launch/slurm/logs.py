@@ -1,0 +1,56 @@
+"""``repro logs``: what the ranks of a case, or the job around it, wrote last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from repro.config import ConfigError
+from repro.launch.slurm.registry import Registry, Submission
+from repro.launch.slurm.work import Bundle
+
+TAIL_BYTES = 8000
+
+
+def command(results: Path, name: str, rank: int | None) -> int:
+    """Print the end of the logs of the case ``name`` in its newest submission; of one rank, or of its job."""
+    registry = Registry(results)
+    submission, bundle, key = find(registry, name)
+    folder = registry.path(submission)
+    job = submission.jobs().get(bundle.index, "")
+    ranks = folder / "logs" / str(bundle.index) / key
+    if rank is None:
+        files = sorted((folder / "submitit").glob(f"{job}_0_log.*")) if job else []
+        _print(files, f"job {job or 'none'} of {name}")
+        found = sorted(ranks.glob("rank-*.err"), key=lambda path: int(path.stem.partition("-")[2]))
+        if found:
+            print(f"ranks: {', '.join(path.stem.partition('-')[2] for path in found)}; --rank R shows one")
+        return 0
+    if not 0 <= rank < bundle.world:
+        raise ConfigError("--rank", rank, f"0 to {bundle.world - 1}")
+    files = [path for path in (ranks / f"rank-{rank}.out", ranks / f"rank-{rank}.err") if path.exists()]
+    _print(files, f"rank {rank} of {name} (logs are kept of failures only)")
+    return 0
+
+
+def find(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
+    """The newest submission and bundle of the case ``name``, and its key.  Raises ``ConfigError``."""
+    known: list[str] = []
+    for submission in reversed(registry.all()):
+        for bundle in registry.work(submission).bundles:
+            for experiment in bundle.experiments:
+                if experiment.name == name:
+                    return submission, bundle, experiment.key
+                known.append(experiment.name)
+    hint = ", ".join(dict.fromkeys(known)) if known else "none: nothing was submitted with these results"
+    raise ConfigError("case", name, f"a submitted case: {hint}")
+
+
+def _print(files: list[Path], what: str) -> None:
+    if not files:
+        print(f"no log yet: {what}")
+    for path in files:
+        data = path.read_bytes()
+        print(
+            f"==> {path}" + (f" (last {TAIL_BYTES} of {len(data)} bytes)" if len(data) > TAIL_BYTES else "")
+        )
+        print(data[-TAIL_BYTES:].decode(errors="replace").rstrip())

@@ -1,0 +1,148 @@
+"""A look around from the nodes: ``python -m repro.launch.slurm.probe FOLDER`` in a short job prints JSON."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import socket
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from repro.launch.slurm import script
+from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.scheduler import SchedulerError, call
+from repro.measure.doctor import LIMITED, NO, YES, Check
+
+WAIT_S = 300.0
+"""How long a node is waited for."""
+
+
+def run(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
+    """What :func:`look` says on each of ``nodes`` nodes.  Raises ``SchedulerError``."""
+    token = secrets.token_hex(8)
+    marker = results / f".probe-{token}"
+    marker.write_text(token, encoding="utf-8")
+    command = ["srun", "-N", str(nodes), "--ntasks-per-node=1", "--time=5", "--job-name=repro-doctor"]
+    for option, value in (
+        ("partition", site.slurm.partition),
+        ("account", site.slurm.account),
+        ("qos", site.slurm.qos),
+        ("constraint", site.slurm.constraint),
+    ):
+        command += [f"--{option}={value}"] if value else []
+    if site.gpus_per_node and site.slurm.gpu_request != "none":
+        kind = f"{site.slurm.gpu_type}:" if site.slurm.gpu_type else ""
+        gpus = f"{kind}{site.gpus_per_node}"
+        command.append(
+            f"--gres=gpu:{gpus}" if site.slurm.gpu_request == "gres" else f"--gpus-per-node={gpus}"
+        )
+    lines = [*script.setup(site), f"exec {script.python(site)} -m {__name__} {shlex.quote(str(marker))}"]
+    try:
+        output = call([*command, "bash", "-c", " && ".join(lines)], timeout_s=WAIT_S)
+    finally:
+        marker.unlink(missing_ok=True)
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    if len(found) != nodes:
+        raise SchedulerError(f"{len(found)} of {nodes} nodes answered")
+    return found
+
+
+def look(marker: Path) -> dict[str, Any]:
+    """What this node has: plain JSON data."""
+    import psutil
+
+    from repro.measure.provenance import gpus
+
+    try:
+        shared = marker.read_text(encoding="utf-8") == marker.name.removeprefix(".probe-")
+        answer = marker.with_name(f"{marker.name}-{socket.gethostname()}")
+        answer.write_text("", encoding="utf-8")
+        answer.unlink()
+        folder = "" if shared else "the file written by the submitting host has other contents"
+    except OSError as error:
+        folder = f"{error.strerror}: {error.filename}"
+    interfaces = {
+        name: next((a.address for a in addresses if a.family == socket.AF_INET), "")
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    versions = {}
+    for package in ("repro", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "host": socket.gethostname(),
+        "folder": folder,
+        "interfaces": interfaces,
+        "gpus": gpus(),
+        "versions": versions,
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }
+
+
+def judge(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
+    """Checks of what the nodes said, each with the nodes that it is about."""
+    hosts = ", ".join(node["host"] for node in seen)
+    yield Check("nodes", YES, hosts, f"python {seen[0]['python']} and the harness start there")
+    blind = [f"{node['host']}: {node['folder']}" for node in seen if node["folder"]]
+    if blind:
+        yield Check("shared folder", NO, "; ".join(blind), "set storage.shared and --results", fatal=True)
+    else:
+        yield Check("shared folder", YES, "what was written here is read there", "results come back")
+    yield _interface(site, seen)
+    here = _version("torch")
+    other = [f"{node['host']}: torch {node['versions'].get('torch', 'missing')}" for node in seen]
+    same = all(node["versions"].get("torch") == here for node in seen)
+    meaning = "ranks start" if same else f"{here} is here: set environment.python or setup"
+    yield Check("torch", YES if same else LIMITED, "; ".join(other), meaning)
+    if site.gpus_per_node:
+        yield from _devices(site, seen)
+
+
+def _interface(site: Profile, seen: list[dict[str, Any]]) -> Check:
+    wanted = site.environment.interface
+    known = {name: address for name, address in seen[0]["interfaces"].items() if name != "lo"}
+    text = ", ".join(f"{name} {address}".strip() for name, address in known.items())
+    if not wanted:
+        return Check(
+            "interface", LIMITED, f"environment.interface is empty; nodes have {text}", "NCCL and gloo choose"
+        )
+    lacking = [node["host"] for node in seen if not node["interfaces"].get(wanted)]
+    if lacking:
+        found = f"no {wanted} with an address on {', '.join(lacking)}; nodes have {text}"
+        return Check("interface", NO, found, "change environment.interface", fatal=True)
+    return Check("interface", YES, f"{wanted} {seen[0]['interfaces'][wanted]}", "carries collectives")
+
+
+def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
+    from repro.systems import HERE, load
+
+    expected = "" if site.system in HERE else load(site.system).device.name
+    for node in seen:
+        names = [gpu["name"] for gpu in node["gpus"] or []]
+        text = f"{node['host']}: {len(names)} x {names[0] if names else 'none'}"
+        if len(names) < site.gpus_per_node:
+            yield Check("GPUs there", NO, text, f"slurm.gpus_per_node is {site.gpus_per_node}", fatal=True)
+        else:
+            yield Check(
+                "GPUs there", YES, text, f"the profile's system has {expected}" if expected else "seen"
+            )
+    nccl = {v for node in seen for k, v in node["versions"].items() if "nccl" in k}
+    found = ", ".join(sorted(nccl)) or "not a package; torch may carry its own"
+    yield Check("NCCL", YES if nccl else LIMITED, found, "collectives between GPUs")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(look(Path(sys.argv[1]))))

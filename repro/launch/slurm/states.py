@@ -1,0 +1,155 @@
+"""Where every case of every submission stands, from what SLURM says, what jobs wrote, and what is in the store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from repro.config import Experiment
+from repro.launch.slurm.registry import Registry, Submission
+from repro.launch.slurm.scheduler import JobState, Scheduler
+from repro.launch.slurm.work import Bundle
+from repro.results.store import CONCLUSIVE, Store
+
+PENDING, RUNNING, DONE, FAILED = "pending", "running", "done", "failed"
+REQUEUED, CANCELLED, LOST, UNSUBMITTED = "requeued", "cancelled", "lost", "not submitted"
+STATES = (RUNNING, PENDING, REQUEUED, DONE, FAILED, CANCELLED, LOST, UNSUBMITTED)
+_MEANING = {
+    "CANCELLED": ("cancelled", "cancelled (scancel)"),
+    "TIMEOUT": ("timeout", "the job reached its time limit (slurm.time_limit of the profile)"),
+    "DEADLINE": ("timeout", "the job reached its deadline"),
+    "NODE_FAIL": ("error", "node failure"),
+    "BOOT_FAIL": ("error", "node failure: it did not boot"),
+    "OUT_OF_MEMORY": ("error", "the job ran out of host memory"),
+    "PREEMPTED": ("interrupted", "preempted and not requeued"),
+    "REVOKED": ("interrupted", "revoked"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseState:
+    """One experiment of one submission."""
+
+    submission: str
+    suite: str
+    name: str
+    key: str
+    bundle: int
+    job: str
+    """``12_3``; empty where ``sbatch`` never answered."""
+    state: str
+    """One of ``STATES``."""
+    detail: str = ""
+    """Step and rate, why it waits, or the outcome's reason."""
+    outcome: str = ""
+    """Of the record in the store; for lost ones what :mod:`.collect` would record."""
+    nodes: str = ""
+    restarts: int = 0
+    recorded: bool = False
+    """Whether the store has a record of this submission's run."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+
+def meaning(job: JobState | None) -> tuple[str, str]:
+    """Outcome and reason of a case that left no record, from how its job ended."""
+    if job is None:
+        return "error", "lost: SLURM does not know the job any more and it left no record"
+    outcome, reason = _MEANING.get(job.state, ("error", f"the job ended as {job.state} without a record"))
+    parts = [reason]
+    if job.nodes:
+        parts.append(f"on {job.nodes}")
+    if job.exit_code not in ("", "0:0"):
+        parts.append(f"exit code {job.exit_code}")
+    if job.reason and job.reason.lower() not in ("nonzeroexitcode", "prolog"):
+        parts.append(job.reason)
+    return outcome, ", ".join(parts)
+
+
+class Survey:
+    """Every case's state, read once."""
+
+    def __init__(self, registry: Registry, store: Store, scheduler: Scheduler):
+        self.registry, self.store, self.scheduler = registry, store, scheduler
+
+    def cases(self, submissions: list[Submission] | None = None) -> list[CaseState]:
+        """All cases of ``submissions`` (default: all).  Raises ``SchedulerError`` if the queue is unreadable."""
+        chosen = self.registry.all() if submissions is None else submissions
+        jobs = self.scheduler.jobs({job for s in chosen for job in s.jobs().values() if job})
+        latest = self.store.latest()
+        found: list[CaseState] = []
+        for submission in chosen:
+            ids = submission.jobs()
+            for bundle in self.registry.work(submission).bundles:
+                job_id = ids.get(bundle.index, "")
+                job = jobs.get(job_id)
+                state = self.registry.state(submission, bundle.index)
+                found += [
+                    _case(submission, bundle, experiment, job_id, job, state, latest.get(experiment.key))
+                    for experiment in bundle.experiments
+                ]
+        return found
+
+    def live(self) -> dict[str, str]:
+        """Keys of experiments that a live job has yet to finish -> the job."""
+        return {case.key: case.job for case in self.cases() if case.state in (PENDING, RUNNING, REQUEUED)}
+
+
+def _case(
+    submission: Submission,
+    bundle: Bundle,
+    experiment: Experiment,
+    job_id: str,
+    job: JobState | None,
+    said: dict[str, Any],
+    record: dict[str, Any] | None,
+) -> CaseState:
+    """Where ``experiment`` stands; ``said`` is what its allocation wrote last."""
+    own = record if record is not None and _at(record["written"]) >= _at(submission.created) else None
+    base = CaseState(
+        submission=submission.id,
+        suite=submission.suite,
+        name=experiment.name,
+        key=experiment.key,
+        bundle=bundle.index,
+        job=job_id,
+        state=PENDING,
+        nodes=(job.nodes if job else "") or ",".join(said.get("nodes", [])),
+        restarts=max(int(said.get("restarts", 0)), job.restarts if job else 0),
+        recorded=own is not None,
+    )
+    if own is not None and own["outcome"] in CONCLUSIVE:
+        return replace(base, state=DONE, detail=own["reason"], outcome=own["outcome"])
+    if not job_id:
+        return replace(base, state=UNSUBMITTED, detail="`repro submit` was stopped before sbatch answered")
+    stopped = own is not None and own["outcome"] == "interrupted"
+    if own is not None and not stopped:
+        state = CANCELLED if own["outcome"] == CANCELLED else FAILED
+        return replace(base, state=state, detail=own["reason"], outcome=own["outcome"])
+    if job is not None and job.live:
+        return _live(base, job, said)
+    outcome, reason = meaning(job)
+    if own is not None and stopped:  # it said so itself, and nobody started it again
+        reason = f"{own['reason']}; {reason}"
+    return replace(base, state=CANCELLED if outcome == CANCELLED else LOST, detail=reason, outcome=outcome)
+
+
+def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:
+    """A case without an outcome whose job waits or runs."""
+    current, stopped = said.get("current") or {}, said.get("stopped") or {}
+    if job.waiting:
+        state = REQUEUED if base.restarts or stopped else PENDING
+        parts = (stopped.get("reason", ""), job.reason)
+        return replace(base, state=state, detail=", ".join(part for part in parts if part))
+    if base.name not in current.get("names", []):
+        return replace(base, state=RUNNING, detail="its job runs, its turn comes")
+    rate = current.get("steps_per_s")
+    place = f"step {current.get('step', 0)} of {current.get('steps', 0)}, {current.get('phase', '')}"
+    return replace(base, state=RUNNING, detail=place + (f", {rate:.2f} steps/s" if rate else ""))
+
+
+def _at(text: str) -> datetime:
+    return datetime.fromisoformat(text)

@@ -1,0 +1,145 @@
+"""``repro status``: cases x jobs in one table."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from repro.config import ConfigError
+from repro.launch.failures import failure
+from repro.launch.slurm.registry import Registry
+from repro.launch.slurm.scheduler import Scheduler, SchedulerError
+from repro.launch.slurm.states import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    LOST,
+    PENDING,
+    REQUEUED,
+    RUNNING,
+    STATES,
+    CaseState,
+    Survey,
+)
+from repro.results.store import Store
+
+REFRESH_S = 5.0
+_COLOURS = {
+    RUNNING: "green",
+    FAILED: "red",
+    LOST: "red",
+    CANCELLED: "yellow",
+    REQUEUED: "yellow",
+    PENDING: "dim",
+}
+
+
+def command(results: Path, watch: bool, every: bool, json: bool) -> int:
+    """Print where every case of the newest submission of each suite stands; ``every``: of all submissions.
+
+    Returns 0 when nothing is open and nothing failed, 3 while cases wait or run, 1 if some failed.
+    """
+    registry, store = Registry(results), Store(results)
+    if not registry.all():
+        raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
+    if watch and not json:
+        return _watch(registry, store, every)
+    cases, warnings = read(registry, store, every)
+    if json:
+        print(jsonlib.dumps({"cases": [case.as_dict() for case in cases], "warnings": warnings}))
+    else:
+        show(cases, warnings, Console())
+    return code(cases)
+
+
+def read(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
+    """States of the cases, and what the site could not tell.
+
+    Of a case that was submitted more than once the last submission counts, unless ``every``.
+    """
+    scheduler = Scheduler()
+    try:
+        cases = Survey(registry, store, scheduler).cases()
+    except SchedulerError as error:
+        raise ConfigError("SLURM", expected=f"does not answer: {error}") from None
+    if not every:
+        cases = list({case.key: case for case in cases}.values())
+    return cases, list(dict.fromkeys(scheduler.warnings))
+
+
+def code(cases: list[CaseState]) -> int:
+    """The command's exit code."""
+    states = {case.state for case in cases}
+    if states & {PENDING, RUNNING, REQUEUED}:
+        return 3
+    return 1 if states - {DONE} else 0
+
+
+def show(cases: list[CaseState], warnings: list[str], console: Console) -> None:
+    """Print a table of what is not done, and the totals."""
+    if console.is_terminal or len(cases) <= 60:
+        console.print(_table(cases))
+    else:
+        console.print(_table([case for case in cases if case.state != DONE]))
+    console.print(_totals(cases), markup=False, highlight=False)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if any(case.state in (LOST, CANCELLED) and not case.recorded for case in cases):
+        console.print("`repro collect` records what was lost or cancelled; `repro submit` runs it again")
+
+
+def _table(cases: list[CaseState]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("case", "job", "state", "nodes"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("", overflow="fold")
+    for case in cases:
+        state = (
+            f"{case.state} ({case.outcome})" if case.state == DONE and case.outcome != "ok" else case.state
+        )
+        if case.state in (FAILED, LOST):
+            state = f"{case.state}: {failure(case.outcome, case.detail)}"
+        again = f"started {case.restarts + 1} times" if case.restarts else ""
+        detail = "; ".join(part for part in (case.detail, again) if part)
+        colour = _COLOURS.get(case.state, "")
+        table.add_row(
+            case.name, case.job, f"[{colour}]{state}[/]" if colour else state, case.nodes, _plain(detail)
+        )
+    return table
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _totals(cases: list[CaseState]) -> str:
+    counts = Counter(case.state for case in cases)
+    text = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    suites = ", ".join(dict.fromkeys(case.suite for case in cases))
+    return f"{suites}: {len(cases)} cases: {text}"
+
+
+def _watch(registry: Registry, store: Store, every: bool) -> int:
+    """Show the table again every few seconds, until nothing waits or runs."""
+    from rich.live import Live
+
+    console = Console()
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            cases, warnings = read(registry, store, every)
+            table = _table([case for case in cases if case.state != DONE] or cases)
+            table.caption = _totals(cases)
+            live.update(table, refresh=True)
+            if code(cases) != 3:
+                break
+            time.sleep(REFRESH_S)
+    show(cases, warnings, console)
+    return code(cases)
