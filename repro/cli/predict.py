@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.options import Expandable, Gpus, Json, MemoryLimit, ModelName, Results, Seq, SystemName
-from repro.simulate.options import layout_options
+from repro.cli.options import Json, ModelName, Results
+from repro.simulate.options import Asked, question_options
 
 app = typer.Typer()
 
@@ -17,15 +17,10 @@ app = typer.Typer()
 @app.command(
     epilog="Example:  repro simulate --model turing-nlg-17b --system dgx2 --gpus 256 --tp 4 --zero 1"
 )
-@layout_options
+@question_options
 def simulate(
     model: ModelName,
-    system: SystemName,
-    gpus: Gpus,
-    layout: dict[str, Any],
-    seq: Seq = 0,
-    memory_limit: MemoryLimit = "",
-    expandable: Expandable = False,
+    asked: Asked,
     timeline: Annotated[
         str, typer.Option(help="Write when everything happens, for ui.perfetto.dev.", metavar="FILE.json")
     ] = "",
@@ -34,15 +29,13 @@ def simulate(
     """Trace one step in shape only: does it fit, what fills the memory, what is sent where, how long it takes."""
     from repro.simulate.command import simulate as command
 
-    return command(model, system, gpus, layout, seq, memory_limit, expandable, timeline, json)
+    return command(model, asked, timeline, json)
 
 
 @app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --zero 1 --micro-batch 8 --recompute")
-@layout_options
+@question_options
 def fit(
-    system: SystemName,
-    gpus: Gpus,
-    layout: dict[str, Any],
+    asked: Asked,
     model: Annotated[str, typer.Option("--model", help="Take sizes from this model.", metavar="M")] = "",
     hidden: Annotated[
         int, typer.Option(help="Width.  Without: one that about hidden/64 layers fill.", show_default=False)
@@ -51,7 +44,6 @@ def fit(
         int, typer.Option(help="Attention heads; hidden/128 by default.", show_default=False)
     ] = 0,
     vocab: Annotated[int, typer.Option(help="Vocabulary; 51200 by default.", show_default=False)] = 0,
-    seq: Seq = 0,
     search: Annotated[str, typer.Option(help="layers, or micro-batch (of --model).")] = "layers",
     measure: Annotated[bool, typer.Option("--measure", help="Try on the devices of this machine.")] = False,
     as_rank: Annotated[
@@ -61,31 +53,24 @@ def fit(
         ),
     ] = None,
     of: Annotated[int, typer.Option(help="The ranks of which --as-rank is one.", show_default=False)] = 0,
-    memory_limit: MemoryLimit = "",
-    expandable: Expandable = False,
     json: Json = False,
 ) -> int:
     """Find the largest model that fits, the first that does not, and the term that is too much."""
-    sizes = {"hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq}
+    sizes = {"hidden": hidden, "heads": heads, "vocab": vocab}
     if measure:
         from repro.launch.fit import command as measured
 
-        return measured(system, gpus, layout, model, sizes, search, memory_limit, as_rank, of, json)
+        return measured(asked, model, sizes, search, as_rank, of, json)
     from repro.simulate.command import fit as command
 
-    return command(system, gpus, layout, model, sizes, search, memory_limit, expandable, json)
+    return command(asked, model, sizes, search, json)
 
 
 @app.command(epilog="Example:  repro plan --model turing-nlg-17b --system dgx2 --gpus 256 --global-batch 512")
-@layout_options
+@question_options
 def plan(
     model: ModelName,
-    system: SystemName,
-    gpus: Gpus,
-    layout: dict[str, Any],
-    seq: Seq = 0,
-    memory_limit: MemoryLimit = "",
-    expandable: Expandable = False,
+    asked: Asked,
     as_map: Annotated[
         bool,
         typer.Option(
@@ -103,8 +88,7 @@ def plan(
     """List every sensible layout: does it fit, and how long is a step; best first.  Options fix what is varied."""
     from repro.simulate.command import plan as command
 
-    price = price_per_gpu_hour
-    return command(model, system, gpus, layout, seq, memory_limit, expandable, json, as_map, tokens, price)
+    return command(model, asked, json, as_map, tokens, price_per_gpu_hour)
 
 
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")

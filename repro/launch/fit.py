@@ -31,21 +31,19 @@ LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
 def command(
-    system: str,
-    gpus: int,
-    layout: dict[str, Any],
+    asked: options.Asked,
     model: str,
     sizes: dict[str, int],
     search: str,
-    memory_limit: str,
     as_rank: int | None,
     of: int,
     json: bool,
 ) -> int:
     """Try sizes on real devices and print what fits; 1 if nothing does or a trial fails, 130 if interrupted."""
+    system, gpus = asked.system, asked.gpus
     if system not in local.DEVICES:
         raise ConfigError("--system", system, f"one of {', '.join(local.DEVICES)} with --measure")
-    limit = options.size(memory_limit)
+    limit = options.size(asked.memory_limit)
     on = _this_machine(system, limit)
     world = gpus
     if as_rank is not None:
@@ -53,15 +51,8 @@ def command(
         require(of >= 1, "--of", of, "the number of ranks that --as-rank is one of")
         require(0 <= as_rank < of, "--as-rank", as_rank, f"a rank from 0 to {of - 1}")
         world = of
-    question = fit.question_of(
-        on,
-        world,
-        layout,
-        limit,
-        models.load(model) if model else None,
-        {key: value for key, value in sizes.items() if value},
-        search,
-    )
+    known = models.load(model) if model else None
+    question = fit.question_of(on, replace(asked, gpus=world, expandable=False), known, sizes, search)
     if local.DEVICES[system] == "cuda" and gpus > local.cuda_devices():
         raise ConfigError(
             "--gpus", gpus, f"at most the {local.cuda_devices()} CUDA devices that are visible here"

@@ -12,30 +12,29 @@ from typing import Any
 from repro import models, systems
 from repro.config import Experiment, Training
 from repro.config.errors import ConfigError, require
+from repro.config.system import System
 from repro.simulate import options
+from repro.simulate.options import Asked
 
 
-def simulate(
-    model: str,
-    system: str,
-    gpus: int,
-    layout: dict[str, Any],
-    seq: int,
-    memory_limit: str,
-    expandable: bool,
-    timeline: str,
-    json: bool,
-) -> int:
+def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
     """Trace one step of a model and print what it needs.  That it does not fit is an answer: 0."""
-    on = systems.load(system)
-    experiment = _experiment(model, on, gpus, layout, seq)
-    limit = options.size(memory_limit)
+    on = systems.load(asked.system)
+    experiment = _experiment(model, on, asked)
+    limit = options.size(asked.memory_limit)
     if limit is not None:
         limit = options.limit_of(on, limit)
     from repro.simulate.page import show
     from repro.simulate.step import simulate as run
 
-    found = run(experiment, on, memory_limit=limit, expandable=expandable, time=True, record=bool(timeline))
+    found = run(
+        experiment,
+        on,
+        memory_limit=limit,
+        expandable=asked.expandable,
+        time=True,
+        record=bool(timeline),
+    )
     if timeline:
         from repro.simulate.perfetto import write
 
@@ -49,11 +48,11 @@ def simulate(
     return 0
 
 
-def _experiment(model: str, system: Any, gpus: int, layout: dict[str, Any], seq: int) -> Experiment:
-    sizes, complete = models.load(model), options.complete(layout, gpus, system)
+def _experiment(model: str, system: System, asked: Asked) -> Experiment:
+    sizes, complete = models.load(model), options.complete(asked.layout, asked.gpus, system)
     return options.named(
         lambda: Experiment(
-            name="simulate", model=sizes, layout=complete, training=_training(seq), system=system.name
+            name="simulate", model=sizes, layout=complete, training=_training(asked.seq), system=system.name
         )
     )
 
@@ -63,32 +62,13 @@ def _training(seq: int) -> Training:
     return Training(seq=seq)
 
 
-def fit(
-    system: str,
-    gpus: int,
-    layout: dict[str, Any],
-    model: str,
-    sizes: dict[str, int],
-    search: str,
-    memory_limit: str,
-    expandable: bool,
-    json: bool,
-) -> int:
+def fit(asked: Asked, model: str, sizes: dict[str, int], search: str, json: bool) -> int:
     """Find the largest model that fits and the first that does not; 1 if nothing fits."""
     from repro.simulate import fit as fits
     from repro.simulate.answers import show_fit
 
-    on = systems.load(system)
-    question = fits.question_of(
-        on,
-        gpus,
-        layout,
-        options.size(memory_limit),
-        models.load(model) if model else None,
-        {key: value for key, value in sizes.items() if value},
-        search,
-        expandable,
-    )
+    known = models.load(model) if model else None
+    question = fits.question_of(systems.load(asked.system), asked, known, sizes, search)
     answer = fits.simulated(question)
     document = fits.document(question, answer)
     if json:
@@ -100,12 +80,7 @@ def fit(
 
 def plan(
     model: str,
-    system: str,
-    gpus: int,
-    layout: dict[str, Any],
-    seq: int,
-    memory_limit: str,
-    expandable: bool,
+    asked: Asked,
     json: bool,
     as_map: bool = False,
     tokens: float = 0.0,
@@ -114,7 +89,7 @@ def plan(
     """List every sensible layout, best first, or draw tp against pp; 1 if none fits."""
     from repro.simulate import layouts
 
-    on = systems.load(system)
+    on, gpus, seq = systems.load(asked.system), asked.gpus, asked.seq
     sizes = models.load(model)
     require(sizes.architecture == "gpt", "--model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "--gpus", gpus, "a whole number of at least 1")
@@ -124,10 +99,12 @@ def plan(
     require(0 <= price < 1e9, "--price-per-gpu-hour", price, "a price")
     require(not price or tokens > 0, "--tokens", tokens, "how much to train, with --price-per-gpu-hour")
     require(not (as_map and tokens), "--tokens", tokens, "left out with --map, which predicts no time")
-    given = memory_limit.split(",")
-    require(as_map or len(given) == 1, "--memory-limit", memory_limit, "one size; --map takes several")
+    given = asked.memory_limit.split(",")
+    require(as_map or len(given) == 1, "--memory-limit", asked.memory_limit, "one size; --map takes several")
     limits = sorted({options.limit_of(on, options.size(text)) for text in given})
-    request = layouts.Request(sizes, on, gpus, limits[0], seq or sizes.seq, layout, expandable, tokens, price)
+    request = layouts.Request(
+        sizes, on, gpus, limits[0], seq or sizes.seq, asked.layout, asked.expandable, tokens, price
+    )
     if as_map:
         return _map(request, limits, json)
     count = len(layouts.candidates(request))

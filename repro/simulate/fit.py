@@ -202,25 +202,19 @@ def _simulate(question: Question, value: int) -> Trial:
 
 
 def question_of(
-    system: System,
-    gpus: int,
-    given: dict[str, Any],
-    limit: int | None,
-    model: Model | None,
-    sizes: dict[str, int],
-    what: str,
-    expandable: bool = False,
+    system: System, asked: options.Asked, model: Model | None, sizes: dict[str, int], what: str
 ) -> Question:
-    """The question that the command line asks.  Raises ``ConfigError``.
+    """The question that the command line asks of ``system``.  Raises ``ConfigError``.
 
-    ``sizes``: hidden, heads, vocab and seq as far as they are given; without, those of ``model``; without one,
+    ``sizes``: hidden, heads and vocab as far as they are given, else 0; without, those of ``model``; without one,
     a width whose largest model has about width/64 layers, heads of 128 (or 64), the vocabulary 51,200 and
     the sequence 1,024 of the ZeRO paper's models.
     """
     require(what in SEARCHES, "--search", what, f"one of {', '.join(SEARCHES)}")
     require(what == LAYERS or model is not None, "--model", "", "needed to search the micro-batch: whose?")
-    layout = options.complete(given, gpus, system)
-    whole = options.limit_of(system, limit)
+    layout = options.complete(asked.layout, asked.gpus, system)
+    whole = options.limit_of(system, options.size(asked.memory_limit))
+    sizes = {key: value for key, value in {**sizes, "seq": asked.seq}.items() if value}
     for key, value in sizes.items():
         require(value >= 1, f"--{key}", value, "a whole number of at least 1")
     keys: dict[str, Any]
@@ -239,8 +233,8 @@ def question_of(
         known, tokens = model, sizes.get("seq", 0)
         keys = {key: value for key, value in sizes.items() if key != "seq"}
         shape = options.named(lambda: replace(known, **keys))
-    free = not given.get("global_batch")
-    question = Question(shape, layout, system, whole, what, tokens, free, expandable)
+    free = not asked.layout.get("global_batch")
+    question = Question(shape, layout, system, whole, what, tokens, free, asked.expandable)
     options.named(lambda: question.experiment(question.values()[0]))
     return question
 

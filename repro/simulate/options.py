@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Optional, TypeVar
 
 import typer
@@ -74,20 +75,68 @@ LAYOUT: dict[str, Any] = {
 """Name in :class:`Layout`: what typer makes of it."""
 
 
-def layout_options(command: Callable[..., int]) -> Callable[..., int]:
-    """``command`` with all of :data:`LAYOUT` as options; it gets those that were given as the dict ``layout``."""
+@dataclass(frozen=True)
+class Asked:
+    """What ``repro simulate``, ``fit`` and ``plan`` are asked alike, as it was typed."""
+
+    system: str
+    gpus: int
+    layout: dict[str, Any]
+    """Keys of the layout that were given."""
+    seq: int = 0
+    """Tokens of a sample; 0: the model's longest."""
+    memory_limit: str = ""
+    expandable: bool = False
+
+
+def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+QUESTION = [
+    _parameter(
+        "system", Annotated[str, typer.Option("--system", help="A system's name, or its file.", metavar="S")]
+    ),
+    _parameter("gpus", Annotated[int, typer.Option("--gpus", help="Devices: tp x pp x dp.", metavar="N")]),
+    *(_parameter(key, annotation, None) for key, annotation in LAYOUT.items()),
+    _parameter(
+        "seq",
+        Annotated[
+            int, typer.Option(help="Tokens of a sample; the model's longest by default.", show_default=False)
+        ],
+        0,
+    ),
+    _parameter(
+        "memory_limit",
+        Annotated[
+            str,
+            typer.Option(help="Take the device's memory for this much: 32GB, 32GiB or 16e9.", metavar="SIZE"),
+        ],
+        "",
+    ),
+    _parameter(
+        "expandable",
+        Annotated[bool, typer.Option("--expandable", help="torch's expandable segments.")],
+        False,
+    ),
+]
+"""The options that make an :class:`Asked`."""
+
+
+def question_options(command: Callable[..., int]) -> Callable[..., int]:
+    """``command`` with the options of :data:`QUESTION` in the place of its parameter ``asked``."""
     taken = list(inspect.signature(command, eval_str=True).parameters.values())
-    at = next(i for i, parameter in enumerate(taken) if parameter.name == "layout")
-    kind = inspect.Parameter.KEYWORD_ONLY
-    added = [inspect.Parameter(k, kind, default=None, annotation=LAYOUT[k]) for k in LAYOUT]
-    own = [p.replace(kind=kind) for p in taken]
+    at = next(i for i, parameter in enumerate(taken) if parameter.name == "asked")
+    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in taken]
 
     @functools.wraps(command)
     def with_options(**values: Any) -> int:
-        given = {key: values.pop(key) for key in LAYOUT}
-        return command(**values, layout={k: v for k, v in given.items() if v is not None})
+        given = {parameter.name: values.pop(parameter.name) for parameter in QUESTION}
+        layout = {key: given.pop(key) for key in LAYOUT}
+        asked = Asked(layout={k: v for k, v in layout.items() if v is not None}, **given)
+        return command(**values, asked=asked)
 
-    signature = inspect.Signature([*own[:at], *added, *own[at + 1 :]])
+    signature = inspect.Signature([*own[:at], *QUESTION, *own[at + 1 :]])
     with_options.__signature__ = signature  # type: ignore[attr-defined]
     with_options.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     return with_options

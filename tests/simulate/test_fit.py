@@ -12,7 +12,7 @@ from repro import systems
 from repro.config import ConfigError, Model
 from repro.simulate import fit
 from repro.simulate.fit import Trial, search
-from repro.simulate.options import limit_of
+from repro.simulate.options import Asked, limit_of
 
 CONTEXT = 1_740_000_000
 
@@ -54,8 +54,9 @@ def test_a_failure_that_is_not_about_memory_ends_the_search() -> None:
 
 
 def question(layout: dict[str, Any], limit: int, **sizes: int) -> fit.Question:
-    shape = {"hidden": 256, "heads": 4, "vocab": 512, "seq": 64} | sizes
-    return fit.question_of(systems.load("dgx2"), 8, layout, CONTEXT + limit, None, shape, "layers")
+    shape = {"hidden": 256, "heads": 4, "vocab": 512} | sizes
+    asked = Asked("dgx2", 8, layout, seq=64, memory_limit=str(CONTEXT + limit))
+    return fit.question_of(systems.load("dgx2"), asked, None, shape, "layers")
 
 
 @pytest.mark.parametrize(
@@ -91,15 +92,14 @@ def test_layers_come_in_multiples_of_the_parts() -> None:
 
 def test_the_largest_micro_batch() -> None:
     model = Model(name="m", layers=2, hidden=64, heads=4, vocab=512, seq=64)
-    asked = fit.question_of(
-        systems.load("dgx2"), 2, {"global_batch": 192}, CONTEXT + 44_000_000, model, {}, "micro-batch"
-    )
-    assert asked.values() == [n for n in range(1, 97) if 96 % n == 0]
-    answer = fit.simulated(asked)
+    asked = Asked("dgx2", 2, {"global_batch": 192}, memory_limit=str(CONTEXT + 44_000_000))
+    whole = fit.question_of(systems.load("dgx2"), asked, model, {}, "micro-batch")
+    assert whole.values() == [n for n in range(1, 97) if 96 % n == 0]
+    answer = fit.simulated(whole)
     assert answer.largest is not None
     assert answer.first_failing is not None
-    position = list(asked.values()).index(answer.largest.value)
-    assert asked.values()[position + 1] == answer.first_failing.value
+    position = list(whole.values()).index(answer.largest.value)
+    assert whole.values()[position + 1] == answer.first_failing.value
 
 
 def test_nothing_fits() -> None:
