@@ -19,13 +19,3 @@ ProfileFile = Annotated[
 ]
 Results = Annotated[Path, typer.Option("--results", help="Where records are stored.", metavar="DIR")]
 ModelName = Annotated[str, typer.Option("--model", help="A model's name, or its file.", metavar="M")]
-SystemName = Annotated[str, typer.Option("--system", help="A system's name, or its file.", metavar="S")]
-Gpus = Annotated[int, typer.Option("--gpus", help="Devices: tp x pp x dp.", metavar="N")]
-Seq = Annotated[
-    int, typer.Option(help="Tokens of a sample; the model's longest by default.", show_default=False)
-]
-MemoryLimit = Annotated[
-    str,
-    typer.Option(help="Take the device's memory for this much: 32GB, 32GiB or 16e9.", metavar="SIZE"),
-]
-Expandable = Annotated[bool, typer.Option("--expandable", help="torch's expandable segments.")]
