@@ -1,0 +1,271 @@
+"""Unusual modules and passes over them, and how they train: what the tests of :func:`repro.parallelize` share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import repro
+from repro.config import Layout
+from repro.parallel.bucket import Bucket
+from repro.parallel.comm import Work
+
+WIDTH, ROWS, STEPS, RANKS = 8, 4, 6, 2
+
+
+class Scaled(nn.Module):
+    """What data decide is which of its parameters a block uses, and in which order."""
+
+    def __init__(self, passes: bool) -> None:
+        super().__init__()
+        self.passes = passes
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, positive: bool) -> Tensor:
+        if positive and self.passes:
+            return x  # its own parameters get no gradient, and its output is another module's
+        x = torch.tanh(self.second(self.first(x)) if positive else self.first(self.second(x)))
+        return x * self.scale if positive else x
+
+
+class DataDependent(nn.Module):
+    """Ranks use the same modules and different parameters; one block is used twice, or cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Scaled(passes=i == 1) for i in range(4))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = bool(x.sum() > 0)
+        x = torch.tanh(self.into(x))
+        for block in self.blocks:
+            x = x + block(x, positive)
+        y = self.blocks[0](x, not positive)
+        if positive:
+            y = y.detach()  # nothing behind the second use of block 0 has a gradient here
+        return x + y + (self.bias if positive else 0.0)
+
+
+class Reentrant(nn.Module):
+    """One block is used twice under a reentrant checkpoint, one under a checkpoint and without, one once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = partial(checkpoint, use_reentrant=True)
+        a, b, c = self.blocks
+        x = self.into(x)
+        x = x + again(a, x)
+        x = again(b, x) + again(c, x)
+        x = x + again(c, again(a, x))
+        return self.out(b(x))
+
+
+class Segments(nn.Module):
+    """Two blocks a checkpoint, in keyword arguments too; ``use_reentrant`` of either kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for i in (0, 2, 4):
+
+            def two(x: Tensor, i: int = i) -> Tensor:
+                return torch.tanh(self.blocks[i + 1](input=torch.tanh(self.blocks[i](x))))
+
+            x = x + checkpoint(two, x, use_reentrant=i != 2)
+        return x
+
+
+class Containers(nn.Module):
+    """Blocks inside dictionaries and lists of lists; parameters in containers, and in a holder of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def linear() -> nn.Module:
+            return nn.Linear(WIDTH, WIDTH)
+
+        self.dictionaries = nn.ModuleList(nn.ModuleDict({"up": linear(), "down": linear()}) for _ in range(2))
+        self.nested = nn.ModuleList(nn.ModuleList([linear(), linear()]) for _ in range(2))
+        self.scales = nn.ModuleList([nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)])])
+        self.biases = nn.ModuleList([nn.ParameterDict({"b": torch.zeros(WIDTH)})])
+        holder = nn.Module()
+        holder.inner = linear()
+        holder.own = nn.Parameter(torch.ones(WIDTH))
+        self.holders = nn.ModuleList([holder])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in self.dictionaries:
+            x = x + pair["down"](torch.tanh(pair["up"](x)))
+        for group in self.nested:
+            for layer in group:
+                x = torch.tanh(layer(x))
+        (scales,), (biases,), (holder,) = self.scales, self.biases, self.holders
+        return holder.inner(x * scales[0] * scales[1]) * holder.own + biases["b"]
+
+
+class Plain(nn.Module):
+    """Three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class SideDoor(nn.Module):
+    """A block's parameter is read without calling the block, as a method does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(nn.functional.linear(x, self.blocks[1].weight, self.blocks[1].bias))
+        return self.blocks[2](torch.tanh(self.blocks[0](x)))
+
+
+Pass = Callable[[nn.Module, Tensor], Tensor]
+
+
+def once(module: nn.Module, x: Tensor) -> Tensor:
+    """The loss of one forward pass."""
+    return module(x).square().mean()
+
+
+def evaluate_between(module: nn.Module, x: Tensor) -> Tensor:
+    """Evaluation before a forward pass, and between it and its backward pass."""
+    with torch.no_grad():
+        before = once(module, x)
+    loss = once(module, x)
+    with torch.no_grad():
+        assert torch.equal(module(x).square().mean(), before)
+        module(-x)
+    return loss
+
+
+def checkpointed(reentrant: bool, module: nn.Module, x: Tensor) -> Tensor:
+    """The whole module is computed again in the backward pass."""
+    return checkpoint(module, x.requires_grad_(), use_reentrant=reentrant).square().mean()
+
+
+def two_passes(module: nn.Module, x: Tensor) -> Tensor:
+    """One loss of two forward passes."""
+    return once(module, x) + once(module, -x)
+
+
+def after_failure(module: nn.Module, x: Tensor) -> Tensor:
+    """A backward pass broke off before this one."""
+    out = module(x)
+    out.grad_fn.register_prehook(fail)
+    with pytest.raises(ZeroDivisionError):
+        out.square().mean().backward()
+    return once(module, x)
+
+
+def fail(gradients: Any) -> None:
+    """A hook of the user's."""
+    raise ZeroDivisionError
+
+
+def abandoned(module: nn.Module, x: Tensor) -> Tensor:
+    """A forward pass that records gradients and has no backward pass."""
+    once(module, -x)
+    return once(module, x)
+
+
+def train(
+    kind: type[nn.Module], layout: Layout | None, loss_of: Pass = once, late: bool = False
+) -> dict[str, Tensor]:
+    """Parameters after some steps; without a layout of one process that has all ranks' samples, rank by rank.
+
+    ``late``: rank 1 sends its new parameters late.
+    """
+    torch.manual_seed(1)
+    module = kind()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    mine = list(range(RANKS))
+    pieces = 1
+    if layout is not None:
+        module, optimizer = repro.parallelize(module, optimizer, layout)
+        mine, pieces = [dist.get_rank()], layout.accumulation
+        if late and dist.get_rank():
+            for bucket in module.repro.buckets:
+                vars(bucket)["gather"] = partial(gather_late, bucket)
+    data = torch.Generator().manual_seed(7)
+    for _ in range(STEPS):
+        inputs = torch.randn(RANKS, ROWS, WIDTH, generator=data)
+        for piece in range(pieces):
+            share = [inputs[r].chunk(pieces)[piece] for r in mine]
+            (sum(loss_of(module, x) for x in share) / len(mine) / pieces).backward()  # type: ignore[union-attr]
+        if layout is None:
+            for parameter in module.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    if layout is None:
+        return {name: p.detach().clone() for name, p in module.named_parameters()}
+    return module.repro.full_parameters()
+
+
+def gather_late(bucket: Bucket) -> Work:
+    """The other ranks wait a while for this rank's part of every bucket."""
+    time.sleep(0.02)
+    return Bucket.gather(bucket)
+
+
+@cache
+def alone(kind: type[nn.Module], loss_of: Pass = once) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    return train(kind, None, loss_of)
+
+
+def assert_same(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    for mine in found:
+        assert mine.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def layout_of(zero: int, pieces: int = 1, bucket_bytes: int = 300) -> Layout:
+    """Buckets that hold one linear layer, so that each is reduced by itself."""
+    rows = ROWS // pieces
+    return Layout(dp=RANKS, zero=zero, micro_batch=rows, global_batch=RANKS * ROWS, bucket_bytes=bucket_bytes)
+
+
+STAGES = pytest.mark.parametrize("zero", range(4))
+
+
+def message_of(call: Callable[..., Any], *arguments: Any) -> str:
+    """What a call raises, on this rank."""
+    try:
+        call(*arguments)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,105 @@
+"""What repro.parallelize refuses while it trains, because it would train another model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import repro
+from repro.config import Layout
+from repro.parallel import mesh as meshes
+from repro.parallel.bucket import Tag
+from repro.parallel.sharding import ShardedModule, Sharding
+from repro.parallel.units import default_units
+from tests.parallel.edge_models import (
+    STAGES,
+    WIDTH,
+    Plain,
+    Reentrant,
+    alone,
+    assert_same,
+    layout_of,
+    message_of,
+    once,
+    train,
+    two_passes,
+)
+from tests.pool import RankPool
+
+
+@pytest.mark.parametrize("kind", [Plain, Reentrant])
+def test_stage_3_refuses_one_loss_of_two_forward_passes(two: RankPool, kind: type[nn.Module]) -> None:
+    for message in two.run(message_of, train, kind, layout_of(3), two_passes):
+        assert "needs its own backward pass before the next one" in message
+
+
+class TiedCheckpoints(nn.Module):
+    """Two modules that reentrant checkpoints run share a matrix, which therefore gets two gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.blocks[3].weight = self.blocks[1].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=True))
+        return x
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@STAGES
+def test_a_late_gradient_is_added_or_refused(two: RankPool, zero: int, pieces: int) -> None:
+    """Stages 0 to 2 cannot know that the matrix gets a second gradient: it comes in time, or it is an error."""
+    found = two.run(message_of, train, TiedCheckpoints, layout_of(zero, pieces))
+    assert all(("a gradient came after its bucket" in message) == (zero < 3) for message in found)
+    in_time = layout_of(zero, pieces, bucket_bytes=10_000)
+    assert_same(two.run(train, TiedCheckpoints, in_time), alone(TiedCheckpoints))
+
+
+@STAGES
+def test_a_second_backward_pass_of_one_forward_pass_is_an_error(zero: int) -> None:
+    module, optimizer = Plain(), None
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = repro.parallelize(module, optimizer, Layout(zero=zero, micro_batch=1, global_batch=2))
+    loss = once(module, torch.ones(1, WIDTH))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward pass"):
+        loss.backward()
+
+
+def sink_twice(stage: int, others: int) -> Tensor:
+    """Two products for one weight in one pass; returns its reduced gradient."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    module.weight.used_once = True
+    for i in range(others):
+        module.register_parameter(f"other{i}", nn.Parameter(torch.zeros(2)))
+    layout = Layout(zero=stage)
+    sharding = Sharding.of(layout, meshes.single().dp, torch.device("cpu"), None)
+    sharded = ShardedModule(
+        module,
+        default_units(module),
+        sharding,
+        lambda p: Tag(0),
+        lambda _: lambda i, a, b: torch.zeros(b - a),
+    )
+    sharded.begin(0, 1)
+    module.weight.gradient_sink(torch.eye(2), torch.eye(2))
+    module.weight.gradient_sink(torch.eye(2), 2 * torch.eye(2))
+    sharded.finish()
+    (bucket,) = sharded.buckets
+    slot = next(slot for slot in bucket.plan.slots if slot.index == 0)
+    return bucket.gradient_shard[slot.start : slot.stop].view(2, 2)
+
+
+@STAGES
+def test_a_second_product_in_the_sink_is_added_or_refused(zero: int) -> None:
+    torch.testing.assert_close(sink_twice(zero, others=1), 3 * torch.eye(2))
+    if zero < 3:  # stage 3 waits for the schedule
+        with pytest.raises(RuntimeError, match="a gradient came after its bucket"):
+            sink_twice(zero, others=0)
