@@ -15,6 +15,8 @@ from repro.config.training import Training
 PROTOCOL = 1
 """Version of the measurement protocol; raised when a change makes older measurements not comparable."""
 ENGINES = ("native", "torch")
+_REMARKS = ("published_name", "published_params", "source", "note")
+_NOT_OF_THE_COURSE = ("steps", "untimed_steps", "seq", "decay_steps", "checkpoint_every", "continues")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,13 @@ class Experiment:
                 f"a multiple of tp = {self.layout.tp} under sp",
             )
 
+        require(
+            not self.training.checkpoint_every or self.engine == "native",
+            "checkpoint_every",
+            self.training.checkpoint_every,
+            f"0 with engine {self.engine}, whose states only it knows",
+        )
+
     def _check_engine(self) -> None:
         if self.engine == "torch":
             for key, right in (
@@ -92,6 +101,24 @@ class Experiment:
         return self.training.seq or self.model.seq
 
     @property
+    def course(self) -> dict[str, Any]:
+        """All that decides the weights after each step, but for the order of sums: no layout, and no last step.
+
+        Where it is equal, one experiment can go on from another's checkpoint.
+        """
+        training = _chosen(self.training, without=_NOT_OF_THE_COURSE)
+        if self.training.schedule == "cosine":
+            training["decay_steps"] = self.training.decay_steps or self.training.steps
+        return {
+            "model": _chosen(self.model, without=_REMARKS),
+            "training": training,
+            "seq": self.seq,
+            "global_batch": self.layout.global_batch,
+            "precision": self.layout.precision,
+            "engine": self.engine,
+        }
+
+    @property
     def key(self) -> str:
         """Sixteen hex digits that name the results: equal conditions and protocol, equal key.
 
@@ -101,7 +128,7 @@ class Experiment:
         Whoever changes what a default does, or its value, raises ``PROTOCOL``.
         """
         content: dict[str, Any] = {
-            "model": _chosen(self.model, without=("published_name", "published_params", "source", "note")),
+            "model": _chosen(self.model, without=_REMARKS),
             "layout": _chosen(self.layout),
             "training": _chosen(self.training),
             "system": self.system,

@@ -51,13 +51,19 @@ class Training:
     """Steps without overflow after which the scale doubles (fp16 only)."""
     loss_scale_hysteresis: int = 2
     """Overflows before the scale halves (fp16 only)."""
+    checkpoint_every: int = 0
+    """Steps between two checkpoints of the whole state, from which a stopped run goes on; 0: none are written."""
+    continues: str = ""
+    """Name of the experiment of the same training whose newest checkpoint this one starts from; empty: its own."""
     data: str = "synthetic"
     """``synthetic``, ``shakespeare`` (bytes), ``shakespeare-gpt2`` (BPE), or a .txt or .bin file's path."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "untimed_steps", "loss_scale_window", "loss_scale_hysteresis"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
-        for key in ("seq", "warmup_steps", "decay_steps", "weight_decay", "clip", "min_lr"):
+        for key in ("seq", "warmup_steps", "decay_steps", "checkpoint_every"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
+        for key in ("weight_decay", "clip", "min_lr"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
         for key in ("lr", "eps", "loss_scale"):
             require(getattr(self, key) > 0, key, getattr(self, key), "more than 0")
@@ -68,5 +74,11 @@ class Training:
             "untimed_steps",
             self.untimed_steps,
             f"fewer than steps = {self.steps}, or nothing is timed",
+        )
+        require(
+            not self.continues or self.checkpoint_every > 0,
+            "continues",
+            self.continues,
+            "checkpoint_every of 1 or more beside it",
         )
         require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")

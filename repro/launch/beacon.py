@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PHASES = ("start", "init", "forward", "backward", "idle", "optimizer", "measure", "done")
+PHASES = ("start", "init", "forward", "backward", "idle", "optimizer", "measure", "done", "checkpoint")
 """``start`` is everything before the rank's first word: interpreter, imports, rendezvous."""
 
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}

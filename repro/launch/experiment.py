@@ -15,6 +15,9 @@ from torch import Tensor
 from repro.config import Experiment
 from repro.data import open_stream
 from repro.engines import build_engine
+from repro.launch.interrupt import Stopped
+from repro.launch.resume import Keeper
+from repro.launch.resume import Place as CheckpointPlace
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import COMPUTING, CORE, PHASES, StepClock
 from repro.models import flops
@@ -22,7 +25,7 @@ from repro.models.gpt import Place
 from repro.parallel import storage
 from repro.parallel.mesh import Mesh
 from repro.parallel.optimizer import Norms
-from repro.train.step import MicroBatch
+from repro.train.step import MicroBatch, NativeEngine
 
 SKIPPED_IN_A_ROW = 50
 """Consecutive skipped steps after which fp16 training counts as diverged."""
@@ -70,7 +73,15 @@ class Series:
 class Run:
     """One experiment's life on one rank: :meth:`prelude`, then :meth:`steps` once or often, then :meth:`result`."""
 
-    def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device, report: Report):
+    def __init__(
+        self,
+        experiment: Experiment,
+        mesh: Mesh,
+        device: torch.device,
+        report: Report,
+        checkpoints: CheckpointPlace | None = None,
+    ):
+        """With ``checkpoints``: go on from the newest one there, and write more."""
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
         self.index = 0
         self.series = Series()
@@ -86,6 +97,29 @@ class Run:
         with self.tracker or nullcontext():
             self.engine = build_engine(experiment, mesh, device)
         self.init_peak = self.tracker.peak["total"] if self.tracker else 0
+        self.keeper: Keeper | None = None
+        self.resumed: list[dict[str, Any]] = []
+        """Where each start of this training but the first went on from."""
+        if checkpoints is not None:
+            assert isinstance(self.engine, NativeEngine)
+            self.keeper = Keeper(
+                experiment, mesh, self.engine, device, checkpoints, lambda: report(self.index, "checkpoint")
+            )
+            self._resume(self.keeper)
+
+    @property
+    def left(self) -> int:
+        """Steps that are still to be done."""
+        return self.experiment.training.steps - self.index
+
+    def _resume(self, keeper: Keeper) -> None:
+        found = keeper.resume()
+        if found is None:
+            return
+        self.index, series, history = found.step, self.series, found.history
+        series.loss, series.grad_norm = list(history["loss"]), list(history["grad_norm"])
+        series.loss_scale, series.skipped = list(history["loss_scale"]), list(history["skipped_steps"])
+        self.resumed = [*history["resumed"], {"step": found.step, **found.written_by}]
 
     def prelude(self) -> None:
         """The untimed steps; the first one also watches memory, which is slow."""
@@ -103,8 +137,10 @@ class Run:
                 "init_peak_bytes": self.init_peak,
             }
             self.tracker = None
-        for _ in range(self.experiment.training.untimed_steps - 1):
+        self._between()
+        for _ in range(min(self.experiment.training.untimed_steps - 1, self.left)):
             self._step(lambda phase: None)
+            self._between()
         self.engine.synchronize()
         self._read()
 
@@ -119,12 +155,35 @@ class Run:
                 self.engine.synchronize()
                 self.comm = self.mesh.ledger.rows()
             self.clock.mark("end")
+            self._between()
         rows = self.clock.read()
         first = self.index - count
         self._read()
         ordinary = [row for i, row in enumerate(rows) if first + i not in self.series.skipped]
         self.rounds.append([row["step"] for row in ordinary])
         self.phase_rows += ordinary
+
+    def _between(self) -> None:
+        """Between two steps: write a checkpoint if it is time to, and end if the launcher asks for that."""
+        keeper = self.keeper
+        if keeper is None:
+            return
+        stop = keeper.asked_to_stop() and self.left > 0
+        if not stop and self.left and self.index % self.experiment.training.checkpoint_every:
+            return
+        self._read()
+        self.report(self.index, "checkpoint")
+        history = {
+            "loss": self.series.loss,
+            "grad_norm": self.series.grad_norm,
+            "loss_scale": self.series.loss_scale,
+            "skipped_steps": self.series.skipped,
+            "resumed": self.resumed,
+        }
+        kept = keeper.write(self.index, history)
+        if stop:
+            goes_on = "the next run goes on from there" if kept else "no checkpoint could be written"
+            raise Stopped(f"stopped on request after step {self.index}; {goes_on}")
 
     def _watch(self, tracker: MemoryTracker) -> Callable[[str], None]:
         def observe(phase: str) -> None:
@@ -175,6 +234,7 @@ class Run:
             "grad_norm": series.grad_norm,
             "loss_scale": series.loss_scale,
             "skipped_steps": series.skipped,
+            "checkpoints": self._checkpoints(),
             "rounds": self.rounds,
             "phase_seconds": {p: sum(row[p] for row in self.phase_rows) / timed for p in phases},
             "pipeline": self._pipeline(),
@@ -195,6 +255,18 @@ class Run:
             "flops_formula": flops.FORMULA,
             "parameters": self.engine.local_parameters(),
             "padding": self.engine.padding(),
+        }
+
+    def _checkpoints(self) -> dict[str, Any]:
+        """What was read and written; empty without checkpoints."""
+        keeper = self.keeper
+        if keeper is None:
+            return {}
+        return {
+            "resumed": self.resumed,
+            "written": keeper.written,
+            "write_seconds": keeper.seconds,
+            "failures": keeper.failures,
         }
 
     def _layers(self) -> int:

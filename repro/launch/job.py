@@ -10,6 +10,9 @@ from typing import Any
 
 from repro.config import Experiment, from_dict
 
+STOP = "stop"
+"""A file of this name in the folder of rank 0 asks the ranks to write a checkpoint after their step, and to end."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -21,6 +24,10 @@ class Job:
     """Compared experiments divide their timed steps into this many rounds and take turns: A B A B ..."""
     compare: bool = False
     """Whether the experiments are compared; otherwise they only share the start of the processes."""
+    checkpoints: str = ""
+    """Folder of the checkpoints of all experiments of the store; empty where nothing is stored."""
+    folder: str = ""
+    """The launch's own on this machine, as a rank is told; a file ``stop`` in it asks for a checkpoint and an end."""
     as_rank: int = -1
     """With 0 or more: one process is this rank of the layout, and its messages carry nothing."""
 
@@ -45,6 +52,7 @@ class Job:
             "rounds": self.rounds,
             "compare": self.compare,
             "as_rank": self.as_rank,
+            "checkpoints": self.checkpoints,
             "experiments": [experiment.as_dict() for experiment in self.experiments],
         }
         write_json(path, document)
@@ -58,6 +66,7 @@ class Job:
             rounds=document["rounds"],
             compare=document["compare"],
             as_rank=document["as_rank"],
+            checkpoints=document["checkpoints"],
         )
 
 

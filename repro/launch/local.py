@@ -16,7 +16,7 @@ from typing import IO, Any
 from repro.config import Experiment
 from repro.launch import rank as rank_program
 from repro.launch.beacon import Lookout, Position
-from repro.launch.job import Job
+from repro.launch.job import STOP, Job
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
 """Systems that this launcher knows: the processor cores or the CUDA devices of the machine at hand."""
@@ -127,6 +127,10 @@ class LocalLaunch:
     def dump_stacks(self) -> None:
         """Ask every running rank to write its Python stacks to its log."""
         self._signal(signal.SIGUSR1)
+
+    def ask_to_stop(self) -> None:
+        """Have the ranks write a checkpoint after the step that they are in, and end."""
+        (self.folder / STOP).touch()
 
     def kill(self) -> None:
         """Kill what still runs, with its children, and reap it."""

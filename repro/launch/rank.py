@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from repro.launch.beacon import Beacon
-from repro.launch.interrupt import Stopped
 from repro.launch.device import own_device
+from repro.launch.interrupt import Stopped
 from repro.launch.job import Job, write_json
 
 TARGET = "repro.launch.session:run_rank"
@@ -66,8 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
             keep(index, results[experiment.key])
     except Exception as error:
         lift_memory_limit()
-        traceback.print_exc()
         outcome = classify(error, diverged)
+        if outcome != "interrupted":
+            traceback.print_exc()
         reason = str(error) if outcome == "interrupted" else describe(error)
     write_json(rank_file(folder, options.rank), {"rank": options.rank, "outcome": outcome, "reason": reason})
     return EXIT[outcome]

@@ -7,6 +7,7 @@ then the cause is chosen, an out-of-memory before everything, an echo of somebod
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import time
@@ -26,12 +27,14 @@ ECHO_S = 10.0
 """The same while all that was seen are echoes: then a rank that knows the cause has yet to speak."""
 START_S = 120.0
 """Until all ranks have begun, no hang is called sooner: a cold disk takes its time to load torch from."""
+STOP_S = 300.0
+"""How long ranks that were asked to stop may take for their step and for the checkpoint."""
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|remote process exited|socket closed"
     r"|nccl.*(remote|aborted)|read error.*closed|connectfullmesh|wait timeout",
     re.IGNORECASE,
 )
-_SEVERITY = ("oom", "killed", "diverged", "error", "echo")
+_SEVERITY = ("oom", "killed", "diverged", "error", "interrupted", "echo")
 
 
 class Launch(Protocol):
@@ -46,6 +49,7 @@ class Launch(Protocol):
     def report(self, rank: int) -> dict[str, Any] | None: ...
     def error_text(self, rank: int) -> str: ...
     def dump_stacks(self) -> None: ...
+    def ask_to_stop(self) -> None: ...
     def kill(self) -> None: ...
 
 
@@ -80,6 +84,8 @@ def watch(
 ) -> Ending:
     """Wait for all ranks; kill and reap them if one fails, all stall, time is up or ``interrupted()`` says why.
 
+    An interrupted experiment with checkpoints is first asked to write one and to end, and has :data:`STOP_S` for it.
+
     ``tick`` is called about twenty times a second with the position of rank 0 and the seconds that each
     experiment has had so far.
     """
@@ -100,6 +106,10 @@ class _Watcher:
         self.kernel_kills = kernel_oom_kills()
         self.last_word = [0.0] * launch.world
         self.last_progress = time.monotonic()
+        self.asked: float | None = None
+        """When the ranks were asked to end by themselves."""
+        self.why = ""
+        """What for."""
 
     def run(self, interrupted: Callable[[], str], tick: Callable[[Position, list[float]], None]) -> Ending:
         before = time.monotonic()
@@ -109,8 +119,9 @@ class _Watcher:
             current = self._current()
             self.spent[max(0, current)] += now - before
             before = now
-            if why := interrupted():
-                return self._end("interrupted", f"{why} {self._where_all()}")
+            self.why = interrupted()
+            if self.why and not self._stops(now, current):
+                return self._end("interrupted", f"{self.why} {self._where_all()}")
             if self.failures:
                 if ended == len(self.ranks) or now > self._deadline():
                     return self._judge()
@@ -122,6 +133,15 @@ class _Watcher:
                     return overdue
             tick(self.launch.position(0), self.spent)
             time.sleep(POLL_S)
+
+    def _stops(self, now: float, current: int) -> bool:
+        """Whether to wait for the ranks, which were asked to end by themselves, with a checkpoint."""
+        if self.asked is None:
+            writes = current >= 0 and self.job.experiments[current].training.checkpoint_every
+            self.asked = now if writes else -math.inf
+            if writes:
+                self.launch.ask_to_stop()
+        return now - self.asked < STOP_S
 
     def _collect(self) -> int:
         """Number of ranks that have ended; failures among them are noted once."""
@@ -167,7 +187,8 @@ class _Watcher:
         first = min(self.failures, key=lambda failure: (_SEVERITY.index(failure.severity), failure.seen))
         position = self.launch.position(first.rank)
         experiment = position.experiment if position.begun else -1
-        return Ending(first.outcome, first.reason, experiment, self.spent)
+        why = f"{self.why}: " if first.severity == "interrupted" and self.why else ""
+        return Ending(first.outcome, why + first.reason, experiment, self.spent)
 
     def _overdue(self, now: float, current: int) -> Ending | None:
         limits = self.job.experiments[max(0, current)].limits

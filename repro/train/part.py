@@ -92,6 +92,10 @@ class ModelPart:
         """A copy of every (tp-local) parameter, complete, by its name in the model."""
         return {self._names[name]: value for name, value in self.sharded.full_parameters().items()}
 
+    def name_in_model(self, name: str) -> str:
+        """What the whole model calls the parameter that this part calls ``name``."""
+        return self._names[name]
+
     def splits(self) -> dict[str, int | None]:
         """The dimension along which tp splits each parameter, by its name in the model."""
         return {self._names[name]: vars(p)["split"] for name, p in self.model.named_parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,10 @@ class Scripted:
 
     def dump_stacks(self) -> None:
         pass
+
+    def ask_to_stop(self) -> None:
+        self.codes = [5] * self.world
+        self.reports = dict.fromkeys(range(self.world), ("interrupted", "stopped on request"))
 
     def kill(self) -> None:
         self.killed = True
@@ -283,3 +288,15 @@ def test_job_survives_its_file(tmp_path: Path) -> None:
 def test_signal_names() -> None:
     assert signal_name(9) == "SIGKILL"
     assert signal_name(999) == "signal 999"
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_only_ranks_that_write_checkpoints_may_end_by_themselves(every: int) -> None:
+    scripted = Scripted([None] * 3, {})
+    written = experiment("a")
+    written = replace(written, training=replace(written.training, checkpoint_every=every))
+    scripted.job = Job(experiments=[written])
+    ending = watch(scripted, interrupted=lambda: "stopped by the user")
+    assert ending.outcome == "interrupted"
+    assert ending.reason.startswith("stopped by the user")
+    assert ("stopped on request" in ending.reason) == bool(every)
