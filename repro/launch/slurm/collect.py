@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import ConfigError
-from repro.launch.failures import failure
 from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import Scheduler, SchedulerError
 from repro.launch.slurm.states import CANCELLED, DONE, FAILED, LOST, CaseState, Survey
@@ -39,7 +38,7 @@ def command(results: Path, into: Path | None, json: bool) -> int:
     copied = merge(records, into) if into is not None else 0
     failed = [case for case in cases if case.state in (FAILED, LOST, CANCELLED)]
     document = {
-        "cases": [case.as_dict() | {"failure": failure(case.outcome, case.detail)} for case in cases],
+        "cases": [case.as_dict() for case in cases],
         "recorded": [case.name for case in written],
         "records": len(records),
         "copied": copied,
@@ -59,12 +58,12 @@ def lost_record(registry: Registry, case: CaseState) -> dict[str, Any]:
     submission = next(s for s in registry.all() if s.id == case.submission)
     work = registry.work(submission)
     experiment = next(e for b in work.bundles for e in b.experiments if e.key == case.key)
-    provenance = {"slurm": {"job_id": case.job, "nodes": case.nodes, "restarts": case.restarts}}
+    job = {"job_id": case.job, "nodes": case.nodes, "restarts": case.restarts, "state": case.job_state}
     return experiment_record(
         experiment,
         [],
         suite=submission.suite,
-        provenance=provenance,
+        provenance={"slurm": job},
         wall_s=0.0,
         outcome=case.outcome,
         reason=case.detail,
@@ -85,7 +84,7 @@ def bad_nodes(cases: list[CaseState]) -> dict[str, int]:
     """Nodes that a failure names, with the number of cases that it cost: candidates for ``slurm.exclude``."""
     counts: dict[str, int] = {}
     for case in cases:
-        if failure(case.outcome, case.detail) in ("node-failure", "lost-node", "wrong-hardware"):
+        if case.failure in ("node-failure", "lost-node", "wrong-hardware"):
             for node in _named(case):
                 counts[node] = counts.get(node, 0) + 1
     return counts
@@ -107,7 +106,7 @@ def _show(document: dict[str, Any], cases: list[CaseState], results: Path, into:
         print(f"warning: {warning}", file=sys.stderr)
     for case in cases:
         if case.state not in (DONE,) and case.outcome:
-            print(f"{case.name}: {failure(case.outcome, case.detail) or case.outcome}: {case.detail}")
+            print(f"{case.name}: {case.failure or case.outcome}: {case.detail}")
     for node, count in document["bad_nodes"].items():
         print(f"node {node} is named in {count} failures: slurm.exclude in the profile keeps it out")
     done = sum(case.state == DONE for case in cases)

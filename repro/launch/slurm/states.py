@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from repro.config import Experiment
+from repro.launch.failures import failure
 from repro.launch.slurm.registry import Registry, Submission
 from repro.launch.slurm.scheduler import JobState, Scheduler
 from repro.launch.slurm.work import Bundle
@@ -16,15 +17,17 @@ PENDING, RUNNING, DONE, FAILED = "pending", "running", "done", "failed"
 REQUEUED, CANCELLED, LOST, UNSUBMITTED = "requeued", "cancelled", "lost", "not submitted"
 STATES = (RUNNING, PENDING, REQUEUED, DONE, FAILED, CANCELLED, LOST, UNSUBMITTED)
 _MEANING = {
-    "CANCELLED": ("cancelled", "cancelled (scancel)"),
-    "TIMEOUT": ("timeout", "the job reached its time limit (slurm.time_limit of the profile)"),
-    "DEADLINE": ("timeout", "the job reached its deadline"),
-    "NODE_FAIL": ("error", "node failure"),
-    "BOOT_FAIL": ("error", "node failure: it did not boot"),
+    "CANCELLED": ("interrupted", "cancelled (scancel)"),
+    "TIMEOUT": ("interrupted", "the job reached its time limit (slurm.time_limit of the profile)"),
+    "DEADLINE": ("interrupted", "the job reached its deadline, a time limit"),
+    "NODE_FAIL": ("interrupted", "node failure"),
+    "BOOT_FAIL": ("interrupted", "node failure: it did not boot"),
     "OUT_OF_MEMORY": ("error", "the job ran out of host memory"),
     "PREEMPTED": ("interrupted", "preempted and not requeued"),
-    "REVOKED": ("interrupted", "revoked"),
+    "REVOKED": ("interrupted", "cancelled by the scheduler"),
 }
+"""Outcome and reason of a case that left no record, by the last state of its job.  What came from outside is no
+result of the case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +47,21 @@ class CaseState:
     """Step and rate, why it waits, or the outcome's reason."""
     outcome: str = ""
     """Of the record in the store; for lost ones what :mod:`.collect` would record."""
+    job_state: str = ""
+    """SLURM's word for its job; empty where nobody knows it any more."""
     nodes: str = ""
     restarts: int = 0
     recorded: bool = False
     """Whether the store has a record of this submission's run."""
 
+    @property
+    def failure(self) -> str:
+        """The class of what went wrong; empty if nothing did, or not yet."""
+        return failure(self.outcome, self.detail, self.job_state) if self.outcome else ""
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
-        return asdict(self)
+        return asdict(self) | {"failure": self.failure}
 
 
 def meaning(job: JobState | None) -> tuple[str, str]:
@@ -119,6 +129,7 @@ def _case(
         state=PENDING,
         nodes=(job.nodes if job else "") or ",".join(said.get("nodes", [])),
         restarts=max(int(said.get("restarts", 0)), job.restarts if job else 0),
+        job_state=job.state if job else "",
         recorded=own is not None,
     )
     if own is not None and own["outcome"] in CONCLUSIVE:
@@ -127,14 +138,15 @@ def _case(
         return replace(base, state=UNSUBMITTED, detail="`repro submit` was stopped before sbatch answered")
     stopped = own is not None and own["outcome"] == "interrupted"
     if own is not None and not stopped:
-        state = CANCELLED if own["outcome"] == CANCELLED else FAILED
-        return replace(base, state=state, detail=own["reason"], outcome=own["outcome"])
+        return replace(base, state=FAILED, detail=own["reason"], outcome=own["outcome"])
     if job is not None and job.live:
         return _live(base, job, said)
     outcome, reason = meaning(job)
-    if own is not None and stopped:  # it said so itself, and nobody started it again
-        reason = f"{own['reason']}; {reason}"
-    return replace(base, state=CANCELLED if outcome == CANCELLED else LOST, detail=reason, outcome=outcome)
+    if own is not None and stopped and own["reason"] != reason:  # it said so itself, and did not start again
+        reason = f"{own['reason']}; {reason}" if job is not None else own["reason"]
+        outcome = own["outcome"]
+    lost = replace(base, state=LOST, detail=reason, outcome=outcome)
+    return replace(lost, state=CANCELLED) if lost.failure == "cancelled" else lost
 
 
 def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:

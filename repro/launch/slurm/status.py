@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from repro.config import ConfigError
-from repro.launch.failures import failure
 from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import Scheduler, SchedulerError
 from repro.launch.slurm.states import (
@@ -104,7 +103,7 @@ def _table(cases: list[CaseState]) -> Table:
             f"{case.state} ({case.outcome})" if case.state == DONE and case.outcome != "ok" else case.state
         )
         if case.state in (FAILED, LOST):
-            state = f"{case.state}: {failure(case.outcome, case.detail)}"
+            state = f"{case.state}: {case.failure}"
         again = f"started {case.restarts + 1} times" if case.restarts else ""
         detail = "; ".join(part for part in (case.detail, again) if part)
         colour = _COLOURS.get(case.state, "")

@@ -1,0 +1,81 @@
+"""A cluster that answers and runs nothing: what is asked of SLURM is tested everywhere, without SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.slurm import fake_slurm
+
+PARTITIONS = [
+    "debug*|up|2:00:00|4|gpu:v100:16|96",
+    "short|up|10:00|4|gpu:v100:16|96",
+    "old|down|infinite|4|gpu:k80:4|16",
+]
+
+
+class FakeSlurm:
+    """The fake's state file."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "slurm.json"
+        start: dict[str, Any] = {
+            "next": 12,
+            "calls": [],
+            "scripts": {},
+            "jobs": {},
+            "partitions": PARTITIONS,
+            "accounting": True,
+            "refuse_after": None,
+        }
+        self.path.write_text(json.dumps(start))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(self.path.read_text())
+        return document
+
+    def calls(self, name: str) -> list[list[str]]:
+        """Arguments of every call of one command."""
+        return [call[1:] for call in self.state["calls"] if call[0] == name]
+
+    def set(self, **values: Any) -> None:
+        """Change what it answers."""
+        self.path.write_text(json.dumps(self.state | values))
+
+    def job(self, element: str, **values: Any) -> None:
+        """Change one job."""
+        state = self.state
+        state["jobs"][element] |= values
+        self.path.write_text(json.dumps(state))
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """SLURM's commands first on the path, as the fake."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in fake_slurm.COMMANDS:
+        program = commands / name
+        # -S -E: a quick start of the interpreter is all that it needs.
+        program.write_text(f"#!{sys.executable} -SE\n" + Path(fake_slurm.__file__).read_text())
+        program.chmod(0o755)
+    fake = FakeSlurm(tmp_path)
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(fake.path))
+    return fake
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A profile for processor cores, two ranks a node."""
+    path = tmp_path / "site.toml"
+    path.write_text(
+        '[slurm]\npartition = "debug"\ntasks_per_node = 2\ntime_limit = "00:30:00"\nexclusive = false\n'
+    )
+    return path

@@ -1,0 +1,72 @@
+"""Profiles: the ready ones are right, and every mistake is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from repro.config import ConfigError
+from repro.launch.slurm import profile
+from repro.launch.slurm.limits import UNLIMITED, clock, minutes
+
+READY = sorted((Path(__file__).parents[3] / "slurm").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_ready_profiles_load(path: Path) -> None:
+    site = profile.load(path)
+    assert site.description
+    assert site.ranks_per_node >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('system = "dgx3"', "system = 'dgx3'"),
+        ('system = "dgx2"\n[slurm]\ngpus_per_node = 17', "slurm.gpus_per_node = 17: at most 16"),
+        ('system = "dgx2"', "slurm.gpus_per_node = 0"),
+        ('[slurm]\npartitions = "x"', "did you mean partition?"),
+        ('[slurm]\ntime_limit = "soon"', "slurm.time_limit = 'soon'"),
+        ('[slurm]\ngpu_request = "please"', "one of gpus-per-node, gres, none"),
+        ("[slurm]\narray_parallelism = 0", "1 or more"),
+        ('[[case]]\ntime_limit = "1:00:00"', "match: is missing"),
+        ('[case]\nmatch = "x"', "tables [[case]]"),
+        ('[environment]\nmodules = "cuda"', "environment.modules"),
+        ('file = "x"', "no such key"),
+        ("[slurm", "not TOML"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        profile.load(path)
+    line = str(raised.value)
+    assert line.startswith(str(path))
+    assert said in line
+    assert "\n" not in line
+
+
+def test_the_first_class_that_matches_counts(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[[case]]\nmatch = "a*"\nnodes = 2\n[[case]]\nmatch = "*"\nnodes = 3\n')
+    site = profile.load(path)
+    assert (site.class_of("ab").nodes, site.class_of("b").nodes) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("90", 90),
+        ("01:30:00", 90),
+        ("10:30", 10.5),
+        ("1-00", 1440),
+        ("1-01:30", 1530),
+        ("2-01:00:30", 2940.5),
+        ("infinite", UNLIMITED),
+    ],
+)
+def test_limits_are_read_as_slurm_writes_them(text: str, value: float) -> None:
+    assert minutes(text) == value
+    assert minutes(clock(value)) == value
