@@ -1,7 +1,10 @@
 # make smoke       install, run suites/smoke.toml on this machine, simulate published layouts, print the claims table
 # make test        install with the test extra, run the test suite
+# make test-slurm  the tests on a real SLURM of one machine (root; make slurm-packages installs it)
 # make check       formatter, linter, type checker
 # make benchmarks  pytest-benchmark comparisons
+# make slurm-packages  install SLURM, munge and MariaDB from the distribution (Debian, Ubuntu; root), start nothing
+# make slurm-lab   start a SLURM cluster on this machine to try `repro submit` on; make slurm-lab-down stops it
 # make clean       remove what the targets above have made, except results/ and .venv/
 #
 # Variables, on the command line or in the environment:
@@ -10,6 +13,7 @@
 #                the default Linux wheel of torch it also downloads CUDA libraries, which work but are large
 #   CONSTRAINTS  pins for pip; `make CONSTRAINTS= test` keeps the torch that a GPU machine has    constraints-cpu.txt
 #   RESULTS      where records are stored                                              results
+#   N, GPUS, RATE, DBD, LAB, ...   what slurm-lab starts: slurm/lab --help
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-x -k zero'
 
 PYTHON ?= python3
@@ -29,7 +33,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 # Published layouts on hundreds of GPUs, a second or less each.
 SIMULATED := zero_states zero_limits zero_r turing_nlg
 
-.PHONY: help smoke test check benchmarks format clean
+.PHONY: help smoke test test-slurm check benchmarks format clean slurm-packages slurm-lab slurm-lab-down
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -73,6 +77,9 @@ smoke: $(INSTALLED)
 test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-slurm: $(INSTALLED_TEST)
+	REPRO_SLURM=1 $(BIN)/python -m pytest tests/slurm_lab $(PYTEST_ARGS)
+
 check: $(INSTALLED_TEST)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -84,6 +91,20 @@ format: $(INSTALLED_TEST)
 
 benchmarks: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest --benchmark-only --override-ini='addopts=--import-mode=importlib' $(PYTEST_ARGS)
+
+slurm-packages:
+	@slurm/packages
+
+slurm-lab: $(INSTALLED)
+	@slurm/lab up
+	@echo "what a suite would ask for:  slurm/lab exec $(BIN)/repro submit suites/smoke.toml --profile slurm/lab.toml --dry-run"
+	@echo "submit it:                   slurm/lab exec $(BIN)/repro submit suites/smoke.toml --profile slurm/lab.toml"
+	@echo "follow it:                   slurm/lab exec $(BIN)/repro status --watch"
+	@echo "slow links:                  slurm/lab rate 100mbit"
+	@echo "stop it:                     make slurm-lab-down"
+
+slurm-lab-down:
+	@slurm/lab down
 
 clean:
 	rm -rf reports/out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -57,7 +57,16 @@ def fake_environment(folder: Path, run_status: int = 0) -> Path:
 def test_help_names_every_target(copy: Path) -> None:
     done = make(copy)
     assert done.returncode == 0
-    for target in ("smoke", "test", "check", "benchmarks", "clean"):
+    for target in (
+        "smoke",
+        "test",
+        "test-slurm",
+        "check",
+        "benchmarks",
+        "slurm-lab",
+        "slurm-packages",
+        "clean",
+    ):
         assert f"make {target}" in done.stdout
 
 
@@ -119,9 +128,44 @@ def test_smoke_reports_failures_but_stops_on_bad_input_and_ctrl_c(
     assert log.read_text().count("repro ") == commands
 
 
-def test_continuous_integration_calls_the_same_targets() -> None:
-    text = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    assert os.access(ROOT / ".ci/run", os.X_OK)
-    assert "for target in check test smoke" in text
-    assert "set -euo pipefail" in text
+@pytest.mark.parametrize(
+    ("user", "apt", "namespaces", "says"),
+    [
+        (0, True, 0, ""),
+        (0, False, 0, "not run, because there is no apt-get"),
+        (1000, True, 0, "not run, because installing SLURM"),
+        (0, True, 1, "not run, because this machine forbids"),
+    ],
+)
+def test_continuous_integration_runs_every_target_that_it_can(
+    tmp_path: Path, user: int, apt: bool, namespaces: int, says: str
+) -> None:
+    log = tmp_path / "log"
+    script(tmp_path / "make", f'echo "$1" >> {log}')
+    script(tmp_path / "id", f"echo {user}")
+    script(tmp_path / "unshare", f"exit {namespaces}")
+    if apt:
+        script(tmp_path / "apt-get", "exit 1")
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    done = subprocess.run(
+        [str(ROOT / ".ci/run")], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    slurm = [] if says else ["slurm-packages", "test-slurm"]
+    assert log.read_text().split() == ["check", "test", *slurm, "smoke"]
+    assert says in done.stdout
+
+
+def test_continuous_integration_stops_at_the_first_failure(tmp_path: Path) -> None:
+    script(tmp_path / "make", "echo broken >&2; exit 3")
+    done = subprocess.run(
+        [str(ROOT / ".ci/run")],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 3
+    assert done.stderr == "broken\n"
     assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
