@@ -89,7 +89,7 @@ def call(command: list[str], timeout_s: float = TIMEOUT_S) -> str:
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{command[0]}: no answer in {timeout_s:g} s: is slurmctld up?") from None
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())[:300]
+        said = " ".join((done.stderr or done.stdout).split())[-300:]
         raise SchedulerError(f"{command[0]}: {said or f'exit code {done.returncode}'}")
     return done.stdout
 

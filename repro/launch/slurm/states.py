@@ -22,7 +22,7 @@ _MEANING = {
     "DEADLINE": ("interrupted", "the job reached its deadline, a time limit"),
     "NODE_FAIL": ("interrupted", "node failure"),
     "BOOT_FAIL": ("interrupted", "node failure: it did not boot"),
-    "OUT_OF_MEMORY": ("error", "the job ran out of host memory"),
+    "OUT_OF_MEMORY": ("interrupted", "the job ran out of host memory"),
     "PREEMPTED": ("interrupted", "preempted and not requeued"),
     "REVOKED": ("interrupted", "cancelled by the scheduler"),
 }

@@ -55,7 +55,7 @@ def test_partitions(slurm: FakeSlurm) -> None:
 def test_a_command_that_fails_or_is_missing_says_so(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SchedulerError, match="scancel: .*Error"):
+    with pytest.raises(SchedulerError, match=r"scancel: .*Error"):
         Scheduler().cancel(["99"])
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SchedulerError, match="squeue: not found"):

@@ -1,0 +1,231 @@
+"""Where cases stand, from every mixture of what SLURM, the job and the store say; and what collect records."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro import cli, suites
+from repro.config import Experiment
+from repro.launch import plan
+from repro.launch.job import write_json
+from repro.launch.slurm import profile
+from repro.launch.slurm.pack import arrays
+from repro.launch.slurm.registry import Registry, Submission, Submitted
+from repro.launch.slurm.work import Work
+from repro.results.record import experiment_record
+from repro.results.store import Store
+from tests.launch.runs import experiments, write_suite
+from tests.launch.slurm.conftest import FakeSlurm
+
+JOB = {"state": "RUNNING", "reason": "None", "nodes": "n1", "exit": "0:0"}
+
+
+class Submitted1:
+    """A suite with the cases a, b, c as elements 12_0 to 12_2, written as ``repro submit`` writes it."""
+
+    def __init__(self, folder: Path, site: Path, slurm: FakeSlurm):
+        self.results, self.slurm = folder / "results", slurm
+        suite = suites.load(write_suite(folder, experiments("a", "b", "c")))
+        tasks = plan.tasks(suite, list(suite.entries), Store(self.results))
+        (array,) = arrays(tasks, profile.load(site))
+        self.registry = Registry(self.results)
+        row = Submitted(
+            bundles=[0, 1, 2],
+            nodes=1,
+            tasks_per_node=2,
+            time_limit_s=1800,
+            partition="debug",
+            job_name="repro-x-0",
+            job_id="12",
+        )
+        self.submission = Submission(
+            id="x",
+            created=datetime.now(timezone.utc).isoformat(),
+            suite=suite.name,
+            suite_file=suite.file,
+            profile=str(site),
+            system="local",
+            arrays=[row],
+        )
+        self.registry.write(self.submission)
+        self.folder = self.registry.path("x")
+        Work(suite=suite, bundles=array.bundles).save(self.folder)
+        self.experiments = {entry.experiment.name: entry.experiment for entry in suite.entries}
+        slurm.set(jobs={f"12_{i}": JOB for i in range(3)})
+
+    def says(self, bundle: int, **state: Any) -> None:
+        """What the allocation of a bundle writes about itself."""
+        start = {"restarts": 0, "nodes": ["n1"], "current": None, "stopped": None}
+        write_json(self.folder / f"bundle-{bundle}.json", start | state)
+
+    def record(self, name: str, outcome: str, reason: str = "") -> Experiment:
+        """A record of a case."""
+        with Store(self.results) as store:
+            store.append(
+                experiment_record(
+                    self.experiments[name],
+                    [],
+                    suite="faults",
+                    provenance={},
+                    wall_s=1.0,
+                    outcome=outcome,
+                    reason=reason,
+                )
+            )
+        return self.experiments[name]
+
+    def status(self, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+        """`repro status` by case."""
+        capsys.readouterr()
+        cli.main(["status", "--results", str(self.results), "--json"])
+        return {case["name"]: case for case in json.loads(capsys.readouterr().out)["cases"]}
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, site: Path, slurm: FakeSlurm) -> Submitted1:
+    return Submitted1(tmp_path, site, slurm)
+
+
+def test_a_case_waits_runs_and_is_done(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:
+    submitted.slurm.job("12_0", state="PENDING", reason="Resources", nodes="")
+    place = {"names": ["b"], "step": 3, "steps": 6, "phase": "backward", "steps_per_s": 1.5}
+    submitted.says(1, phase="running", current=place)
+    submitted.record("c", "ok")
+    found = submitted.status(capsys)
+    assert (found["a"]["state"], found["a"]["detail"]) == ("pending", "Resources")
+    assert (found["b"]["state"], found["b"]["detail"]) == ("running", "step 3 of 6, backward, 1.50 steps/s")
+    assert (found["c"]["state"], found["c"]["outcome"]) == ("done", "ok")
+
+
+def test_a_preempted_case_is_requeued_and_says_why(
+    submitted: Submitted1, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted.record("a", "interrupted", "preempted")
+    stopped = {"signal": "SIGUSR2", "reason": "preempted or near its time limit"}
+    submitted.says(0, phase="stopped", stopped=stopped)
+    submitted.slurm.job("12_0", state="PENDING", reason="BeginTime", nodes="")
+    found = submitted.status(capsys)["a"]
+    assert (found["state"], found["detail"]) == ("requeued", "preempted or near its time limit, BeginTime")
+    submitted.says(0, restarts=1, phase="running", current={"names": ["a"], "step": 1, "steps": 6})
+    submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="n1")
+    found = submitted.status(capsys)["a"]
+    assert (found["state"], found["restarts"]) == ("running", 1)
+
+
+@pytest.mark.parametrize(
+    ("job", "state", "failure"),
+    [
+        ({"state": "CANCELLED"}, "cancelled", "cancelled"),
+        ({"state": "NODE_FAIL"}, "lost", "node-failure"),
+        ({"state": "TIMEOUT"}, "lost", "time-limit"),
+        ({"state": "OUT_OF_MEMORY"}, "lost", "out-of-memory"),
+        ({"state": "PREEMPTED"}, "lost", "preempted"),
+        ({"state": "FAILED", "exit": "1:0"}, "lost", "error"),
+    ],
+)
+def test_a_job_that_left_no_record_is_collected_once(
+    submitted: Submitted1,
+    capsys: pytest.CaptureFixture[str],
+    job: dict[str, str],
+    state: str,
+    failure: str,
+) -> None:
+    for name in ("b", "c"):
+        submitted.record(name, "ok")
+    submitted.slurm.job("12_0", **job)
+    found = submitted.status(capsys)["a"]
+    assert (found["state"], found["failure"], found["recorded"]) == (state, failure, False)
+    for turn in range(2):
+        assert cli.main(["collect", "--results", str(submitted.results), "--json"]) == 1
+        document = json.loads(capsys.readouterr().out)
+        assert document["recorded"] == ([] if turn else ["a"])
+        assert document["records"] == 3
+    record = Store(submitted.results).latest()[submitted.experiments["a"].key]
+    assert record["outcome"] in ("interrupted", "error")
+    assert record["provenance"]["slurm"]["state"] == job["state"]
+    assert document["bad_nodes"] == ({"n1": 1} if failure == "node-failure" else {})
+    found = submitted.status(capsys)["a"]  # and it still says the same
+    assert found["failure"] == failure
+
+
+def test_a_job_that_nobody_knows_is_lost(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:
+    submitted.slurm.set(jobs={})
+    found = submitted.status(capsys)
+    assert {case["state"] for case in found.values()} == {"lost"}
+    assert "does not know the job any more" in found["a"]["detail"]
+
+
+def test_older_records_do_not_speak_for_a_new_submission(
+    submitted: Submitted1, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = submitted.record("a", "error", "an older run")
+    later = datetime.now(timezone.utc).isoformat()
+    submitted.registry.write(Submission(**{**vars(submitted.submission), "created": later}))
+    assert submitted.status(capsys)["a"]["state"] == "running"
+    assert experiment.key in Store(submitted.results).latest()
+
+
+def test_cancel_takes_a_case_a_suite_or_all(
+    submitted: Submitted1, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = ["--results", str(submitted.results)]
+    assert cli.main(["cancel", "nothing", *results]) == 2
+    assert "a suite, submission or case that waits or runs: a, b, c" in capsys.readouterr().err
+    assert cli.main(["cancel", "b", *results]) == 0
+    assert submitted.slurm.calls("scancel") == [["12_1"]]
+    assert submitted.status(capsys)["b"]["state"] == "cancelled"
+    assert cli.main(["cancel", "faults", *results]) == 0
+    assert submitted.slurm.calls("scancel")[1:] == [["12_0", "12_2"]]
+
+
+def test_collect_brings_records_to_another_folder_once(
+    submitted: Submitted1, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b", "c"):
+        submitted.record(name, "ok")
+    torn = next(submitted.results.glob("records/*.jsonl"))
+    torn.write_bytes(torn.read_bytes() + b'{"half": ')
+    for copied in (3, 0):
+        arguments = ["--results", str(submitted.results), "--into", str(tmp_path / "mine"), "--json"]
+        assert cli.main(["collect", *arguments]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["copied"] == copied
+        assert "torn record" in document["skipped_lines"][0]
+    assert len(Store(tmp_path / "mine").records()) == 3
+
+
+def test_logs_of_a_rank_and_of_the_job(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:
+    results = ["--results", str(submitted.results)]
+    logs = submitted.folder / "logs" / "1" / submitted.experiments["b"].key
+    logs.mkdir(parents=True)
+    (logs / "rank-1.err").write_text("x" * 9000 + "the end\n")
+    assert cli.main(["logs", "b", "--rank", "1", *results]) == 0
+    out = capsys.readouterr().out
+    assert out.rstrip().endswith("the end")
+    assert "last 8000 of 9008 bytes" in out
+    assert cli.main(["logs", "b", *results]) == 0
+    assert "ranks: 1; --rank R shows one" in capsys.readouterr().out
+    assert cli.main(["logs", "d", *results]) == 2
+    assert "case = 'd': a submitted case: a, b, c" in capsys.readouterr().err
+    assert cli.main(["logs", "b", "--rank", "2", *results]) == 2
+
+
+def test_damage_is_one_line(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:
+    (submitted.folder / "submission.json").write_text("{")
+    assert cli.main(["status", "--results", str(submitted.results)]) == 2
+    assert "submission.json" in capsys.readouterr().err
+
+
+def test_the_table_is_for_people(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:
+    submitted.record("a", "hang", "no progress for 2 s: rank 1 is behind [at step 3]")
+    submitted.record("b", "ok")
+    assert cli.main(["status", "--results", str(submitted.results)]) == 3
+    out = capsys.readouterr().out
+    assert "failed: hang" in out
+    assert "[at step 3]" in " ".join(out.split())
+    assert "faults: 3 cases: 1 running, 1 done, 1 failed" in out
