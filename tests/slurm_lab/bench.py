@@ -1,0 +1,156 @@
+"""A user's folder on the lab: a suite, a profile, a store, and the commands on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from repro.results.store import Store
+from tests.slurm_lab.cluster import Lab
+
+OPEN = {"pending", "running", "requeued"}
+STEP = 'model = "tiny-parity"\ntraining = {{ steps = {steps}, untimed_steps = 1 }}\n'
+
+
+def case(name: str, layout: str, *, steps: int = 4, more: str = "") -> str:
+    """An experiment's table: `layout` as "dp = 2, zero = 1", on tiny-parity."""
+    body = STEP.format(steps=steps)
+    return f'[[experiment]]\nname = "{name}"\nlayout = {{ {layout} }}\n{body}{more}\n'
+
+
+def long_case(name: str, layout: str, *, hang_s: int = 60) -> str:
+    """A case that does not end by itself within a test."""
+    return case(name, layout, steps=100_000, more=f"limits = {{ timeout_s = 3000, hang_s = {hang_s} }}")
+
+
+@dataclass
+class Bench:
+    """One store with suites that are submitted to `lab` with a profile of its own."""
+
+    lab: Lab
+    folder: Path
+    slurm: dict[str, Any] = field(default_factory=dict)
+    """Keys of the profile's [slurm] that differ from: debug, 1 task a node, an hour, 4 at once."""
+    spread: dict[str, int] = field(default_factory=dict)
+    """Nodes by glob of names."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of the ranks."""
+
+    @property
+    def results(self) -> Path:
+        return self.folder / "results"
+
+    @property
+    def profile(self) -> Path:
+        settings = {
+            "partition": "debug",
+            "tasks_per_node": 1,
+            "cpus_per_task": 1,
+            "exclusive": False,
+            "time_limit": "01:00:00",
+            "array_parallelism": 4,
+        } | self.slurm
+        lines = ['system = "local"', "[slurm]"]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+        variables = {"OMP_NUM_THREADS": "1"} | self.environment
+        named = ", ".join(f'{key} = "{value}"' for key, value in variables.items())
+        lines += ["[environment]", 'interface = "eth0"', f"variables = {{ {named} }}"]
+        for match, nodes in self.spread.items():
+            lines += ["[[case]]", f'match = "{match}"', f"nodes = {nodes}"]
+        path = self.folder / "profile.toml"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def suite(self, *tables: str, name: str = "suite") -> Path:
+        """A suite's file with these experiments."""
+        path = self.folder / f"{name}.toml"
+        path.write_text(f'[suite]\nname = "{name}"\ndescription = "For a test"\n\n' + "\n".join(tables))
+        return path
+
+    def repro(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """A command of the user, on this store."""
+        return self.lab.run(["repro", *arguments, "--results", self.results], check=check)
+
+    def submit(self, suite: Path, *options: str) -> dict[str, Any]:
+        done = self.repro("submit", suite, "--profile", self.profile, "--json", *options)
+        document: dict[str, Any] = json.loads(done.stdout)
+        return document
+
+    def refused(self, suite: Path) -> str:
+        """The one line with which `submit` says no."""
+        done = self.repro("submit", suite, "--profile", self.profile, check=False)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+        return done.stderr.strip()
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """What `repro status --json` says of each case."""
+        done = self.repro("status", "--json", check=False)
+        assert done.returncode in (0, 1, 3), done.stderr
+        return {row["name"]: row for row in json.loads(done.stdout)["cases"]}
+
+    def states(self) -> dict[str, str]:
+        return {name: row["state"] for name, row in self.status().items()}
+
+    def running_step(self, name: str, step: int = 2) -> None:
+        """Wait until case `name` has trained for `step` steps, as its allocation writes."""
+
+        def there() -> bool:
+            for state in self.bundles():
+                current = state.get("current") or {}
+                if name in current.get("names", ()) and current.get("step", 0) >= step:
+                    return True
+            return False
+
+        self.lab.wait_for(f"step {step} of {name}", there, 60)
+
+    def bundles(self) -> list[dict[str, Any]]:
+        """What allocations have written about themselves."""
+        return [json.loads(path.read_text()) for path in sorted(self.results.glob("jobs/*/bundle-*.json"))]
+
+    def ended(self, names: Iterable[str] = (), timeout: float = 90) -> dict[str, dict[str, Any]]:
+        """Wait until no case, or none of `names`, is open; the status then."""
+
+        def closed() -> dict[str, dict[str, Any]]:
+            status = self.status()
+            chosen = set(names) or set(status)
+            return {} if any(status[name]["state"] in OPEN for name in chosen) else status
+
+        return self.lab.wait_for(f"the end of {', '.join(names) or 'all cases'}", closed, timeout, 1)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Everything in the store."""
+        return Store(self.results).records()
+
+    def latest(self) -> dict[str, dict[str, Any]]:
+        """The newest record of every experiment by name."""
+        return {record["name"]: record for record in Store(self.results).latest().values()}
+
+    def losses(self) -> dict[str, list[float]]:
+        return {name: record["metrics"]["loss"] for name, record in self.latest().items()}
+
+    def logs(self) -> str:
+        """What submitit and the jobs around the ranks wrote: for the message of a failed test."""
+        paths = sorted(self.results.glob("jobs/*/submitit/*log*"))
+        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
+
+
+def ranks(word: str = "repro.launch.rank") -> list[tuple[int, str]]:
+    """Processes of ranks on all nodes, which share this machine: (pid, host name of the node)."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            environment = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has ended
+            continue
+        if word in command:
+            node = next((v.partition("=")[2] for v in environment if v.startswith("SLURMD_NODENAME=")), "")
+            if node and int(process.name) != os.getpid():
+                found.append((int(process.name), node))
+    return found

@@ -1,0 +1,83 @@
+"""A profile that does not fit the cluster: one clear line before anything is submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm_lab.bench import Bench, case
+from tests.slurm_lab.cluster import Lab
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.parametrize(
+    ("slurm", "says"),
+    [
+        ({"partition": "gpu"}, ("partition", "gpu", "debug", "high", "short")),
+        ({"partition": "short", "time_limit": "00:05:00"}, ("time_limit", "00:05:00", "short")),
+        ({"gpus_per_node": 9}, ("gpus_per_node", "9", "at most 8")),
+        ({"gpus_per_node": 2, "gpu_type": "a100"}, ("gpu_type", "a100", "v100")),
+        ({"cpus_per_task": 200}, ("cpus_per_task", "200", "at most 96")),
+    ],
+    ids=["partition", "time limit", "GPUs", "GPU type", "cores"],
+)
+def test_asks_for_what_is_not_there(
+    lab: Lab, tmp_path: Path, slurm: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    bench = Bench(lab, tmp_path, slurm)
+    line = bench.refused(bench.suite(case("a", "dp = 2")))
+    for word in ("profile.toml", *says):
+        assert word in line
+    assert lab.jobs() == []
+
+
+def test_too_many_nodes(lab: Lab, tmp_path: Path) -> None:
+    bench = Bench(lab, tmp_path)
+    line = bench.refused(bench.suite(case("wide", "dp = 8")))
+    assert "at most 4 nodes" in line
+    assert "wide" in line
+
+
+def test_a_shared_folder_that_is_not_there(lab: Lab, tmp_path: Path) -> None:
+    bench = Bench(lab, tmp_path)
+    bench.profile.write_text(bench.profile.read_text() + f'[storage]\nshared = "{tmp_path}/nowhere"\n')
+    suite = bench.suite(case("a", "dp = 2"))
+    done = lab.run(
+        [
+            "repro",
+            "submit",
+            suite,
+            "--profile",
+            tmp_path / "profile.toml",
+            "--results",
+            tmp_path / "nowhere/r",
+        ],
+        check=False,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "shared" in done.stderr
+    assert lab.jobs() == []
+
+
+def test_what_sbatch_alone_can_refuse(lab: Lab, tmp_path: Path) -> None:
+    """A constraint that no node has is refused by SLURM itself, and that is said with its words."""
+    bench = Bench(lab, tmp_path, {"constraint": "a100&rack9"})
+    done = bench.repro("submit", bench.suite(case("a", "dp = 2")), "--profile", bench.profile, check=False)
+    assert done.returncode == 1
+    assert "Invalid feature specification" in done.stderr
+    assert bench.states() == {"a": "not submitted"}
+
+
+def test_doctor_looks_at_the_cluster_and_from_a_node(lab: Lab, tmp_path: Path) -> None:
+    bench = Bench(lab, tmp_path)
+    done = lab.run(
+        ["repro", "doctor", "--profile", bench.profile, "--nodes", "1", "--results", bench.results],
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    for word in ("slurm-wlm", "sacct answers", "debug: 4 nodes", "eth0"):
+        assert word in said, said
