@@ -12,7 +12,10 @@ import pytest
 from repro import __version__, cli
 from repro.config import ConfigError
 
-COMMANDS = ("run", "claims", "models", "systems", "report", "validate", "schedule", "doctor", "calibrate")
+COMMANDS = (
+    *("run", "claims", "models", "systems", "report", "validate", "schedule", "doctor", "calibrate"),
+    *("simulate", "fit", "plan", "submit", "status", "logs", "cancel", "collect"),
+)
 SCHEDULE = ["schedule", "--pp", "4", "--micro-batches", "8"]
 HEAVY = ("torch", "pandas", "scipy", "numpy", "matplotlib", "seaborn")
 

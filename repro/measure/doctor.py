@@ -247,10 +247,10 @@ def _kernels(torch: Any) -> Check:
 def _slurm() -> Check:
     sbatch, srun = shutil.which("sbatch"), shutil.which("srun")
     if not sbatch or not srun:
-        return Check("SLURM", NO, "no sbatch and srun on the path", "runs stay on this machine")
+        return Check("SLURM", NO, "no sbatch and srun on the path", "runs stay on this machine; `make slurm-lab`")
     inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-    meaning = "this version launches ranks on one machine only, also inside an allocation"
-    return Check("SLURM", LIMITED, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
+    meaning = "`repro submit`; `repro doctor --profile FILE` looks at the cluster"
+    return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
 
 
 def _tokenizer() -> Check:

@@ -1,0 +1,96 @@
+"""``repro doctor --profile``: found, missing, what to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from repro import cli
+from repro.launch.slurm import probe, profile
+from tests.launch.slurm.conftest import FakeSlurm
+
+
+def examine(
+    path: Path, results: Path, capsys: pytest.CaptureFixture[str], *more: str
+) -> tuple[int, dict[str, str]]:
+    code = cli.main(["doctor", "--profile", str(path), "--results", str(results), "--json", *more])
+    document = json.loads(capsys.readouterr().out)
+    return code, {check["name"]: f"{check['state']}: {check['found']}" for check in document["checks"]}
+
+
+def test_a_good_profile(
+    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, checks = examine(site, tmp_path / "results", capsys)
+    assert code == 0
+    assert checks["partition"] == "yes: debug: 4 nodes, limit 02:00:00"
+    assert checks["request"].startswith("yes")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        ('partition = "nowhere"', "partition", "known are debug, old, short"),
+        ('partition = "short"', "partition", "slurm.time_limit is 01:00:00"),
+        ("gpus_per_node = 17", "GPUs", "16 a node, v100; slurm.gpus_per_node is 17"),
+        ('gpus_per_node = 4\ngpu_type = "a100"', "GPUs", "slurm.gpu_type is a100"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    slurm: FakeSlurm,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    name: str,
+    said: str,
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"[slurm]\n{text}\n")
+    code, checks = examine(path, tmp_path / "results", capsys)
+    assert code == 1
+    assert checks[name].startswith("no")
+    assert said in checks[name]
+
+
+def test_no_accounting_is_a_limit_and_no_slurm_the_end(
+    slurm: FakeSlurm,
+    site: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slurm.set(accounting=False)
+    code, checks = examine(site, tmp_path / "results", capsys)
+    assert code == 0
+    assert checks["accounting"].startswith("limited")
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, checks = examine(site, tmp_path / "results", capsys)
+    assert code == 1
+    assert "no sbatch" in checks["SLURM"]
+
+
+def test_a_node_that_does_not_answer(
+    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, checks = examine(site, tmp_path / "results", capsys, "--nodes", "1")
+    assert code == 1
+    assert "this is no cluster" in checks["nodes"]
+
+
+def test_what_nodes_say_is_judged(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\n[environment]\ninterface = "ib0"\n')
+    marker = tmp_path / ".probe-abc"
+    marker.write_text("abc")
+    node = probe.look(marker)
+    assert node["folder"] == ""
+    node |= {"host": "n1", "gpus": [{"name": "NVIDIA A100"}] * 8, "interfaces": {"lo": "127.0.0.1"}}
+    checks = {check.name: check for check in probe.judge(profile.load(path), [node])}
+    assert checks["interface"].fatal
+    assert checks["GPUs there"].fatal
+    assert checks["GPUs there"].found == "n1: 8 x NVIDIA A100"
+    marker.write_text("other")
+    blind = {check.name: check for check in probe.judge(profile.load(path), [probe.look(marker)])}
+    assert blind["shared folder"].fatal
