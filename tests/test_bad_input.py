@@ -121,6 +121,10 @@ CASES = {
         EXPERIMENT + '[[compare]]\nbaseline = "a"\nsubjects = ["a"]',
         "compare.baseline = 'a': each experiment once",
     ),
+    "more rounds than steps": (
+        EXPERIMENT + OTHER + '[[compare]]\nbaseline = "a"\nsubjects = ["b"]\nrounds = 18',
+        "compare.rounds = 18: at most the timed steps of a: 17",
+    ),
     "no rounds": (
         EXPERIMENT + OTHER + '[[compare]]\nbaseline = "a"\nsubjects = ["b"]\nrounds = 0',
         "compare.rounds = 0: 1 or more",

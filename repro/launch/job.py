@@ -24,6 +24,8 @@ class Job:
     """Compared experiments divide their timed steps into this many rounds and take turns: A B A B ..."""
     compare: bool = False
     """Whether the experiments are compared; otherwise they only share the start of the processes."""
+    apart: bool = False
+    """Whether each turn of a comparison builds its experiment anew and frees it."""
     checkpoints: str = ""
     """Folder of the checkpoints of all experiments of the store; empty where nothing is stored."""
     folder: str = ""
@@ -51,6 +53,7 @@ class Job:
         document = {
             "rounds": self.rounds,
             "compare": self.compare,
+            "apart": self.apart,
             "as_rank": self.as_rank,
             "checkpoints": self.checkpoints,
             "experiments": [experiment.as_dict() for experiment in self.experiments],
@@ -65,6 +68,7 @@ class Job:
             experiments=[from_dict(data) for data in document["experiments"]],
             rounds=document["rounds"],
             compare=document["compare"],
+            apart=document["apart"],
             as_rank=document["as_rank"],
             checkpoints=document["checkpoints"],
         )

@@ -139,10 +139,12 @@ class Runner:
                 comparison is not None and len(remaining) > 1 and remaining[0].name == comparison.baseline
             )
             rounds = comparison.rounds if comparison is not None and compare else 1
+            apart = comparison is not None and compare and comparison.apart
             checkpoints = str((self.store.root / "checkpoints").absolute())
-            remaining = self._launch(
-                Job(experiments=remaining, rounds=rounds, compare=compare, checkpoints=checkpoints)
+            job = Job(
+                experiments=remaining, rounds=rounds, compare=compare, apart=apart, checkpoints=checkpoints
             )
+            remaining = self._launch(job)
 
     def _launch(self, job: Job) -> list[Experiment]:
         """Run one job, record what came of it, and return the experiments that still have no outcome."""

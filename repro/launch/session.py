@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -53,28 +54,37 @@ def run_rank(
     """Run the job's experiments on this rank; a ``RankResult`` per experiment key.
 
     Compared experiments take turns in rounds (A B A B ...), so that what disturbs the machine disturbs
-    both; others run one after the other.
+    both; others run one after the other.  Compared ``apart``, each turn builds its experiment anew.
     """
     place = own_device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     with process_group(rank, world, place, rendezvous):
         if job.compare:
-            return _compare(job, place, beacon)
+            return _compare_apart(job, place, beacon) if job.apart else _compare(job, place, beacon)
         results = {}
         for index, experiment in enumerate(job.experiments):
             results[experiment.key] = _alone(job, index, place, beacon)
         return results
 
 
-def _start(job: Job, index: int, device: torch.device, beacon: Beacon) -> Run:
-    experiment = job.experiments[index]
+def _joined(experiment: Experiment, device: torch.device, beacon: Beacon) -> Mesh:
+    """This rank's groups for one experiment, whose collectives the beacon hears of."""
     mesh = mesh_of(experiment, device)
     mesh.ledger.observers.append(lambda sequence, op, group, purpose: beacon.collective(sequence, op, group))
+    return mesh
+
+
+def _start(job: Job, index: int, device: torch.device, beacon: Beacon, mesh: Mesh | None = None) -> Run:
+    experiment = job.experiments[index]
+    mesh = mesh or _joined(experiment, device, beacon)
     report: Report = lambda step, phase: beacon.phase(index, step, phase)
     if device.type == "cuda":
+        # What an earlier experiment has left with the caching allocator is not this one's.
+        gc.collect()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return Run(experiment, mesh, device, report, Place.of(job, experiment))
+    return Run(experiment, mesh, device, report, None if job.apart else Place.of(job, experiment))
 
 
 def _alone(job: Job, index: int, device: torch.device, beacon: Beacon) -> dict[str, Any]:
@@ -107,14 +117,50 @@ def _compare(job: Job, device: torch.device, beacon: Beacon) -> dict[str, dict[s
         attempt(i, None)
     for turn in range(job.rounds):
         for i, experiment in enumerate(job.experiments):
-            timed = experiment.training.steps - experiment.training.untimed_steps
-            # Rounds are equal but for the last, which takes what does not divide.
-            count = timed // job.rounds + (timed % job.rounds if turn == job.rounds - 1 else 0)
-            attempt(i, count)
+            attempt(i, _steps_of(job, experiment, turn))
     results = {}
     for i, (run, experiment) in enumerate(zip(runs, job.experiments, strict=True)):
         result = run.result("diverged", diverged[i]) if i in diverged else run.result()
         beacon.phase(i, experiment.training.steps, "done")
         beacon.finished(i, result)
         results[experiment.key] = result
+    return results
+
+
+def _steps_of(job: Job, experiment: Experiment, turn: int) -> int:
+    """Timed steps of a turn: rounds are equal but for the last, which takes what does not divide."""
+    timed = experiment.training.steps - experiment.training.untimed_steps
+    return timed // job.rounds + (timed % job.rounds if turn == job.rounds - 1 else 0)
+
+
+def _compare_apart(job: Job, device: torch.device, beacon: Beacon) -> dict[str, dict[str, Any]]:
+    """Turns of which each begins at the first step, with its untimed steps, and leaves nothing but its times.
+
+    Of experiments whose states fill a device, two cannot take turns and both stay.  Losses and memory are those
+    of the last turn, times those of all; the groups stay, since making them again would cost every turn.
+    """
+    meshes = [_joined(experiment, device, beacon) for experiment in job.experiments]
+    rounds: list[list[list[float]]] = [[] for _ in meshes]
+    rows: list[list[dict[str, float]]] = [[] for _ in meshes]
+    results: dict[str, dict[str, Any]] = {}
+    for turn in range(job.rounds):
+        for i, experiment in enumerate(job.experiments):
+            if experiment.key in results:
+                continue  # it has diverged
+            run = _start(job, i, device, beacon, meshes[i])
+            diverged = ""
+            try:
+                run.prelude()
+                run.steps(_steps_of(job, experiment, turn))
+            except Diverged as error:
+                diverged = str(error)
+            run.rounds, run.phase_rows = rounds[i] + run.rounds, rows[i] + run.phase_rows
+            rounds[i], rows[i] = run.rounds, run.phase_rows
+            if diverged or turn == job.rounds - 1:
+                results[experiment.key] = run.result("diverged" if diverged else "ok", diverged)
+            del run
+            gc.collect()
+    for i, experiment in enumerate(job.experiments):
+        beacon.phase(i, experiment.training.steps, "done")
+        beacon.finished(i, results[experiment.key])
     return results

@@ -22,6 +22,8 @@ class Comparison:
     baseline: str
     subjects: tuple[str, ...]
     rounds: int = 5
+    apart: bool = False
+    """Each turn builds its experiment anew and frees it: of sizes of which two do not fit a device together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class _Compare:
     baseline: str
     subjects: list[str]
     rounds: int = 5
+    apart: bool = False
 
 
 def load(path: Path) -> Suite:
@@ -117,7 +120,12 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
     if row.rounds < 1:
         raise ConfigError("rounds", row.rounds, "1 or more", file=file, where="compare")
     _alike([known[name] for name in names], file, f'compare with baseline "{row.baseline}"')
-    return Comparison(baseline=row.baseline, subjects=tuple(row.subjects), rounds=row.rounds)
+    for name in names:
+        training = known[name].training
+        if training.steps - training.untimed_steps < row.rounds:
+            right = f"at most the timed steps of {name}: {training.steps - training.untimed_steps}"
+            raise ConfigError("rounds", row.rounds, right, file=file, where="compare")
+    return Comparison(baseline=row.baseline, subjects=tuple(row.subjects), rounds=row.rounds, apart=row.apart)
 
 
 def _launches(entries: list[Entry], comparisons: tuple[Comparison, ...], file: str) -> None:

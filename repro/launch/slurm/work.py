@@ -82,13 +82,12 @@ def _task(task: Task) -> dict[str, Any]:
         "baseline": comparison.baseline,
         "subjects": list(comparison.subjects),
         "rounds": comparison.rounds,
+        "apart": comparison.apart,
     }
     return {"experiments": [experiment.name for experiment in task.experiments], "compare": compare}
 
 
 def _task_from(row: dict[str, Any], known: dict[str, Experiment]) -> Task:
     compare = row["compare"]
-    comparison = compare and Comparison(
-        baseline=compare["baseline"], subjects=tuple(compare["subjects"]), rounds=compare["rounds"]
-    )
+    comparison = compare and Comparison(**{**compare, "subjects": tuple(compare["subjects"])})
     return Task(experiments=tuple(known[name] for name in row["experiments"]), comparison=comparison)

@@ -1,0 +1,69 @@
+"""Compared experiments on one rank, in this process: what is there at a time, and what is handed in."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from repro.config import Experiment, Layout
+from repro.launch import session
+from repro.launch.experiment import Run
+from repro.launch.job import Job
+from tests.training import tiny
+
+PAIR = [
+    tiny(Layout(micro_batch=2), steps=8, untimed_steps=1),
+    tiny(Layout(micro_batch=4), steps=8, untimed_steps=1),
+]
+
+
+class Silent:
+    """A beacon that nobody looks at."""
+
+    def phase(self, index: int, step: int, phase: str) -> None: ...
+    def collective(self, sequence: int, op: str, group: str) -> None: ...
+    def finished(self, index: int, result: dict[str, Any]) -> None: ...
+
+
+def compared(experiments: list[Experiment], apart: bool) -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    job = Job(experiments=experiments, rounds=3, compare=True, apart=apart)
+    beacon: Any = Silent()
+    return session.run_rank(job, rank=0, world=1, device="cpu", rendezvous="", beacon=beacon)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_compared_apart_is_never_there_together(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[weakref.ref[Any]] = []
+    most = 0
+
+    class Watched(Run):
+        def __init__(self, *args: Any):
+            nonlocal most
+            super().__init__(*args)
+            engines.append(weakref.ref(self.engine))
+            gc.collect()
+            most = max(most, sum(engine() is not None for engine in engines))
+
+    monkeypatch.setattr(session, "Run", Watched)
+    results = compared(PAIR, apart)
+    assert (len(engines), most) == ((6, 1) if apart else (2, 2))
+    for experiment in PAIR:
+        result = results[experiment.key]
+        assert result["outcome"] == "ok"
+        assert [len(steps) for steps in result["rounds"]] == [2, 2, 3]
+        # Apart, the last turn's losses: one untimed step and three timed ones.
+        assert len(result["loss"]) == (4 if apart else 8)
+        assert result["memory"]["states"]["optimizer"] > 0
+
+
+def test_one_that_diverges_apart_does_not_end_the_other() -> None:
+    wild = tiny(Layout(micro_batch=4), steps=8, untimed_steps=1, lr=1e18, warmup_steps=0, clip=0.0)
+    results = compared([PAIR[0], wild], apart=True)
+    assert results[wild.key]["outcome"] == "diverged"
+    assert results[PAIR[0].key]["outcome"] == "ok"
+    assert len(results[PAIR[0].key]["rounds"]) == 3
