@@ -1,0 +1,186 @@
+"""``repro submit`` with a SLURM that runs nothing: what sbatch gets, how often, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro import cli
+from repro.launch.slurm.registry import Registry
+from tests.launch.runs import experiments, write_suite
+from tests.launch.slurm.conftest import FakeSlurm
+
+pytest.importorskip("submitit")
+BODY = experiments("a", "b") + experiments("c4", extra="layout.dp = 4\n")
+
+
+def submit(suite: Path, site: Path, results: Path, *arguments: str) -> int:
+    return cli.main(["submit", str(suite), "--profile", str(site), "--results", str(results), *arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    line = capsys.readouterr().err
+    assert line.startswith("error: ")
+    assert line.count("\n") == 1
+    return line
+
+
+def test_what_is_submitted_is_what_a_dry_run_prints(
+    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
+    assert submit(suite, site, results, "--dry-run", "--json") == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert slurm.state["calls"] == []
+    assert not results.exists()
+    assert submit(suite, site, results, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["jobs"] == ["12", "13"]
+    scripts = slurm.state["scripts"]
+    for array, number in zip(planned["arrays"], said["jobs"], strict=True):
+        assert scripts[number] == array["script"].replace("SUBMISSION", said["submission"])
+    assert "--nodes=2" in scripts["12"]
+    assert "--ntasks-per-node=2" in scripts["12"]
+    assert "--array=0-1%2" in scripts["13"]
+
+
+def test_the_same_suite_twice_submits_nothing_twice(
+    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
+    assert submit(suite, site, results, "--only", "a") == 0
+    assert submit(suite, site, results) == 0
+    assert "a: job 12 is at it" in capsys.readouterr().out
+    assert submit(suite, site, results) == 0
+    assert "nothing to submit" in capsys.readouterr().out
+    assert len(slurm.state["scripts"]) == 3
+    slurm.job("12", state="CANCELLED")  # a case that is lost is submitted again
+    assert submit(suite, site, results) == 0
+    assert len(slurm.state["scripts"]) == 4
+
+
+def test_hundreds_of_cases_are_a_handful_of_calls(
+    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = experiments(*(f"x{i}" for i in range(200))) + experiments(
+        *(f"y{i}" for i in range(100)), extra="layout.dp = 4\n"
+    )
+    suite, results = write_suite(tmp_path, body), tmp_path / "results"
+    assert submit(suite, site, results) == 0
+    assert len(slurm.calls("sbatch")) == 2
+    assert cli.main(["status", "--results", str(results), "--json"]) == 3
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(document["cases"]) == 300
+    assert len(slurm.calls("squeue")) <= 2
+
+
+def test_files_are_the_users_own(slurm: FakeSlurm, site: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    assert submit(write_suite(tmp_path, BODY), site, results) == 0
+    for path in (results / "jobs").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_a_refusal_of_slurm_leaves_what_was_submitted(
+    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.set(refuse_after=1)
+    results = tmp_path / "results"
+    assert submit(write_suite(tmp_path, BODY), site, results) == 1
+    assert "Invalid account" in capsys.readouterr().err
+    (submission,) = Registry(results).all()
+    assert [array.job_id for array in submission.arrays] == ["12", ""]
+    assert cli.main(["status", "--results", str(results), "--json"]) == 3
+    cases = {case["name"]: case for case in json.loads(capsys.readouterr().out)["cases"]}
+    assert {name: case["state"] for name, case in cases.items()} == {
+        "c4": "pending",
+        "a": "not submitted",
+        "b": "not submitted",
+    }
+    slurm.set(refuse_after=None)
+    assert submit(write_suite(tmp_path, BODY), site, results) == 0
+    assert len(slurm.state["scripts"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            'partition = "nowhere"',
+            "slurm.partition = 'nowhere': no such partition here; known are debug, old",
+        ),
+        ('partition = "old"', "slurm.partition = 'old': a partition that is up"),
+        (
+            'partition = "short"',
+            "slurm.time_limit = '01:00:00': at most 00:10:00, the limit of partition short",
+        ),
+        ("gpus_per_node = 17", "slurm.gpus_per_node = 17: at most 16, what a node of partition debug has"),
+        ('gpus_per_node = 2\ngpu_type = "a100"', "slurm.gpu_type = 'a100': one of v100"),
+        ("tasks_per_node = 2\ncpus_per_task = 64", "slurm.cpus_per_task = 64: at most 48"),
+        ("tasks_per_node = 1\n[[case]]\nmatch = '*'\nnodes = 4", None),
+        ('[storage]\nshared = "/nowhere/at/all"', "--results"),
+    ],
+)
+def test_errors_of_a_profile_come_before_anything_is_submitted(
+    slurm: FakeSlurm,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    said: str | None,
+) -> None:
+    site, suite = tmp_path / "mine.toml", write_suite(tmp_path, BODY)
+    site.write_text(text if text.startswith("[") else f"[slurm]\n{text}\n")
+    code = submit(suite, site, tmp_path / "results")
+    if said is None:
+        assert code == 0
+        return
+    assert code == 2
+    assert said in refused(capsys)
+    assert slurm.state["scripts"] == {}
+    assert list((tmp_path / "results" / "jobs").glob("*/submission.json")) == []
+
+
+def test_too_many_nodes(
+    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = write_suite(tmp_path, experiments("big", extra="layout.dp = 16\n"))
+    assert submit(suite, site, tmp_path / "results") == 2
+    assert "at most 4 nodes in partition debug; big has 16 ranks, 2 on a node" in refused(capsys)
+
+
+def test_another_submit_at_work_is_respected_and_a_dead_one_is_not(
+    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
+    (results / "jobs").mkdir(parents=True)
+    lock = results / "jobs" / ".submitting"
+    lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
+    assert submit(suite, site, results) == 2
+    assert "another `repro submit` is at work" in refused(capsys)
+    import socket
+
+    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1}))
+    assert submit(suite, site, results) == 0
+    assert not lock.exists()
+
+
+def test_a_suite_of_another_system(
+    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "dgx2.toml"
+    site.write_text(
+        'system = "dgx2"\nprice_per_gpu_hour = 2.0\n[slurm]\ngpus_per_node = 16\ngpu_type = "v100"\n'
+    )
+    suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
+    assert submit(suite, site, results, "--dry-run") == 2
+    assert "--move runs it on them all the same" in refused(capsys)
+    assert submit(suite, site, results, "--dry-run", "--move", "--json") == 2
+    suite = write_suite(tmp_path, experiments("a", extra='system = "dgx2h"\n'))
+    assert submit(suite, site, results, "--dry-run", "--move", "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["cases"] == ["a@dgx2"]
+    assert "--gpus-per-node=v100:16" in found["arrays"][0]["script"]
