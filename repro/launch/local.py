@@ -108,11 +108,13 @@ class LocalLaunch:
 
     def report(self, rank: int) -> dict[str, Any] | None:
         """How ``rank`` says it ended: ``{"rank", "outcome", "reason"}``; None if it could not say."""
-        return _read(rank_program.rank_file(self.folder, rank))
+        return read_json(rank_program.rank_file(self.folder, rank))
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
         """All ranks' results of the job's experiment ``index``; None unless every rank finished it."""
-        found = [_read(rank_program.finished_file(self.folder, index, rank)) for rank in range(self.world)]
+        found = [
+            read_json(rank_program.finished_file(self.folder, index, rank)) for rank in range(self.world)
+        ]
         complete = [result for result in found if result is not None]
         return complete if len(complete) == self.world else None
 
@@ -178,7 +180,8 @@ def environment(rank: int, world: int, *, limited: bool = False) -> dict[str, st
     return {**defaults, **os.environ, **ours}
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A file that ``write_json`` wrote; None if it is not there."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:

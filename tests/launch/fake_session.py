@@ -23,7 +23,10 @@ class _Ring:
     """A barrier of ``world`` processes in the rendezvous' folder; a dead peer is noticed like gloo does."""
 
     def __init__(self, url: str, rank: int, world: int):
-        self.folder = Path(url.removeprefix("file://") + ".d")
+        if url.startswith("tcp://"):  # the port is this launch's alone
+            self.folder = Path(os.environ["FAKE_RING"]) / url.rpartition(":")[2]
+        else:
+            self.folder = Path(url.removeprefix("file://") + ".d")
         self.folder.mkdir(exist_ok=True)
         self.rank, self.world, self.count = rank, world, 0
         (self.folder / f"pid-{rank}").write_text(str(os.getpid()))

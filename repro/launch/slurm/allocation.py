@@ -1,0 +1,91 @@
+"""What submitit runs in every task of an allocation, and how a job that is to end asks to be requeued."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from submitit.core.utils import DelayedSubmission
+
+AGAIN_S = 2.0
+"""After SIGTERM, how long submitit's signal may take to follow: ``scancel`` sends none, a preemption both."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One bundle of a submission, to be called in each of its tasks.  submitit pickles it."""
+
+    submission: str
+    """The submission's folder."""
+    bundle: int
+
+    def __call__(self) -> dict[str, Any]:
+        """Run the bundle as its controller in the first task, and as an agent in the others.
+
+        Returns how many experiments had which outcome (agents: nothing).  The handlers of SIGTERM and of
+        submitit's SIGUSR2 only set a flag while it runs: the watching loop ends the case that is running, and
+        then submitit's own handler is called from here, the main thread.
+        """
+        from repro.launch.slurm import controller
+
+        environment = dict(os.environ)
+        folder = Path(self.submission)
+        if int(environment.get("SLURM_PROCID", "0")):
+            return _serve(controller.channel_of(folder, environment))
+        from repro.launch.slurm.bundle import counts
+        from repro.launch.slurm.stop import REQUEUE, Stop
+
+        stop = Stop(controller.job_of(environment))
+        previous = {number: signal.signal(number, stop.note) for number in (REQUEUE, signal.SIGTERM)}
+        try:
+            state = controller.control(folder, self.bundle, stop, environment)
+            if state.open and stop.terminated and not stop.requeue:
+                _wait_for(stop)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if state.open and stop.requeue:
+            _hand_over(previous[REQUEUE], REQUEUE)
+        if state.open and stop:
+            sys.exit(128 + signal.SIGTERM)
+        return counts(state.path)
+
+    def checkpoint(self) -> DelayedSubmission:
+        """What submitit requeues: the same again, which does what is missing."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(Allocation(self.submission, self.bundle))
+
+
+def _serve(path: Path) -> dict[str, Any]:
+    """Be an agent.  Exits with 1 when the controller is gone."""
+    from repro.launch.slurm.agent import Agent
+    from repro.launch.slurm.channel import Lost
+
+    try:
+        Agent(path).run()
+    except Lost as lost:
+        # No exception: submitit would take that for the job's own result, and the job may be on its way back.
+        print(f"agent: {lost}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    return {}
+
+
+def _wait_for(stop: Any) -> None:
+    """Give submitit's signal the time to follow SIGTERM."""
+    end = time.monotonic() + AGAIN_S
+    while time.monotonic() < end and not stop.requeue:
+        time.sleep(0.05)
+
+
+def _hand_over(handler: Any, number: int) -> None:
+    """Have submitit requeue the job; it ends this process, or raises if it may not be requeued any more."""
+    if callable(handler):
+        handler(number, None)
+    sys.exit(128 + number)

@@ -1,0 +1,223 @@
+"""The agents of an allocation as their controller sees them: who has come, what they say, who is lost.
+
+A thread keeps the connections alive whatever the controller is busy with; the controller reads what came in,
+and says what is to be done, when it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from repro.launch.slurm.channel import BEAT_S, LOST_S, Door, Link, Lost, Message, Place
+from repro.launch.slurm.nodes import Report
+
+END_S = 10.0
+"""How long agents may take to end after their last order."""
+
+
+class Member:
+    """One agent."""
+
+    def __init__(self, report: Report):
+        self.report = report
+        self.lost = ""
+        """How it was lost; empty while it is there."""
+        self.ended = False
+        self.outbox: list[Message] = []
+
+
+class Crew:
+    """All agents, by their task number."""
+
+    def __init__(self, address: str, welcome: Message, *, lost_s: float = LOST_S):
+        """``welcome`` is what every agent is told first.  It listens at once; see :attr:`place`."""
+        self.address, self._welcome, self._lost_s = address, welcome, lost_s
+        self.members: dict[int, Member] = {}
+        self.terminated = ""
+        """Node whose agent got SIGTERM: SLURM is ending the job."""
+        self._inbox: list[tuple[int, Message]] = []
+        self._broken: BaseException | None = None
+        self._leaving = False
+        self._lock = threading.Lock()
+        self._door = Door(address, self._admit)
+        self.place = Place(address, self._door.port, self._door.token)
+        self._ear, self._bell = socket.socketpair()
+        for sock in (self._ear, self._bell):
+            sock.setblocking(False)
+        self._links: dict[Link, int] = {}
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="crew", daemon=True)
+        self._thread.start()
+
+    # -- for the controller's thread ---------------------------------------------------------------
+
+    def gather(self, tasks: int, seconds: float, given_up: Callable[[], bool]) -> bool:
+        """Wait until ``tasks`` agents have come; False if time is up or ``given_up()``."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not given_up():
+            self._check()
+            with self._lock:
+                if len(self.members) >= tasks:
+                    return True
+            time.sleep(0.05)
+        return False
+
+    def reports(self) -> list[Report]:
+        """What the agents said of themselves, in the order of ranks: node by node, in blocks.
+
+        Neighbours in rank share a node whatever way the site spreads tasks: layouts count on it.
+        """
+        with self._lock:
+            found = [member.report for member in self.members.values()]
+        return sorted(found, key=lambda report: (report.node_index, report.local))
+
+    def messages(self) -> list[tuple[int, Message]]:
+        """What came in since the last call, with the task that said it."""
+        self._check()
+        with self._lock:
+            found, self._inbox = self._inbox, []
+        return found
+
+    def send(self, task: int, message: Message) -> None:
+        """Say something to one agent; nothing happens if it is lost."""
+        with self._lock:
+            self.members[task].outbox.append(message)
+        self._ring()
+
+    def lost(self, task: int) -> str:
+        """How the agent of ``task`` was lost, with its node; empty while it is there."""
+        with self._lock:
+            member = self.members[task]
+            return f"{member.report.node}: {member.lost}" if member.lost else ""
+
+    def losses(self) -> str:
+        """The first loss of all; empty while everybody is there."""
+        return next((text for task in sorted(self.members) if (text := self.lost(task))), "")
+
+    def close(self, *, dismiss: bool) -> None:
+        """Stop listening.  ``dismiss``: the agents end well; otherwise they see their controller go."""
+        if dismiss:
+            with self._lock:
+                self._leaving = True
+                for member in self.members.values():
+                    member.outbox.append({"do": "end"})
+            self._ring()
+            end = time.monotonic() + END_S
+            while time.monotonic() < end:
+                with self._lock:
+                    if all(member.lost or member.ended for member in self.members.values()):
+                        break
+                time.sleep(0.02)
+        self._over = True
+        self._ring()
+        self._thread.join(END_S)
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it rings already
+            self._bell.send(b"!")
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError("the connections to the agents broke down") from self._broken
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                self._serve(selector)
+        except BaseException as error:
+            self._broken = error
+            raise
+        finally:
+            self._door.close()
+            for link in self._links:
+                link.close()
+
+    def _serve(self, selector: selectors.BaseSelector) -> None:
+        selector.register(self._door, selectors.EVENT_READ)
+        selector.register(self._ear, selectors.EVENT_READ)
+        while not self._over:
+            for key, _ in selector.select(BEAT_S / 2):
+                if key.fileobj is self._door:
+                    for link in self._door.open():
+                        selector.register(link, selectors.EVENT_READ)
+                elif key.fileobj is self._ear:
+                    with contextlib.suppress(BlockingIOError):
+                        self._ear.recv(4096)
+                elif isinstance(key.fileobj, Link):
+                    self._hear(key.fileobj, selector)
+            self._speak(selector)
+            for link in self._door.late():
+                selector.unregister(link)
+                link.close()
+
+    def _hear(self, link: Link, selector: selectors.BaseSelector) -> None:
+        try:
+            link.flush()
+            if self._door.knows(link):
+                hello = self._door.greet(link)
+                if hello is not None:
+                    self._links[link] = int(hello["report"]["task"])
+                return
+            self._take(self._links[link], link.receive())
+        except Lost as lost:
+            self._drop(link, str(lost), selector)
+
+    def _take(self, task: int, messages: list[Message]) -> None:
+        with self._lock:
+            for message in messages:
+                if message.get("say") == "signal":
+                    if message["number"] == signal.SIGTERM:
+                        self.terminated = self.members[task].report.node
+                elif message.get("say") != "beat":
+                    self._inbox.append((task, message))
+
+    def _speak(self, selector: selectors.BaseSelector) -> None:
+        now = time.monotonic()
+        for link, task in list(self._links.items()):
+            member = self.members[task]
+            with self._lock:
+                orders, member.outbox = member.outbox, []
+            for message in orders:
+                link.send(message)
+            if not orders and now - link.said > BEAT_S:
+                link.send({"do": "beat"})
+            selector.modify(link, selectors.EVENT_READ | (selectors.EVENT_WRITE if link.waiting else 0))
+            if now - link.heard > self._lost_s:
+                self._drop(link, f"no word from its agent for {self._lost_s:g} s", selector)
+
+    def _drop(self, link: Link, why: str, selector: selectors.BaseSelector) -> None:
+        selector.unregister(link)
+        link.close()
+        task = self._links.pop(link, None)
+        if task is None:  # a stranger
+            return
+        with self._lock:
+            if self._leaving:
+                self.members[task].ended = True
+            else:
+                self.members[task].lost = why
+
+    def _admit(self, hello: Message) -> Message | str:
+        try:
+            report = Report(**hello["report"])
+        except (KeyError, TypeError):
+            return "no report of its node"
+        with self._lock:
+            if report.task in self.members:
+                return f"task {report.task} is here already"
+            self.members[report.task] = Member(report)
+        return self._welcome
+
+
+def welcome(*, interface: str, variables: dict[str, str], umask: int) -> dict[str, Any]:
+    """What an agent has to know of the profile."""
+    return {"interface": interface, "variables": variables, "umask": umask}

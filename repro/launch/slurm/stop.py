@@ -1,0 +1,92 @@
+"""Why an allocation is to stop: SLURM's signals as a flag, and what they mean."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import datetime
+from types import FrameType
+
+from repro.launch.failures import CANCELLED, NODE_FAILURE, PREEMPTED, TIME_LIMIT
+
+REQUEUE = signal.SIGUSR2
+"""submitit's signal: the job is preempted or near its time limit, and is to be requeued."""
+ASK_S = 5.0
+EARLY_S = 120.0
+"""SLURM warns of a time limit up to a minute before it was asked to; signals this near the end mean the limit."""
+
+
+class Stop:
+    """False until a signal comes or :meth:`give_up` is called; the watching loop acts on it."""
+
+    def __init__(self, job: str):
+        self._job = job
+        self.delay_s = 90.0
+        """How long before the time limit SLURM was asked to send its signal."""
+        self._seen: list[int] = []
+        self._why = ""
+        self.ended_elsewhere: Callable[[], str] = lambda: ""
+        """Node whose agent got SIGTERM."""
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler: nothing happens here."""
+        self._seen.append(number)
+
+    def give_up(self, why: str) -> None:
+        """Stop for a reason of our own, after what runs now."""
+        self._why = self._why or why
+
+    def __bool__(self) -> bool:
+        return bool(self._seen or self._why or self.ended_elsewhere())
+
+    @property
+    def requeue(self) -> bool:
+        """Whether submitit is to requeue the job: SLURM asked for it, or only a new allocation can go on."""
+        return REQUEUE in self._seen or (bool(self) and not self.terminated)
+
+    @property
+    def terminated(self) -> bool:
+        """Whether SLURM is ending the job and decides itself what becomes of it."""
+        return signal.SIGTERM in self._seen or bool(self.ended_elsewhere())
+
+    @property
+    def signal(self) -> str:
+        """Name of the first signal; empty without one."""
+        if self._seen:
+            return signal.Signals(self._seen[0]).name
+        return "SIGTERM" if self.ended_elsewhere() else ""
+
+    @property
+    def reason(self) -> str:
+        """Why, for a record; empty while it goes on.  SLURM is asked once."""
+        if self and not self._why:
+            self._why = f"stopped by SLURM ({self.signal}): {meaning(self._job, self.delay_s)}"
+        return self._why
+
+
+def meaning(job: str, delay_s: float) -> str:
+    """What SLURM ends ``job`` for, as far as it says."""
+    try:
+        answer = subprocess.run(
+            ["scontrol", "show", "job", "-o", job], capture_output=True, text=True, timeout=ASK_S, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        answer = ""
+    fields = dict(re.findall(r"(\w+)=(\S*)", answer))
+    state = fields.get("JobState", "")
+    if state.startswith("CANCELLED"):
+        return CANCELLED
+    if state.startswith(("NODE_FAIL", "BOOT_FAIL")):
+        return NODE_FAILURE
+    if state.startswith(("PREEMPTED", "SUSPENDED")) or fields.get("PreemptTime", "None") not in ("None", ""):
+        return PREEMPTED
+    if state.startswith(("TIMEOUT", "DEADLINE")):
+        return TIME_LIMIT
+    try:
+        left = datetime.fromisoformat(fields["EndTime"]).timestamp() - time.time()
+    except (KeyError, ValueError):  # "Unknown", or no answer
+        return f"{PREEMPTED} or at its {TIME_LIMIT}"
+    return TIME_LIMIT if left < delay_s + EARLY_S else PREEMPTED
