@@ -198,7 +198,6 @@ def test_suite_without_a_head(tmp_path: Path) -> None:
         ("nonsense", [], "not TOML: "),
         (EXPERIMENT + "layout.tp = 3", [], "layout.tp = 3: a divisor of heads = 4"),
         (EXPERIMENT, ["--only", "z*"], "--only = 'z*': a glob that matches an experiment of"),
-        (EXPERIMENT, ["--launcher", "pbs"], "--launcher = 'pbs': local"),
         (
             EXPERIMENT + 'system = "dgx2"\nlayout.dp = 400\n' + OTHER,
             ["--only", "a"],

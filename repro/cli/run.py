@@ -17,7 +17,6 @@ def run(
     suite: SuiteFile,
     only: Only = None,
     results: Results = Path("results"),
-    launcher: Annotated[str, typer.Option(help="Who starts the ranks: local.")] = "local",
     rerun: Rerun = False,
     evidence: Annotated[
         str,
@@ -31,10 +30,10 @@ def run(
     ] = "",
     json: Json = False,
 ) -> int:
-    """Run what the store lacks of a suite and record how each experiment ended."""
+    """Run what the store lacks of a suite on this machine and record how each experiment ended."""
     from repro.launch.run import command
 
-    return command(suite, only or [], results, launcher, rerun, json, evidence, system)
+    return command(suite, only or [], results, rerun, json, evidence, system)
 
 
 @app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")

@@ -19,7 +19,6 @@ def command(
     suite: Path,
     only: list[str],
     results: Path,
-    launcher: str,
     rerun: bool,
     json: bool,
     evidence: str = MEASURED,
@@ -42,8 +41,6 @@ def command(
         raise ConfigError(
             "--system", system, f"--evidence {SIMULATED}; measured runs use the machine at hand"
         )
-    if launcher != "local":
-        raise ConfigError("--launcher", launcher, "local")
     needs = {entry.experiment.name: _needs(entry.experiment) for entry in entries}
     here = [entry for entry in entries if not needs[entry.experiment.name]]
     if not here:
