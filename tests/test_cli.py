@@ -120,7 +120,7 @@ def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(run, "command", lambda *arguments: seen.append(arguments) or 1)
     assert cli.main(["run", "s.toml", "--only", "a*", "--only", "b", "--rerun", "--json"]) == 1
     assert [str(value) for value in seen[0]] == [
-        *("s.toml", "['a*', 'b']", "results", "local", "True", "True"),
+        *("s.toml", "['a*', 'b']", "results", "True", "True"),
         *("measured", ""),
     ]
 
