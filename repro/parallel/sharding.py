@@ -15,8 +15,9 @@ from repro.parallel.bucket import Bucket, InitialValues, Tag
 from repro.parallel.comm import Group
 from repro.parallel.data import GradientReducer
 from repro.parallel.partition import BucketPlan, plan_bucket, plan_buckets
+from repro.parallel.publish import ParameterPublisher
 from repro.parallel.units import Unit, parameters_of
-from repro.parallel.zero import ParameterGatherer, ParameterPublisher
+from repro.parallel.zero import ParameterGatherer
 
 
 @dataclass(frozen=True)
