@@ -14,8 +14,9 @@ from itertools import product
 import torch.distributed as dist
 
 from repro.config import Layout
-from repro.parallel.comm import Channels, GlooTransport, Group, NcclTransport, NoTransport, Transport
+from repro.parallel.comm import Group
 from repro.parallel.ledger import Ledger
+from repro.parallel.transports import Channels, GlooTransport, NcclTransport, NoTransport, Transport
 
 
 def groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:

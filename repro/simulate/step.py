@@ -11,7 +11,7 @@ from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.models import flops, parameters
 from repro.parallel import mesh as meshes
-from repro.parallel.comm import NoTransport
+from repro.parallel.transports import NoTransport
 from repro.simulate.memory import Memory, measure
 from repro.simulate.placement import Placement
 from repro.simulate.predict import Prediction, predict

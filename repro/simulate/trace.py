@@ -19,8 +19,8 @@ import torch
 from repro.config import Experiment, Layout
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
-from repro.parallel.comm import NoTransport, Transport
 from repro.parallel.schedule import build, in_flight
+from repro.parallel.transports import NoTransport, Transport
 from repro.simulate.events import Event, Message, Operator, Phase
 from repro.simulate.recorder import Recorder, RecordingLedger
 from repro.simulate.transport import GlooShapes, Recorded

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from repro.parallel.comm import NoTransport, Transport, Work
 from repro.parallel.storage import COMMUNICATION, empty
+from repro.parallel.transports import NoTransport, Transport, Work
 from repro.simulate.events import Message, Receive, Wait
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Recorded:
 
 
 class GlooShapes(NoTransport):
-    """Like :class:`repro.parallel.comm.GlooTransport`: a reduce-scatter receives every part in a buffer."""
+    """Like :class:`repro.parallel.transports.GlooTransport`: a reduce-scatter receives every part in a buffer."""
 
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank
