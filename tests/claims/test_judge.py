@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from repro.claims.judge import judge
-from repro.claims.ledger import Ledger, load
+from repro.claims.ledger import load
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult
 from repro.config import PROTOCOL, Experiment, Layout, Model
+from tests.claims.made_up import record
 
 HEAD = """
 title = "Test"
@@ -33,24 +34,6 @@ rows = [
 PUBLISHED = '{ value = \'metric("s/full", "speed")\' }'
 ONE_RANK = '{ value = \'metric("s/rank", "speed")\', scale = "one rank of 64" }'
 TWIN = '{ value = \'metric("s/twin", "speed")\', expect = "3", scale = "scaled twin" }'
-
-
-def record(
-    name: str, *, written: str = "2026-01-01T00:00:00Z", outcome: str = "ok", **metrics: float
-) -> dict[str, Any]:
-    """What the store holds for one experiment of suite s."""
-    suite, _, name = name.rpartition("/")
-    return {
-        "protocol": PROTOCOL,
-        "written": written,
-        "kind": "experiment",
-        "suite": suite or "s",
-        "name": name,
-        "evidence": "measured",
-        "outcome": outcome,
-        "reason": "" if outcome == "ok" else "rank 1 ran out of memory",
-        "metrics": metrics,
-    }
 
 
 def judged(tmp_path: Path, rows: str, *records: dict[str, Any]) -> ClaimResult:
@@ -241,100 +224,3 @@ def test_noise_does_not_help_a_measured_ratio(tmp_path: Path) -> None:
     assert "reaches across" in across.reason
     swapped = judged(tmp_path, rows, comparison("b", "a", 0.5, 0.48, 0.52)).rows[0].findings[0]
     assert (swapped.verdict, swapped.value) == (REPRODUCED, 2)
-
-
-@pytest.fixture(scope="module")
-def ledger() -> Ledger:
-    return load()
-
-
-PSI = 1_000_003
-
-
-def states(nd: int, stage: int) -> float:
-    """Bytes of a rank that pads Psi to a multiple of nd, part by part."""
-    shard = -(-PSI // nd)
-    weights, gradients, optimizer = 2 * PSI, 2 * PSI, 12 * PSI
-    if stage >= 1:
-        optimizer = 12 * shard
-    if stage >= 2:
-        gradients = 2 * shard
-    if stage >= 3:
-        weights = 2 * shard
-    return weights + gradients + optimizer
-
-
-def smoke(**wrong: float) -> list[dict[str, Any]]:
-    """Records of a suite in which everything holds, but for the metrics in ``wrong``."""
-    records = []
-    for nd in (1, 2, 4):
-        ring = 2 * (nd - 1) / nd  # elements sent per element reduced, 2 bytes each
-        for stage in (0, 1, 2, 3):
-            metrics = {
-                "parameters": PSI,
-                "memory.states_bytes": states(nd, stage),
-                "comm.sent_bytes": 2 * PSI * ring * (1.5 if stage == 3 else 1) + 8,
-            }
-            name = f"states-z{stage}-dp{nd}"
-            metrics |= {"memory.states_bytes": wrong[name]} if name in wrong else {}
-            records.append(record(f"smoke/{name}", **metrics))
-        if nd > 1:
-            sent = {"comm.sent_bytes": 2 * PSI * ring * 1.5 + 8}
-            records.append(record(f"smoke/comm-z1-allreduce-dp{nd}", **sent))
-    return records
-
-
-MEMORY = [
-    "zero-mem-formula-stages",
-    "ds-4x-memory",
-    "zero-comm-dp-2psi",
-    "zero-comm-posg-2psi",
-    "zero-comm-posgp-3psi",
-]
-
-
-@pytest.mark.parametrize("claim_id", MEMORY)
-def test_the_smoke_records_of_a_right_implementation_reproduce(ledger: Ledger, claim_id: str) -> None:
-    result = next(r for r in judge(ledger, smoke()) if r.claim.id == claim_id)
-    assert (result.verdict, result.disagreements) == (REPRODUCED, ())
-    assert result.basis.startswith("measured, scaled twin")
-
-
-@pytest.mark.parametrize(
-    ("name", "bytes_wrong"),
-    [
-        ("states-z1-dp4", states(4, 1) + PSI),  # one byte a parameter too much
-        ("states-z2-dp2", states(2, 1)),  # gradients not partitioned
-        ("states-z3-dp4", states(4, 3) * 1.01),
-        ("states-z0-dp1", states(1, 0) + 1),  # one byte: nothing is padded on one rank
-    ],
-)
-def test_a_wrong_implementation_does_not(ledger: Ledger, name: str, bytes_wrong: float) -> None:
-    records = smoke(**{name: bytes_wrong})
-    result = next(r for r in judge(ledger, records) if r.claim.id == "zero-mem-formula-stages")
-    assert result.verdict == NOT_REPRODUCED
-    assert result.disagreements, "the formula alone says reproduced"
-
-
-def test_parity_compares_every_layout_with_one_process(ledger: Ledger) -> None:
-    names = [row.variables["experiment"] for row in ledger.claim("repro-parity").rows]
-    records = [record("smoke/parity-single", **{"loss.last": 3.0})]
-    records += [record(str(name), **{"loss.last": 3.00001}) for name in names]
-    result = next(r for r in judge(ledger, records) if r.claim.id == "repro-parity")
-    assert (result.verdict, len(result.rows)) == (REPRODUCED, 16)
-    records[-1]["metrics"]["loss.last"] = 3.0001
-    result = next(r for r in judge(ledger, records) if r.claim.id == "repro-parity")
-    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 15/16")
-
-
-def test_all_reduces_are_counted_exactly(ledger: Ledger) -> None:
-    calls = "comm.per_layer.tp.all_reduce.calls"
-    for claim_id, name, right in (
-        ("meg1-allreduce-count", "parity-tp2", 4),
-        ("zero-comm-megatron-block", "recompute-tp2", 6),
-    ):
-        for value, verdict in ((right, REPRODUCED), (right + 0.5, NOT_REPRODUCED)):
-            records = [record(f"smoke/{name}", **{calls: value})]
-            result = next(r for r in judge(ledger, records) if r.claim.id == claim_id)
-            finding = next(f for f in result.rows[0].findings if f.kind == "measured")
-            assert finding.verdict == verdict
