@@ -18,6 +18,9 @@ def submit(
     profile: ProfileFile,
     only: Only = None,
     results: Results = Path("results"),
+    exclude: Annotated[
+        str, typer.Option(help="Keep away from these nodes: n3,n[7-8].", metavar="NODES")
+    ] = "",
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print scripts, cases and GPU-hours; ask nothing of the cluster."),
@@ -32,7 +35,7 @@ def submit(
     """Submit to SLURM what the store lacks of a suite and no job is at: a job array for each shape."""
     from repro.launch.slurm.submit import command
 
-    return command(suite, profile, results, only or [], dry_run, move, rerun, json)
+    return command(suite, profile, results, only or [], exclude, dry_run, move, rerun, json)
 
 
 @app.command(epilog="Example:  repro status --watch")

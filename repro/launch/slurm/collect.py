@@ -108,7 +108,7 @@ def _show(document: dict[str, Any], cases: list[CaseState], results: Path, into:
         if case.state not in (DONE,) and case.outcome:
             print(f"{case.name}: {case.failure or case.outcome}: {case.detail}")
     for node, count in document["bad_nodes"].items():
-        print(f"node {node} is named in {count} failures: slurm.exclude in the profile keeps it out")
+        print(f"node {node} is named in {count} failures: `repro submit --exclude {node}` keeps away from it")
     done = sum(case.state == DONE for case in cases)
     print(
         f"{done} of {len(cases)} cases done; {len(document['recorded'])} lost or cancelled ones recorded now"

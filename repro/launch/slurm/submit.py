@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def command(
     profile_file: Path,
     results: Path,
     only: list[str],
+    exclude: str,
     dry: bool,
     move: bool,
     rerun: bool,
@@ -34,9 +36,12 @@ def command(
 ) -> int:
     """Submit what the store lacks of ``suite`` and no live job is at.  Returns 0, or 1 if ``sbatch`` failed.
 
+    ``exclude``: nodes to keep away from, beside those of the profile, as ``sbatch --exclude`` writes them.
     Raises ``ConfigError`` before anything is submitted.  ``dry``: the cluster is not asked at all.
     """
     site = profile.load(profile_file)
+    if exclude:
+        site = replace(site, slurm=replace(site.slurm, exclude=[*site.slurm.exclude, exclude]))
     results = results.absolute()
     check.folder(site, results)
     if dry:

@@ -33,17 +33,18 @@ def test_what_is_submitted_is_what_a_dry_run_prints(
     slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
-    assert submit(suite, site, results, "--dry-run", "--json") == 0
+    assert submit(suite, site, results, "--exclude", "n3", "--dry-run", "--json") == 0
     planned = json.loads(capsys.readouterr().out)
     assert slurm.state["calls"] == []
     assert not results.exists()
-    assert submit(suite, site, results, "--json") == 0
+    assert submit(suite, site, results, "--json", "--exclude", "n3") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["jobs"] == ["12", "13"]
     scripts = slurm.state["scripts"]
     for array, number in zip(planned["arrays"], said["jobs"], strict=True):
         assert scripts[number] == array["script"].replace("SUBMISSION", said["submission"])
     assert "--nodes=2" in scripts["12"]
+    assert "--exclude=n3" in scripts["12"]
     assert "--ntasks-per-node=2" in scripts["12"]
     assert "--array=0-1%2" in scripts["13"]
 
