@@ -61,7 +61,11 @@ class OutOfMemory(Exception):
         return self.allocated + round_up(self.requested) <= self.limit
 
     def __str__(self) -> str:
-        why = "fragmentation" if self.by_fragmentation else "the live tensors"
+        return self.because_of(self.by_fragmentation)
+
+    def because_of(self, fragmentation: bool) -> str:
+        """The numbers behind the cause: ``fragmentation``, or what is live."""
+        why = "fragmentation" if fragmentation else "the live tensors"
         return (
             f"out of memory by {why}: {self.requested} bytes requested, {self.allocated} allocated and "
             f"{self.reserved} reserved of {self.limit}; {self.free_in_blocks} free in segments, "

@@ -191,7 +191,7 @@ def _simulate(question: Question, value: int) -> Trial:
     largest = binding(fullest.memory.by_category)
     term = ""
     if found.outcome != "ok":
-        term = largest if fullest.memory.peak_bytes > question.allocatable else FRAGMENTATION
+        term = FRAGMENTATION if fullest.by_fragmentation else largest
     detail = {
         "largest_term": largest,
         **{key: document[key] for key in ("params", "layout", "memory", "trace_seconds")},

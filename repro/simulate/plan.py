@@ -25,7 +25,7 @@ from repro.simulate.closed import ruled_out, stage_parameters, state_bytes
 from repro.simulate.layouts import Request, candidates
 from repro.simulate.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, ideal_s, order, speed
 from repro.simulate.shallow import Family, family_of, trace_family
-from repro.simulate.terms import TERMS, binding
+from repro.simulate.terms import FRAGMENTATION, TERMS, binding
 from repro.simulate.workers import Workers
 
 MARGIN = 1.12
@@ -236,10 +236,8 @@ def _full(request: Request, layout: Layout, time: bool) -> Row:
     row.trace_seconds = document["trace_seconds"]
     row.time = document["time"] or {} if found.outcome == OK else {}
     if found.outcome == OOM:
-        row.ruled_out_by = binding(found.fullest.memory.by_category)
-        error = found.fullest.replay.out_of_memory
-        if error is not None and found.fullest.memory.peak_bytes <= request.allocatable:
-            row.ruled_out_by = "fragmentation"
+        fullest = found.fullest
+        row.ruled_out_by = FRAGMENTATION if fullest.by_fragmentation else binding(fullest.memory.by_category)
         row.reason = found.reason
     return row
 

@@ -47,6 +47,15 @@ class RoleResult:
     """FLOP of the role's operators in a step."""
     parameters: int
 
+    @property
+    def by_fragmentation(self) -> bool:
+        """Whether it does not fit although all that is live would, at every moment of the step.
+
+        The first request that fails may fail by fragmentation in a step whose live tensors are too much later.
+        """
+        error = self.replay.out_of_memory
+        return error is not None and error.by_fragmentation and self.memory.peak_bytes <= error.limit
+
 
 @dataclass
 class Simulation:
@@ -67,8 +76,15 @@ class Simulation:
 
     @property
     def fullest(self) -> RoleResult:
-        """The role that needs the most memory; one that does not fit before all others."""
-        return max(self.roles, key=lambda r: (r.replay.out_of_memory is not None, r.replay.peak_reserved))
+        """The role that needs the most memory; one that does not fit before all others, by what is live first."""
+        return max(
+            self.roles,
+            key=lambda r: (
+                r.replay.out_of_memory is not None,
+                not r.by_fragmentation,
+                r.replay.peak_reserved,
+            ),
+        )
 
     @property
     def busiest(self) -> RoleResult:
@@ -88,7 +104,10 @@ class Simulation:
             return ""
         role = self.fullest
         where = "" if role.role.name == "all" else f"{role.role.name} stage, "
-        return f"{where}{role.replay.phase}: {error}"
+        text = f"{where}{role.replay.phase}: {error.because_of(role.by_fragmentation)}"
+        if error.by_fragmentation and not role.by_fragmentation:
+            text += f"; {role.memory.peak_bytes} live at the peak, in {role.memory.phase}"
+        return text
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, the document of ``repro simulate --json``."""
