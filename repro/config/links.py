@@ -52,7 +52,15 @@ class Collective:
     """``[links.CLASS.collectives.OP]`` of a calibrated file."""
 
     points: tuple[tuple[float, float], ...]
-    """(payload in bytes, seconds), by payload, in a group of all ranks that the file's provenance counts."""
+    """(payload in bytes, seconds), by payload, all groups of this kind at the same time."""
+    ranks: int = 0
+    """Members of a group; 0: all ranks that the file's provenance counts."""
+    per_node: int = 0
+    """Members of a group on one node; 0: all of them."""
+    stride: int = 1
+    """Ranks from one member to the next."""
+    groups: tuple[Collective, ...] = ()
+    """The same of smaller groups."""
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
@@ -61,6 +69,14 @@ class Collective:
         require(sizes[0] > 0, "points", sizes[0], "payloads of more than 0 bytes")
         for _, seconds in self.points:
             require(seconds > 0, "points", seconds, "more than 0 seconds")
+        for key, least in (("ranks", 0), ("per_node", 0), ("stride", 1)):
+            require(getattr(self, key) >= least, key, getattr(self, key), f"a whole number, {least} or more")
+        require(
+            all(part.ranks > 1 and not part.groups for part in self.groups),
+            "groups",
+            [part.ranks for part in self.groups],
+            "ranks of 2 or more for each, and none with groups of its own",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

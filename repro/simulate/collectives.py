@@ -13,11 +13,9 @@ over two nodes with few adapters, which reach up to twice the network's bandwidt
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
-from itertools import accumulate
 from math import log2
 from typing import NamedTuple
 
@@ -25,6 +23,7 @@ from repro.config import Layout
 from repro.config.links import Collective
 from repro.config.system import System
 from repro.parallel.ledger import RING_PASSES, SEND
+from repro.simulate.measured import Span, interpolate, seconds
 from repro.simulate.placement import BETWEEN_NODES, GROUPS, Placement
 
 ALL_REDUCE, BROADCAST = "all_reduce", "broadcast"
@@ -71,12 +70,15 @@ class Network:
         self.system, self.layout = system, layout
         self.placement = Placement(layout, system)
         self._link, self._rings = cache(self._link_of), cache(self._rings_of)
+        self._spans = cache(self._spans_of)
         self._edge_link, self._edge_rate = cache(self._slowest_link), cache(self._slowest_rate)
 
     @cached_property
     def overlap_cost(self) -> float:
         """Fraction of a hidden collective's seconds that compute loses meanwhile, 0 to 1."""
-        return max((self.number(link, "overlap_cost") for link in self.system.links), default=0.0)
+        hidden = self.link("dp")  # nearly all that is hidden is data parallelism's
+        links = [hidden] if hidden else self.system.links
+        return max((self.number(link, "overlap_cost") for link in links), default=0.0)
 
     def seconds(self, op: str, group: str, payload: int) -> float:
         """Seconds of one collective, from when its slowest member has come to it.
@@ -88,11 +90,11 @@ class Network:
         """
         assert op in RING_PASSES, op
         assert group in GROUPS, group
-        measured = self._measured(op, self.link(group))
-        if measured is not None:
-            points, whole = measured
-            sizes = set(map(len, self._groups(group)))
-            return max((_scaled(points, whole, n, payload) for n in sizes), default=0.0)
+        if (measured := self._measured(op, self.link(group))) is not None:
+            assert self.system.provenance is not None
+            count = self.system.provenance.ranks
+            found = (seconds(measured, count, span, payload) for span in self._spans(group))
+            return max(found, default=0.0)
         return max((ring.seconds(op, payload) for ring in self._rings(group)), default=0.0)
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
@@ -102,7 +104,7 @@ class Network:
         link = self._edge_link(from_stage, to_stage)
         measured = self._measured(SEND, link)
         if measured is not None:
-            return interpolate(measured[0], payload)
+            return interpolate(measured, payload)
         return self.number(link, "latency_s") + payload / self._edge_rate(from_stage, to_stage)
 
     def link(self, group: str) -> str:
@@ -124,12 +126,18 @@ class Network:
             link, "efficiency"
         )
 
-    def _measured(self, op: str, link: str) -> tuple[Collective, int] | None:
-        """Measured points, and how many ranks they are of."""
-        if link not in self.system.links or op not in self.system.links[link].collectives:
-            return None
-        assert self.system.provenance is not None
-        return self.system.links[link].collectives[op], self.system.provenance.ranks
+    def _measured(self, op: str, link: str) -> Collective | None:
+        """What was measured of ``op``, if it was."""
+        known = self.system.links.get(link)
+        return known.collectives.get(op) if known is not None else None
+
+    def _spans_of(self, group: str) -> frozenset[Span]:
+        """The different kinds of groups of an axis."""
+        found = set()
+        for ranks in self._groups(group):
+            most = max(map(len, self.placement.by_node(ranks).values()))
+            found.add(Span(len(ranks), most, ranks[1] - ranks[0]))
+        return frozenset(found)
 
     def _groups(self, group: str) -> Iterator[tuple[int, ...]]:
         """Every group of the axis that has more than one member."""
@@ -241,30 +249,3 @@ class Adapters:
             first, end = (index * self.count // self.devices for index in (device, device + 1))
             found.update(range(first, max(end, first + 1)))
         return found
-
-
-def interpolate(measured: Collective, payload: float) -> float:
-    """Seconds of ``payload`` bytes between measured points.
-
-    A point that took less than a smaller one is noise and counts as much as that.  Below the first point time
-    does not fall, above the last one bandwidth does not rise.
-    """
-    sizes = [size for size, _ in measured.points]
-    times = list(accumulate((seconds for _, seconds in measured.points), max))
-    if payload >= sizes[-1]:
-        return times[-1] * payload / sizes[-1]
-    at = bisect_left(sizes, payload)
-    if at == 0:
-        return times[0]
-    part = (payload - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-    return times[at - 1] + part * (times[at] - times[at - 1])
-
-
-def _scaled(measured: Collective, whole: int, ranks: int, payload: int) -> float:
-    """What was measured with ``whole`` ranks, for ``ranks`` of them.
-
-    A ring's step carries payload / ranks, and there are ranks - 1 of them (or twice as many).
-    """
-    if whole < 2 or ranks == whole:
-        return interpolate(measured, payload)
-    return interpolate(measured, payload * whole / ranks) * (ranks - 1) / (whole - 1)

@@ -25,7 +25,7 @@ class Placement:
     """The ranks of ``layout`` on the nodes of ``system``.
 
     There are as many nodes as it takes, whatever the system's ``nodes`` say; the last one may be partly
-    empty.  Ranks that are processes of one processor (links of class ``memory``) are all on one node.
+    empty.  Ranks that are processes of one processor (links of class ``memory`` alone) are all on one node.
     """
 
     layout: Layout
@@ -106,7 +106,8 @@ class Placement:
 
     @cached_property
     def _devices_per_node(self) -> int:
-        if self.layout.world == 1 or "memory" in self.system.links:
+        processor = "memory" in self.system.links and BETWEEN_NODES not in self.system.links
+        if self.layout.world == 1 or processor:
             return self.layout.world
         return int(self.system.devices_per_node.known("devices_per_node", system=self.system.name))
 

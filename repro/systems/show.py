@@ -180,9 +180,12 @@ def _print_measured(system: System) -> None:
         print(f"{name:<40} {rate.fixed_s / MICRO:.4g} us + {parts}")
     for link in system.links:
         for operation, collective in system.links[link].collectives.items():
-            ends = (collective.points[0], collective.points[-1])
-            few, many = (f"{size / KIB:,.4g} KiB in {seconds / MICRO:,.4g} us" for size, seconds in ends)
-            print(f"{f'{link} {operation}':<40} {len(collective.points)} sizes, {few} to {many}")
+            for found in (collective, *collective.groups):
+                ends = (found.points[0], found.points[-1])
+                few, many = (f"{size / KIB:,.4g} KiB in {seconds / MICRO:,.4g} us" for size, seconds in ends)
+                label = f"{link} {operation}, {found.ranks or made.ranks} ranks"
+                label += f" {found.stride} apart" if found.stride > 1 else ""
+                print(f"{label:<40} {len(found.points)} sizes, {few} to {many}")
 
 
 def _wrapped(text: str, indent: str) -> str:

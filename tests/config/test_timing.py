@@ -118,6 +118,11 @@ def test_a_calibrated_file(tmp_path: Path) -> None:
         (LINK + "[links.pcie.collectives.send]\npoints = [[2, 0]]", "points = 0.0: more than 0 seconds"),
         (LINK + "[links.pcie.collectives.send]\npoints = [[2]]", r"collectives.send.points"),
         (LINK + "[links.pcie.collectives.send]\npoints = [[2, 1]]", "provenance: is missing"),
+        (LINK + "[links.pcie.collectives.send]\npoints = [[2, 1]]\nstride = 0", "stride = 0: a whole number"),
+        (
+            LINK + "[links.pcie.collectives.send]\npoints = [[2, 1]]\ngroups = [{ points = [[2, 1]] }]",
+            r"groups = \[0\]: ranks of 2 or more",
+        ),
         ("[provenance]\ndate = '2026-01-01'", r"provenance\.torch: is missing"),
     ],
 )

@@ -18,7 +18,8 @@ from repro.config.quantity import Quantity
 from repro.config.system import Link, System
 from repro.config.timing import Provenance
 from repro.parallel.ledger import RING_PASSES
-from repro.simulate.collectives import Network, interpolate
+from repro.simulate.collectives import Network
+from repro.simulate.measured import interpolate
 from repro.simulate.placement import GROUPS
 from repro.systems import load
 
@@ -231,6 +232,56 @@ def test_fewer_ranks_than_were_measured_take_fewer_and_larger_steps() -> None:
     points = tuple((size, 1.5 * size / rate) for size in (1000.0, 10_000.0, 1e6, 1e8))
     found = network(calibrated(points), tp=2, dp=2)
     assert found.seconds("all_reduce", "tp", 400_000) == pytest.approx(400_000 / rate)
+
+
+def groups(system: System, link: str, collective: Collective) -> System:
+    """``system`` with ``all_reduce`` measured so on ``link``."""
+    changed = replace(system.links["memory"], collectives={"all_reduce": collective})
+    return replace(system, links=system.links | {link: changed})
+
+
+def test_the_measured_groups_that_are_most_alike_count() -> None:
+    """Of the same size, and of these the ones that lie alike; a size in between is scaled from the nearest."""
+
+    def flat(seconds: float) -> tuple[tuple[float, float], ...]:
+        return ((1000.0, seconds), (1e6, seconds))
+
+    measured = Collective(
+        points=flat(8e-3),
+        groups=(
+            Collective(points=flat(1e-3), ranks=2),
+            Collective(points=flat(2e-3), ranks=2, stride=4),
+            Collective(points=flat(4e-3), ranks=4, stride=2),
+        ),
+    )
+    system = groups(calibrated(flat(1), ranks=8), "memory", measured)
+    halves = network(system, tp=2, dp=4)
+    assert halves.seconds("all_reduce", "tp", 5000) == pytest.approx(1e-3)
+    assert halves.seconds("all_reduce", "dp", 5000) == pytest.approx(4e-3)
+    assert halves.seconds("all_reduce", "world", 5000) == pytest.approx(8e-3)
+    assert network(system, tp=4, dp=2).seconds("all_reduce", "dp", 5000) == pytest.approx(2e-3)
+    assert network(system, tp=3, dp=1).seconds("all_reduce", "tp", 5000) == pytest.approx(4e-3 * 2 / 3)
+
+
+def test_measured_groups_within_and_between_nodes() -> None:
+    """Two nodes of two processes each: the class of links, and how many of a group share a node, decide."""
+
+    def flat(seconds: float) -> tuple[tuple[float, float], ...]:
+        return ((1000.0, seconds), (1e6, seconds))
+
+    system = replace(calibrated(flat(1)), devices_per_node=number(2))
+    across = Collective(
+        points=flat(8e-3),
+        per_node=2,
+        groups=(Collective(points=flat(4e-3), ranks=2, per_node=1, stride=2),),
+    )
+    system = groups(system, "inter-node", across)
+    system = groups(system, "memory", Collective(points=flat(1e-3), ranks=2))
+    found = network(system, tp=2, dp=2)
+    assert (found.link("tp"), found.link("dp")) == ("memory", "inter-node")
+    assert found.seconds("all_reduce", "tp", 5000) == pytest.approx(1e-3)
+    assert found.seconds("all_reduce", "dp", 5000) == pytest.approx(4e-3)
+    assert network(system, dp=4).seconds("all_reduce", "dp", 5000) == pytest.approx(8e-3)
 
 
 @given(
