@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from repro.config import ConfigError
+from repro.launch.slurm.dryrun import counted
 from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import Scheduler, SchedulerError
 from repro.launch.slurm.states import PENDING, REQUEUED, RUNNING, Survey
@@ -41,5 +42,6 @@ def command(results: Path, what: str) -> int:
         scheduler.cancel(jobs)
     except SchedulerError as error:
         raise ConfigError("SLURM", expected=f"does not answer: {error}") from None
-    print(f"cancelled {len(jobs)} jobs of {len(names)} cases; `repro collect` records them as cancelled")
+    what = f"{counted(len(jobs), 'job')} of {counted(len(names), 'case')}"
+    print(f"cancelled {what}; `repro collect` records what they leave")
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import ConfigError
+from repro.launch.slurm.dryrun import counted
 from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import Scheduler, SchedulerError
 from repro.launch.slurm.states import CANCELLED, DONE, FAILED, LOST, CaseState, Survey
@@ -108,7 +109,9 @@ def _show(document: dict[str, Any], cases: list[CaseState], results: Path, into:
         if case.state not in (DONE,) and case.outcome:
             print(f"{case.name}: {case.failure or case.outcome}: {case.detail}")
     for node, count in document["bad_nodes"].items():
-        print(f"node {node} is named in {count} failures: `repro submit --exclude {node}` keeps away from it")
+        print(
+            f"node {node} is named in {counted(count, 'failure')}: `repro submit --exclude {node}` keeps away from it"
+        )
     done = sum(case.state == DONE for case in cases)
     print(
         f"{done} of {len(cases)} cases done; {len(document['recorded'])} lost or cancelled ones recorded now"

@@ -72,12 +72,15 @@ def line(array: Array) -> str:
     """One array in words."""
     shape, count = array.shape, len(array.bundles)
     cases = sum(len(bundle.experiments) for bundle in array.bundles)
-    size = f"{_count(shape.nodes, 'node')} x {_count(shape.tasks_per_node, 'rank')}"
+    size = f"{counted(shape.nodes, 'node')} x {counted(shape.tasks_per_node, 'rank')}"
     where = f", partition {shape.partition}" if shape.partition else ""
-    return f"{_count(cases, 'case')} in {_count(count, 'job')} of {size}, {clock(shape.time_min)} each{where}"
+    return (
+        f"{counted(cases, 'case')} in {counted(count, 'job')} of {size}, {clock(shape.time_min)} each{where}"
+    )
 
 
-def _count(number: int, thing: str) -> str:
+def counted(number: int, thing: str) -> str:
+    """``1 case``, ``2 cases``."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
