@@ -172,6 +172,9 @@ def test_the_picture_shows_what_counts() -> None:
     left, right = drawing.figure.axes
     texts = [text.get_text() for axes in (left, right) for text in axes.texts]
     assert "zero-fig2-throughput, 8B" in texts
+    assert left.get_legend() is None, "a legend inside a panel would lie on what is named there"
+    (legend,) = drawing.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [V100_MEGATRON, V100_ZERO]
     assert validation.draw([]).missing == validation.RUN
 
 

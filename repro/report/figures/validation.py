@@ -32,6 +32,7 @@ from repro.report.validate import (
 from repro.results.store import SIMULATED
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 ID, TITLE = "validation", "Published throughput against predicted"
@@ -57,7 +58,7 @@ def draw(found: Sequence[Point]) -> Drawing:
         return Drawing(
             ID, TITLE, "Nothing that was published in time is predicted.", (), RUN, evidence=SIMULATED
         )
-    figure, (left, right) = canvas(4.9, 1, 2)
+    figure, (left, right) = canvas(5.0, 1, 2)
     for axes, group, what in ((left, rates, "TFLOP/s per GPU"), (right, ratios, "ratio of two runs")):
         if not group:
             axes.set_visible(False)
@@ -72,7 +73,19 @@ def draw(found: Sequence[Point]) -> Drawing:
         _name(axes, group)
     right.axvline(1, color=MUTED, lw=0.8, ls=":")
     right.axhline(1, color=MUTED, lw=0.8, ls=":")
-    left.legend(loc="upper left", handletextpad=0.2)
+    # Outside the panels, where no point or name can come in its way; some families have ratios only.
+    shown: dict[str, Artist] = {}
+    for axes in (left, right):
+        handles, texts = axes.get_legend_handles_labels()
+        shown |= dict(zip(texts, handles, strict=True))
+    names = [family for family in FAMILIES if family in shown]
+    figure.legend(
+        [shown[name] for name in names],
+        names,
+        loc="outside upper center",
+        ncols=len(names),
+        handletextpad=0.2,
+    )
     return Drawing(
         ID,
         TITLE,
@@ -134,6 +147,8 @@ def _name(axes: Axes, points: Sequence[Point]) -> None:
             textcoords="offset points",
             fontsize=6.5,
             color=MUTED,
+            zorder=2,
+            bbox={"facecolor": "white", "linewidth": 0, "pad": 1},
             ha="right" if left else "left",
             va="center",
         )
