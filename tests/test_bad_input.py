@@ -165,6 +165,45 @@ CASES = {
         EXPERIMENT + 'system = "dgx"',
         "experiment \"a\": system = 'dgx': did you mean dgx2? known are",
     ),
+    "checkpoints of torch's engines": (
+        EXPERIMENT + 'engine = "torch"\ntraining.checkpoint_every = 5',
+        'experiment "a": training.checkpoint_every = 5: 0 with engine torch, whose states only it knows',
+    ),
+    "checkpoints at less than every step": (
+        EXPERIMENT + "training.checkpoint_every = -1",
+        'experiment "a": training.checkpoint_every = -1: 0 or more',
+    ),
+    "compared runs with checkpoints": (
+        EXPERIMENT + OTHER + 'training.checkpoint_every = 5\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]\n',
+        'experiment "b": training.checkpoint_every = 5: 0 in [[compare]]',
+    ),
+    "continues what is not there": (
+        EXPERIMENT + 'training = { checkpoint_every = 5, continues = "c" }\n' + OTHER,
+        "experiment \"a\": training.continues = 'c': unknown experiment; known are b",
+    ),
+    "continues without writing": (
+        EXPERIMENT + 'training.continues = "b"\n' + OTHER,
+        "experiment \"a\": training.continues = 'b': checkpoint_every of 1 or more beside it",
+    ),
+    "continues what writes nothing": (
+        EXPERIMENT + 'training = { checkpoint_every = 5, continues = "b" }\n' + OTHER,
+        "experiment \"a\": training.continues = 'b': an experiment with checkpoint_every of 1 or more",
+    ),
+    "continues another training": (
+        EXPERIMENT
+        + 'training = { steps = 30, checkpoint_every = 5, continues = "b" }\n'
+        + OTHER
+        + "training.checkpoint_every = 5",
+        "experiment \"a\": training.continues = 'b': an experiment of the same training; "
+        "training.seed is 2 there and its default here",
+    ),
+    "continues to where it is already": (
+        EXPERIMENT
+        + 'training = { checkpoint_every = 5, continues = "b" }\n'
+        + OTHER
+        + "training.checkpoint_every = 5",
+        'experiment "a": training.steps = 20: more than the 20 steps of "b", which it continues',
+    ),
     "not TOML": ("[[experiment]\n", "not TOML: "),
 }
 

@@ -74,12 +74,9 @@ class Experiment:
                 f"a multiple of tp = {self.layout.tp} under sp",
             )
 
-        require(
-            not self.training.checkpoint_every or self.engine == "native",
-            "checkpoint_every",
-            self.training.checkpoint_every,
-            f"0 with engine {self.engine}, whose states only it knows",
-        )
+        if self.training.checkpoint_every and self.engine != "native":
+            right = f"0 with engine {self.engine}, whose states only it knows"
+            raise ConfigError("checkpoint_every", self.training.checkpoint_every, right, where="training")
 
     def _check_engine(self) -> None:
         if self.engine == "torch":

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import resource
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from repro.config import Experiment
 from repro.data import open_stream
@@ -18,56 +15,19 @@ from repro.engines import build_engine
 from repro.launch.interrupt import Stopped
 from repro.launch.resume import Keeper
 from repro.launch.resume import Place as CheckpointPlace
+from repro.launch.series import Diverged, Series
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import COMPUTING, CORE, PHASES, StepClock
 from repro.models import flops
 from repro.models.gpt import Place
 from repro.parallel import storage
 from repro.parallel.mesh import Mesh
-from repro.parallel.optimizer import Norms
 from repro.train.step import MicroBatch, NativeEngine
 
-SKIPPED_IN_A_ROW = 50
-"""Consecutive skipped steps after which fp16 training counts as diverged."""
+__all__ = ["Diverged", "Run"]
 
 Report = Callable[[int, str], None]
 """Called with (step, phase) at every change of phase."""
-
-
-class Diverged(FloatingPointError):
-    """The loss is no longer a number."""
-
-
-@dataclass
-class Series:
-    """What every step leaves behind: device tensors until they are read."""
-
-    norms: list[Norms] = field(default_factory=list)
-    scales: list[Tensor] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    grad_norm: list[float | None] = field(default_factory=list)
-    loss_scale: list[float] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
-
-    def read(self, fp16: bool) -> None:
-        """Bring what has accumulated to the host; raises :class:`Diverged`."""
-        if self.norms:
-            shape = [torch.stack((n.loss, n.gradient, n.overflow)) for n in self.norms]
-            for loss, gradient, overflow in torch.stack(shape).tolist():
-                step = len(self.loss)
-                if fp16 and overflow:
-                    self.skipped.append(step)
-                    if self.skipped[-SKIPPED_IN_A_ROW:] == list(range(step - SKIPPED_IN_A_ROW + 1, step + 1)):
-                        raise Diverged(f"{SKIPPED_IN_A_ROW} steps in a row overflowed, up to step {step}")
-                elif not math.isfinite(loss) or not math.isfinite(gradient):
-                    what = "loss" if not math.isfinite(loss) else "gradient norm"
-                    value = loss if what == "loss" else gradient
-                    raise Diverged(f"{what} is {value} at step {step}")
-                self.loss.append(loss)
-                self.grad_norm.append(gradient if math.isfinite(gradient) else None)
-        self.loss_scale += [float(scale) for scale in self.scales]
-        self.norms.clear()
-        self.scales.clear()
 
 
 class Run:
@@ -146,6 +106,7 @@ class Run:
 
     def steps(self, count: int) -> None:
         """Timed steps, one round; communication is counted on the last."""
+        rows: list[dict[str, float]] = []
         for i in range(count):
             self.clock.begin()
             if i == count - 1:
@@ -155,22 +116,26 @@ class Run:
                 self.engine.synchronize()
                 self.comm = self.mesh.ledger.rows()
             self.clock.mark("end")
-            self._between()
-        rows = self.clock.read()
+            if self._between():
+                rows += self.clock.read()  # or a long run's clock would hold an event for every mark
+        rows += self.clock.read()
         first = self.index - count
         self._read()
         ordinary = [row for i, row in enumerate(rows) if first + i not in self.series.skipped]
         self.rounds.append([row["step"] for row in ordinary])
         self.phase_rows += ordinary
 
-    def _between(self) -> None:
-        """Between two steps: write a checkpoint if it is time to, and end if the launcher asks for that."""
+    def _between(self) -> bool:
+        """Between two steps: write a checkpoint if it is time to, and end if the launcher asks for that.
+
+        Whether it was time.
+        """
         keeper = self.keeper
         if keeper is None:
-            return
+            return False
         stop = keeper.asked_to_stop() and self.left > 0
         if not stop and self.left and self.index % self.experiment.training.checkpoint_every:
-            return
+            return False
         self._read()
         self.report(self.index, "checkpoint")
         history = {
@@ -184,6 +149,7 @@ class Run:
         if stop:
             goes_on = "the next run goes on from there" if kept else "no checkpoint could be written"
             raise Stopped(f"stopped on request after step {self.index}; {goes_on}")
+        return True
 
     def _watch(self, tracker: MemoryTracker) -> Callable[[str], None]:
         def observe(phase: str) -> None:

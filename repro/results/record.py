@@ -12,6 +12,9 @@ It is the median over the undisturbed timed steps, with ``.low`` and ``.high`` i
 step is disturbed if a rank was kept from its core while it computed, by other ranks or other programs: who
 waits for that rank waits for nothing that a schedule knows.  With fewer than three undisturbed steps there is
 no interval, and no bubble is given.
+
+A run that went on from a checkpoint says so in ``checkpoints`` and in ``series.resumed_from`` (steps): its losses
+are of all its steps, and its times of those since it last went on, for times are never stitched together.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ def experiment_record(
         "reason": reason,
         "metrics": _metrics(results, experiment.engine == "native") if results else {},
         "series": series,
+        **_checkpoints(results),
         "flops_formula": results[0]["flops_formula"] if results else "",
         "memory_by_rank": _plain([result["memory"] for result in results]),
         "comm": _plain(results[0]["comm"]) if results else [],
@@ -134,10 +138,13 @@ def _metrics(results: list[RankResult], counted: bool) -> dict[str, float]:
     memories = [result["memory"] for result in results if "states" in result["memory"]]
     if memories:
         metrics.update(_memory(memories))
-    if counted:
+    # A run that had one step left when it went on has nothing that could be called an ordinary step.
+    if counted and not (_resumed(first) and not any(first["rounds"])):
         metrics.update(_communication(first))
         metrics.update(_purposes(results))
     metrics.update(_pipeline(results))
+    if _resumed(first):
+        metrics["resumed_from"] = _resumed(first)[-1]
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -228,10 +235,34 @@ def _series(results: list[RankResult]) -> dict[str, Any]:
     first = results[0]
     series = {name: first[name] for name in ("loss", "grad_norm", "loss_scale", "skipped_steps")}
     series["step_seconds"] = step_seconds(results)
+    if _resumed(first):
+        series["resumed_from"] = _resumed(first)
     series["phase_seconds"] = [result["phase_seconds"] for result in results]
     series["pipeline"] = [result.get("pipeline", {}) for result in results]
     plain: dict[str, Any] = _plain(series)
     return plain
+
+
+def _resumed(result: RankResult) -> list[int]:
+    """Steps after which the run went on from a checkpoint."""
+    return [start["step"] for start in result.get("checkpoints", {}).get("resumed", [])]
+
+
+def _checkpoints(results: list[RankResult]) -> dict[str, Any]:
+    """What a run with checkpoints read, wrote and could not write; nothing for others."""
+    found = [result["checkpoints"] for result in results if result.get("checkpoints")]
+    if not found:
+        return {}
+    writes = zip(*(rank["write_seconds"] for rank in found), strict=False)
+    since = (_resumed(results[0]) or [0])[-1]
+    document = {
+        "resumed": found[0]["resumed"],
+        "written": found[0]["written"],
+        "write_seconds": [max(write) for write in writes],
+        "failures": [failure for rank in found for failure in rank["failures"]],
+        "times": f"of the steps after {since}, since the last start" if since else "of all steps",
+    }
+    return {"checkpoints": _plain(document)}
 
 
 def _plain(value: Any) -> Any:

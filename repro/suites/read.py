@@ -77,6 +77,7 @@ def parse(data: dict[str, Any], *, file: str) -> Suite:
         raise ConfigError("experiment", expected="is missing: at least one [[experiment]] table", file=file)
     entries = [read_entry(row, from_file, number) for number, row in enumerate(rows, 1)]
     _distinct(entries, file)
+    _continued(entries, file)
     comparisons = tuple(_comparison(row, entries, file) for row in _tables(data, "compare", file))
     _launches(entries, comparisons, file)
     return Suite(
@@ -104,6 +105,42 @@ def _distinct(entries: list[Entry], file: str) -> None:
         keys[key] = name
 
 
+def _continued(entries: list[Entry], file: str) -> None:
+    """Who continues another experiment trains the same, and longer."""
+    known = {entry.experiment.name: entry.experiment for entry in entries}
+    for experiment in known.values():
+        name = experiment.training.continues
+        if not name:
+            continue
+        place = f'{file}: experiment "{experiment.name}"'
+        where = "training"
+        if name not in known or name == experiment.name:
+            right = unknown(name, tuple(other for other in known if other != experiment.name), "experiment")
+            raise ConfigError("continues", name, right, file=place, where=where)
+        first = known[name]
+        if not first.training.checkpoint_every:
+            right = "an experiment with checkpoint_every of 1 or more"
+            raise ConfigError("continues", name, right, file=place, where=where)
+        if first.training.steps >= experiment.training.steps:
+            right = f'more than the {first.training.steps} steps of "{name}", which it continues'
+            raise ConfigError("steps", experiment.training.steps, right, file=place, where=where)
+        for part, value in first.course.items():
+            if experiment.course[part] != value:
+                differs = (
+                    f"an experiment of the same training; {_differing(part, value, experiment.course[part])}"
+                )
+                raise ConfigError("continues", name, differs, file=place, where=where)
+
+
+def _differing(part: str, there: Any, here: Any) -> str:
+    """The first thing that differs between two courses."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        key = next(key for key in sorted({*there, *here}) if there.get(key) != here.get(key))
+        there, here = (repr(side[key]) if key in side else "its default" for side in (there, here))
+        return f"{part}.{key} is {there} there and {here} here"
+    return f"{part} is {there!r} there and {here!r} here"
+
+
 def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
     row = build(_Compare, data, file=file, where="compare")
     known = {entry.experiment.name: entry.experiment for entry in entries}
@@ -119,6 +156,12 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
         raise ConfigError("subjects", row.subjects, "at least one experiment", file=file, where="compare")
     if row.rounds < 1:
         raise ConfigError("rounds", row.rounds, "1 or more", file=file, where="compare")
+    for name in names:
+        every = known[name].training.checkpoint_every
+        if every:
+            right = "0 in [[compare]]: what is written between steps, and after a stop, cannot be compared"
+            place = f'{file}: experiment "{name}"'
+            raise ConfigError("checkpoint_every", every, right, file=place, where="training")
     _alike([known[name] for name in names], file, f'compare with baseline "{row.baseline}"')
     for name in names:
         training = known[name].training

@@ -159,9 +159,9 @@ def load(folder: Path) -> Index:
         return Index(
             step=int(document["step"]),
             training=document["training"],
-            scalars=document["scalars"],
-            history=document["history"],
-            written_by=document["written_by"],
+            scalars=dict(document["scalars"]),
+            history=dict(document["history"]),
+            written_by=dict(document["written_by"]),
             sizes=document["files"],
             shapes={name: tuple(row["shape"]) for name, row in document["parameters"].items()},
             pieces={
@@ -180,7 +180,7 @@ def load(folder: Path) -> Index:
         raise ConfigError(
             error.strerror or "cannot be read", expected="the index of a checkpoint", file=str(path)
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         what = "an index as `repro run` writes it; remove the folder to go on from the checkpoint before"
