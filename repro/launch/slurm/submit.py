@@ -92,9 +92,8 @@ def _submit(intent: Intent, registry: Registry, profile_file: Path, json: bool) 
         print(jsonlib.dumps(document))
     else:
         dryrun.left_out(intent)
-        print(
-            f"submitted {dryrun.counted(len(intent.cases), 'case')} as {submission.id}; `repro status` says how they are"
-        )
+        cases = dryrun.counted(len(intent.cases), "case")
+        print(f"submitted {cases} as {submission.id}; `repro status` says how they are")
     if failure:
         print(f"error: sbatch failed, the rest was not submitted: {failure}", file=sys.stderr)
     return 1 if failure else 0
