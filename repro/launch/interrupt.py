@@ -14,6 +14,9 @@ class Stopped(Exception):
 class Interrupt:
     """While entered, SIGINT, SIGTERM and SIGHUP only set ``signal``; a signal that is ignored stays so."""
 
+    stop_s = 300.0
+    """How long ranks that were asked to stop may take for their step and for the checkpoint."""
+
     def __init__(self) -> None:
         self.signal = 0
         self._previous: dict[int, Any] = {}

@@ -28,6 +28,8 @@ class Stop(Protocol):
     """True when nothing further is to be started and what runs is to end; ``reason`` then says who wants it."""
 
     @property
+    def stop_s(self) -> float: ...  # how long a rank may take to write its checkpoint then
+    @property
     def reason(self) -> str: ...
     def __bool__(self) -> bool: ...
 
@@ -199,7 +201,7 @@ def _watched(
             raise
         reason = f"disk full while starting the ranks: {error.filename or launch.logs}"
         return supervise.Ending("error", reason, -1, [0.0] * len(launch.job.experiments))
-    return supervise.watch(launch, interrupted=lambda: interrupt.reason, tick=tick)
+    return supervise.watch(launch, interrupted=lambda: interrupt.reason, stop_s=interrupt.stop_s, tick=tick)
 
 
 def _blamed(job: Job, ending: supervise.Ending, finished: Container[int]) -> list[int]:

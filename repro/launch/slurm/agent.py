@@ -8,6 +8,7 @@ controller says; without one it kills its rank and ends.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from repro.launch.supervise import kernel_oom_kills
 
 POLL_S = 0.1
 ERROR_BYTES = 4000
+FOLDER, LOCK = "repro-agent-", "lock"
 END_S = 10.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """SLURM may send them to every process of a job, ranks included; they are for the controller to act on."""
@@ -133,6 +135,7 @@ class _Rank:
         self._logs = Path(message["logs"])
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
+        self._lock = -1
         self._lookout: Lookout | None = None
         self._said = self._looked = 0.0
         self._stopped = self._over = False
@@ -156,7 +159,7 @@ class _Rank:
 
     def _start(self) -> None:
         message = self._message
-        self._folder = Path(tempfile.mkdtemp(prefix="repro-", dir=work_parent()))
+        self._folder, self._lock = own_folder()
         write_json(self._folder / "job.json", message["job"])
         self._lookout = Lookout(self._folder / "beacon", message["world"])
         command = [sys.executable, "-m", rank_program.__name__, str(self._folder / "job.json")]
@@ -279,6 +282,26 @@ class _Rank:
         self._over = True
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
+            self._folder = None
+
+
+def own_folder() -> tuple[Path, int]:
+    """A folder in this node's memory and the lock that keeps it; those of agents that were killed are removed."""
+    for path in work_parent().glob(f"{FOLDER}*/{LOCK}"):
+        with contextlib.suppress(OSError):  # somebody else's, or in use
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=work_parent()))
+    partial = folder / f"{LOCK}.partial"
+    lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    partial.rename(folder / LOCK)
+    return folder, lock
 
 
 def free_port(address: str) -> int:

@@ -75,7 +75,12 @@ def text(array: Array, profile: Profile, job_name: str, folder: Path) -> str:
 
 def _srun(profile: Profile) -> list[str]:
     environment = profile.environment
-    arguments = [f"--container-image={environment.container}"] if environment.container else []
+    # An agent that is killed must not take the others with it, whatever the site's KillOnBadExit says.
+    arguments = ["--kill-on-bad-exit=0"]
+    if profile.slurm.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
+        arguments.append(f"--cpus-per-task={profile.slurm.cpus_per_task}")
+    if environment.container:
+        arguments.append(f"--container-image={environment.container}")
     if environment.container_mounts:
         arguments.append(f"--container-mounts={environment.container_mounts}")
     return arguments

@@ -15,6 +15,8 @@ from repro.launch.failures import CANCELLED, NODE_FAILURE, PREEMPTED, TIME_LIMIT
 REQUEUE = signal.SIGUSR2
 """submitit's signal: the job is preempted or near its time limit, and is to be requeued."""
 ASK_S = 5.0
+KILL_S = 10.0
+"""Sites rarely give less than this between SIGTERM and SIGKILL (``KillWait``, 30 s by default)."""
 EARLY_S = 120.0
 """SLURM warns of a time limit up to a minute before it was asked to; signals this near the end mean the limit."""
 
@@ -41,6 +43,11 @@ class Stop:
 
     def __bool__(self) -> bool:
         return bool(self._seen or self._why or self.ended_elsewhere())
+
+    @property
+    def stop_s(self) -> float:
+        """How long a checkpoint may take: SLURM kills soon after SIGTERM, and after the delay that follows SIGUSR2."""
+        return KILL_S if self.terminated else max(KILL_S, self.delay_s - 2 * KILL_S)
 
     @property
     def requeue(self) -> bool:

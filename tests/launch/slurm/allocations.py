@@ -153,14 +153,12 @@ class Srun:
                     found[int(line[line.index("--rank") + 1])] = process
         return found
 
-    def reach(self, name: str, step: int = 1) -> dict[int, psutil.Process]:
-        """Wait until experiment ``name`` is in ``step``; its ranks."""
+    def reach(self, name: str) -> dict[int, psutil.Process]:
+        """Wait until experiment ``name`` trains; its ranks."""
 
         def there() -> bool:
             current = self.submission.state.get("current") or {}
-            return (
-                name in current.get("names", []) and current["phase"] != "start" and current["step"] >= step
-            )
+            return name in current.get("names", []) and current["phase"] != "start"
 
         wait_for(there)
         return self.ranks()
