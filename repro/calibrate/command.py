@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,10 @@ from typing import Any
 from repro.calibrate import plan, toml
 from repro.calibrate.document import tables
 from repro.config.errors import ConfigError, require
-from repro.launch import local, supervise
+from repro.launch import local
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
+from repro.launch.once import run_once
 from repro.measure.provenance import gpus, usable_cores
 from repro.systems.load import names, parse
 
@@ -38,9 +37,11 @@ def command(system: str, count: int, output: Path | None, quick: bool, json: boo
     path = _checked(output or Path(f"{system}-calibrated.toml"))
     precision = "fp32" if on_cpu else _precision()
     experiments = plan.experiments(system, ranks, precision, quick)
+    if not json:
+        print(f"measuring with {ranks} ranks; let nothing else run meanwhile", file=sys.stderr)
     began, load = time.perf_counter(), round(os.getloadavg()[0], 2)
     with Interrupt() as interrupt:
-        ending, results = _measure(Job(experiments=experiments), interrupt, quiet=json)
+        ending, results = run_once(Job(experiments=experiments), interrupt, target=TARGET)
     if interrupt:
         return 128 + interrupt.signal
     if ending.outcome != "ok":
@@ -85,21 +86,6 @@ def _precision() -> str:
     """What mixed precision training uses there: bf16 has hardware from compute capability 8.0 on."""
     capability = gpus()[0]["compute_capability"] or "0"
     return "bf16" if float(capability) >= 8.0 else "fp16"
-
-
-def _measure(job: Job, interrupt: Interrupt, *, quiet: bool) -> tuple[supervise.Ending, list[dict[str, Any]]]:
-    """Run the ranks; how that ended, and the first result of each."""
-    logs = Path(tempfile.mkdtemp(prefix="repro-calibrate-"))
-    launch = local.LocalLaunch(job, logs / "logs", target=TARGET)
-    if not quiet:
-        print(f"measuring with {job.world} ranks; let nothing else run meanwhile", file=sys.stderr)
-    try:
-        launch.start()
-        ending = supervise.watch(launch, interrupted=lambda: interrupt.reason)
-        return ending, launch.results(0) or []
-    finally:
-        launch.close(keep_logs=None)
-        shutil.rmtree(logs, ignore_errors=True)
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json as jsonlib
 import re
-import shutil
-import tempfile
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from repro import models, systems
 from repro.config import Limits, Training
 from repro.config.errors import ConfigError, require
 from repro.config.system import System
-from repro.launch import local, supervise
+from repro.launch import local
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
+from repro.launch.once import run_once
 from repro.simulate import fit, options
 from repro.simulate.terms import FRAGMENTATION
 
@@ -123,17 +121,8 @@ class Trials:
             limits=replace(LIMITS, memory_bytes=self.limit_bytes),
             training=Training(seq=self.question.seq, steps=2, untimed_steps=1),
         )
-        logs = Path(tempfile.mkdtemp(prefix="repro-fit-"))
-        launch = local.LocalLaunch(
-            Job(experiments=[experiment], as_rank=self.as_rank), logs / "logs", target=TARGET
-        )
-        try:
-            launch.start()
-            ending = supervise.watch(launch, interrupted=lambda: self.interrupt.reason)
-            results = launch.results(0) or []
-        finally:
-            launch.close(keep_logs=None)
-            shutil.rmtree(logs, ignore_errors=True)
+        job = Job(experiments=[experiment], as_rank=self.as_rank)
+        ending, results = run_once(job, self.interrupt, target=TARGET)
         detail = {"memory_of_process": _most([result["memory"] for result in results])}
         why = ""
         if ending.outcome == "oom":
