@@ -48,7 +48,7 @@ class DeviceTime:
     launch_s: Quantity = UNSAID
     """Seconds of the host for one operator of eager PyTorch."""
     unaligned_flops: Quantity = UNSAID
-    """Peak FLOP/s of products whose sizes are not multiples of 8, which tensor cores may not take."""
+    """FLOP/s that products reach whose sizes are not multiples of 8, which tensor cores may not take."""
 
     def __post_init__(self) -> None:
         check_fraction("matmul_efficiency", self.matmul_efficiency)

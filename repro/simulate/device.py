@@ -50,7 +50,7 @@ class DeviceCost:
             self.bandwidth = known * time.memory_efficiency
             self.peak = system.peak(precision) * time.matmul_efficiency
         unaligned = time.unaligned_flops
-        self.unaligned = min(unaligned * time.matmul_efficiency, self.peak) if unaligned else self.peak
+        self.unaligned = min(unaligned, self.peak) if unaligned else 0.0
         self.units = time.multiprocessors
         slow = system.device.peak_flops.get("fp32")
         self._slow_peak = slow.value * time.matmul_efficiency if slow is not None and slow.value else 0.0
@@ -66,7 +66,11 @@ class DeviceCost:
             return self._calibrated(operator)
         name = operator.name
         if name in MATMULS:
-            found = self._product(operator)
+            if self._on_ordinary_cores(operator):
+                # Bound by arithmetic alone: what was measured holds for every generation.
+                return max(self._product(operator, self.unaligned), self.kernel_s)
+            slow = operator.itemsize == 4 and self._slow_peak
+            found = self._product(operator, self._slow_peak if slow else self.peak)
         elif name.startswith(ATTENTION):
             found = self._attention(operator)
         else:
@@ -91,12 +95,13 @@ class DeviceCost:
         rate = self.peak * ATTENTION_EFFICIENCY
         return max(operator.flops / 2 / rate, self._moved(operator))
 
-    def _product(self, operator: Operator) -> float:
+    def _on_ordinary_cores(self, operator: Operator) -> bool:
+        """Whether a product of half precision has sizes that this device's tensor cores do not take."""
+        _, *sizes = product_sizes(operator)
+        return bool(self.unaligned) and operator.itemsize != 4 and any(size % ALIGNMENT for size in sizes)
+
+    def _product(self, operator: Operator, peak: float) -> float:
         batch, m, n, k = product_sizes(operator)
-        peak = self._slow_peak if operator.itemsize == 4 and self._slow_peak else self.peak
-        aligned = operator.itemsize == 4 or not (m % ALIGNMENT or n % ALIGNMENT or k % ALIGNMENT)
-        if not aligned:
-            peak = self.unaligned
         best = min(self._tiled(batch, m, n, k, tile, peak) for tile in TILES)
         return max(best, self._moved(operator))
 

@@ -70,6 +70,18 @@ def test_what_a_shape_costs() -> None:
     assert rate(product(256 * 5, 128 * 16, 4096)) > 1.2 * rate(product(256 * 6, 128 * 16, 4096))
 
 
+def test_products_without_tensor_cores_take_what_was_measured() -> None:
+    """Sizes that are no multiples of 8 run on ordinary cores before cuBLAS 11, in any generation of software."""
+    operator = product(4096, 4090, 4096)
+    seconds = DeviceCost(V100, "fp16").seconds(operator)
+    known = V100.timing.unaligned_flops
+    assert known is not None
+    assert operator.flops / seconds == pytest.approx(known, rel=0.1)
+    assert DeviceCost(V100, "fp16", factor=1.5).seconds(operator) == seconds
+    a100 = DeviceCost(systems.load("selene"), "fp16")  # cuBLAS 11 takes any size
+    assert a100.seconds(operator) < 1.1 * a100.seconds(product(4096, 4096, 4096))
+
+
 def test_where_the_operands_of_a_product_are() -> None:
     added = Operator("aten.addmm", 1, 1, 1, ((32,), (16, 8), (8, 32)), 2)
     assert product_sizes(added) == (1, 16, 32, 8)
