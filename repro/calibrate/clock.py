@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from repro.measure.provenance import usable_cores
 from repro.measure.statistics import quantile
 from repro.parallel.comm import Group
 
@@ -17,6 +18,9 @@ ASSUMED_CACHE = 64 * 2**20
 """Bytes of the last-level cache where the machine does not tell."""
 REPEAT_S = 2e-3
 """A repeat calls often enough to last this long: far above the clock's own microsecond."""
+CROWDED_S = 40e-3
+"""The same where ranks outnumber the cores: many of the few milliseconds for which the kernel lets a process run.
+In a shorter one a rank has a core to itself, and its neighbours' turns are not seen."""
 MOST_CALLS = 64
 SLEEP_HZ = 4e9
 """Twice the clock of any GPU: it is kept busy while the host enqueues the calls, so that it never waits for it."""
@@ -44,8 +48,10 @@ def timing(seconds: Sequence[float]) -> Timing:
 class OperatorClock:
     """Times calls on one device while the group's other ranks do the same."""
 
-    def __init__(self, device: torch.device, group: Group, repeats: int):
+    def __init__(self, device: torch.device, group: Group, repeats: int, neighbours: int = 1):
+        """``neighbours``: ranks of this node, this one too."""
         self.device, self.group, self.repeats = device, group, repeats
+        self.crowded = device.type == "cpu" and neighbours > usable_cores()
         self.cache = cache_bytes(device)
         self._host_s = 0.0
         """What the host needs to begin one call."""
@@ -82,8 +88,21 @@ class OperatorClock:
             self.flush()
             self.synchronize()
             self.group.barrier()
-            found.append(self._run(functions, calls))
+            found.append(
+                self.for_long(lambda i: functions[i % sets]())
+                if self.crowded
+                else self._run(functions, calls)
+            )
         return timing(found)
+
+    def for_long(self, call: Callable[[int], object]) -> float:
+        """Seconds of one of as many calls as ``CROWDED_S`` takes: all ranks are busy until the end, whoever is
+        faster.  ``call`` gets the number of the call."""
+        began, count = time.perf_counter(), 0
+        while (now := time.perf_counter()) - began < CROWDED_S:
+            call(count)
+            count += 1
+        return (now - began) / count
 
     def _run(self, functions: Sequence[Callable[[], object]], calls: int) -> float:
         """Seconds of one of ``calls`` calls, which go round among ``functions``."""

@@ -16,8 +16,10 @@ from repro.launch import local
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
 from repro.launch.once import run_once
-from repro.measure.provenance import gpus, usable_cores
-from repro.systems.load import names, parse
+from repro.measure.provenance import usable_cores
+from repro.simulate.options import precision_of
+from repro.systems.load import LOCAL, names, parse
+from repro.systems.load import load as load_system
 
 TARGET = "repro.calibrate.target:run_rank"
 RANKS_ON_CORES = 2
@@ -35,7 +37,7 @@ def command(system: str, count: int, output: Path | None, quick: bool, json: boo
     ranks = count or (min(RANKS_ON_CORES, usable_cores()) if on_cpu else local.cuda_devices())
     _check_ranks(on_cpu, count, ranks)
     path = _checked(output or Path(f"{system}-calibrated.toml"))
-    precision = "fp32" if on_cpu else _precision()
+    precision = "fp32" if on_cpu else precision_of(load_system(LOCAL))
     experiments = plan.experiments(system, ranks, precision, quick)
     if not json:
         print(f"measuring with {ranks} ranks; let nothing else run meanwhile", file=sys.stderr)
@@ -80,12 +82,6 @@ def _checked(path: Path) -> Path:
     usable = os.access(path if path.exists() else folder, os.W_OK) and not path.is_dir()
     require(usable, "--output", str(path), "a file that may be written")
     return path
-
-
-def _precision() -> str:
-    """What mixed precision training uses there: bf16 has hardware from compute capability 8.0 on."""
-    capability = gpus()[0]["compute_capability"] or "0"
-    return "bf16" if float(capability) >= 8.0 else "fp16"
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from repro.calibrate.clock import OperatorClock, Timing, timing
+from repro.calibrate.clock import OperatorClock, timing
+from repro.calibrate.spans import Kind
 from repro.measure.statistics import quantile
 from repro.parallel.comm import MAX, Group, Work
 
@@ -23,45 +25,57 @@ LONGER = 1.5
 
 
 class LinkBench:
-    """Times what the ranks of ``group`` send each other; ``pipeline``: the same ranks as stages."""
+    """Times what the ranks of groups send each other, all groups of a kind at the same time."""
 
-    def __init__(self, clock: OperatorClock, group: Group, pipeline: Group, largest: int):
+    def __init__(self, clock: OperatorClock, largest: int):
         """``largest``: payload in bytes.  All messages are parts of two buffers of that size."""
-        self.clock, self.group, self.pipeline = clock, group, pipeline
-        count = max(1, largest // 4 // group.size) * group.size
+        self.clock = clock
+        world = clock.group.size
+        count = max(1, largest // 4 // world) * world
         # Zeros, which stay as they are however often they are summed.
         self._one, self._other = (torch.zeros(count, device=clock.device) for _ in range(2))
 
     def by_payload(
-        self, payloads: Sequence[int], beat: Callable[[], None]
-    ) -> dict[str, list[tuple[int, Timing]]]:
-        """Every collective and a message to the next stage, at every payload (bytes, as the ledger counts them).
+        self,
+        kinds: Mapping[Kind, Group],
+        pipelines: Mapping[str, Group],
+        payloads: Sequence[int],
+        beat: Callable[[], None],
+    ) -> list[dict[str, Any]]:
+        """A row for every collective of every kind of group, and for a message to the next stage at every place:
+        ``op``, ``place``, of a collective the kind's numbers, and ``points``, (payload, timing) with bytes as the
+        ledger counts them.
 
         They take turns, so that what disturbs the machine for a moment disturbs one repeat of many and not all
-        of one.  ``beat`` is called in every round.
+        of one.  ``beat`` is called at every turn.
         """
-        runs = {
-            (op, payload): self._run(op, payload) for payload in payloads for op in (*COLLECTIVES, "send")
-        }
-        seconds: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+        rows: list[dict[str, Any]] = []
+        runs: dict[tuple[int, int], Callable[[], None]] = {}
+        for kind, group in kinds.items():
+            for op in COLLECTIVES:
+                runs |= {(len(rows), payload): self._run(op, payload, group) for payload in payloads}
+                rows.append({"op": op, "place": kind.place, **kind._asdict(), "points": []})
+        for place, pipeline in pipelines.items():
+            runs |= {(len(rows), payload): self._messages(payload, pipeline) for payload in payloads}
+            rows.append({"op": "send", "place": place, "points": []})
+        seconds: dict[tuple[int, int], list[float]] = {key: [] for key in runs}
         for run in runs.values():
             run()
         for turn in range(MANY * self.clock.repeats):
-            for (op, payload), run in runs.items():
+            for (row, payload), run in runs.items():
                 if payload > SMALL and turn >= self.clock.repeats:
                     continue
                 # Both ways, by all pairs of stages at once.
-                ways = 2 if op == "send" else 1
-                seconds[op, payload].append(self._seconds(run, payload) / ways)
-            beat()
-        found: dict[str, list[tuple[int, Timing]]] = {}
-        for (op, payload), sample in seconds.items():
-            found.setdefault(op, []).append((payload, timing(sample)))
-        return found
+                ways = 2 if rows[row]["op"] == "send" else 1
+                seconds[row, payload].append(self._seconds(run, payload) / ways)
+                beat()
+        for (row, payload), sample in seconds.items():
+            rows[row]["points"].append((payload, timing(sample)))
+        return rows
 
-    def overlap_cost(self, op: str, payload: int) -> float:
+    def overlap_cost(self, op: str, payload: int, group: Group) -> float:
         """Fraction of a collective's seconds by which products beside it take longer than alone; 0 to 1."""
-        start = self._start(op, payload)
+        start = self._start(op, payload, group)
         kind = self.clock.device.type
         dtype = torch.float16 if kind == "cuda" else torch.float32
         size = PRODUCT_SIZE[kind]
@@ -91,9 +105,8 @@ class LinkBench:
         ]
         return min(1.0, max(0.0, quantile(lost, 0.5) / communication))
 
-    def _start(self, op: str, payload: int) -> Callable[[], Work]:
+    def _start(self, op: str, payload: int, group: Group) -> Callable[[], Work]:
         """What starts ``op`` on a message of ``payload`` bytes."""
-        group = self.group
         part = max(1, payload // 4 // group.size)
         whole, mine = self._one[: part * group.size], self._other[:part]
         starts: dict[str, Callable[[], Work]] = {
@@ -104,12 +117,13 @@ class LinkBench:
         }
         return starts[op]
 
-    def _run(self, op: str, payload: int) -> Callable[[], None]:
-        """``op`` and the wait for it; of a message to the next stage there and back."""
-        if op != "send":
-            start = self._start(op, payload)
-            return lambda: start().wait()
-        pipeline = self.pipeline
+    def _run(self, op: str, payload: int, group: Group) -> Callable[[], None]:
+        """``op`` and the wait for it."""
+        start = self._start(op, payload, group)
+        return lambda: start().wait()
+
+    def _messages(self, payload: int, pipeline: Group) -> Callable[[], None]:
+        """A message to the next stage, and one back."""
         message, back = (buffer[: max(1, payload // 4)] for buffer in (self._one, self._other))
         first = pipeline.rank % 2 == 0
         peer = pipeline.rank + (1 if first else -1)
@@ -133,7 +147,7 @@ class LinkBench:
         calls = 5 if payload <= 2**16 else 2 if payload <= SMALL else 1
         self.clock.flush()
         self.clock.synchronize()
-        self.group.barrier()
+        self.clock.group.barrier()
         began = time.perf_counter()
         for _ in range(calls):
             run()
@@ -143,5 +157,5 @@ class LinkBench:
     def _slowest(self, seconds: Sequence[float]) -> float:
         """The largest of the ranks' medians, so that all go on with the same."""
         shared = torch.tensor(quantile(seconds, 0.5), device=self.clock.device)
-        self.group.all_reduce(shared, MAX).wait()
+        self.clock.group.all_reduce(shared, MAX).wait()
         return float(shared)

@@ -17,17 +17,20 @@ CPU_HEAD, GPU_HEAD = 32, 64
 """Width of a head."""
 PAYLOADS = tuple(2**k for k in range(10, 27, 2))
 """1 KiB to 64 MiB."""
-QUICK_PAYLOADS = (2**10, 2**14, 2**18)
+QUICK_PAYLOADS = (2**10, 2**14, 2**18, 2**24)
 REPEATS, QUICK_REPEATS = 7, 3
 
 
-def experiments(system: str, gpus: int, precision: str, quick: bool) -> list[Experiment]:
-    """The steps whose operators are measured, and as ``training.steps`` the repeats.
+def experiments(
+    system: str, gpus: int, precision: str, quick: bool, *, per_node: int = 0
+) -> list[Experiment]:
+    """The steps whose operators are measured, and as ``training.steps`` the repeats.  ``gpus``: all ranks.
 
     Each size under data parallelism; all but the largest also under ZeRO 3 with recomputation, with dropout, with
-    the kernels of earlier software, and under tensor, sequence and pipeline parallelism where the devices divide:
-    these have operators of their own.
+    the kernels of earlier software, and under tensor and sequence parallelism within a node (``per_node`` ranks,
+    by default all) and pipeline parallelism where the devices divide: these have operators of their own.
     """
+    tp = per_node or gpus
     on_cpu = system == "local"
     sizes = QUICK_SIZES if quick else CPU_SIZES if on_cpu else GPU_SIZES
     head = CPU_HEAD if on_cpu else GPU_HEAD
@@ -62,9 +65,9 @@ def experiments(system: str, gpus: int, precision: str, quick: bool) -> list[Exp
         add(f"dropout-{size[0]}", size, dp=gpus, dropout=0.1)
         for generation in KERNELS[1:]:
             add(f"{generation}-{size[0]}", size, dp=gpus, kernels=generation)
-        if gpus > 1 and size[0] // head % gpus == 0:
-            add(f"tp-{size[0]}", size, tp=gpus)
-            add(f"sp-{size[0]}", size, tp=gpus, sp=True)
+        if tp > 1 and size[0] // head % tp == 0:
+            add(f"tp-{size[0]}", size, tp=tp, dp=gpus // tp)
+            add(f"sp-{size[0]}", size, tp=tp, dp=gpus // tp, sp=True)
     if gpus > 1:
         add("pp", sizes[0], layers=gpus, pp=gpus)
     return found

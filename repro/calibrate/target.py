@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +14,15 @@ from repro.calibrate.clock import OperatorClock
 from repro.calibrate.launch import LaunchBench
 from repro.calibrate.links import OVERLAPPED, LinkBench
 from repro.calibrate.plan import PAYLOADS, QUICK_PAYLOADS, QUICK_REPEATS
-from repro.config import Experiment, Layout
+from repro.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
+from repro.config import Experiment
 from repro.launch.beacon import Beacon
 from repro.launch.device import own_device
 from repro.launch.job import Job
 from repro.launch.session import process_group
+from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.parallel import mesh as meshes
+from repro.systems.local import has_nvlink
 
 MOST_CALLS, QUICK_CALLS = 6, 3
 """Sizes at which an operator is measured; products and attention, whose shapes matter, at twice as many."""
@@ -33,10 +37,10 @@ def run_rank(
         torch.cuda.set_device(place)
     quick = job.experiments[0].training.steps == QUICK_REPEATS
     with process_group(rank, world, place, rendezvous):
-        layout = Layout(dp=world)
-        whole = (meshes.distributed(layout, device) if world > 1 else meshes.single()).world
-        pipeline = meshes.distributed(Layout(pp=world), device).pp if world > 1 else whole
-        clock = OperatorClock(place, whole, job.experiments[0].training.steps)
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        groups = kinds(world, per_node, device)
+        whole = next(iter(groups.values()), meshes.single().world)
+        clock = OperatorClock(place, whole, job.experiments[0].training.steps, per_node)
         count = 0
 
         def beat() -> None:
@@ -45,7 +49,12 @@ def run_rank(
             beacon.phase(0, count, "measure")
 
         beat()
-        result: dict[str, Any] = {"threads": torch.get_num_threads(), "cache_bytes": clock.cache}
+        result: dict[str, Any] = {
+            "machine": machine(),
+            "per_node": per_node,
+            "threads": torch.get_num_threads(),
+            "cache_bytes": clock.cache,
+        }
         began = time.perf_counter()
         launch = LaunchBench(clock, job.experiments[0])
 
@@ -62,9 +71,15 @@ def run_rank(
         if world > 1:
             began = time.perf_counter()
             payloads = QUICK_PAYLOADS if quick else PAYLOADS
-            bench = LinkBench(clock, whole, pipeline, payloads[-1])
-            result["links"] = bench.by_payload(payloads, beat)
-            result["overlap"] = {op: bench.overlap_cost(op, payloads[-1] // 4) for op in OVERLAPPED}
+            bench = LinkBench(clock, payloads[-1])
+            result["links"] = bench.by_payload(groups, pipelines(world, per_node, device), payloads, beat)
+            result["overlap"] = {}
+            for where in (INSIDE, BETWEEN):
+                largest = next((group for kind, group in groups.items() if kind.place == where), None)
+                if largest is not None:
+                    result["overlap"][where] = {
+                        op: bench.overlap_cost(op, payloads[-1] // 4, largest) for op in OVERLAPPED
+                    }
             result["links_s"] = time.perf_counter() - began
     return {experiment.key: result if i == 0 else {} for i, experiment in enumerate(job.experiments)}
 
@@ -108,6 +123,17 @@ def operators(
             beat()
         between()
     return rows
+
+
+def machine() -> dict[str, Any]:
+    """What this rank's node is, for the file's tables."""
+    return {
+        "cpu": cpu()["model"],
+        "memory": memory(),
+        "gpus": gpus(),
+        "nvlink": has_nvlink(),
+        "versions": versions(["torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13"]),
+    }
 
 
 def copies(clock: OperatorClock, source: torch.device) -> dict[str, Any]:

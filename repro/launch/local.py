@@ -177,6 +177,7 @@ def environment(rank: int, world: int, *, limited: bool = False) -> dict[str, st
     if limited:
         defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    ours["LOCAL_WORLD_SIZE"] = ours["WORLD_SIZE"]
     return {**defaults, **os.environ, **ours}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from repro.calibrate import clock as clock_module
 from repro.calibrate import plan
 from repro.calibrate.calls import bind, calls_of, choose
 from repro.calibrate.clock import OperatorClock
@@ -65,6 +66,12 @@ def test_what_is_planned_covers_every_strategy() -> None:
         assert any(experiment.layout.sp for experiment in found) == (ranks in (2, 4, 8))
 
 
+def test_tensor_parallelism_stays_on_a_node() -> None:
+    found = plan.experiments("local", 8, "fp32", quick=False, per_node=2)
+    assert {(e.layout.tp, e.layout.dp) for e in found if e.layout.tp > 1} == {(2, 4)}
+    assert {e.layout.world for e in found} == {8}
+
+
 def test_the_clock_sees_what_takes_longer() -> None:
     """More work takes longer, and the quartiles are about the median."""
     clock = OperatorClock(CPU, meshes.single().world, repeats=3)
@@ -75,3 +82,14 @@ def test_the_clock_sees_what_takes_longer() -> None:
     assert long.median > 10 * short.median
     assert long.low <= long.median <= long.high
     assert long.spread >= 0
+
+
+def test_a_crowded_clock_counts_calls_for_long() -> None:
+    """With more ranks than cores a repeat spans many turns of the scheduler."""
+    clock = OperatorClock(CPU, meshes.single().world, repeats=2, neighbours=10_000)
+    assert clock.crowded
+    assert not OperatorClock(CPU, meshes.single().world, repeats=2).crowded
+    calls: list[int] = []
+    found = clock.time(lambda: lambda: calls.append(0), 8)
+    assert found.median * len(calls) > clock_module.CROWDED_S
+    assert found.repeats == 2
