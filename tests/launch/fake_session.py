@@ -1,5 +1,6 @@
 """A session without torch: ranks that beat, sum and wait through files, and misbehave on request.
 
+An experiment stays in its second step as long as a file of its name is in the folder ``FAKE_HOLD``.
 What goes wrong is said in ``FAKE_FAULT`` as ``KIND:NAME:RANK:STEP``
 (several separated by commas) and concerns the experiment of that name, so that its key stays the same.
 """
@@ -23,8 +24,8 @@ class _Ring:
     """A barrier of ``world`` processes in the rendezvous' folder; a dead peer is noticed like gloo does."""
 
     def __init__(self, url: str, rank: int, world: int):
-        if url.startswith("tcp://"):  # the port is this launch's alone
-            self.folder = Path(os.environ["FAKE_RING"]) / url.rpartition(":")[2]
+        if url.startswith("tcp://"):  # the address with its port is this launch's alone
+            self.folder = Path(os.environ["FAKE_RING"]) / url.removeprefix("tcp://")
         else:
             self.folder = Path(url.removeprefix("file://") + ".d")
         self.folder.mkdir(exist_ok=True)
@@ -50,6 +51,7 @@ def run_rank(
     faults = [fault.split(":") for fault in os.environ.get("FAKE_FAULT", "").split(",") if fault]
     pace = float(os.environ.get("FAKE_STEP_S", "0.01"))
     log = os.environ.get("FAKE_LOG")
+    hold = Path(os.environ.get("FAKE_HOLD", "/nonexistent"))
     ring = _Ring(rendezvous, rank, world)
     results = {}
     sequence = 0
@@ -63,6 +65,8 @@ def run_rank(
         for step in range(experiment.training.steps):
             for phase in ("forward", "backward", "optimizer"):
                 beacon.phase(index, step, phase)
+                while step and (hold / experiment.name).exists():
+                    time.sleep(0.02)
                 if phase == "backward":
                     sequence += 1
                     beacon.collective(sequence, "all_reduce", "dp")

@@ -11,21 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from repro.results.store import Store
-from tests.slurm_lab.cluster import Lab
+from tests.slurm_lab.cluster import ROOT, Lab
 
 OPEN = {"pending", "running", "requeued"}
-STEP = 'model = "tiny-parity"\ntraining = {{ steps = {steps}, untimed_steps = 1 }}\n'
+STAND_IN = "tests.launch.fake_session:run_rank"
+STEP = 'model = "tiny-parity"\ntraining = {{ steps = {steps}, untimed_steps = 1, seed = {seed} }}\n'
 
 
-def case(name: str, layout: str, *, steps: int = 4, more: str = "") -> str:
+def case(name: str, layout: str, *, steps: int = 4, seed: int = 1234, more: str = "") -> str:
     """An experiment's table: `layout` as "dp = 2, zero = 1", on tiny-parity."""
-    body = STEP.format(steps=steps)
+    body = STEP.format(steps=steps, seed=seed)
     return f'[[experiment]]\nname = "{name}"\nlayout = {{ {layout} }}\n{body}{more}\n'
-
-
-def long_case(name: str, layout: str, *, hang_s: int = 60) -> str:
-    """A case that does not end by itself within a test."""
-    return case(name, layout, steps=100_000, more=f"limits = {{ timeout_s = 3000, hang_s = {hang_s} }}")
 
 
 @dataclass
@@ -38,8 +34,14 @@ class Bench:
     """Keys of the profile's [slurm] that differ from: debug, 1 task a node, an hour, 4 at once."""
     spread: dict[str, int] = field(default_factory=dict)
     """Nodes by glob of names."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables of the ranks."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment of the ranks, by the profile."""
+    real: bool = False
+    """Real ranks; otherwise stand-ins without torch, which take a tenth of the time and wait on request."""
+
+    def __post_init__(self) -> None:
+        for name in ("ring", "hold"):
+            (self.folder / name).mkdir(exist_ok=True)
 
     @property
     def results(self) -> Path:
@@ -57,7 +59,7 @@ class Bench:
         } | self.slurm
         lines = ['system = "local"', "[slurm]"]
         lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
-        variables = {"OMP_NUM_THREADS": "1"} | self.environment
+        variables = {"OMP_NUM_THREADS": "1"} | self.variables
         named = ", ".join(f'{key} = "{value}"' for key, value in variables.items())
         lines += ["[environment]", 'interface = "eth0"', f"variables = {{ {named} }}"]
         for match, nodes in self.spread.items():
@@ -74,7 +76,32 @@ class Bench:
 
     def repro(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         """A command of the user, on this store."""
-        return self.lab.run(["repro", *arguments, "--results", self.results], check=check)
+        return self.lab.run([*self.shell(), "repro", *arguments, "--results", self.results], check=check)
+
+    def shell(self) -> list[str]:
+        """What a command starts with, so that jobs that it submits have the ranks that this bench wants."""
+        if self.real:
+            return []
+        settings = {
+            "REPRO_RANK_TARGET": STAND_IN,
+            "PYTHONPATH": str(ROOT),
+            "FAKE_RING": str(self.folder / "ring"),
+            "FAKE_HOLD": str(self.folder / "hold"),
+            "FAKE_LOG": str(self.folder / "begun"),
+        }
+        return ["env", *(f"{key}={value}" for key, value in settings.items())]
+
+    def hold(self, name: str) -> None:
+        """Have stand-ins stay in the second step of case `name`."""
+        (self.folder / "hold" / name).touch()
+
+    def release(self, name: str) -> None:
+        (self.folder / "hold" / name).unlink()
+
+    def begun(self) -> list[str]:
+        """Cases that stand-ins have begun, in order."""
+        log = self.folder / "begun"
+        return log.read_text().split() if log.exists() else []
 
     def submit(self, suite: Path, *options: str) -> dict[str, Any]:
         done = self.repro("submit", suite, "--profile", self.profile, "--json", *options)
@@ -97,7 +124,7 @@ class Bench:
     def states(self) -> dict[str, str]:
         return {name: row["state"] for name, row in self.status().items()}
 
-    def running_step(self, name: str, step: int = 2) -> None:
+    def running_step(self, name: str, step: int = 1) -> None:
         """Wait until case `name` has trained for `step` steps, as its allocation writes."""
 
         def there() -> bool:
@@ -132,7 +159,12 @@ class Bench:
         return {record["name"]: record for record in Store(self.results).latest().values()}
 
     def losses(self) -> dict[str, list[float]]:
-        return {name: record["metrics"]["loss"] for name, record in self.latest().items()}
+        """Losses of all steps by experiment."""
+        return {name: record["series"]["loss"] for name, record in self.latest().items()}
+
+    def outcomes(self, name: str) -> list[str]:
+        """Every outcome that was recorded of an experiment, oldest first."""
+        return [record["outcome"] for record in self.records() if record["name"] == name]
 
     def logs(self) -> str:
         """What submitit and the jobs around the ranks wrote: for the message of a failed test."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -74,18 +75,20 @@ class Lab:
 
     @contextmanager
     def background(self, where: Sequence[str], command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-        """A command that runs beside the test and is ended with it; `where` is ["exec"] or ["node", I]."""
+        """A command beside the test, killed with its children at the end; `where`: ["exec"] or ["node", I]."""
         process = subprocess.Popen(
             [str(SCRIPT), *where, *command],
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         try:
             yield process
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=30)
 
     def rate(self, rate: str, *nodes: int) -> None:

@@ -1,0 +1,216 @@
+"""Whole suites on the lab: right results from the right nodes, every strategy, nothing twice, nothing secret."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.results.store import Store
+from tests.slurm_lab.bench import Bench, case, ranks
+from tests.slurm_lab.cluster import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+
+STEPS = 4
+LAYOUTS = {
+    "single-n1": "micro_batch = 8",
+    "z0-n1": "dp = 2, micro_batch = 4",
+    "z3-n1": "dp = 2, zero = 3, micro_batch = 4",
+    "tp-n1": "tp = 2, micro_batch = 8",
+    "z0-n2": "dp = 2, micro_batch = 2, global_batch = 8",
+    "z1-n2": "dp = 2, zero = 1, micro_batch = 4",
+    "tp-n2": "tp = 2, sp = true, micro_batch = 8",
+    "pp-n2": "pp = 2, micro_batch = 2, global_batch = 8",
+    "z2-n4": "dp = 4, zero = 2, micro_batch = 2",
+    "z3-n4": "dp = 4, zero = 3, micro_batch = 2",
+    "tp-dp-n4": "tp = 2, dp = 2, zero = 1, micro_batch = 4",
+    "pp-dp-n4": "pp = 2, dp = 2, micro_batch = 2, global_batch = 8",
+}
+NODES = {name: int(name[-1]) for name in LAYOUTS}
+
+
+def of(record: dict[str, Any]) -> dict[str, Any]:
+    """What a record says of its job."""
+    slurm: dict[str, Any] = record["provenance"]["slurm"]
+    return slurm
+
+
+def test_twelve_cases_on_one_two_and_four_nodes(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "xyzzy-do-not-write")
+    bench = Bench(
+        lab,
+        tmp_path,
+        {"tasks_per_node": 2, "array_parallelism": 2},
+        {"*-n2": 2, "*-n4": 4},
+        real=True,
+    )
+    # Two by two they share a start of their processes, which is most of the time that they take.
+    shared = {name: "data" if name.startswith("z") else name[-2:] for name in LAYOUTS} | {"single-n1": "one"}
+    suite = bench.suite(
+        *(
+            case(name, layout, steps=STEPS, more=f'launch = "{shared[name]}-{NODES[name]}"')
+            for name, layout in LAYOUTS.items()
+        )
+    )
+    before = {node: lab.counters(node) for node in (1, 2, 3, 4)}
+    submitted = bench.submit(suite)
+    assert submitted["cases"] == 12
+    assert len(submitted["jobs"]) == 4  # one array for each shape: 1 x 1, 1 x 2, 2 x 1 and 4 x 1 tasks
+
+    seen: dict[int, str] = {}
+
+    def watch() -> bool:
+        running = [job.id.split("_")[0] for job in lab.running()]
+        assert all(running.count(job) <= 2 for job in running), "array_parallelism"
+        seen.update(ranks())
+        return not lab.jobs()
+
+    lab.wait_for("the end of all jobs", watch, 150)
+    after = {node: lab.counters(node) for node in (1, 2, 3, 4)}
+    latest = bench.latest()
+    assert {name: latest[name]["outcome"] for name in LAYOUTS} == dict.fromkeys(LAYOUTS, "ok"), bench.logs()
+    assert set(bench.states().values()) == {"done"}
+    assert bench.repro("collect").returncode == 0
+    assert len(bench.records()) == 12, "nothing ran twice"
+
+    # The right nodes: as many as asked for, each with its own address, ranks in blocks.
+    assert set(seen.values()) == {"n1", "n2", "n3", "n4"}
+    for name, record in latest.items():
+        nodes = of(record)["nodes"]
+        assert len(set(nodes)) == len(nodes) == NODES[name]
+        assert of(record)["partition"] == "debug"
+        assert of(record)["restarts"] == 0
+        assert of(record)["job_id"] in submitted["jobs"]
+
+    # What crossed the links is at least what ranks on different nodes say that they sent, in all.
+    said = sum(
+        row["sent_bytes"] * STEPS
+        for name, record in latest.items()
+        if NODES[name] > 1
+        for comm in record["comm_by_rank"]
+        for row in comm
+    )
+    assert said > 10_000_000
+    assert sum(after[node][1] - before[node][1] for node in after) > said
+    assert all(after[node][0] > before[node][0] for node in after)
+
+    # Equal to the local launcher, to the last bit; and all strategies train alike.
+    here = tmp_path / "here"
+    local = bench.suite(
+        *(
+            case(name, layout, steps=STEPS, more=f'launch = "{len_of(layout)}"')
+            for name, layout in LAYOUTS.items()
+        ),
+        name="local",
+    )
+    subprocess.run(
+        [Path(sys.executable).parent / "repro", "run", local, "--results", here],
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    losses = {record["name"]: record["series"]["loss"] for record in Store(here).latest().values()}
+    assert bench.losses() == losses
+    for loss in losses.values():
+        assert loss == pytest.approx(losses["single-n1"], rel=1e-4)
+
+    # Nothing secret, and readable by the user only.
+    for path in sorted(bench.results.rglob("*")):
+        assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
+        if path.is_file():
+            assert b"xyzzy" not in path.read_bytes(), path
+
+    # Once more: nothing is left to do.
+    assert bench.submit(suite)["jobs"] == []
+
+
+def len_of(layout: str) -> int:
+    """Number of ranks of a layout's text."""
+    sizes = dict(part.split(" = ") for part in layout.split(", "))
+    product = 1
+    for axis in ("dp", "tp", "pp"):
+        product *= int(sizes.get(axis, "1"))
+    return product
+
+
+def test_two_suites_at_once_one_of_them_twice_and_the_controller_restarts(lab: Lab, tmp_path: Path) -> None:
+    bench = Bench(lab, tmp_path, {"array_parallelism": 1})
+    compare = '[[compare]]\nbaseline = "z0"\nsubjects = ["z2"]\nrounds = 4\n'
+    first = bench.suite(
+        case("z0", "dp = 2", steps=9), case("z2", "dp = 2, zero = 2", steps=9), compare, name="first"
+    )
+    second = bench.suite(case("a", "tp = 2"), case("b", "pp = 2"), name="second")
+    bench.hold("z0")
+    bench.hold("a")
+    jobs = [bench.submit(first), bench.submit(second)]
+    assert [len(document["jobs"]) for document in jobs] == [1, 1]
+    assert bench.submit(first)["jobs"] == [], "its job waits or runs"
+    assert bench.submit(second, "--only", "a")["jobs"] == []
+    bench.running_step("z0")
+    bench.running_step("a")
+    assert len(lab.running()) == 2
+    assert len(lab.jobs()) == 3, "one element of an array at a time"
+    expected = {"z0": "running", "z2": "running", "a": "running", "b": "pending"}
+    assert bench.states() == expected
+    lab.script("restart-slurmctld")
+    assert bench.states() == expected
+    bench.release("z0")
+    bench.release("a")
+    status = bench.ended()
+    assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
+    assert {row["restarts"] for row in status.values()} == {0}
+    assert sorted(bench.begun()) == ["a", "b", "z0", "z2"]
+    experiments = [record for record in bench.records() if record["kind"] == "experiment"]
+    assert sorted(record["name"] for record in experiments) == ["a", "b", "z0", "z2"]
+    latest = bench.latest()
+    assert of(latest["z0"])["nodes"] == of(latest["z2"])["nodes"], "compared on the same allocation"
+    assert [record["name"] for record in bench.records() if record["kind"] == "comparison"] == ["z0 vs z2"]
+
+
+def test_the_submitting_host_dies(lab: Lab, tmp_path: Path) -> None:
+    """`repro submit` is killed when its first array is submitted and the second is not."""
+    bench = Bench(lab, tmp_path)
+    suite = bench.suite(case("wide", "dp = 4"), case("narrow", "dp = 2"))
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "sbatch").write_text(
+        f"#!/bin/bash\nif [ -e {tmp_path}/once ]; then sleep 60; exit 1; fi\n"
+        f'touch {tmp_path}/once\nexec /usr/bin/sbatch "$@"\n'
+    )
+    (tools / "sbatch").chmod(0o755)
+    path = f"PATH={tools}:{lab.environment['PATH']}"
+    command = [
+        "repro",
+        "submit",
+        str(suite),
+        "--profile",
+        str(bench.profile),
+        "--results",
+        str(bench.results),
+    ]
+    with lab.background(["exec"], [*bench.shell(), path, *command]):
+
+        def written() -> bool:
+            files = list(bench.results.glob("jobs/*/submission.json"))
+            return bool(files) and any(
+                array["job_id"] for array in json.loads(files[0].read_text())["arrays"]
+            )
+
+        lab.wait_for("the first array's number", written)
+    # The process is dead; a new one knows.
+    states = bench.states()
+    assert states["narrow"] == "not submitted"
+    assert states["wide"] in ("pending", "running", "done")
+    again = bench.submit(suite)
+    assert again["cases"] == 1
+    status = bench.ended()
+    assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
+    assert bench.outcomes("wide") == bench.outcomes("narrow") == ["ok"]
