@@ -118,6 +118,5 @@ class Link:
 
     def used(self, name: str, key: str) -> Quantity:
         """``key`` of this link of class ``name``, or where it is unknown what is assumed, saying so."""
-        quantity: Quantity = getattr(self, key)
-        assumed = ASSUMED_LINKS.get(name, {}).get(key) or ASSUMED_ANY.get(key)
-        return quantity.or_assumed(*assumed) if assumed else quantity
+        known: Quantity = getattr(self, key)
+        return known.or_assumed(ASSUMED_LINKS.get(name, {}).get(key) or ASSUMED_ANY.get(key))

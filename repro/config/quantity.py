@@ -31,10 +31,14 @@ class Quantity:
             raise ConfigError(key, "unknown", f"needed here, but {self.source}", file=system)
         return self.value
 
-    def or_assumed(self, value: float, reason: str) -> Quantity:
-        """Itself where it is known, else ``value`` with a source that says it is assumed and why."""
-        if self.value is not None:
+    def or_assumed(self, assumed: tuple[float, str] | None) -> Quantity:
+        """Itself where it is known, else the value ``assumed`` for that reason, with a source that says so.
+
+        With nothing to assume it stays unknown.
+        """
+        if self.value is not None or assumed is None:
             return self
+        value, reason = assumed
         return Quantity(value=value, source=f"assumed, {reason}: {self.source}")
 
 

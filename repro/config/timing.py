@@ -58,8 +58,8 @@ class DeviceTime:
 
     def used(self, key: str) -> Quantity:
         """The number of ``key``, or where it is unknown the one of :data:`ASSUMED` with a source that says so."""
-        quantity: Quantity = getattr(self, key)
-        return quantity.or_assumed(*ASSUMED[key]) if key in ASSUMED else quantity
+        known: Quantity = getattr(self, key)
+        return known.or_assumed(ASSUMED.get(key))
 
     def numbers(self) -> Timing:
         """Every key as it is used, known or assumed."""

@@ -13,12 +13,9 @@ from repro.config import ConfigError
 from repro.config.links import KEYS
 from repro.config.system import Quantity, System
 from repro.systems import load, names
+from tests.config.system_texts import NODES
 
-GOOD = """
-devices_per_node = { value = 4, source = "here" }
-nodes = { value = 2, source = "here" }
-context_bytes = { value = 1e9, source = "here" }
-host_memory_bytes = { value = 64e9, source = "here" }
+DEVICE = """
 [device]
 name = "X"
 memory_bytes = { value = 16e9, source = "here" }
@@ -29,6 +26,7 @@ fp16 = { value = 100e12, source = "here" }
 per = "node"
 bandwidth = { value = 10e9, source = "here" }
 """
+GOOD = NODES + DEVICE
 
 
 def quantities(system: System) -> list[Quantity]:

@@ -11,39 +11,29 @@ from repro.config.links import ASSUMED_ANY, ASSUMED_LINKS, LINKS
 from repro.config.system import System
 from repro.config.timing import ASSUMED
 from repro.systems import load, names
+from tests.config.system_texts import NODES, PRODUCTS, PROVENANCE
 
-PLAIN = """
-devices_per_node = { value = 4, source = "here" }
-nodes = { value = 2, source = "here" }
-context_bytes = { value = 1e9, source = "here" }
-host_memory_bytes = { value = 64e9, source = "here" }
+DEVICE = """
 [device]
 name = "X"
 memory_bytes = { value = 16e9, source = "here" }
 memory_bandwidth = { value = 900e9, source = "here" }
 """
+PLAIN = NODES + DEVICE
 LINK = """
 [links.pcie]
 per = "device"
 bandwidth = { value = 10e9, source = "here" }
 """
-CALIBRATED = """
-[device.operators."aten.mm"]
-fixed_s = 2e-6
-per_flop_s = 1e-14
+MEASURED_LINK = """
 [links.memory]
 per = "node"
 bandwidth = { value = 10e9, source = "measured" }
 overlap_cost = { value = 0.3, source = "measured" }
 [links.memory.collectives.all_reduce]
 points = [[1024, 1e-4], [1048576, 1e-3]]
-[provenance]
-date = "2026-01-01"
-torch = "2.6.0"
-ranks = 4
-repeats = 5
-facts = { cores = 4, processor = "X" }
 """
+CALIBRATED = PRODUCTS + MEASURED_LINK + PROVENANCE
 
 
 def system(path: Path, text: str) -> System:

@@ -11,6 +11,7 @@ import pytest
 from repro import cli
 from repro.systems import load, names
 from repro.systems.show import command
+from tests.config.system_texts import PRODUCTS, PROVENANCE
 
 SHOWN = ("latency_s", "efficiency")
 MINE = Path(__file__).parents[2] / "repro/systems/files/dgx2.toml"
@@ -75,19 +76,11 @@ def test_ones_own_file_by_path(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith("ours: NVIDIA V100 SXM3 32 GB")
 
 
-CALIBRATED = """
-[device.operators."aten.mm"]
-fixed_s = 2e-6
-per_flop_s = 1e-14
+MEASURED_LINK = """
 [links.nvlink.collectives.all_reduce]
 points = [[1024, 1e-4], [1048576, 1e-3]]
-[provenance]
-date = "2026-01-01"
-torch = "2.6.0"
-ranks = 4
-repeats = 5
-facts = { cores = 4, processor = "X" }
 """
+CALIBRATED = PRODUCTS + MEASURED_LINK + PROVENANCE
 
 
 def test_a_calibrated_file_shows_what_was_measured(
