@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.results.store import Store
-from tests.slurm_lab.cluster import ROOT, Lab
+from tests.slurm_lab.cluster import FOLDER, ROOT, Lab
 
 OPEN = {"pending", "running", "requeued"}
 STAND_IN = "tests.launch.fake_session:run_rank"
@@ -183,6 +183,9 @@ def ranks(word: str = "repro.launch.rank") -> list[tuple[int, str]]:
             continue
         if word in command:
             node = next((v.partition("=")[2] for v in environment if v.startswith("SLURMD_NODENAME=")), "")
-            if node and int(process.name) != os.getpid():
+            ours = any(
+                v.startswith(f"SLURM_CONF=/tmp/{FOLDER}") for v in environment
+            )  # never a real cluster's
+            if node and ours and int(process.name) != os.getpid():
                 found.append((int(process.name), node))
     return found
