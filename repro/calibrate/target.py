@@ -33,8 +33,6 @@ def run_rank(
 ) -> dict[str, dict[str, Any]]:
     """Measure on this rank.  The first experiment's result holds everything; the others are only traced."""
     place = own_device(device)
-    if device == "cuda":
-        torch.cuda.set_device(place)
     quick = job.experiments[0].training.steps == QUICK_REPEATS
     with process_group(rank, world, place, rendezvous):
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))

@@ -28,7 +28,9 @@ NEVER = timedelta(days=7)
 
 @contextmanager
 def process_group(rank: int, world: int, device: torch.device, rendezvous: str) -> Iterator[None]:
-    """The default process group of a job; nothing for one process."""
+    """The default process group of a job, on this rank's own ``device``; one process needs none."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if world == 1:
         yield
         return
@@ -57,8 +59,6 @@ def run_rank(
     both; others run one after the other.  Compared ``apart``, each turn builds its experiment anew.
     """
     place = own_device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
     with process_group(rank, world, place, rendezvous):
         if job.compare:
             return _compare_apart(job, place, beacon) if job.apart else _compare(job, place, beacon)

@@ -32,8 +32,6 @@ def run_rank(
 ) -> dict[str, dict[str, Any]]:
     """Try the job's experiments on this rank; ``{"memory", "parameters"}`` per experiment key, in bytes."""
     place = own_device(device)
-    if device == "cuda":
-        torch.cuda.set_device(place)
     found = {}
     with process_group(rank, world, place, rendezvous):
         for index, experiment in enumerate(job.experiments):
