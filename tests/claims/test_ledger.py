@@ -95,6 +95,7 @@ IDS = [
     "yuan-asc22",
     "ds-few-lines",
     "repro-parity",
+    "repro-resume",
 ]
 
 

@@ -1,0 +1,44 @@
+"""``repro run`` that is stopped in a long training, and run again."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from repro.results.store import Store
+from tests.launch.runs import finish, run, start, wait_for, write_suite
+
+EXPERIMENT = """
+[[experiment]]
+name = "a"
+training = { steps = STEPS, untimed_steps = 2, checkpoint_every = 5, data = "shakespeare" }
+"""
+
+
+def test_a_stopped_run_goes_on_where_it_was_on_fewer_ranks(tmp_path: Path) -> None:
+    """Ctrl-C waits for the step and its checkpoint; the next run, of another layout, has the losses from before."""
+    results = tmp_path / "results"
+    suite = write_suite(tmp_path, EXPERIMENT.replace("STEPS", "100_000"), limits="hang_s = 60")
+    process = start(suite, results, fake=False)
+    wait_for(lambda: any(results.glob("checkpoints/*/step-*/index.json")), 60)
+    process.send_signal(signal.SIGINT)
+    code, out, _ = finish(process)
+    assert code == 130
+    assert "a: interrupted  stopped by the user: " in out
+    assert "the next run goes on from there" in out
+    (stopped,) = Store(results).latest().values()
+    assert stopped["outcome"] == "interrupted"
+    at = max(int(path.parent.name[5:]) for path in results.glob("checkpoints/*/step-*/index.json"))
+    assert f"after step {at};" in stopped["reason"]
+    text = suite.read_text().replace("100_000", str(at + 6))
+    suite.write_text(text.replace("dp = 2", "dp = 1, micro_batch = 1, global_batch = 2"))
+    code, out, err = run(suite, results, fake=False)
+    assert code == 0, err
+    (record,) = (r for r in Store(results).records() if r["outcome"] == "ok")
+    assert record["series"]["resumed_from"] == [at]
+    assert record["metrics"]["resumed_from"] == at
+    assert record["metrics"]["steps"] == len(record["series"]["loss"]) == at + 6
+    assert sum(map(len, record["series"]["step_seconds"])) == 6 - 2, "times of the last start only"
+    assert record["checkpoints"]["times"] == f"of the steps after {at}, since the last start"
+    assert record["checkpoints"]["written"][-1] == at + 6
+    assert not record["checkpoints"]["failures"]
