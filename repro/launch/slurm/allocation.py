@@ -37,7 +37,7 @@ class Allocation:
         environment = dict(os.environ)
         folder = Path(self.submission)
         if int(environment.get("SLURM_PROCID", "0")):
-            return _serve(controller.channel_of(folder, environment))
+            return serve(controller.channel_of(folder, environment))
         from repro.launch.slurm.bundle import counts
         from repro.launch.slurm.stop import REQUEUE, Stop
 
@@ -63,7 +63,7 @@ class Allocation:
         return DelayedSubmission(Allocation(self.submission, self.bundle))
 
 
-def _serve(path: Path) -> dict[str, Any]:
+def serve(path: Path) -> dict[str, Any]:
     """Be an agent.  Exits with 1 when the controller is gone."""
     from repro.launch.slurm.agent import Agent
     from repro.launch.slurm.channel import Lost

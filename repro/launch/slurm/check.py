@@ -44,7 +44,7 @@ def cluster(intent: Intent, scheduler: Scheduler) -> None:
         shape = array.shape
         partition = check_partition(partitions, shape.partition, file=intent.profile.file, where="slurm")
         name = array.bundles[0].experiments[0].name
-        _partition(intent.profile, partition)
+        fits(intent.profile, partition)
         if shape.time_min > partition.limit_min:
             expected = f"at most {clock(partition.limit_min)}, the limit of partition {partition.name}"
             _refuse(intent, "time_limit", clock(shape.time_min), expected)
@@ -56,7 +56,8 @@ def cluster(intent: Intent, scheduler: Scheduler) -> None:
             _refuse(intent, "nodes", shape.nodes, expected)
 
 
-def _partition(site: Profile, partition: Partition) -> None:
+def fits(site: Profile, partition: Partition) -> None:
+    """The partition is up and its nodes have what the profile asks of each.  Raises ``ConfigError``."""
     slurm = site.slurm
     if not partition.available:
         raise ConfigError(

@@ -56,7 +56,7 @@ def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -
     bundle = work.bundles[index]
     state = BundleFile(folder, bundle, job_of(environment), int(environment.get("SLURM_RESTART_COUNT", "0")))
     tasks = state.remaining(bundle.tasks)
-    with _crew(folder, site, umask, environment) as crew, Store(folder.parents[1]) as store:
+    with crew_of(folder, site, umask, environment) as crew, Store(folder.parents[1]) as store:
         stop.ended_elsewhere = lambda: crew.terminated
         count = int(environment.get("SLURM_NTASKS", "1"))
         complete = crew.gather(count, channel.CONNECT_S, lambda: bool(stop))
@@ -64,8 +64,8 @@ def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -
         place = {"slurm": nodes.place(reports, environment)} if reports else {}
         recorder = Recorder(work.suite, store, state, place=place)
         if not complete and not stop:
-            _refuse(recorder, tasks, _missing(reports, count))
-        elif complete and (wrong := _wrong(reports, site)):
+            _refuse(recorder, tasks, missing_agents(reports, count))
+        elif complete and (wrong := wrong_hardware(reports, site)):
             _refuse(recorder, tasks, wrong)
         elif complete:
             state.on(place["slurm"]["nodes"])
@@ -76,7 +76,7 @@ def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -
 
 
 @contextlib.contextmanager
-def _crew(folder: Path, site: Profile, umask: int, environment: dict[str, str]) -> Iterator[Crew]:
+def crew_of(folder: Path, site: Profile, umask: int, environment: dict[str, str]) -> Iterator[Crew]:
     """The agents' connections, and the agent of this task; all of them end well unless the block raises."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < FILES:  # a connection for each of many ranks
@@ -135,14 +135,14 @@ def address_of(interface: str, environment: dict[str, str], file: str) -> str:
     raise ConfigError("interface", "", expected, file=file, where="environment")
 
 
-def _wrong(reports: list[Report], site: Profile) -> str:
+def wrong_hardware(reports: list[Report], site: Profile) -> str:
     """Why these nodes are not the profile's system."""
     if site.system in systems.HERE:
         return ""
     return nodes.mismatch(reports, systems.load(site.system), site.gpus_per_node)
 
 
-def _missing(reports: list[Report], count: int) -> str:
+def missing_agents(reports: list[Report], count: int) -> str:
     """Whose agents did not come."""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
