@@ -1,5 +1,5 @@
-"""Commands that show what is published, known and stored: ``repro claims``, ``models``, ``systems``, ``report``
-and ``schedule``."""
+"""Commands that show what is published, known and stored: ``repro claims``, ``models``, ``systems``, ``report``,
+``export``, ``compare`` and ``schedule``."""
 
 from __future__ import annotations
 
@@ -61,6 +61,38 @@ def report(
     from repro.report.build import command
 
     return command(results, out, json)
+
+
+@app.command(epilog="Example:  repro export --table values --format csv --output values.csv")
+def export(
+    results: Results = Path("results"),
+    table: Annotated[
+        str, typer.Option(help="claims, values (every published one), experiments or comparisons.")
+    ] = "claims",
+    form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write to this file.", metavar="FILE"),
+    ] = None,
+) -> int:
+    """Write claims or records as a table for other programs, papers and pull requests."""
+    from repro.report.export import command
+
+    return command(results, table, form, output)
+
+
+@app.command(epilog="Example:  repro compare results-before results-after --tolerance 0.03")
+def compare(
+    first: Annotated[str, typer.Argument(help="A folder of results, or a commit of --results.", metavar="A")],
+    second: Annotated[str, typer.Argument(help="The same, held against A.", metavar="B")],
+    results: Results = Path("results"),
+    tolerance: Annotated[float, typer.Option(help="A change by less is none.", metavar="PART")] = 0.05,
+    json: Json = False,
+) -> int:
+    """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
+    from repro.report.compare import command
+
+    return command(first, second, results, tolerance, json)
 
 
 @app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")

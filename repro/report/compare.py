@@ -1,0 +1,187 @@
+"""``repro compare A B``: what changed between two stores or two commits, and whether it got worse.
+
+Two sides are two sets of records of the same experiments.  They did not take turns, so what disturbed one of them
+is in the ratio too: the interval says how much of it the steps themselves explain, and ``--tolerance`` what is
+shrugged off.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from repro.config.errors import ConfigError, require
+from repro.results.store import CONCLUSIVE, MEASURED, Store
+
+Record = Mapping[str, Any]
+WORSE, SAME, BETTER = "worse", "same", "better"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One experiment or claim on both sides."""
+
+    kind: str
+    """``speed`` (samples/s, B over A), ``memory`` (peak bytes, B over A), ``outcome`` or ``verdict``."""
+    name: str
+    before: str
+    after: str
+    judged: str
+    """``worse``, ``same`` or ``better``."""
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def command(first: str, second: str, results: Path, tolerance: float, json: bool) -> int:
+    """Print what differs; 1 if something is worse, else 0.  Raises ``ConfigError``."""
+    require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
+    sides = [side(text, results) for text in (first, second)]
+    changes = compare(*sides, tolerance=tolerance)
+    if not changes:
+        expected = f"records of experiments that {first} has too"
+        raise ConfigError("compare", second, expected)
+    worse = [change for change in changes if change.judged == WORSE]
+    if json:
+        document = {"changes": [asdict(change) for change in changes], "worse": len(worse)}
+        print(jsonlib.dumps(document))
+    else:
+        _show(changes)
+    return 1 if worse else 0
+
+
+def side(text: str, results: Path) -> list[dict[str, Any]]:
+    """The records that ``text`` names: a store's folder, or the beginning of a commit of those in ``results``."""
+    folder = Path(text)
+    if folder.is_dir():
+        records = Store(folder).records()
+        if not records:
+            raise ConfigError("compare", text, "a folder with records")
+        return records
+    records = Store(results).records()
+    found = [record for record in records if _commit(record).startswith(text)] if len(text) >= 4 else []
+    if not found:
+        known = ", ".join(sorted({_commit(record)[:9] for record in records if _commit(record)})) or "none"
+        expected = f"a folder with records, or a commit of the records in {results}: {known}"
+        raise ConfigError("compare", text, expected)
+    return found
+
+
+def compare(before: list[dict[str, Any]], after: list[dict[str, Any]], *, tolerance: float) -> list[Change]:
+    """Changes of every experiment measured on both sides, then of the claims' verdicts."""
+    old, new = _latest(before), _latest(after)
+    changes = []
+    for key in (key for key in new if key in old):
+        changes += _experiment(old[key], new[key], tolerance)
+    return changes + _verdicts(before, after) if changes else []
+
+
+def _experiment(old: Record, new: Record, tolerance: float) -> list[Change]:
+    name = str(new["name"])
+    if old["outcome"] != new["outcome"]:
+        judged = WORSE if old["outcome"] == "ok" else BETTER if new["outcome"] == "ok" else SAME
+        said = [f"{r['outcome']} {r['reason']}".strip() for r in (old, new)]
+        return [Change(kind="outcome", name=name, before=said[0], after=said[1], judged=judged)]
+    changes = []
+    ratio = speed(old, new)
+    if ratio is not None:
+        value, low, high = ratio
+        judged = WORSE if high < 1 - tolerance else BETTER if low > 1 + tolerance else SAME
+        rates = [f"{r['metrics']['samples_per_s']:.4g} samples/s" for r in (old, new)]
+        changes.append(
+            Change(
+                kind="speed",
+                name=name,
+                before=rates[0],
+                after=rates[1],
+                judged=judged,
+                ratio=value,
+                low=low,
+                high=high,
+            )
+        )
+    sizes = [record["metrics"].get("memory.peak_bytes") for record in (old, new)]
+    if all(sizes):
+        grown = sizes[1] / sizes[0]
+        judged = WORSE if grown > 1 + tolerance else BETTER if grown < 1 - tolerance else SAME
+        said = [f"{size / 1e6:.4g} MB" for size in sizes]
+        changes.append(
+            Change(kind="memory", name=name, before=said[0], after=said[1], judged=judged, ratio=grown)
+        )
+    return changes
+
+
+def speed(old: Record, new: Record, seed: int = 0) -> tuple[float, float, float] | None:
+    """Ratio new/old of samples/s with a 95 % bootstrap interval over both sides' timed steps, unpaired.
+
+    None with fewer than three steps on a side.
+    """
+    import numpy as np
+
+    steps = [[s for turn in record["series"].get("step_seconds", []) for s in turn] for record in (old, new)]
+    if min(len(side) for side in steps) < 3:
+        return None
+    draw = np.random.default_rng(seed)
+    drawn = [
+        np.median(draw.choice(np.asarray(side), size=(2000, len(side)), replace=True), axis=1)
+        for side in steps
+    ]
+    low, high = np.quantile(drawn[0] / drawn[1], (0.025, 0.975))
+    return median(steps[0]) / median(steps[1]), float(low), float(high)
+
+
+def _verdicts(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Change]:
+    from repro.claims.judge import judge
+    from repro.claims.ledger import load
+
+    ledger = load()
+    old, new = ({r.claim.id: r.verdict for r in judge(ledger, records)} for records in (before, after))
+    return [
+        Change(
+            kind="verdict",
+            name=claim,
+            before=old[claim],
+            after=verdict,
+            judged=_judged(old[claim], verdict),
+        )
+        for claim, verdict in new.items()
+        if verdict != old[claim]
+    ]
+
+
+def _judged(old: str, new: str) -> str:
+    """What was not run on one side is no judgement of it."""
+    if (old, new) == ("reproduced", "not reproduced"):
+        return WORSE
+    return BETTER if (old, new) == ("not reproduced", "reproduced") else SAME
+
+
+def _latest(records: list[dict[str, Any]]) -> dict[str, Record]:
+    """The newest conclusive measured record of every experiment."""
+    return {
+        record["key"]: record
+        for record in records
+        if record.get("kind") == "experiment"
+        and record.get("evidence", MEASURED) == MEASURED
+        and record["outcome"] in (*CONCLUSIVE, "hang", "timeout", "error")
+    }
+
+
+def _commit(record: Record) -> str:
+    return str(((record.get("provenance") or {}).get("git") or {}).get("commit") or "")
+
+
+def _show(changes: list[Change]) -> None:
+    for change in sorted(changes, key=lambda change: (WORSE, BETTER, SAME).index(change.judged)):
+        span = f" ({change.low:.3f} to {change.high:.3f})" if change.low is not None else ""
+        ratio = f"{change.ratio:.3f} times{span}  " if change.ratio is not None else ""
+        if change.judged != SAME or change.kind == "speed":
+            print(
+                f"{change.judged:<6} {change.kind:<8} {change.name}: {ratio}{change.before} -> {change.after}"
+            )
+    counts = {judged: sum(change.judged == judged for change in changes) for judged in (WORSE, SAME, BETTER)}
+    print(", ".join(f"{count} {judged}" for judged, count in counts.items()))

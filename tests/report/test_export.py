@@ -1,0 +1,88 @@
+"""Exports hold the numbers that `repro claims --json` and the store hold, in every format."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from repro import cli
+from repro.report.export import FORMATS, TABLES
+
+
+def exported(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["export", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "parquet"])
+@pytest.mark.parametrize("table", TABLES)
+def test_every_table_in_every_format(
+    synthetic_results: Path, capsys: pytest.CaptureFixture[str], table: str, form: str
+) -> None:
+    text = exported(capsys, "--results", str(synthetic_results), "--table", table, "--format", form)
+    assert len(text.splitlines()) > 3
+
+
+def test_values_are_those_of_the_claims(synthetic_results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = ["--results", str(synthetic_results)]
+    frame = pd.read_csv(
+        io.StringIO(exported(capsys, *results, "--table", "values", "--format", "csv")),
+        keep_default_na=False,
+        dtype=str,
+    )
+    assert cli.main(["claims", "--json", *results]) == 0
+    document = json.loads(capsys.readouterr().out)
+    rows = [(claim["id"], row) for claim in document["claims"] for row in claim["rows"]]
+    assert len(frame) == len(rows)
+    for (_, line), (claim, row) in zip(frame.iterrows(), rows, strict=True):
+        assert (line["claim"], line["value"], line["verdict"]) == (claim, row["label"], row["verdict"])
+        strongest = {finding["kind"]: finding for finding in reversed(row["evidence"])}
+        for finding in strongest.values():
+            value = finding["value"]
+            text = line[finding["kind"]]
+            if value is None:
+                assert text == ""
+            elif isinstance(value, str):
+                assert text == value
+            else:
+                assert float(text) == float(value)
+
+
+def test_parquet_reads_back(
+    synthetic_results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow writes parquet; it is in the extra test")
+    path = tmp_path / "values.parquet"
+    results = ["--results", str(synthetic_results)]
+    exported(capsys, *results, "--table", "values", "--format", "parquet", "--output", str(path))
+    text = exported(capsys, *results, "--table", "values", "--format", "csv")
+    assert list(pd.read_parquet(path)["claim"]) == list(pd.read_csv(io.StringIO(text))["claim"])
+
+
+def test_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = exported(capsys, "--results", str(tmp_path))
+    assert "zero-mem-formula-stages" in text
+    assert (
+        exported(capsys, "--results", str(tmp_path), "--table", "experiments", "--format", "csv").strip()
+        == ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--format", "excel"], "--format = 'excel': one of csv, parquet, markdown, latex"),
+        (["--table", "all"], "--table = 'all': one of claims, values, experiments, comparisons"),
+        (["--format", "parquet"], "--output"),
+        (["--output", "/nowhere/x.csv"], "a file in a folder that exists"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert cli.main(["export", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
