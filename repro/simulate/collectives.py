@@ -72,6 +72,8 @@ class Network:
         self._link, self._rings = cache(self._link_of), cache(self._rings_of)
         self._spans = cache(self._spans_of)
         self._edge_link, self._edge_rate = cache(self._slowest_link), cache(self._slowest_rate)
+        # A step asks for the same few collectives thousands of times.
+        self._seconds, self._send_seconds = cache(self._seconds_of), cache(self._send_seconds_of)
 
     @cached_property
     def overlap_cost(self) -> float:
@@ -90,6 +92,9 @@ class Network:
         """
         assert op in RING_PASSES, op
         assert group in GROUPS, group
+        return self._seconds(op, group, payload)
+
+    def _seconds_of(self, op: str, group: str, payload: int) -> float:
         if (measured := self._measured(op, self.link(group))) is not None:
             assert self.system.provenance is not None
             count = self.system.provenance.ranks
@@ -99,8 +104,9 @@ class Network:
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
         """Seconds of ``payload`` bytes from each rank of a stage to its peer, all of them at the same time."""
-        if from_stage == to_stage:
-            return 0.0
+        return self._send_seconds(payload, from_stage, to_stage) if from_stage != to_stage else 0.0
+
+    def _send_seconds_of(self, payload: int, from_stage: int, to_stage: int) -> float:
         link = self._edge_link(from_stage, to_stage)
         measured = self._measured(SEND, link)
         if measured is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config.errors import ConfigError
-from repro.simulate.timeline import Span
+from repro.simulate.stage import Span
 
 MICROSECONDS = 1e6
 

@@ -36,6 +36,8 @@ CONFIRMED = 3
 """So many of the first rows are traced in full, with those before them that may not fit ..."""
 MOST_FULL = 8
 """... and at most so many in all; the rest stays undecided."""
+SHARES = 2
+"""Shares of the families that a worker predicts, one after the other."""
 
 
 class Planner:
@@ -58,24 +60,34 @@ class Planner:
 
     def time(self, rows: Sequence[Row]) -> None:
         """Predict the step of every row that may fit, from the traces that its layout shares."""
-        from repro.simulate.steptime import family_times
+        from repro.simulate.steptime import times_of
 
         by_family: dict[Layout, list[Row]] = {}
         for row in rows:
             if row.evidence == SHALLOW and row.outcome != OOM and not self.no_time:
                 by_family.setdefault(family_of(row.layout), []).append(row)
         request = self.request
+        # The families of a share use the same networks; a few shares a worker, so that none has much more to do.
+        families = sorted(by_family.items(), key=lambda item: -len(item[1]))
+        count = min(SHARES * self.workers.count, len(families))
+        shares = [families[first::count] for first in range(count)]
         tasks = [
-            (request.model, request.seq, request.system, [row.layout for row in some], self._families[key][2])
-            for key, some in by_family.items()
+            (
+                request.model,
+                request.seq,
+                request.system,
+                [([row.layout for row in some], self._families[key][2]) for key, some in share],
+            )
+            for share in shares
         ]
-        made = self.workers.map(family_times, tasks)
-        for some, found in zip(by_family.values(), made, strict=True):
-            for row, answer in zip(some, found, strict=True):
-                if isinstance(answer, str):
-                    self.no_time = answer
-                else:
-                    row.time = answer
+        made = self.workers.map(times_of, tasks)
+        for share, answers in zip(shares, made, strict=True):
+            for (_, some), found in zip(share, answers, strict=True):
+                for row, answer in zip(some, found, strict=True):
+                    if isinstance(answer, str):
+                        self.no_time = answer
+                    else:
+                        row.time = answer
 
     def full(self, rows: Sequence[Row]) -> list[Row]:
         """The same rows from full traces."""

@@ -18,7 +18,8 @@ from repro.simulate.device import DeviceCost
 from repro.simulate.events import Message
 from repro.simulate.program import OPTIMIZER, Program, program
 from repro.simulate.software import Generation, generation_of
-from repro.simulate.timeline import StageTime, Timeline, schedule
+from repro.simulate.stage import StageTime
+from repro.simulate.timeline import Timeline, schedule
 from repro.simulate.trace import Trace, roles, trace
 
 
@@ -104,13 +105,9 @@ def predict(
         traces = [trace(experiment, role) for role in roles(experiment)]
     cost = DeviceCost(system, layout.precision, factor)
     network = Network(system, layout)
-    cache: dict[tuple[str, str, int], float] = {}
 
     def seconds(message: Message) -> float:
-        key = (message.op, message.group, message.payload)
-        if key not in cache:
-            cache[key] = network.seconds(*key)
-        return cache[key]
+        return network.seconds(message.op, message.group, message.payload)
 
     by_stage: list[Program | None] = [None] * layout.pp
     programs = [program(traced, layout.accumulation, cost, seconds) for traced in traces]

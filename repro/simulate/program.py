@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from repro.parallel.ledger import SEND
-from repro.parallel.schedule import BACKWARD, FORWARD, Action, build
+from repro.parallel.schedule import Action, build
 from repro.simulate.device import ATTENTION, MATMULS, DeviceCost
 from repro.simulate.events import Event, Message, Operator, Phase, Wait
 from repro.simulate.trace import ORDINARY, Trace
@@ -210,18 +210,3 @@ def kind_of(operator: Operator) -> str:
     if operator.name in MATMULS:
         return MATMUL
     return ATTENTION_KIND if operator.name.startswith(ATTENTION) else OTHER
-
-
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "KINDS",
-    "Await",
-    "Block",
-    "Issue",
-    "Item",
-    "Program",
-    "Send",
-    "label_of",
-    "program",
-]

@@ -87,7 +87,7 @@ class Times:
         """The links as the groups of ``layout`` use them."""
         groups = Layout(tp=layout.tp, dp=layout.dp, pp=layout.pp, order=layout.order)
         if groups not in self._networks:
-            self._networks[groups] = _Shared(self.system, groups)
+            self._networks[groups] = Network(self.system, groups)
         return self._networks[groups]
 
     def _programs(self, layout: Layout, families: dict[str, Family], deep: bool) -> dict[str, Program]:
@@ -148,16 +148,15 @@ class Times:
         return found
 
 
-_last: list[Times] = []
-
-
-def family_times(
-    model: Model, seq: int, system: System, layouts: Sequence[Layout], families: dict[str, Family]
-) -> list[dict[str, Any] | str]:
-    """:meth:`Times.family`; runs in a worker, which keeps the networks of the layouts before."""
-    if not _last or (_last[0].model, _last[0].seq, _last[0].system) != (model, seq, system):
-        _last[:] = [Times(model, seq, system)]
-    return _last[0].family(layouts, families)
+def times_of(
+    model: Model,
+    seq: int,
+    system: System,
+    families: Sequence[tuple[Sequence[Layout], dict[str, Family]]],
+) -> list[list[dict[str, Any] | str]]:
+    """:meth:`Times.family` of several families, which share their networks; runs in a worker."""
+    times = Times(model, seq, system)
+    return [times.family(layouts, traced) for layouts, traced in families]
 
 
 def points(layout: Layout) -> dict[Point, float]:
@@ -203,26 +202,6 @@ def _of(traced: Program, micro_batches: int) -> Program:
                     Action(action.kind, shown, action.chunk)
                 ]
     return Program(segments, traced.tail, micro_batches, micro_batches - 1)
-
-
-class _Shared(Network):
-    """A network that is asked the same by many layouts."""
-
-    def __init__(self, system: System, layout: Layout):
-        super().__init__(system, layout)
-        self.known: dict[tuple[object, ...], float] = {}
-
-    def seconds(self, op: str, group: str, payload: int) -> float:
-        key = op, group, payload
-        if key not in self.known:
-            self.known[key] = super().seconds(op, group, payload)
-        return self.known[key]
-
-    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        key = payload, from_stage, to_stage
-        if key not in self.known:
-            self.known[key] = super().send_seconds(payload, from_stage=from_stage, to_stage=to_stage)
-        return self.known[key]
 
 
 class _Edges:

@@ -19,7 +19,8 @@ from repro.parallel.schedule import FORWARD, Action, bubble, build
 from repro.simulate import perfetto
 from repro.simulate.predict import Prediction, predict
 from repro.simulate.program import Await, Block, Issue, Program, Send
-from repro.simulate.timeline import TRANSFER, Timeline, schedule
+from repro.simulate.stage import TRANSFER
+from repro.simulate.timeline import Timeline, schedule
 from repro.simulate.trace import Trace, roles, trace
 
 MODEL = Model(name="small", layers=4, hidden=512, heads=8, vocab=2048, seq=256)
