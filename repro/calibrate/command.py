@@ -11,46 +11,46 @@ from typing import Any
 
 from repro.calibrate import plan, toml
 from repro.calibrate.document import tables
+from repro.calibrate.machines import Here, Machine, Nodes, facts
 from repro.config.errors import ConfigError, require
-from repro.launch import local
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
-from repro.launch.once import run_once
-from repro.measure.provenance import usable_cores
-from repro.simulate.options import precision_of
-from repro.systems.load import LOCAL, names, parse
-from repro.systems.load import load as load_system
-
-TARGET = "repro.calibrate.target:run_rank"
-RANKS_ON_CORES = 2
+from repro.systems.load import names, parse
 
 
-def command(system: str, count: int, output: Path | None, quick: bool, json: bool) -> int:
-    """Measure this machine and write a system file; 1 if a rank fails, 130 if interrupted."""
-    if system not in local.DEVICES:
-        raise ConfigError(
-            "--system",
-            system,
-            f"one of {', '.join(local.DEVICES)}: what can be measured is the machine at hand",
-        )
-    on_cpu = local.DEVICES[system] == "cpu"
-    ranks = count or (min(RANKS_ON_CORES, usable_cores()) if on_cpu else local.cuda_devices())
-    _check_ranks(on_cpu, count, ranks)
+def command(
+    system: str, gpus: int, output: Path | None, profile: Path | None, nodes: int, quick: bool, json: bool
+) -> int:
+    """Measure this machine, or nodes of a cluster with a ``profile``, and write a system file.
+
+    ``gpus``: ranks, of each node.  Returns 1 if a rank or the job fails, 130 if interrupted.
+    """
     path = _checked(output or Path(f"{system}-calibrated.toml"))
-    precision = "fp32" if on_cpu else precision_of(load_system(LOCAL))
-    experiments = plan.experiments(system, ranks, precision, quick)
-    if not json:
-        print(f"measuring with {ranks} ranks; let nothing else run meanwhile", file=sys.stderr)
-    began, load = time.perf_counter(), round(os.getloadavg()[0], 2)
+    if profile is None and nodes:
+        raise ConfigError("--nodes", nodes, "with --profile, whose cluster has them")
+    machine: Machine = (
+        Here(system, gpus) if profile is None else Nodes(system, profile, nodes or 1, gpus, path)
+    )
+    experiments = plan.experiments(
+        machine.system, machine.ranks, machine.precision, quick, per_node=machine.per_node
+    )
+    began = time.perf_counter()
     with Interrupt() as interrupt:
-        ending, results = run_once(Job(experiments=experiments), interrupt, target=TARGET)
+        answer = machine.measure(Job(experiments=experiments), interrupt, quiet=json)
     if interrupt:
         return 128 + interrupt.signal
-    if ending.outcome != "ok":
-        print(f"error: calibration ended in {ending.outcome}: {ending.reason}", file=sys.stderr)
+    if answer["outcome"] != "ok":
+        print(f"error: calibration ended in {answer['outcome']}: {answer['reason']}", file=sys.stderr)
         return 1
-    repeats = experiments[0].training.steps
-    document = tables(system, precision, results, repeats=repeats, load=load, quick=quick)
+    document = tables(
+        system,
+        machine.precision,
+        answer["results"],
+        repeats=experiments[0].training.steps,
+        load=answer["load"],
+        quick=quick,
+        site=facts(answer["place"]) if "place" in answer else None,
+    )
     parse(document, name=path.stem, file=str(path))
     _write(path, document)
     seconds = round(time.perf_counter() - began, 1)
@@ -59,16 +59,6 @@ def command(system: str, count: int, output: Path | None, quick: bool, json: boo
     else:
         _show(path, document, seconds)
     return 0
-
-
-def _check_ranks(on_cpu: bool, asked: int, ranks: int) -> None:
-    require(asked >= 0, "--gpus", asked, "a number of ranks, 1 or more")
-    if not on_cpu and ranks == 0:
-        raise ConfigError("--system", "local-gpu", "a machine with CUDA devices; none is visible here")
-    if not on_cpu and ranks > local.cuda_devices():
-        raise ConfigError(
-            "--gpus", asked, f"at most the {local.cuda_devices()} CUDA devices that are visible here"
-        )
 
 
 def _checked(path: Path) -> Path:

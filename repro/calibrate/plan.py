@@ -60,7 +60,7 @@ def experiments(
 
     for size in sizes:
         add(f"dp-{size[0]}", size, dp=gpus, zero=1 if gpus > 1 else 0)
-    for size in sizes[:2]:
+    for size in sizes[: 1 if quick else 2]:
         add(f"zero3-{size[0]}", size, dp=gpus, zero=3, recompute=True)
         add(f"dropout-{size[0]}", size, dp=gpus, dropout=0.1)
         for generation in KERNELS[1:]:

@@ -94,29 +94,42 @@ def plan(
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")
 def calibrate(
     system: Annotated[
-        str, typer.Option(help="local: processor cores and gloo; local-gpu: GPUs and NCCL.", metavar="NAME")
+        str,
+        typer.Option(
+            help="local: processor cores and gloo; local-gpu: GPUs and NCCL; with --profile, its system.",
+            metavar="NAME",
+        ),
     ],
     gpus: Annotated[
         int,
         typer.Option(
-            help="Ranks; by default every GPU, or 2 on processor cores.", metavar="N", show_default=False
+            help="Ranks of a node; by default every GPU, or 2 on processor cores.",
+            metavar="N",
+            show_default=False,
         ),
     ] = 0,
     output: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="The system file; by default NAME-calibrated.toml here.", metavar="FILE.toml"),
     ] = None,
+    profile: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Measure nodes of this SLURM, in one job that is waited for.", metavar="FILE.toml"),
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option(help="How many, with --profile; by default 1.", metavar="N", show_default=False)
+    ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: to try it out.")] = False,
     json: Json = False,
 ) -> int:
-    """Measure this machine (operators, copies, launches, collectives by size) and write a system file.
+    """Measure this machine (operators, copies, launches, collectives by size and group) and write a system file.
 
-    It takes a minute or two, in which nothing else should run.  A file speaks for the number of ranks that it
-    was measured with, on this one machine.
+    It takes some minutes, in which nothing else should run.  A file speaks for the number of ranks that it was
+    measured with, on this machine or, with --profile, on nodes of a cluster.
     """
     from repro.calibrate.command import command
 
-    return command(system, gpus, output, quick, json)
+    return command(system, gpus, output, profile, nodes, quick, json)
 
 
 @app.command(epilog="Example:  repro validate --svg validation.svg")

@@ -95,7 +95,7 @@ def test_a_rank_that_fails_is_an_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is written, the cause is one line, and the exit code says that it failed."""
-    monkeypatch.setattr("repro.calibrate.command.TARGET", "repro.calibrate.target:no_such_function")
+    monkeypatch.setattr("repro.calibrate.machines.TARGET", "repro.calibrate.target:no_such_function")
     path = tmp_path / "a.toml"
     assert cli.main(["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick"]) == 1
     assert "no_such_function" in capsys.readouterr().err
@@ -111,7 +111,19 @@ def test_a_rank_that_fails_is_an_outcome(
         (["--system", "local", "--output", "dgx2.toml"], "not the name of a packaged system"),
         (["--system", "local", "--output", "no/such/folder/a.toml"], "a file in a folder that exists"),
         (["--system", "local-gpu"], "a machine with CUDA devices; none is visible here"),
-        (["--system", "local-gpu", "--gpus", "9"], "--gpus = 9: at most the 0 CUDA devices"),
+        (["--system", "local-gpu", "--gpus", "9"], "a machine with CUDA devices; none is visible here"),
+        (["--system", "local", "--nodes", "2"], "--nodes = 2: with --profile, whose cluster has them"),
+        (
+            ["--system", "dgx2", "--profile", "lab.toml"],
+            "--system = 'dgx2': local, which the nodes of lab.toml",
+        ),
+        (["--system", "local", "--profile", "lab.toml", "--nodes", "-1"], "--nodes = -1: a number of nodes"),
+        (
+            ["--system", "local", "--profile", "lab.toml", "--gpus", "3"],
+            "--gpus = 3: ranks of a node, at most 2",
+        ),
+        (["--system", "local", "--profile", "shared.toml"], "--output = "),
+        (["--system", "local", "--profile", "lab.toml"], "SLURM does not answer: sinfo: not found"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(
@@ -123,6 +135,10 @@ def test_what_cannot_be_measured_is_refused_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "cuda_devices", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM here
+    lab = 'system = "local"\n[slurm]\ntasks_per_node = 2\n'
+    Path("lab.toml").write_text(lab)
+    Path("shared.toml").write_text(f'{lab}[storage]\nshared = "{tmp_path}/elsewhere"\n')
     assert cli.main(["calibrate", *arguments]) == 2
     out = capsys.readouterr()
     assert out.out == ""

@@ -1,0 +1,174 @@
+"""One job on all nodes of an allocation whose results the submitting process waits for: ``repro calibrate --profile``.
+
+The same agents and the same launch as a suite's, without a store: results come back in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from repro.config import ConfigError
+from repro.launch import supervise
+from repro.launch.interrupt import Interrupt
+from repro.launch.job import Job, write_json
+from repro.launch.slurm import allocation, channel, controller, nodes, profile, script
+from repro.launch.slurm.cluster import ClusterLaunch
+from repro.launch.slurm.pack import Array
+from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.scheduler import JobState, Scheduler, SchedulerError
+from repro.launch.slurm.stop import REQUEUE, Stop
+
+JOB, ANSWER = "job.json", "answer.json"
+POLL_S = 1.0
+SILENCE_S = 120.0
+"""How long SLURM may not answer."""
+LATE_S = 20.0
+"""Shared folders may show a file this late; a job may take as long to leave the queue."""
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What every task of the job calls.  submitit pickles it; it cannot be requeued."""
+
+    folder: str
+    """On a shared folder: the job, the profile, and the answer."""
+    target: str
+    """What a rank calls, ``module:function``."""
+
+    def __call__(self) -> str:
+        """Run the job as its controller in the first task, and as an agent in the others; the outcome."""
+        environment, folder = dict(os.environ), Path(self.folder)
+        if int(environment.get("SLURM_PROCID", "0")):
+            allocation.serve(controller.channel_of(folder, environment))
+            return ""
+        stop = Stop(controller.job_of(environment))
+        for number in (REQUEUE, signal.SIGTERM):
+            signal.signal(number, stop.note)
+        answer = _run(folder, self.target, stop, environment)
+        write_json(folder / ANSWER, answer)
+        return str(answer["outcome"])
+
+
+def _run(folder: Path, target: str, stop: Stop, environment: dict[str, str]) -> dict[str, Any]:
+    """The answer: outcome, reason, where it ran, the load of this node before, and the ranks' results."""
+    site = profile.load(folder / "profile.toml")
+    umask = controller.PRIVATE if site.private else controller.SHARED
+    os.umask(umask)
+    answer: dict[str, Any] = {"outcome": "error", "load": round(os.getloadavg()[0], 2), "results": []}
+    with controller.crew_of(folder, site, umask, environment) as crew:
+        stop.ended_elsewhere = lambda: crew.terminated
+        count = int(environment.get("SLURM_NTASKS", "1"))
+        complete = crew.gather(count, channel.CONNECT_S, lambda: bool(stop))
+        reports = crew.reports()
+        if not complete:
+            return answer | {"reason": stop.reason or controller.missing_agents(reports, count)}
+        answer["place"] = nodes.place(reports, environment)
+        if wrong := controller.wrong_hardware(reports, site):
+            return answer | {"reason": wrong}
+        launch = ClusterLaunch(
+            Job.load(folder / JOB), folder / "ranks", crew, target=target, on_loss=stop.give_up
+        )
+        ending = supervise.Ending("error")
+        try:
+            launch.start()
+            ending = supervise.watch(launch, interrupted=lambda: stop.reason)
+            answer["results"] = launch.results(0) or []
+        finally:
+            launch.close(keep_logs=None if ending.outcome == "ok" else folder / "ranks")
+    return answer | {"outcome": ending.outcome, "reason": ending.reason}
+
+
+def submit(folder: Path, job: Job, site: Profile, array: Array, name: str, *, target: str) -> str:
+    """Hand the errand to submitit; SLURM's number of it.  ``folder`` exists and every node sees it.
+
+    ``array``: one without bundles, for its shape.  Raises ``SchedulerError``.
+    """
+    import submitit
+
+    job.save(folder / JOB)
+    shutil.copyfile(site.file, folder / "profile.toml")
+    wanted = script.parameters(array, site, name)
+    options = {key: value for key, value in wanted["additional_parameters"].items() if key != "requeue"}
+    wanted["additional_parameters"] = options | {"no_requeue": True}
+    executor = submitit.SlurmExecutor(folder / "submitit", max_num_timeout=0, python=script.python(site))
+    executor.update_parameters(**wanted)
+    try:
+        return str(executor.submit(Errand(str(folder), target)).job_id)
+    except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
+        raise SchedulerError(" ".join(str(error).split())[:400]) from None
+
+
+def wait(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+    """The answer of the job, once it has left the queue; an interrupt cancels it.
+
+    What the job could not say itself is an answer too, with the outcome ``error``.
+    """
+    scheduler, last, heard = Scheduler(), "", time.monotonic()
+    while not interrupt:
+        try:
+            state = scheduler.jobs([job_id]).get(job_id)
+            heard = time.monotonic()
+        except SchedulerError as error:
+            if time.monotonic() - heard > SILENCE_S:
+                return _failed(f"SLURM does not answer any more: {error}")
+            time.sleep(POLL_S)
+            continue
+        if state is None or not state.live:
+            return _answer(folder, LATE_S) or _failed(_how_it_ended(job_id, state, folder))
+        said = f"job {job_id} is {state.state}" + (f": {state.reason}" if state.reason else "")
+        if said != last and not quiet:
+            print(f"{said} {state.nodes}".strip(), file=sys.stderr)
+        last = said
+        time.sleep(POLL_S)
+    try:
+        scheduler.cancel([job_id])
+        end = time.monotonic() + LATE_S
+        while time.monotonic() < end and scheduler.jobs([job_id]).get(job_id, JobState(state="GONE")).live:
+            time.sleep(POLL_S)
+    except SchedulerError as error:
+        return _failed(f"job {job_id} could not be cancelled: {error}")
+    return {"outcome": "interrupted", "reason": f"cancelled job {job_id}", "results": []}
+
+
+def _answer(folder: Path, seconds: float) -> dict[str, Any] | None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            answer: dict[str, Any] = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
+            return answer
+        except FileNotFoundError:
+            # Something in the folder means that the job began, and may have written what is not seen here yet.
+            if time.monotonic() > end or not list((folder / "submitit").glob("*.out")):
+                return None
+            time.sleep(POLL_S)
+
+
+def _failed(reason: str) -> dict[str, Any]:
+    return {"outcome": "error", "reason": reason, "results": []}
+
+
+def _how_it_ended(job_id: str, state: JobState | None, folder: Path) -> str:
+    """One line: SLURM's word, and the last line that the first task wrote to standard error."""
+    word = f"{state.state} {state.reason}".strip() if state is not None else "an unknown state"
+    lines = []
+    for path in sorted((folder / "submitit").glob("*_0_log.err")):
+        lines += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    said = f": {lines[-1][:300]}" if lines else ""
+    return f"job {job_id} ended in {word}{said}"
+
+
+def check_place(site: Profile, folder: Path) -> None:
+    """Every node sees ``folder``.  Raises ``ConfigError``."""
+    if site.storage.shared:
+        shared = Path(site.storage.shared).expanduser()
+        if not folder.resolve().is_relative_to(shared.resolve()):
+            expected = f"a file below {shared}, the shared folder of {site.file}"
+            raise ConfigError("--output", str(folder), expected)
