@@ -14,11 +14,12 @@ class Stopped(Exception):
 class Interrupt:
     """While entered, SIGINT, SIGTERM and SIGHUP only set ``signal``; a signal that is ignored stays so."""
 
-    stop_s = 300.0
-    """How long ranks that were asked to stop may take for their step and for the checkpoint."""
+    STOP_S = 300.0
 
     def __init__(self) -> None:
         self.signal = 0
+        self.again = False
+        """Whether a second signal came: somebody does not want to wait."""
         self._previous: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
@@ -28,6 +29,11 @@ class Interrupt:
     def reason(self) -> str:
         """Who stopped it; empty until somebody does."""
         return "stopped by the user" if self else ""
+
+    @property
+    def stop_s(self) -> float:
+        """How long ranks that were asked to stop may take for their step and for the checkpoint."""
+        return 0.0 if self.again else self.STOP_S
 
     def __enter__(self) -> Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -44,4 +50,5 @@ class Interrupt:
             signal.signal(number, previous)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self.again = self.signal != 0
         self.signal = self.signal or number

@@ -156,6 +156,7 @@ class Runner:
         launch = self.launcher.launch(job, logs / job.experiments[0].key)
         finished: dict[int, list[dict[str, Any]]] = {}
         blamed: list[int] = []
+        told: list[bool] = []
 
         def harvest(spent_s: list[float]) -> None:
             """Record what has come in, in order; compared experiments come in together, at the end."""
@@ -170,6 +171,9 @@ class Runner:
         def tick(position: Position, spent_s: list[float]) -> None:
             self.progress.tick(position)
             harvest(spent_s)
+            if self.interrupt and not told:
+                told.append(True)
+                self.progress.say("waiting for the step and its checkpoint; a second signal ends it at once")
 
         try:
             ending = _watched(launch, self.interrupt, tick)
@@ -201,7 +205,9 @@ def _watched(
             raise
         reason = f"disk full while starting the ranks: {error.filename or launch.logs}"
         return supervise.Ending("error", reason, -1, [0.0] * len(launch.job.experiments))
-    return supervise.watch(launch, interrupted=lambda: interrupt.reason, stop_s=interrupt.stop_s, tick=tick)
+    return supervise.watch(
+        launch, interrupted=lambda: interrupt.reason, stop_s=lambda: interrupt.stop_s, tick=tick
+    )
 
 
 def _blamed(job: Job, ending: supervise.Ending, finished: Container[int]) -> list[int]:

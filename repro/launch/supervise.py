@@ -80,12 +80,12 @@ def watch(
     launch: Launch,
     *,
     interrupted: Callable[[], str] = lambda: "",
-    stop_s: float = STOP_S,
+    stop_s: Callable[[], float] = lambda: STOP_S,
     tick: Callable[[Position, list[float]], None] = lambda position, spent_s: None,
 ) -> Ending:
     """Wait for all ranks; kill and reap them if one fails, all stall, time is up or ``interrupted()`` says why.
 
-    An interrupted experiment with checkpoints is first asked to write one and to end, and has ``stop_s`` for it.
+    An interrupted experiment with checkpoints is first asked to write one and to end, and has ``stop_s()`` for it.
 
     ``tick`` is called about twenty times a second with the position of rank 0 and the seconds that each
     experiment has had so far.
@@ -98,7 +98,7 @@ def watch(
 
 
 class _Watcher:
-    def __init__(self, launch: Launch, stop_s: float):
+    def __init__(self, launch: Launch, stop_s: Callable[[], float]):
         self.launch, self.stop_s = launch, stop_s
         self.job = launch.job
         self.ranks = range(launch.world)
@@ -142,7 +142,7 @@ class _Watcher:
             self.asked = now if writes else -math.inf
             if writes:
                 self.launch.ask_to_stop()
-        return now - self.asked < self.stop_s
+        return now - self.asked < self.stop_s()
 
     def _collect(self) -> int:
         """Number of ranks that have ended; failures among them are noted once."""

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from repro.results.store import Store
-from tests.launch.runs import finish, run, start, wait_for, write_suite
+from tests.launch.runs import finish, no_orphans, run, start, wait_for, write_suite
 
 EXPERIMENT = """
 [[experiment]]
@@ -42,3 +42,20 @@ def test_a_stopped_run_goes_on_where_it_was_on_fewer_ranks(tmp_path: Path) -> No
     assert record["checkpoints"]["times"] == f"of the steps after {at}, since the last start"
     assert record["checkpoints"]["written"][-1] == at + 6
     assert not record["checkpoints"]["failures"]
+
+
+def test_a_second_signal_does_not_wait_for_the_checkpoint(tmp_path: Path) -> None:
+    """The stand-in for a training writes none, however long one waits."""
+    suite = write_suite(tmp_path, EXPERIMENT.replace("STEPS", "100_000"), limits="hang_s = 60")
+    begun = tmp_path / "begun"
+    process = start(suite, tmp_path / "results", FAKE_LOG=str(begun))
+    wait_for(begun.exists, 60)
+    with no_orphans(process):
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        wait_for(lambda: "a second signal ends it at once" in process.stderr.readline(), 60)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        code, out, _ = finish(process)
+    assert code == 130
+    assert "a: interrupted  stopped by the user (rank" in out
