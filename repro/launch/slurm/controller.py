@@ -53,25 +53,29 @@ def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -
     os.umask(umask)
     stop.delay_s = site.slurm.signal_delay_s
     work = Work.load(folder)
-    bundle = work.bundles[index]
-    state = BundleFile(folder, bundle, job_of(environment), int(environment.get("SLURM_RESTART_COUNT", "0")))
-    tasks = state.remaining(bundle.tasks)
-    with crew_of(folder, site, umask, environment) as crew, Store(folder.parents[1]) as store:
-        stop.ended_elsewhere = lambda: crew.terminated
-        count = int(environment.get("SLURM_NTASKS", "1"))
-        complete = crew.gather(count, channel.CONNECT_S, lambda: bool(stop))
-        reports = crew.reports()
-        place = {"slurm": nodes.place(reports, environment)} if reports else {}
-        recorder = Recorder(work.suite, store, state, place=place)
-        if not complete and not stop:
-            _refuse(recorder, tasks, missing_agents(reports, count))
-        elif complete and (wrong := wrong_hardware(reports, site)):
-            _refuse(recorder, tasks, wrong)
-        elif complete:
-            state.on(place["slurm"]["nodes"])
-            launcher = ClusterLauncher(folder / "logs" / str(index), crew, rank_target(), stop.give_up)
-            Runner(recorder, state, stop, launcher, rerun=work.rerun).run(tasks)
-        state.end(signal=stop.signal, reason=stop.reason if state.open else "")
+    restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
+    state = BundleFile(folder, work.bundles[index], job_of(environment), restarts)
+    tasks = state.remaining(work.bundles[index].tasks)
+    try:
+        with crew_of(folder, site, umask, environment) as crew, Store(folder.parents[1]) as store:
+            stop.ended_elsewhere = lambda: crew.terminated
+            count = int(environment.get("SLURM_NTASKS", "1"))
+            complete = crew.gather(count, channel.CONNECT_S, lambda: bool(stop))
+            reports = crew.reports()
+            place = {"slurm": nodes.place(reports, environment)} if reports else {}
+            recorder = Recorder(work.suite, store, state, place=place)
+            if not complete and not stop:
+                _refuse(recorder, tasks, missing_agents(reports, count))
+            elif complete and (wrong := wrong_hardware(reports, site)):
+                _refuse(recorder, tasks, wrong)
+            elif complete:
+                state.on(place["slurm"]["nodes"])
+                launcher = ClusterLauncher(folder / "logs" / str(index), crew, rank_target(), stop.give_up)
+                Runner(recorder, state, stop, launcher, rerun=work.rerun).run(tasks)
+    except Exception as error:
+        state.end(reason=f"{type(error).__name__}: {error}")
+        raise
+    state.end(signal=stop.signal, reason=stop.reason if state.open else "")
     return state
 
 
@@ -116,7 +120,9 @@ def address_of(interface: str, environment: dict[str, str], file: str) -> str:
     }
     if interface:
         first = interface.removeprefix("=").split(",")[0]
-        found = [address for name, own in ours.items() if name.startswith(first) for address in own]
+        # NCCL takes a name for a prefix; the interface of just that name comes first.
+        names = sorted((name for name in ours if name.startswith(first)), key=lambda name: name != first)
+        found = [address for name in names for address in ours[name]]
         if not found:
             expected = f"an interface of {socket.gethostname()} with an IPv4 address: {', '.join(ours)}"
             raise ConfigError("interface", interface, expected, file=file, where="environment")

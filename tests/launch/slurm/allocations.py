@@ -160,7 +160,7 @@ class Srun:
             current = self.submission.state.get("current") or {}
             return name in current.get("names", []) and current["phase"] != "start"
 
-        wait_for(there)
+        wait_for(there, 60)
         return self.ranks()
 
     def kill(self) -> None:

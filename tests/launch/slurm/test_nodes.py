@@ -1,0 +1,186 @@
+"""What nodes report is held against the profile's system, and a failure gets its class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro import systems
+from repro.config import ConfigError, Experiment, Layout, Model
+from repro.launch.device import cuda_index
+from repro.launch.failures import CLASSES, failure
+from repro.launch.plan import Task
+from repro.launch.slurm import agent, bundle, controller, stop
+from repro.launch.slurm.nodes import Report, mismatch, place
+from repro.suites import Comparison
+
+V100 = ("Tesla V100-SXM3-32GB", 34_057_748_480, "7.0")
+MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
+
+
+def card(name: str, memory: int, capability: str, number: int) -> dict[str, Any]:
+    return {"uuid": f"GPU-{number}", "name": name, "memory_bytes": memory, "compute_capability": capability}
+
+
+def node(
+    name: str, index: int, kind: tuple[str, int, str], *, tasks: int = 16, bound: bool = False
+) -> list[Report]:
+    """All tasks of a node; ``bound``: each sees its own GPU only."""
+    cards = [card(*kind, number) for number in range(tasks)]
+    return [
+        Report(node=name, node_index=index, local=i, task=index * tasks + i, tasks=tasks,
+               gpus=[cards[i]] if bound else cards)
+        for i in range(tasks)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_the_right_nodes_are_right(bound: bool) -> None:
+    reports = node("n1", 0, V100, bound=bound) + node("n2", 1, V100, bound=bound)
+    assert mismatch(reports, systems.load("dgx2"), 16) == ""
+
+
+@pytest.mark.parametrize(
+    ("system", "kind"),
+    [
+        ("dgx-a100-40gb", ("NVIDIA A100-SXM4-40GB", 42_405_855_232, "8.0")),
+        ("dgx-h100", ("NVIDIA H100 80GB HBM3", 85_520_809_984, "9.0")),
+        ("dgx1-v100-16gb", ("Tesla V100-SXM2-16GB", 16_944_988_160, "7.0")),
+        ("lowbw-v100", ("Tesla V100-PCIE-16GB", 16_945_512_448, "7.0")),
+        ("yuan", ("NVIDIA A100-SXM4-80GB", 85_198_897_152, "8.0")),
+    ],
+)
+def test_names_that_drivers_give(system: str, kind: tuple[str, int, str]) -> None:
+    assert mismatch(node("n1", 0, kind, tasks=4), systems.load(system), 4) == ""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("NVIDIA A100-SXM4-80GB", 85_198_897_152, "8.0"),
+        ("Tesla V100-SXM2-32GB", 34_058_272_768, "7.0"),  # other clocks than a DGX-2's
+        ("Tesla V100-SXM3-16GB", 16_944_988_160, "7.0"),
+    ],
+)
+def test_other_cards_are_named_with_their_node(kind: tuple[str, int, str]) -> None:
+    reports = node("n1", 0, V100) + node("n2", 1, kind, tasks=8)
+    assert mismatch(reports, systems.load("dgx2"), 16) == (
+        f"wrong hardware: node n2 has 8 x {kind[0]} ({kind[1] / 1e9:.0f} GB)"
+        " where dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
+    )
+
+
+def test_two_tasks_never_share_a_gpu() -> None:
+    shared = [
+        Report(**{**report.message(), "gpus": [card(*V100, 0)]}) for report in node("n1", 0, V100, tasks=2)
+    ]
+    assert mismatch(shared, systems.load("dgx2"), 16).startswith("wrong hardware: node n1 has 1 x Tesla V100")
+
+
+def test_a_ranks_gpu() -> None:
+    assert [cuda_index(local, 8) for local in (0, 7)] == [0, 7]
+    assert cuda_index(5, 1) == 0
+    with pytest.raises(RuntimeError, match="no GPU for local rank 4: 4 visible"):
+        cuda_index(4, 4)
+
+
+def test_provenance_has_no_addresses_and_groups_equal_nodes() -> None:
+    environment = {
+        "SLURM_ARRAY_JOB_ID": "12",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_JOB_USER": "me",
+        "SECRET": "x",
+    }
+    said = place(node("n1", 0, V100, tasks=2) + node("n2", 1, V100, tasks=2), environment)
+    assert (said["job_id"], said["array_task"], said["nodes"]) == ("12", "3", ["n1", "n2"])
+    assert [kind["nodes"] for kind in said["hardware"]] == [["n1", "n2"]]
+    assert "me" not in said.values()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason", "state", "expected"),
+    [
+        ("ok", "", "", ""),
+        ("diverged", "loss is nan at step 3", "", ""),
+        ("oom", "rank 1 at step 3: MemoryError", "", "out-of-memory"),
+        ("timeout", "not done after 2 s (limits.timeout_s)", "", "time-out"),
+        ("hang", "no progress for 60 s (limits.hang_s): rank 1 is behind", "", "hang"),
+        ("error", "rank 1 was killed by signal 9 (SIGKILL) at step 1", "", "rank-killed"),
+        ("error", "rank 3 at step 1: DistBackendError: NCCL error in: x.cpp", "", "nccl"),
+        ("error", "rank 2 at step 4: lost node n2: no word from its agent for 15 s", "COMPLETED", "lost-node"),
+        ("error", "wrong hardware: node n2 has no GPU where ...", "", "wrong-hardware"),
+        ("interrupted", "stopped by SLURM (SIGUSR2): preempted (rank 0 was at start-up)", "", "preempted"),
+        ("interrupted", "stopped by SLURM (SIGUSR2): time limit (rank 0 ...)", "", "time-limit"),
+        ("interrupted", "stopped by SLURM (SIGTERM): preempted or at its time limit", "CANCELLED by 0", "cancelled"),
+        ("interrupted", "node failure on n2", "NODE_FAIL", "node-failure"),
+        ("", "", "OUT_OF_MEMORY", "out-of-memory"),
+        ("", "", "RUNNING", ""),
+        ("error", "rank 0 ended with exit code 7 at step 1", "", "error"),
+    ],
+)  # fmt: skip
+def test_classes_of_failures(outcome: str, reason: str, state: str, expected: str) -> None:
+    assert failure(outcome, reason, state) == expected
+    assert expected in ("", *CLASSES)
+
+
+def experiment(name: str, seed: int) -> Experiment:
+    return Experiment(name=name, model=MODEL, layout=Layout(dp=seed))
+
+
+def test_what_ended_is_not_begun_again() -> None:
+    a, b, c = (experiment(name, seed) for seed, name in enumerate("abc", 1))
+    compared = Task(experiments=(a, b, c), comparison=Comparison(baseline="a", subjects=("b", "c"), rounds=2))
+
+    def left(ended: dict[str, str], task: Task = compared) -> list[tuple[str, bool]]:
+        rest = bundle._rest(task, ended)
+        return [("".join(e.name for e in t.experiments), t.comparison is not None) for t in rest]
+
+    assert left({}) == [("abc", True)]
+    assert left({"b": "error"}) == [("ac", True)]
+    assert left({"a": "ok", "b": "ok"}) == [("ac", True)], "a comparison needs its baseline beside it"
+    assert left({"a": "oom"}) == [("bc", False)]
+    assert left({"a": "ok", "b": "ok", "c": "hang"}) == []
+    assert left({"a": "hang"}, Task(experiments=(a, b))) == [("b", False)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("JobState=CANCELLED PreemptTime=None EndTime=2026-11-21T10:00:00", "cancelled"),
+        ("JobState=NODE_FAIL", "node failure"),
+        ("JobState=RUNNING PreemptTime=2026-11-21T10:00:00", "preempted"),
+        ("JobState=RUNNING PreemptTime=None EndTime=2020-01-01T10:00:00", "time limit"),
+        ("JobState=RUNNING PreemptTime=None EndTime=2120-01-01T10:00:00", "preempted"),
+        ("JobState=RUNNING EndTime=Unknown", "preempted or at its time limit"),
+        ("", "preempted or at its time limit"),
+    ],
+)
+def test_what_a_signal_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, expected: str
+) -> None:
+    program = tmp_path / "scontrol"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert stop.meaning("7", 90) == expected
+
+
+def test_the_address_is_the_interfaces_or_is_asked_for() -> None:
+    assert controller.address_of("lo", {}, "site.toml") == "127.0.0.1"
+    assert controller.address_of("", {"SLURM_JOB_NUM_NODES": "1"}, "site.toml") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"site.toml: environment.interface = 'ib7': an interface of"):
+        controller.address_of("ib7", {}, "site.toml")
+
+
+def test_folders_of_killed_agents_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "work_parent", lambda: tmp_path)
+    dead = tmp_path / f"{agent.FOLDER}dead"
+    dead.mkdir()
+    (dead / agent.LOCK).touch()
+    first, _ = agent.own_folder()
+    second, _ = agent.own_folder()
+    assert not dead.exists()
+    assert first.exists()
+    assert second.exists()
