@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from repro.kernels.cuda import adamw as cuda
+from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, operator
 
 CHUNK = 2**20
@@ -104,6 +106,7 @@ adamw_operator = operator(
     _adamw,
     _shape,
 )
+use("adamw_", cuda.adamw_, _adamw)
 
 
 def adamw_(

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.on_cpu import COMPILER, Host
+
 EPSILON = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -36,3 +38,18 @@ def close() -> Callable[..., None]:
         torch.testing.assert_close(actual.double(), expected.double(), rtol=epsilon, atol=epsilon * scale)
 
     return check
+
+
+@pytest.fixture(scope="session")
+def session_host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    if COMPILER is None:
+        pytest.skip("needs g++ to run the CUDA sources on the CPU")
+    return Host(tmp_path_factory.mktemp("cuda_on_cpu"))
+
+
+@pytest.fixture(params=[False, True], ids=["", "reversed"])
+def host(session_host: Host, request: pytest.FixtureRequest) -> Host:
+    """Runs CUDA sources on the CPU, the threads in either order."""
+    session_host.reversed = request.param
+    session_host.launched.clear()
+    return session_host

@@ -1,0 +1,97 @@
+"""Binding of `adamw.cu`."""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from repro.kernels.cuda.program import Launcher, Program, Unavailable, type_of
+
+SHARDS = 48
+"""Shards in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
+CHUNK = 8192
+"""Elements that a block takes at once."""
+BLOCKS = 8
+"""Blocks on a multiprocessor that fill it."""
+
+
+@cache
+def program(gradient: str, copy: str) -> Program:
+    """For gradients and copies of these types; no copies where `copy` is empty."""
+    layout = struct.Struct("@" + "PPPPPq" * SHARDS + f"{SHARDS}i" + "PPPP" + "6f" + "i" + "0P")
+    definitions = (
+        ("GRADIENT", gradient),
+        ("COPY", copy or "float"),
+        ("HAS_COPY", int(bool(copy))),
+        ("SHARDS", SHARDS),
+        ("CHUNK", CHUNK),
+    )
+    return Program("adamw", definitions, layout, ("adamw",), 256)
+
+
+def examples() -> list[Program]:
+    """What training in fp16 on fp32 gradients compiles, and in bf16."""
+    return [program("float", "half"), program("bfloat16", "bfloat16")]
+
+
+def adamw_(
+    on: Launcher,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    copies: list[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One launch for every 48 shards of the same types."""
+    states, scalars = [*masters, *exp_avgs, *exp_avg_sqs], [step, lr, grad_scale, found_inf]
+    if any(t.dtype != torch.float32 for t in [*states, *scalars] if t is not None):
+        raise Unavailable("adamw_ needs masters, moments and scalars in fp32")
+    if not all(t.is_contiguous() for t in [*states, *grads, *copies]):
+        raise Unavailable("adamw_ needs contiguous shards")
+    groups: dict[Program, list[int]] = {}
+    for i, grad in enumerate(grads):
+        if masters[i].numel():
+            kind = program(type_of(grad), type_of(copies[i]) if copies else "")
+            groups.setdefault(kind, []).append(i)
+    loaded = [(on.load(kind), kind, members) for kind, members in groups.items()]
+    tail = (
+        step.data_ptr(),
+        lr.data_ptr(),
+        0 if grad_scale is None else grad_scale.data_ptr(),
+        0 if found_inf is None else found_inf.data_ptr(),
+        *(beta1, beta2, _log(beta1), _log(beta2), eps, weight_decay),
+    )
+    for kernel, kind, members in loaded:
+        for start in range(0, len(members), SHARDS):
+            part = members[start : start + SHARDS]
+            shards: list[int] = []
+            chunks: list[int] = []
+            total = 0
+            for i in part:
+                count = masters[i].numel()
+                total += -(-count // CHUNK)
+                chunks.append(total)
+                copy = copies[i].data_ptr() if copies else 0
+                shards += (masters[i].data_ptr(), grads[i].data_ptr(), exp_avgs[i].data_ptr())
+                shards += (exp_avg_sqs[i].data_ptr(), copy, count)
+            missing = SHARDS - len(part)
+            arguments = kind.arguments.pack(
+                *shards, *[0] * (6 * missing), *chunks, *[0] * missing, *tail, len(part)
+            )
+            kernel.launch("adamw", min(total, BLOCKS * on.processors), arguments)
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf

@@ -1,0 +1,43 @@
+// Sums and maxima over the threads of a block. Every thread must call them, and every thread gets the result.
+#pragma once
+#include "number.cuh"
+
+struct Add {
+  static __device__ float of(float a, float b) { return a + b; }
+  static __device__ float none() { return 0.0f; }
+};
+struct Larger {
+  static __device__ float of(float a, float b) { return larger(a, b); }
+  static __device__ float none() { return -infinity(); }
+};
+
+// N reductions at once, for the price of one pair of barriers. Their order is fixed: a result is reproducible.
+template <class Op, int N>
+__device__ inline void reduce(float (&values)[N]) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2)
+#pragma unroll
+    for (int n = 0; n < N; ++n) values[n] = Op::of(values[n], __shfl_xor_sync(0xffffffffu, values[n], lane));
+  constexpr int WARPS = THREADS / 32;
+  if (WARPS == 1) return;
+  __shared__ float of_warp[N][32];
+  __syncthreads();  // an earlier reduction may still be read
+  if (threadIdx.x % 32 == 0)
+#pragma unroll
+    for (int n = 0; n < N; ++n) of_warp[n][threadIdx.x / 32] = values[n];
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    values[n] = threadIdx.x % 32 < WARPS ? of_warp[n][threadIdx.x % 32] : Op::none();
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2)
+      values[n] = Op::of(values[n], __shfl_xor_sync(0xffffffffu, values[n], lane));
+  }
+}
+
+template <class Op>
+__device__ inline float reduce(float value) {
+  float values[1] = {value};
+  reduce<Op>(values);
+  return values[0];
+}

@@ -1,0 +1,85 @@
+"""A launcher that runs the kernels' own sources on the CPU: the bindings and sources of a GPU, tested without one."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from repro.kernels.cuda.program import SOURCES, Program
+
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+COMPILER = shutil.which("g++")
+
+_ENTRY = """
+static Arguments of_{name};
+extern "C" const char* on_cpu_{name}(int blocks, int reversed, const void* arguments) {{
+  memcpy(&of_{name}, arguments, sizeof of_{name});
+  return on_cpu::run(blocks, THREADS, reversed, [] {{ {name}(of_{name}); }});
+}}
+"""
+
+
+class Host:
+    """Stands for a device of two multiprocessors."""
+
+    processors = 2
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.reversed = False
+        """The threads of a block run in the other order."""
+        self.launched: list[str] = []
+        self._loaded: dict[Program, HostProgram] = {}
+
+    def load(self, program: Program) -> HostProgram:
+        if program not in self._loaded:
+            self._loaded[program] = HostProgram(self, program, self.folder / f"{len(self._loaded)}")
+        return self._loaded[program]
+
+
+class HostProgram:
+    """A program as a shared object."""
+
+    def __init__(self, host: Host, program: Program, path: Path):
+        self.host = host
+        entries = "".join(_ENTRY.format(name=name) for name in program.kernels)
+        path.with_suffix(".cpp").write_text(f'#include "{HEADER}"\n{program.text}\n{entries}')
+        command = [COMPILER or "g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
+        command += ["-U_FORTIFY_SOURCE", f"-I{SOURCES / 'cuda'}", "-o", str(path.with_suffix(".so"))]
+        done = subprocess.run([*command, str(path.with_suffix(".cpp"))], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:3000]
+        self.library = ctypes.CDLL(str(path.with_suffix(".so")))
+
+    def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
+        assert blocks > 0
+        function = getattr(self.library, f"on_cpu_{kernel}")
+        function.restype = ctypes.c_char_p
+        error = function(blocks, int(self.host.reversed), arguments).decode()
+        assert not error, f"{kernel}: {error}"
+        self.host.launched.append(kernel)
+
+
+def placed(value: Tensor, offset: int = 0) -> tuple[Tensor, Callable[[], None]]:
+    """A copy of a tensor whose first element lies `offset` elements after a 16-byte boundary.
+
+    The second result checks that nothing around it was written.
+    """
+    room = 32
+    size = value.element_size()
+    buffer = torch.full((value.numel() + 2 * room,), 7.0).to(value.dtype)
+    start = room // 2 + (-(buffer.data_ptr() + room // 2 * size) % 16) // size + offset
+    whole = buffer[start : start + value.numel()].view(value.shape)
+    whole.copy_(value)
+    before, after = buffer[:start].clone(), buffer[start + value.numel() :].clone()
+
+    def untouched() -> None:
+        assert torch.equal(buffer[:start], before), "written before the tensor"
+        assert torch.equal(buffer[start + value.numel() :], after), "written beyond the tensor"
+
+    return whole, untouched

@@ -1,0 +1,53 @@
+"""Every CUDA source compiles for V100, A100 and H100 without a GPU, and nothing is spilled."""
+
+from __future__ import annotations
+
+import pytest
+
+from repro.kernels.cuda import compile as compiler
+from repro.kernels.cuda import families
+from repro.kernels.cuda.program import Program, Unavailable
+from repro.kernels.cuda.resources import resources
+
+try:
+    ARCHITECTURES = compiler.architectures()
+    MISSING = ""
+except Unavailable as error:
+    ARCHITECTURES, MISSING = (), str(error)
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+@pytest.mark.parametrize("architecture", [70, 80, 90])
+@pytest.mark.parametrize("program", families.examples(), ids=lambda program: program.name)
+def test_compiles_without_spills(program: Program, architecture: int) -> None:
+    if architecture not in ARCHITECTURES:
+        pytest.skip(f"NVRTC {compiler.version()} does not compile for sm_{architecture}")
+    compiled = compiler.compile(program, compiler.Target(f"sm_{architecture}"))
+    assert compiled.code.startswith(b"\x7fELF")
+    assert not [line for line in compiled.log.splitlines() if "warning" in line and "deprecated" not in line]
+    found = resources(compiled.log)
+    assert set(found) == set(program.kernels)
+    for kernel in found.values():
+        assert kernel.spilled_bytes == kernel.stack_bytes == 0
+        # Of the 65536 of a multiprocessor; 512 threads with 16 bytes each on the way still fill its memory's pipe.
+        assert kernel.registers <= 128
+        assert kernel.registers * program.threads <= 65536
+        assert kernel.shared_bytes <= 48 * 1024
+
+
+def test_the_message_of_the_compiler_reaches_the_user() -> None:
+    good = families.examples()[0]
+    bad = Program(good.source, (*good.definitions, ("float", "nonsense")), good.arguments, good.kernels, 256)
+    with pytest.raises(Unavailable, match=r"does not compile for sm_80: (.|\n)*nonsense"):
+        compiler.compile(bad, compiler.Target("sm_80"))
+
+
+def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "architectures", lambda: (75, 80, 90))
+    monkeypatch.setattr(compiler, "version", lambda: (13, 0))
+    assert compiler.target((8, 0)).architecture == "sm_80"
+    assert compiler.target((8, 9)).architecture == "sm_80"
+    assert compiler.target((12, 0)).architecture == "compute_90"
+    with pytest.raises(Unavailable, match=r"NVRTC 13.0 does not compile for sm_70, only from sm_75 on; pip"):
+        compiler.target((7, 0))
