@@ -31,7 +31,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 	$(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
 
 # Published layouts on hundreds of GPUs, a second or less each.
-SIMULATED := zero_states zero_limits zero_r turing_nlg
+SIMULATED := zero_memory zero_r turing_nlg
 
 .PHONY: help smoke test test-slurm check benchmarks format clean slurm-packages slurm-lab slurm-lab-down
 .DELETE_ON_ERROR:

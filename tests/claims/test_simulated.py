@@ -97,14 +97,14 @@ def test_names_put_together_lead_to_their_experiments() -> None:
     claim = LEDGER.claim("zero-table1-per-device-memory")
     row = next(row for row in claim.rows if row.label == "DP 64: 1T P_os+g")
     (evidence,) = (e for e in row.evidence if e.kind == "simulated")
-    assert experiments(evidence.value, row.variables) == ["zero_states/1t-z2-n64"]
+    assert experiments(evidence.value, row.variables) == ["zero_memory/1t-z2-n64"]
 
 
 def test_what_is_missing_says_how_to_simulate_it() -> None:
     (result,) = (r for r in judge(LEDGER, []) if r.claim.id == "zero-fig1-7p5b")
     finding = next(f for f in result.rows[0].findings if f.kind == "simulated")
     assert finding.verdict == NOT_RUN
-    assert finding.reason.endswith("`repro run suites/zero_states.toml --evidence simulated`")
+    assert finding.reason.endswith("`repro run suites/zero_memory.toml --evidence simulated`")
 
 
 def simulated(suite: str, *names: str) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def test_table_1_comes_out_with_the_papers_own_digits() -> None:
         *("7.5b-z1-n4", "7.5b-z2-n4", "7.5b-z3-n1024", "128b-z1-n1024", "128b-z2-n1024", "128b-z3-n64"),
         *("1t-z1-n64", "1t-z2-n256", "1t-z3-n256"),
     )
-    records = simulated("zero_states", *names)
+    records = simulated("zero_memory", *names)
     (result,) = (r for r in judge(LEDGER, records) if r.claim.id == "zero-table1-per-device-memory")
     seen = 0
     for row in result.rows:
@@ -165,7 +165,7 @@ def test_mp_16_to_4() -> None:
 def test_a_calibrated_value_is_shown_and_judged_by_nothing_simulated() -> None:
     ledger = LEDGER.claim("meg1-baseline-39tf")
     made = record("meg1-1.2b-mp1", "ok") | {
-        "suite": "megatron",
+        "suite": "megatron_2019",
         "metrics": {"hardware_flops_per_s.device": 39e12},
     }
     (result,) = (r for r in judge(LEDGER, [made]) if r.claim.id == ledger.id)
@@ -192,7 +192,7 @@ def test_an_order_is_rising_or_not() -> None:
     for rates, verdict in (((1, 2, 3, 4), REPRODUCED), ((1, 3, 3, 4), NOT_REPRODUCED)):
         records = [
             record(f"fig8-c{number}-60b", "ok")
-            | {"suite": "throughput_zero", "metrics": {"hardware_flops_per_s.device": rate}}
+            | {"suite": "zero_throughput", "metrics": {"hardware_flops_per_s.device": rate}}
             for number, rate in enumerate(rates, 1)
         ]
         (result,) = (r for r in judge(LEDGER, records) if r.claim.id == "zero-table9-fig8-ablation")

@@ -59,8 +59,8 @@ def found(*records: dict[str, Any]) -> list[Point]:
 
 def test_one_run_counts_once_in_its_family() -> None:
     """142 published; also as PFLOP/s of all GPUs and as a share of peak."""
-    seen = found(record("megatron", "table1-7.5b", 150e12))
-    assert {point.runs for point in seen} == {("megatron/table1-7.5b",)}
+    seen = found(record("megatron_2021", "table1-7.5b", 150e12))
+    assert {point.runs for point in seen} == {("megatron_2021/table1-7.5b",)}
     (point,) = (point for point in seen if not point.left_out)
     assert (point.unit, point.family, point.kind) == ("TFLOP/s", A100_MEGATRON, RATE)
     assert point.published == 142
@@ -75,9 +75,9 @@ def test_times_are_compared_as_rates() -> None:
 
 
 def test_calibration_and_bounds_count_for_nothing() -> None:
-    base = record("megatron", "meg1-1.2b-mp1", 39e12)
+    base = record("megatron_2019", "meg1-1.2b-mp1", 39e12)
     assert {point.left_out for point in found(base)} == {CALIBRATION}
-    seen = found(record("throughput_zero", "fig2-100b-zero", 40e12))
+    seen = found(record("zero_throughput", "fig2-100b-zero", 40e12))
     reasons = {point.label: point.left_out for point in seen if point.claim == "zero-fig2-throughput"}
     assert reasons == {
         "100B per GPU (text)": BOUND,
@@ -88,7 +88,7 @@ def test_calibration_and_bounds_count_for_nothing() -> None:
 
 def test_ratios_have_two_runs_and_a_side() -> None:
     name = "ds-64gpu-table/4B:-DeepSpeed-over-Megatron"
-    both = [record("throughput_deepspeed", f"64gpu-4b-{who}", 1e12) for who in ("deepspeed", "megatron")]
+    both = [record("deepspeed_64gpu", f"64gpu-4b-{who}", 1e12) for who in ("deepspeed", "megatron")]
     for megatron, right in ((50, True), (120, False)):
         both[1]["metrics"]["samples_per_s"] = megatron
         point = counted(*both)[name]
@@ -98,9 +98,9 @@ def test_ratios_have_two_runs_and_a_side() -> None:
 
 def test_statistics_by_family() -> None:
     seen = found(
-        record("throughput_zero", "fig2-8b-megatron", 23.2e12 * 1.1),
-        record("throughput_zero", "fig2-40b-megatron", 5.0e12 * 2),
-        record("throughput_zero", "fig2-8b-zero", 36.9e12 * 0.95),
+        record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 1.1),
+        record("zero_throughput", "fig2-40b-megatron", 5.0e12 * 2),
+        record("zero_throughput", "fig2-8b-zero", 36.9e12 * 0.95),
     )
     by_name = {family.name: family for family in families(seen)}
     assert set(by_name) == {V100_MEGATRON, V100_ZERO, "all rates", "ratios"}
@@ -128,9 +128,9 @@ def test_every_row_about_time_reads_experiments_that_exist() -> None:
 def store(tmp_path: Path) -> Path:
     with Store(tmp_path / "results") as opened:
         for made in (
-            record("throughput_zero", "fig2-8b-megatron", 20e12),
-            record("throughput_zero", "fig2-8b-zero", 40e12),
-            record("megatron", "meg1-1.2b-mp1", 39e12),
+            record("zero_throughput", "fig2-8b-megatron", 20e12),
+            record("zero_throughput", "fig2-8b-zero", 40e12),
+            record("megatron_2019", "meg1-1.2b-mp1", 39e12),
         ):
             opened.append(made)
     return tmp_path / "results"
@@ -162,13 +162,13 @@ def test_nothing_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_picture_shows_what_counts() -> None:
     seen = found(
-        record("throughput_zero", "fig2-8b-megatron", 40e12),
-        record("throughput_zero", "fig2-8b-zero", 40e12),
-        record("megatron", "meg1-1.2b-mp1", 39e12),
+        record("zero_throughput", "fig2-8b-megatron", 40e12),
+        record("zero_throughput", "fig2-8b-zero", 40e12),
+        record("megatron_2019", "meg1-1.2b-mp1", 39e12),
     )
     drawing = draw_all([], [], (), seen)[-1]
     assert drawing.figure is not None
-    assert drawing.records == ("throughput_zero/fig2-8b-megatron", "throughput_zero/fig2-8b-zero")
+    assert drawing.records == ("zero_throughput/fig2-8b-megatron", "zero_throughput/fig2-8b-zero")
     left, right = drawing.figure.axes
     texts = [text.get_text() for axes in (left, right) for text in axes.texts]
     assert "zero-fig2-throughput, 8B" in texts

@@ -20,9 +20,12 @@ def published(name: str) -> dict[str, Experiment]:
     return {e.experiment.name: e.experiment for e in entries if e.experiment.system != "local"}
 
 
-YUAN, MEGATRON, ZERO_R = published("yuan"), published("megatron"), published("zero_r")
-LIMITS, STATES, TURING = published("zero_limits"), published("zero_states"), published("turing_nlg")
-EVERYTHING = {**YUAN, **MEGATRON, **ZERO_R, **LIMITS, **STATES, **TURING}
+YUAN, ZERO_R, TURING = published("yuan"), published("zero_r"), published("turing_nlg")
+MEGATRON = published("megatron_2019") | published("megatron_2021")
+MEMORY = published("zero_memory")
+STATES = {name: e for name, e in MEMORY.items() if re.search(r"^(7\.5b|128b|1t)-.*-n\d+", name)}
+LIMITS = {name: e for name, e in MEMORY.items() if name not in STATES}
+EVERYTHING = {**YUAN, **MEGATRON, **ZERO_R, **MEMORY, **TURING}
 
 PRINTED = {
     # GPUs and global batch, as printed.  PRESS 002; MEG1 Tables 1, 2, 7; MEG2 Table 2, Fig. 12, 16, 18.
@@ -163,7 +166,8 @@ def lines(claim: str, column: str) -> list[tuple[dict[str, float], str, int]]:
 
 def test_throughput_has_the_printed_batches_degrees_and_shapes() -> None:
     """ZERO3 Tables 5, 6 and 10 and the release's 64-GPU table, line by line, against what is predicted."""
-    zero, release = published("throughput_zero"), published("throughput_deepspeed")
+    zero = published("zero_throughput") | published("zero_superlinear")
+    release = published("deepspeed_64gpu")
     words = {"ZeRO": "zero", "Baseline": "megatron", "DDP": "ddp", "Megatron": "megatron"}
     checked = 0
     for claim, suite, name, column in (
@@ -189,7 +193,10 @@ def test_throughput_has_the_printed_batches_degrees_and_shapes() -> None:
 
 
 def test_software_is_named_wherever_time_is_predicted() -> None:
-    for name in ("throughput_zero", "throughput_deepspeed", "turing_nlg"):
+    for name in (
+        *("zero_throughput", "zero_superlinear", "deepspeed_lowbw", "deepspeed_64gpu"),
+        *("deepspeed_dgx2", "turing_nlg"),
+    ):
         for experiment in published(name).values():
             assert experiment.layout.kernels == "unfused", experiment.name
             assert experiment.training.dropout == experiment.training.attention_dropout == 0.1
@@ -223,10 +230,28 @@ def test_c1_to_c5_are_the_papers_table_3() -> None:
             assert found == switches[match[1]], name
 
 
-@pytest.mark.parametrize("suite", ["yuan", "megatron", "zero_r"])
-def test_twins_fit_one_machine(suite: str) -> None:
-    entries = suites.load(FOLDER / f"{suite}.toml").entries
-    twins = [e.experiment for e in entries if e.experiment.system == "local"]
+FAMILIES = sorted({path.stem for path in FOLDER.glob("*.toml")} - {"smoke", "machine"})
+"""Suites of published cases; the other two are about the machine at hand."""
+
+
+@pytest.mark.parametrize("suite", FAMILIES)
+def test_twins_rehearse_every_suite_on_one_machine(suite: str) -> None:
+    """Few processes and steps, ends that come soon, and a turn of every comparison that a cluster would make."""
+    loaded = suites.load(FOLDER / f"{suite}.toml")
+    twins = {e.experiment.name: e.experiment for e in loaded.entries if e.experiment.system == "local"}
     assert twins
-    assert all(twin.name.startswith("twin-") and twin.layout.world <= 8 for twin in twins)
-    assert {"megatron": 8, "yuan": 8, "zero_r": 4}[suite] == max(twin.layout.world for twin in twins)
+    assert published(suite)
+    for name, twin in twins.items():
+        assert name.startswith("twin-")
+        assert twin.layout.world <= 8
+        assert (twin.limits.timeout_s <= 600, twin.limits.hang_s <= 120) == (True, True), name
+    compared = {entry.baseline in twins for entry in loaded.comparisons}
+    assert compared in (set(), {True, False})
+
+
+@pytest.mark.parametrize("suite", FAMILIES)
+def test_published_sizes_are_compared_apart(suite: str) -> None:
+    """Two of them do not fit a device together; each turn has its untimed steps and at least one that counts."""
+    for comparison in suites.load(FOLDER / f"{suite}.toml").comparisons:
+        assert comparison.apart
+        assert comparison.rounds >= 3

@@ -24,8 +24,8 @@ EVERYTHING = {
 }
 SMALL = (
     *("smoke/states-z3-dp4", "smoke/parity-3d", "smoke/limit-z0-dp2", "smoke/limit-z3-dp2"),
-    *("megatron/twin-3d", "megatron/table1-1.7b", "yuan/twin-deep", "zero_r/twin-c5"),
-    *("zero_states/7.5b-z2-n64", "zero_states/7.5b-z3-n1024", "zero_limits/fig4-dp-1.16b"),
+    *("megatron_2021/twin-3d", "megatron_2021/table1-1.7b", "yuan/twin-deep", "zero_r/twin-c5"),
+    *("zero_memory/7.5b-z2-n64", "zero_memory/7.5b-z3-n1024", "zero_memory/fig4-dp-1.16b"),
 )
 
 

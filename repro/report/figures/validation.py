@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ID, TITLE = "validation", "Published throughput against predicted"
-RUN = "repro run suites/throughput_zero.toml --evidence simulated"
+RUN = "repro run suites/zero_throughput.toml --evidence simulated"
 LOOK = {
     V100_MEGATRON: (VERMILION, "o"),
     V100_ZERO: (BLUE, "s"),
