@@ -133,7 +133,7 @@ class Nodes:
         except SchedulerError as error:
             answer |= {"reason": f"sbatch failed: {error}", "results": []}
         finally:
-            if answer["outcome"] == "error":
+            if answer["outcome"] not in ("ok", "interrupted"):
                 print(f"what the job wrote: {folder}", file=sys.stderr)
             else:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -122,7 +122,8 @@ def wait(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: bool) -> dic
             time.sleep(POLL_S)
             continue
         if state is None or not state.live:
-            return _answer(folder, LATE_S) or _failed(_how_it_ended(job_id, state, folder))
+            patience = LATE_S if state is None or state.state == "COMPLETED" else POLL_S
+            return _answer(folder, patience) or _failed(_how_it_ended(job_id, state, folder))
         said = f"job {job_id} is {state.state}" + (f": {state.reason}" if state.reason else "")
         if said != last and not quiet:
             print(f"{said} {state.nodes}".strip(), file=sys.stderr)
@@ -145,8 +146,7 @@ def _answer(folder: Path, seconds: float) -> dict[str, Any] | None:
             answer: dict[str, Any] = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
             return answer
         except FileNotFoundError:
-            # Something in the folder means that the job began, and may have written what is not seen here yet.
-            if time.monotonic() > end or not list((folder / "submitit").glob("*.out")):
+            if time.monotonic() > end:
                 return None
             time.sleep(POLL_S)
 

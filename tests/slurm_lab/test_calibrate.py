@@ -1,0 +1,76 @@
+"""`repro calibrate --profile` on a real SLURM: links within nodes and between them, and jobs that do not end well."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from repro.config import Layout
+from repro.simulate.collectives import Network
+from repro.systems import load
+from tests.slurm_lab.bench import Bench
+from tests.slurm_lab.cluster import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+
+def command(bench: Bench, output: Path) -> list[str]:
+    """Two nodes of two ranks, as quick as can be."""
+    asked = ["repro", "calibrate", "--system", "local", "--profile", str(bench.profile), "--nodes", "2"]
+    return [*asked, "--gpus", "2", "--quick", "--output", str(output)]
+
+
+@pytest.fixture
+def bench(lab: Lab, tmp_path: Path) -> Bench:
+    return Bench(lab, tmp_path, {"tasks_per_node": 2})
+
+
+def test_a_slow_network_is_measured_as_one(lab: Lab, bench: Bench, tmp_path: Path) -> None:
+    """A link of 1 Gbit/s is 0.125 GB/s, but for the first megabyte of each burst; memory is far faster."""
+    lab.rate("1gbit")
+    try:
+        lab.run(command(bench, tmp_path / "two.toml"), timeout=280)
+    finally:
+        lab.rate("none")
+    system = load(tmp_path / "two.toml")
+    assert (system.nodes.value, system.devices_per_node.value) == (2, 2)
+    network, memory = system.links["inter-node"].bandwidth.value, system.links["memory"].bandwidth.value
+    assert network is not None
+    assert memory is not None
+    assert 0.05e9 < network < 0.15e9
+    assert memory > 2 * network
+    made = system.provenance
+    assert made is not None
+    assert made.ranks == 4
+    assert made.facts["slurm_nodes"] == "n1,n2"
+    assert str(made.facts["slurm_job"]).isdigit()
+    groups = Network(system, Layout(tp=2, dp=2))
+    assert groups.seconds("all_reduce", "dp", 2**23) > 2 * groups.seconds("all_reduce", "tp", 2**23)
+    assert list(tmp_path.glob(".repro*")) == []
+
+
+def test_a_job_that_dies_is_one_line(lab: Lab, bench: Bench, tmp_path: Path) -> None:
+    with lab.background(["exec"], command(bench, tmp_path / "dead.toml")) as process:
+        lab.wait_for("a running job", lab.running)
+        lab.run(["scancel", "--user=root"])
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, said
+    assert "cancel" in errors[0].lower()
+    assert "Traceback" not in said
+    assert not (tmp_path / "dead.toml").exists()
+
+
+def test_ctrl_c_cancels_the_job(lab: Lab, bench: Bench, tmp_path: Path) -> None:
+    with lab.background(["exec"], command(bench, tmp_path / "stopped.toml")) as process:
+        lab.wait_for("a running job", lab.running)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert lab.jobs() == []
+    assert not (tmp_path / "stopped.toml").exists()
+    assert list(tmp_path.glob(".repro*")) == []
