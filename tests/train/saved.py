@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from repro.config import Experiment, Layout
+from repro.config import Experiment, Layout, Model
 from repro.launch.experiment import Run
 from repro.launch.resume import Place
 from repro.parallel import mesh as meshes
@@ -32,9 +32,11 @@ LAYOUTS = {
 }
 
 
-def experiment(layout: Layout, steps: int = WHOLE, every: int = HALF, **training: Any) -> Experiment:
+def experiment(
+    layout: Layout, steps: int = WHOLE, every: int = HALF, model: Model = MODEL, **training: Any
+) -> Experiment:
     settings = {"untimed_steps": 1, "dropout": 0.1, "checkpoint_every": every, **training}
-    return tiny(layout, MODEL, steps=steps, **settings)
+    return tiny(layout, model, steps=steps, **settings)
 
 
 def start(experiment: Experiment, root: Path) -> Run:

@@ -21,6 +21,7 @@ from repro.train.checkpoint.state import STATES
 from tests.launch.runs import fill, small_disk
 from tests.pool import RankPool, forks
 from tests.train.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
+from tests.training import TINY
 
 
 def pass_on(experiment: Experiment, root: Path) -> int:
@@ -124,6 +125,18 @@ def test_the_same_layout_goes_on_to_the_bit(
     expected = whole(checkpoint(tmp_path / "through", through, WHOLE))
     for key, values in whole(checkpoint(tmp_path / "halves", halves, WHOLE)).items():
         assert torch.equal(values, expected[key]), key
+
+
+def test_interleaved_stages_name_their_layers_as_the_model_does(tmp_path: Path, two: RankPool) -> None:
+    """Two chunks a stage, the tied embedding on both, fp16 with master weights."""
+    layout = Layout(pp=2, chunks=2, schedule="interleaved", micro_batch=1, global_batch=4, precision="fp16")
+    wrote = experiment(layout, model=TINY)
+    reads = experiment(replace(LAYOUTS["dp1"], precision="fp16"), model=TINY)
+    two.run(train, wrote, tmp_path, HALF)
+    assert pass_on(reads, tmp_path) == HALF
+    written, again = whole(checkpoint(tmp_path, wrote)), whole(checkpoint(tmp_path, reads))
+    assert written.keys() == again.keys()
+    assert all(torch.equal(values, again[name]) for name, values in written.items())
 
 
 def test_each_rank_writes_only_what_it_owns(tmp_path: Path, two: RankPool) -> None:
