@@ -12,7 +12,7 @@ from repro.config import Experiment, Layout, Model
 from repro.engines import build_engine
 from repro.parallel import mesh as meshes
 from tests.pool import RankPool
-from tests.training import TINY, Trained, micro_batches, smallest, tiny, train
+from tests.training import LEARNING, TINY, Trained, micro_batches, smallest, tiny, train
 
 BATCH = 8
 
@@ -71,10 +71,10 @@ def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
     model = smallest(layout)
-    expected = alone(model=model)
+    expected = alone(model=model, **LEARNING)
     assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
     assert sum(norm > 0.3 for norm in expected.norm) > 10, "clipping must act, or a wrong norm goes unseen"
-    assert_same(run(pool_of(request, layout), tiny(layout, model)), expected, 1e-5, 1e-5)
+    assert_same(run(pool_of(request, layout), tiny(layout, model, **LEARNING)), expected, 1e-5, 1e-5)
 
 
 VARIED = {

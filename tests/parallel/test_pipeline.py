@@ -16,7 +16,7 @@ from repro.parallel.schedule import build, in_flight
 from repro.train.step import MicroBatch, NativeEngine
 from tests.parallel.test_parity import EVERYTHING, alone, assert_same
 from tests.pool import RankPool
-from tests.training import TINY, Trained, micro_batches, smallest, tiny, train
+from tests.training import LEARNING, TINY, Trained, micro_batches, smallest, tiny, train
 
 BATCH = 8
 PP2 = Layout(pp=2, micro_batch=1, global_batch=BATCH)
@@ -73,9 +73,9 @@ def ranks_of(request: pytest.FixtureRequest, experiment: Experiment) -> list[Tra
     return RAN[experiment]
 
 
-def twenty_steps(layout: Layout) -> Experiment:
+def twelve_steps(layout: Layout) -> Experiment:
     """The experiment whose losses are those of one process, and whose last step shows the layout's traffic."""
-    return tiny(layout, smallest(layout))
+    return tiny(layout, smallest(layout), **LEARNING)
 
 
 def two_steps(layout: Layout) -> Experiment:
@@ -85,7 +85,7 @@ def two_steps(layout: Layout) -> Experiment:
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *EIGHT], ids=name_of)
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
-    found, expected = ranks_of(request, twenty_steps(layout)), alone(model=smallest(layout))
+    found, expected = ranks_of(request, twelve_steps(layout)), alone(model=smallest(layout), **LEARNING)
     assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
     assert_same(whole(found), expected, 1e-5, 1e-5)
 
@@ -169,7 +169,7 @@ def _live_activations(experiment: Experiment) -> dict[str, Any]:
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, recompute: bool) -> None:
     """2104.04473 sec. 3.2: bsh per boundary, direction and micro-batch; tp and dp as without a pipeline."""
-    experiment = two_steps(layout) if recompute else twenty_steps(layout)
+    experiment = two_steps(layout) if recompute else twelve_steps(layout)
     found, layout = ranks_of(request, experiment), experiment.layout
     m, v, t = layout.accumulation, layout.chunks, layout.tp
     b, s, h = layout.micro_batch, experiment.seq, TINY.hidden
