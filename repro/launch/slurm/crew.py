@@ -52,6 +52,9 @@ class Crew:
         for sock in (self._ear, self._bell):
             sock.setblocking(False)
         self._links: dict[Link, int] = {}
+        self._link_of: dict[int, Link] = {}
+        self._addressed: set[int] = set()
+        self._looked = time.monotonic()
         self._over = False
         self._thread = threading.Thread(target=self._run, name="crew", daemon=True)
         self._thread.start()
@@ -89,6 +92,7 @@ class Crew:
         """Say something to one agent; nothing happens if it is lost."""
         with self._lock:
             self.members[task].outbox.append(message)
+            self._addressed.add(task)
         self._ring()
 
     def lost(self, task: int) -> str:
@@ -106,8 +110,9 @@ class Crew:
         if dismiss:
             with self._lock:
                 self._leaving = True
-                for member in self.members.values():
+                for task, member in self.members.items():
                     member.outbox.append({"do": "end"})
+                    self._addressed.add(task)
             self._ring()
             end = time.monotonic() + END_S
             while time.monotonic() < end:
@@ -155,9 +160,6 @@ class Crew:
                 elif isinstance(key.fileobj, Link):
                     self._hear(key.fileobj, selector)
             self._speak(selector)
-            for link in self._door.late():
-                selector.unregister(link)
-                link.close()
 
     def _hear(self, link: Link, selector: selectors.BaseSelector) -> None:
         try:
@@ -166,7 +168,9 @@ class Crew:
                 hello = self._door.greet(link)
                 if hello is not None:
                     self._links[link] = int(hello["report"]["task"])
+                    self._link_of[self._links[link]] = link
                 return
+            self._watch(link, selector)
             self._take(self._links[link], link.receive())
         except Lost as lost:
             self._drop(link, str(lost), selector)
@@ -181,18 +185,38 @@ class Crew:
                     self._inbox.append((task, message))
 
     def _speak(self, selector: selectors.BaseSelector) -> None:
+        """Pass on what is to be said, and twice a beat look at everybody: with many ranks a look has its price."""
+        with self._lock:
+            addressed, self._addressed = self._addressed, set()
+        for task in addressed:
+            if task in self._link_of:
+                self._deliver(self._link_of[task], task, selector)
         now = time.monotonic()
-        for link, task in list(self._links.items()):
-            member = self.members[task]
-            with self._lock:
-                orders, member.outbox = member.outbox, []
-            for message in orders:
-                link.send(message)
-            if not orders and now - link.said > BEAT_S:
+        if now - self._looked < BEAT_S / 2:
+            return
+        self._looked = now
+        for link in list(self._links):
+            if now - link.said > BEAT_S:
                 link.send({"do": "beat"})
-            selector.modify(link, selectors.EVENT_READ | (selectors.EVENT_WRITE if link.waiting else 0))
+            self._watch(link, selector)
             if now - link.heard > self._lost_s:
                 self._drop(link, f"no word from its agent for {self._lost_s:g} s", selector)
+        for link in self._door.late():
+            selector.unregister(link)
+            link.close()
+
+    def _deliver(self, link: Link, task: int, selector: selectors.BaseSelector) -> None:
+        with self._lock:
+            orders, self.members[task].outbox = self.members[task].outbox, []
+        for message in orders:
+            link.send(message)
+        self._watch(link, selector)
+
+    def _watch(self, link: Link, selector: selectors.BaseSelector) -> None:
+        """Wake when there is room for what could not be sent yet."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.waiting else 0)
+        if selector.get_key(link).events != events:
+            selector.modify(link, events)
 
     def _drop(self, link: Link, why: str, selector: selectors.BaseSelector) -> None:
         selector.unregister(link)
@@ -200,6 +224,7 @@ class Crew:
         task = self._links.pop(link, None)
         if task is None:  # a stranger
             return
+        del self._link_of[task]
         with self._lock:
             if self._leaving:
                 self.members[task].ended = True
