@@ -15,6 +15,8 @@ import pytest
 
 from repro.launch.failures import failure
 from repro.launch.slurm import channel
+from repro.launch.slurm.crew import Crew, welcome
+from repro.launch.slurm.nodes import Report
 from tests.launch.runs import experiments, fill, run, small_disk, wait_for, write_suite
 from tests.launch.slurm.allocations import Srun, Submission
 
@@ -173,9 +175,10 @@ def test_preemption_requeues_and_runs_again_only_what_it_met(submission: Submiss
     assert len(submission.records()) == before + 1, "what was done is not done again"
 
 
+@pytest.mark.timeout(300)
 def test_a_long_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Asked to stop, real ranks write one after the step that they are in; the next start of the job goes on there."""
-    long = "training = { steps = 400, untimed_steps = 1, checkpoint_every = 400 }"
+    long = "training = { steps = 300, untimed_steps = 1, checkpoint_every = 300 }"
     suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{long}', limits="hang_s = 60")
     submission = Submission(tmp_path, suite)
     target = {"REPRO_RANK_TARGET": "repro.launch.session:run_rank"}
@@ -188,7 +191,8 @@ def test_a_long_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         assert srun.wait(80) == [0, 0], srun.log()
     assert submission.outcomes() == {"a": "ok"}
     record = submission.records()[-1]
-    assert len(record["series"]["loss"]) == 400
+    assert len(record["series"]["loss"]) == 300
+    assert 0 < record["series"]["resumed_from"][-1] < 300
 
 
 def test_a_cancelled_job_is_not_requeued(submission: Submission) -> None:
@@ -211,6 +215,20 @@ def test_wrong_hardware_starts_nothing(tmp_path: Path) -> None:
     assert set(classes(submission).values()) == {"wrong-hardware"}
     assert submission.reasons()["a"].startswith("wrong hardware: node n1 has ")
     assert submission.reasons()["a"].endswith(": not comparable")
+
+
+def test_a_silent_agent_is_lost(tmp_path: Path) -> None:
+    """A node that is cut off ends no connection: only its silence tells."""
+    crew = Crew("127.0.0.1", welcome(interface="", variables={}, umask=0o077), lost_s=0.5)
+    channel.publish(tmp_path / "channel.json", crew.place)
+    report = Report(node="n2", node_index=1, local=0, task=0, tasks=1)
+    link, _ = channel.connect(tmp_path / "channel.json", {"report": report.message()}, seconds=10)
+    assert crew.gather(1, 10, lambda: False)
+    with pytest.raises(channel.Lost, match="task 0 is here already"):
+        channel.connect(tmp_path / "channel.json", {"report": report.message()}, seconds=0.2)
+    wait_for(lambda: crew.lost(0) == "n2: no word from its agent for 0.5 s")
+    crew.close(dismiss=True)
+    link.close()
 
 
 def test_strangers_and_stale_files_do_no_harm(submission: Submission) -> None:
