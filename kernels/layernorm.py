@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from repro.kernels.cuda import layernorm as cuda
+from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator
 
 
@@ -60,6 +62,8 @@ backward_operator = operator(
     _backward,
     _backward_shape,
 )
+use("layer_norm", cuda.layer_norm, _forward)
+use("layer_norm_backward", cuda.layer_norm_backward, _backward)
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from repro.kernels.cuda import norm as cuda
+from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, operator
 
 CHUNK = 2**18
@@ -44,6 +46,7 @@ def _shape(tensors: list[Tensor]) -> Tensor:
 
 
 norm_operator = operator("norm_squared(Tensor[] tensors) -> Tensor", _norm_squared, _shape, _norm_squared_cpu)
+use("norm_squared", cuda.norm_squared, _norm_squared)
 
 
 def norm_squared(tensors: list[Tensor]) -> Tensor:

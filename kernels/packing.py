@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from repro.kernels.cuda import packing as cuda
+from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, operator
 
 
@@ -45,6 +47,8 @@ def _shape(*_: object) -> None:
 
 pack_operator = operator("pack(Tensor[] tensors, Tensor(a!) flat) -> ()", _pack, _shape)
 unpack_operator = operator("unpack(Tensor flat, Tensor(a!)[] tensors) -> ()", _unpack, _shape)
+use("pack", cuda.pack, _pack)
+use("unpack", cuda.unpack, _unpack)
 
 
 def _fits(flat: Tensor, tensors: list[Tensor]) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from repro.kernels.cuda import adamw
+from repro.kernels.cuda import adamw, columns, layernorm, norm, packing
 from repro.kernels.cuda.program import Program
 
-FAMILIES = {"adamw": adamw}
-"""Name of a binding's module -> the module."""
+FAMILIES = {
+    "adamw": adamw,
+    "norm": norm,
+    "pack": packing,
+    "layer norm": layernorm,
+    "sums of columns": columns,
+}
+"""A family of kernels, for people -> the module that binds it."""
 
 
 def examples() -> list[Program]:

@@ -1,0 +1,34 @@
+// Sums over the rows of fp32 matrices [count, rows, columns]: 32 columns a block, its warps sharing the rows.
+// TYPE: of the sums.
+#include "number.cuh"
+
+constexpr int WARPS = THREADS / 32;
+
+struct Arguments {
+  const float* matrices;
+  TYPE* sums;  // [count, columns]
+  int rows;
+  int columns;
+  int count;
+};
+static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
+
+extern "C" __global__ void __launch_bounds__(THREADS) column_sums(const __grid_constant__ Arguments a) {
+  __shared__ float of_warp[WARPS][32];
+  const int groups = (a.columns + 31) / 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int job = blockIdx.x; job < groups * a.count; job += gridDim.x) {
+    const int column = job % groups * 32 + lane;
+    const float* matrix = a.matrices + (long long)(job / groups) * a.rows * a.columns;
+    float sum = 0.0f;
+    if (column < a.columns)
+#pragma unroll 4
+      for (int row = warp; row < a.rows; row += WARPS) sum += matrix[(long long)row * a.columns + column];
+    of_warp[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0 && column < a.columns) {
+      for (int w = 1; w < WARPS; ++w) sum += of_warp[w][lane];
+      a.sums[(long long)(job / groups) * a.columns + column] = narrowed<TYPE>(sum);
+    }
+    __syncthreads();
+  }
+}

@@ -1,0 +1,53 @@
+"""Binding of `column_sums.cu`, which ends every gradient of a weight or bias, and how rows are spread on threads."""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from repro.kernels.cuda.program import TYPES, Launcher, Program
+
+
+@cache
+def program(kind: str) -> Program:
+    """For sums of this type."""
+    return Program("column_sums", (("TYPE", kind),), struct.Struct("@PPiii0q"), ("column_sums",), 512)
+
+
+def examples() -> list[Program]:
+    """Sums of 16 bits."""
+    return [program("half")]
+
+
+def column_sums(on: Launcher, partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 [n, R, C] -> [n, C] in the dtype."""
+    count, rows, columns = partials.shape
+    sums = torch.empty((count, columns), dtype=dtype, device=partials.device)
+    kind = program(TYPES[dtype])
+    arguments = kind.arguments.pack(partials.data_ptr(), sums.data_ptr(), rows, columns, count)
+    on.load(kind).launch("column_sums", count * -(-columns // 32), arguments)
+    return sums
+
+
+@cache
+def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[int, int] | None:
+    """(threads, items): a row of `columns` in `items` vectors of `width` elements a thread.
+
+    At most `most` elements a thread; preferably up to 256 threads, since small blocks hide each other's barriers,
+    few of them idle, with several vectors each, whose loads overlap. None where a row does not fit.
+    """
+    vectors = -(-columns // width)
+    best: tuple[tuple[float, ...], int, int] | None = None
+    for items in range(1, most // width + 1):
+        threads = 32 * math.ceil(vectors / items / 32)
+        if threads > most_threads:
+            continue
+        idle = items * threads / vectors - 1
+        rank = (idle > 0.3, threads > 256, idle, -items) if vectors > 32 else (items,)
+        if best is None or rank < best[0]:
+            best = (rank, threads, items)
+    return None if best is None else (best[1], best[2])

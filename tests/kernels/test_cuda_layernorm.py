@@ -1,0 +1,96 @@
+"""The CUDA source of layer norm, run on the CPU, against the reference in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from repro.kernels import layernorm
+from repro.kernels.cuda import columns
+from repro.kernels.cuda import layernorm as binding
+from repro.kernels.cuda.program import Unavailable
+from tests.kernels.on_cpu import Host, placed
+
+CASES = [
+    ((5, 3, 136), torch.bfloat16, torch.bfloat16, 0),
+    ((7, 1600), torch.float16, torch.float32, 0),
+    ((3, 2, 37), torch.float32, torch.float32, 0),
+    ((40, 64), torch.float32, torch.float32, 1),
+]
+"""Shape of x, its dtype, that of the weights, elements by which x is off an aligned address."""
+
+
+@pytest.mark.parametrize(("shape", "kind", "weights", "offset"), CASES)
+def test_forward_and_backward(
+    host: Host,
+    shape: tuple[int, ...],
+    kind: torch.dtype,
+    weights: torch.dtype,
+    offset: int,
+    close: Callable[..., None],
+) -> None:
+    x, whole_x = placed((3 * torch.randn(shape) + 5).to(kind), offset)
+    grad, whole_grad = placed(torch.randn(shape).to(kind))
+    weight, bias = torch.randn(shape[-1]).to(weights), torch.randn(shape[-1]).to(weights)
+    wide = [t.double().requires_grad_() for t in (x, weight, bias)]
+    expected = layernorm.reference(*wide)
+    y, mean, rstd = binding.layer_norm(host, x, weight, bias, 1e-5)
+    close(y, expected, 2)
+    assert mean.shape == rstd.shape == (*shape[:-1], 1)
+    close(mean, wide[0].mean(-1, keepdim=True))
+    close(rstd, (wide[0].var(-1, keepdim=True, unbiased=False) + 1e-5).rsqrt(), 2)
+    slopes = torch.autograd.grad(expected, wide, grad.double())
+    for actual, slope in zip(
+        binding.layer_norm_backward(host, grad, x, mean, rstd, weight), slopes, strict=True
+    ):
+        close(actual, slope, 8 if actual.dtype == torch.float32 else 2)
+    whole_x()
+    whole_grad()
+
+
+def test_a_large_mean_leaves_the_variance(host: Host, close: Callable[..., None]) -> None:
+    x = 1000 + torch.randn(4, 64)
+    y = binding.layer_norm(host, x, torch.ones(64), torch.zeros(64), 1e-5)[0]
+    close(y, layernorm.reference(x.double(), torch.ones(64), torch.zeros(64)), 100)
+
+
+def test_what_is_not_finite_stays_in_its_row(host: Host) -> None:
+    x = torch.randn(3, 64)
+    x[1, 5] = float("nan")
+    x[2, 60] = float("inf")
+    y, mean, rstd = binding.layer_norm(host, x, torch.ones(64), torch.zeros(64), 1e-5)
+    assert y[0].isfinite().all()
+    assert y[1:].isnan().all()
+    dx = binding.layer_norm_backward(host, torch.ones(3, 64), x, mean, rstd, torch.ones(64))[0]
+    assert dx[0].isfinite().all()
+    assert dx[1:].isnan().all()
+
+
+def test_empty_and_refused(host: Host) -> None:
+    one = torch.ones(8)
+    assert binding.layer_norm(host, torch.ones(0, 8), one, one, 1e-5)[1].shape == (0, 1)
+    assert binding.layer_norm_backward(host, *[torch.ones(0, 8)] * 2, *[torch.ones(0, 1)] * 2, one)[
+        1
+    ].shape == (8,)
+    with pytest.raises(Unavailable, match="float64"):
+        binding.layer_norm(host, torch.ones(2, 8).double(), one.double(), one.double(), 1e-5)
+    with pytest.raises(Unavailable, match="up to 8192 columns, not 12288"):
+        binding.program("half", "half", 12288, 8, True)
+    with pytest.raises(Unavailable, match="one dtype"):
+        binding.layer_norm(host, torch.ones(2, 8), one, one.half(), 1e-5)
+    assert not host.launched
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_fit_their_threads(width: int, backward: bool) -> None:
+    most, threads = (16, 512) if backward else (32, 1024)
+    for size in (1, 7, 64, 1023, 1600, 4256, 5120, 8191, 8192):
+        shape = columns.row_shape(size, width, most, threads)
+        assert shape is not None, size
+        assert shape[0] % 32 == 0
+        assert shape[0] <= threads
+        assert shape[1] * width <= most
+        assert shape[0] * shape[1] * width >= size
