@@ -29,7 +29,7 @@ def bench(lab: Lab, tmp_path: Path) -> Bench:
 
 
 def test_a_slow_network_is_measured_as_one(lab: Lab, bench: Bench, tmp_path: Path) -> None:
-    """A link of 1 Gbit/s is 0.125 GB/s, but for the first megabyte of each burst; memory is far faster."""
+    """A link of 1 Gbit/s is 0.125 GB/s, but for the first megabytes of a burst; memory is far faster."""
     lab.rate("1gbit")
     try:
         lab.run(command(bench, tmp_path / "two.toml"), timeout=280)
@@ -40,7 +40,7 @@ def test_a_slow_network_is_measured_as_one(lab: Lab, bench: Bench, tmp_path: Pat
     network, memory = system.links["inter-node"].bandwidth.value, system.links["memory"].bandwidth.value
     assert network is not None
     assert memory is not None
-    assert 0.05e9 < network < 0.15e9
+    assert 0.06e9 < network < 0.16e9
     assert memory > 2 * network
     made = system.provenance
     assert made is not None
@@ -48,7 +48,7 @@ def test_a_slow_network_is_measured_as_one(lab: Lab, bench: Bench, tmp_path: Pat
     assert made.facts["slurm_nodes"] == "n1,n2"
     assert str(made.facts["slurm_job"]).isdigit()
     groups = Network(system, Layout(tp=2, dp=2))
-    assert groups.seconds("all_reduce", "dp", 2**23) > 2 * groups.seconds("all_reduce", "tp", 2**23)
+    assert groups.seconds("all_reduce", "dp", 2**24) > 2 * groups.seconds("all_reduce", "tp", 2**24)
     assert list(tmp_path.glob(".repro*")) == []
 
 

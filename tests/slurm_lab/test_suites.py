@@ -52,8 +52,10 @@ def test_twelve_cases_on_one_two_and_four_nodes(
         {"*-n2": 2, "*-n4": 4},
         real=True,
     )
-    # Two by two they share a start of their processes, which is most of the time that they take.
-    shared = {name: "data" if name.startswith("z") else name[-2:] for name in LAYOUTS} | {"single-n1": "one"}
+    # They share starts of their processes, which are most of the time that they take; on two nodes, two starts.
+    shared = {name: "model" if name in ("tp-n2", "pp-n2") else "ranks" for name in LAYOUTS} | {
+        "single-n1": "one"
+    }
     suite = bench.suite(
         *(
             case(name, layout, steps=STEPS, more=f'launch = "{shared[name]}-{NODES[name]}"')

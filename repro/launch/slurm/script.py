@@ -10,6 +10,9 @@ from typing import Any
 from repro.launch.slurm.pack import Array
 from repro.launch.slurm.profile import Profile
 
+LATE_S = 120
+"""Seconds that srun waits for the others after the first task's end; a profile's ``SLURM_WAIT`` overrides it."""
+
 
 def parameters(array: Array, profile: Profile, job_name: str) -> dict[str, Any]:
     """submitit's parameters (``SlurmExecutor.update_parameters``) for ``array``."""
@@ -49,6 +52,9 @@ def setup(profile: Profile) -> list[str]:
     """Shell lines before the ranks start."""
     environment = profile.environment
     lines = ["umask 077"] if profile.private else []
+    # The end of a task whose node was cut off never reaches srun, which would hold the others' nodes until the time
+    # limit.  Tasks end together, within seconds, so whoever is later than this is gone.
+    lines.append(f"export SLURM_WAIT={LATE_S}")
     lines += [f"module load {shlex.quote(module)}" for module in environment.modules]
     lines += environment.setup
     return lines + [f"export {key}={shlex.quote(value)}" for key, value in environment.variables.items()]
