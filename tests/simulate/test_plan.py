@@ -78,10 +78,12 @@ def test_no_layout_at_all(given: dict[str, Any], gpus: int, message: str) -> Non
 
 
 def test_a_plan() -> None:
-    asked = request(4, 100_000_000, SMALL, global_batch=8, micro_batch=2, sp=False, recompute=False)
+    shallow = replace(SMALL, layers=2)
+    asked = request(4, 62_000_000, shallow, global_batch=8, micro_batch=2, sp=False, recompute=False)
     with Workers(1) as workers:
         found = plan(asked, workers)
     rows = found.rows
+    assert {row.evidence for row in rows} == {STATES, SHALLOW, FULL}
     assert found.traces > 0
     assert not found.no_time
     assert [order(row) for row in rows] == sorted(order(row) for row in rows)
