@@ -74,6 +74,7 @@ def tables(
             "torch": here["versions"]["torch"],
             "ranks": count,
             "repeats": repeats,
+            **({"cores": here["cores"]} if on_cpu else {}),
             "facts": facts,
         },
         "device": {

@@ -17,7 +17,7 @@ CPU_HEAD, GPU_HEAD = 32, 64
 """Width of a head."""
 PAYLOADS = tuple(2**k for k in range(10, 27, 2))
 """1 KiB to 64 MiB."""
-QUICK_PAYLOADS = (2**10, 2**14, 2**18, 2**23)
+QUICK_PAYLOADS = (2**10, 2**14, 2**18, 2**24)
 REPEATS, QUICK_REPEATS = 7, 3
 
 

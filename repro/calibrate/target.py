@@ -20,7 +20,7 @@ from repro.launch.beacon import Beacon
 from repro.launch.device import own_device
 from repro.launch.job import Job
 from repro.launch.session import process_group
-from repro.measure.provenance import cpu, gpus, memory, versions
+from repro.measure.provenance import cpu, gpus, memory, usable_cores, versions
 from repro.parallel import mesh as meshes
 from repro.systems.local import has_nvlink
 
@@ -127,6 +127,7 @@ def machine() -> dict[str, Any]:
     """What this rank's node is, for the file's tables."""
     return {
         "cpu": cpu()["model"],
+        "cores": usable_cores(),
         "memory": memory(),
         "gpus": gpus(),
         "nvlink": has_nvlink(),

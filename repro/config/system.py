@@ -106,6 +106,14 @@ class System:
         return int(self.device.memory_bytes.known("device.memory_bytes", system=self.name)) - self.context()
 
     @property
+    def crowd(self) -> float:
+        """Ranks for each processor core that they shared while they were measured; 1 where each had its own."""
+        ranks = self.devices_per_node.value
+        if self.provenance is None or not self.provenance.cores or ranks is None:
+            return 1.0
+        return max(1.0, ranks / self.provenance.cores)
+
+    @property
     def timing(self) -> Timing:
         """What the device reaches of its peaks, each number known or assumed."""
         return self.device.time.numbers()

@@ -102,7 +102,7 @@ class OperatorRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """``[provenance]`` of a calibrated file: what was measured where, without names of machines."""
+    """``[provenance]`` of a calibrated file: what was measured where; names only of a cluster's nodes."""
 
     date: str
     """When, ISO 8601."""
@@ -112,6 +112,8 @@ class Provenance:
     """Processes (devices) of the group whose collectives were measured."""
     repeats: int
     """Measurements behind each number."""
+    cores: int = 0
+    """Processor cores that the ranks of a node shared; 0: every rank had a device of its own."""
     facts: dict[str, str | int | float] = field(default_factory=dict)
     """What else decides the numbers: processor, cores, driver, NCCL."""
 

@@ -118,6 +118,7 @@ def predict(
         [found for found in by_stage if found is not None],
         network,
         overlap_cost=network.overlap_cost,
+        crowd=system.crowd,
         record=record,
     )
     return Prediction(experiment, system, timeline, traces, generation, factor)

@@ -15,6 +15,7 @@ from typing import Protocol
 from repro.config import Layout
 from repro.parallel.boundary import Boundary, waits_for_sends
 from repro.parallel.schedule import FORWARD, Action, needs
+from repro.simulate.cores import Work
 from repro.simulate.program import KINDS, Await, Block, Issue, Item, Program, Send
 
 TRANSFER = "send between stages (pp)"
@@ -66,6 +67,8 @@ class Peers(Protocol):
 
     layout: Layout
     overlap_cost: float
+    crowd: float
+    """Ranks for each core that stages share; 1: they share none."""
     arrivals: dict[Key, tuple[float, float]]
     """When each message began to arrive, and when it was there."""
 
@@ -173,7 +176,14 @@ class Stage:
     def _run(self, items: Sequence[Item], name: str) -> Generator[object, None, None]:
         for item in items:
             if isinstance(item, Block):
-                self._compute(item, name)
+                seconds = self._slowed(item.seconds)
+                if self.all.crowd > 1:
+                    work = Work(self.now, seconds)
+                    while work.end is None:
+                        yield work
+                    self._compute(item, name, seconds, work.end - self.now)
+                else:
+                    self._compute(item, name, seconds, seconds)
             elif isinstance(item, Issue):
                 self._issue(item)
             elif isinstance(item, Await):
@@ -181,26 +191,28 @@ class Stage:
             else:
                 yield from self._send(item)
 
-    def _compute(self, block: Block, name: str) -> None:
-        seconds = block.seconds
-        if self.all.overlap_cost and self.streams:
-            # Communication that runs beside it takes some of the cores.
-            beside = max(0.0, max(self.streams.values()) - self.now)
-            slowed = (
-                min(seconds / (1 - self.all.overlap_cost), beside) if self.all.overlap_cost < 1 else beside
-            )
-            seconds += slowed * self.all.overlap_cost
+    def _slowed(self, seconds: float) -> float:
+        """Seconds of a block with communication that runs beside it, which takes some of the cores."""
+        cost = self.all.overlap_cost
+        if not cost or not self.streams:
+            return seconds
+        beside = max(0.0, max(self.streams.values()) - self.now)
+        return seconds + cost * (min(seconds / (1 - cost), beside) if cost < 1 else beside)
+
+    def _compute(self, block: Block, name: str, seconds: float, took: float) -> None:
+        """``block``, which takes ``seconds`` while all stages compute, and took less where some did not."""
         busy, total = self.time.busy, self.time.communication
+        part_of = took / seconds if seconds else 1.0
         for kind, part in block.parts:
             if kind in KINDS:
-                busy[kind] += part
+                busy[kind] += part * part_of
             else:
-                total[kind] += part
-                self.time.exposed[kind] += part
+                total[kind] += part * part_of
+                self.time.exposed[kind] += part * part_of
         if seconds > block.seconds:
-            busy["overlap"] += seconds - block.seconds
-        self._record("compute", name, self.now, seconds)
-        self.now += seconds
+            busy["overlap"] += (seconds - block.seconds) * part_of
+        self._record("compute", name, self.now, took)
+        self.now += took
 
     def _issue(self, item: Issue) -> None:
         self.time.communication[item.label] += item.seconds

@@ -117,6 +117,7 @@ class Times:
             [_of(found, micro_batches) for found in by_stage],
             network if stages == layout.pp else _Edges(network, stages),
             overlap_cost=network.overlap_cost,
+            crowd=self.system.crowd,
         )
         sizes = replace(self.model, layers=stages * layout.chunks)
         experiment = Experiment(

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from repro.config import Layout
 from repro.parallel.schedule import Action, build
+from repro.simulate.cores import Cores, Work
 from repro.simulate.program import Issue, Program
 from repro.simulate.stage import ACROSS, Key, Meeting, Span, Stage, StageTime
 
@@ -45,9 +46,11 @@ class _Schedule:
         programs: Sequence[Program],
         network: Transfers,
         overlap_cost: float,
+        crowd: float,
         record: bool,
     ):
         self.layout, self.network, self.overlap_cost = layout, network, overlap_cost
+        self.crowd = crowd if layout.pp > 1 else 1.0
         self.schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
         self.arrivals: dict[Key, tuple[float, float]] = {}
         self._posts: dict[Key, float] = {}
@@ -65,11 +68,17 @@ class _Schedule:
         """Two steps of all stages."""
         waiting: dict[object, list[Generator[object, None, None]]] = defaultdict(list)
         ready = [stage.steps(2) for stage in self.stages]
-        while ready:
-            stage = ready.pop()
-            for wanted in stage:
-                waiting[wanted].append(stage)
-                break
+        cores = Cores(self.crowd, self.layout.pp)
+        while ready or cores.works:
+            if ready:
+                stage = ready.pop()
+                for wanted in stage:
+                    if isinstance(wanted, Work):
+                        cores.add(wanted)
+                    waiting[wanted].append(stage)
+                    break
+            else:
+                self.woken.extend(cores.advance())
             for known in self.woken:
                 ready.extend(waiting.pop(known, ()))
             self.woken.clear()
@@ -125,10 +134,14 @@ def schedule(
     network: Transfers,
     *,
     overlap_cost: float = 0.0,
+    crowd: float = 1.0,
     record: bool = False,
 ) -> Timeline:
-    """Schedule a step of ``layout`` whose stage s runs ``programs[s]``."""
-    everything = _Schedule(layout, programs, network, overlap_cost, record)
+    """Schedule a step of ``layout`` whose stage s runs ``programs[s]``.
+
+    ``crowd``: ranks for each core that they shared when operators were measured, all of them at once.
+    """
+    everything = _Schedule(layout, programs, network, overlap_cost, crowd, record)
     everything.run()
     stages = everything.stages
     first, second = zip(*(stage.finished for stage in stages), strict=True)

@@ -229,3 +229,46 @@ def test_a_drawing_has_a_row_for_each_stream(tmp_path: Any) -> None:
         assert all(later[0] >= earlier[1] - 1e-6 for earlier, later in pairwise(row))
     perfetto.write(tmp_path / "timeline.json", found.timeline.spans, [0])
     assert (tmp_path / "timeline.json").stat().st_size > 1000
+
+
+# --- stages that share cores
+
+
+class AtOnce:
+    """Messages take no time."""
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        return 0.0
+
+
+def crowded(p: int, micro_batches: int, crowd: float) -> float:
+    """Seconds of a GPipe step whose forwards and backwards take a second each while all stages compute."""
+    layout = Layout(pp=p, global_batch=micro_batches, schedule="gpipe")
+    stages = []
+    for stage in range(p):
+        made = Program(micro_batches=micro_batches, last=micro_batches - 1)
+        for action in build("gpipe", p, micro_batches, 1)[stage]:
+            offset, channel = (1, 0) if action.kind == FORWARD else (-1, 1)
+            inside = 0 <= stage + offset < p
+            made.segments[action] = [Block(1.0, (("matmul", 1.0),))]
+            made.segments[action] += [Send(offset, channel, 1)] if inside else []
+        stages.append(made)
+    return schedule(layout, stages, AtOnce(), crowd=crowd).seconds
+
+
+def test_a_bubble_gives_its_cores_to_those_that_compute() -> None:
+    """Two stages, two micro-batches, twice as many ranks as cores: F0 | F1 F0 | F1 | B0 | B1 B0 | B1, and alone a
+    stage is twice as fast."""
+    assert crowded(2, 2, 1.0) == pytest.approx(6)
+    assert crowded(2, 2, 2.0) == pytest.approx(4 * 0.5 + 2 * 1)
+    # No core is ever idle: all the work, at the rate of all.
+    assert crowded(4, 4, 4.0) == pytest.approx(8)
+    assert crowded(1, 2, 2.0) == pytest.approx(crowded(1, 2, 1.0))
+
+
+@given(st.integers(2, 5), st.integers(1, 6), st.floats(1, 8))
+@settings(max_examples=30, deadline=None)
+def test_shared_cores_never_do_more_than_they_can(p: int, micro_batches: int, crowd: float) -> None:
+    alone, shared = crowded(p, micro_batches, 1.0), crowded(p, micro_batches, crowd)
+    assert alone / crowd * (1 - 1e-9) <= shared <= alone * (1 + 1e-9)
+    assert shared >= 2 * micro_batches * (1 - 1e-9)
