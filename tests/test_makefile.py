@@ -114,11 +114,11 @@ def test_smoke_runs_then_shows_claims_then_the_report(copy: Path) -> None:
     log = fake_environment(copy)
     assert make(copy, "smoke").returncode == 0
     calls = [line for line in log.read_text().splitlines() if line.startswith("repro")]
-    assert [call.split()[1] for call in calls] == [*["run"] * 5, "claims", "report"]
-    assert all("--evidence simulated" in call for call in calls[1:5])
+    assert [call.split()[1] for call in calls] == [*["run"] * 4, "claims", "report"]
+    assert all("--evidence simulated" in call for call in calls[1:4])
 
 
-@pytest.mark.parametrize(("status", "commands"), [(1, 7), (2, 1), (130, 1)])
+@pytest.mark.parametrize(("status", "commands"), [(1, 6), (2, 1), (130, 1)])
 def test_smoke_reports_failures_but_stops_on_bad_input_and_ctrl_c(
     copy: Path, status: int, commands: int
 ) -> None:
