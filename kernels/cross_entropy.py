@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from repro.kernels.cuda import cross_entropy as cuda
+from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
 
 
@@ -98,6 +100,9 @@ backward_operator = operator(
     _backward,
     _backward_shape,
 )
+use("cross_entropy_max", cuda.cross_entropy_max, _max)
+use("cross_entropy_sums", cuda.cross_entropy_sums, _sums)
+use("cross_entropy_backward_", cuda.cross_entropy_backward_, _backward)
 
 
 def _check(logits: Tensor, *vectors: Tensor) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from repro.kernels import random
+from repro.kernels.cuda import dropout as cuda
+from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, column_sums, operator, row_chunks
 
 
@@ -124,6 +126,8 @@ backward_operator = operator(
     _backward,
     _backward_shape,
 )
+use("bias_dropout_residual", cuda.bias_dropout_residual, _forward)
+use("bias_dropout_residual_backward", cuda.bias_dropout_residual_backward, _backward)
 
 
 class _BiasDropoutResidual(torch.autograd.Function):

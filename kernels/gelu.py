@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from repro.kernels.cuda import gelu as cuda
+from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, column_sums, operator, row_chunks
 
 _TWO_K = 2.0 * math.sqrt(2.0 / math.pi)
@@ -93,6 +95,8 @@ backward_operator = operator(
     _backward_shape,
     _backward_cpu,
 )
+use("bias_gelu", cuda.bias_gelu, _forward)
+use("bias_gelu_backward", cuda.bias_gelu_backward, _backward)
 
 
 class _BiasGelu(torch.autograd.Function):

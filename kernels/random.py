@@ -45,13 +45,18 @@ def _mix_int(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def mixed(key: int) -> int:
+    """mix(key), which every hash starts from, in 0 .. 2**64 - 1."""
+    return _mix_int(key & _MASK)
+
+
 def _hash_(index: Tensor, key: int) -> tuple[Tensor, Tensor]:
     """`hash` in place on a contiguous int64 tensor; returns int32 views of all low and all high words.
 
     z ^= z >>> 32 is one operation on these views: the low word takes up the high one (little-endian memory).
     """
     low, high = index.view(torch.int32).view(-1, 2).unbind(1)
-    index.mul_(_signed(_GOLDEN)).add_(_signed(_mix_int(key & _MASK)))
+    index.mul_(_signed(_GOLDEN)).add_(_signed(mixed(key)))
     low.bitwise_xor_(high)
     index.mul_(_signed(_MULTIPLIER))
     low.bitwise_xor_(high)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from repro.kernels.cuda import softmax as cuda
+from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
 
 
@@ -65,6 +67,8 @@ forward_operator = operator("causal_softmax(Tensor scores, float scale) -> Tenso
 backward_operator = operator(
     "causal_softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor", _backward, _backward_shape
 )
+use("causal_softmax", cuda.causal_softmax, _forward)
+use("causal_softmax_backward", cuda.causal_softmax_backward, _backward)
 
 
 class _CausalSoftmax(torch.autograd.Function):

@@ -51,3 +51,11 @@ def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[i
         if best is None or rank < best[0]:
             best = (rank, threads, items)
     return None if best is None else (best[1], best[2])
+
+
+def spread(on: Launcher, rows: int, columns: int, width: int, threads: int) -> tuple[int, int]:
+    """(blocks, rows at once) of a grid whose threads keep `width` columns each: 2048 threads a multiprocessor."""
+    vectors = columns // width
+    wanted = max(vectors, min(rows * vectors, 2048 * on.processors))
+    blocks = -(-wanted // threads)
+    return blocks, min(rows, blocks * threads // vectors)

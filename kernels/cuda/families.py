@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from repro.kernels.cuda import adamw, columns, layernorm, norm, packing
+from repro.kernels.cuda import adamw, columns, cross_entropy, dropout, gelu, layernorm, norm, packing, softmax
 from repro.kernels.cuda.program import Program
 
 FAMILIES = {
@@ -10,6 +10,10 @@ FAMILIES = {
     "norm": norm,
     "pack": packing,
     "layer norm": layernorm,
+    "bias and GELU": gelu,
+    "bias, dropout and residual": dropout,
+    "causal softmax": softmax,
+    "cross-entropy": cross_entropy,
     "sums of columns": columns,
 }
 """A family of kernels, for people -> the module that binds it."""

@@ -50,3 +50,15 @@ __device__ inline T narrowed(float value) {
 __device__ inline float larger(float a, float b) { return a != a || a > b ? a : b; }
 
 __device__ inline float infinity() { return __uint_as_float(0x7f800000u); }
+
+// exp and a quotient, exact to fp32 where results are fp32 and to 20 bits where they are rounded to 16: a kernel
+// that moves half the bytes has time for half the instructions.
+template <class T>
+__device__ inline float exponential(float value) {
+  return sizeof(T) == 2 ? __expf(value) : expf(value);
+}
+
+template <class T>
+__device__ inline float quotient(float a, float b) {
+  return sizeof(T) == 2 ? __fdividef(a, b) : a / b;
+}

@@ -159,6 +159,10 @@ static inline unsigned __float_as_uint(float value) {
 
 static inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
 
+#define __expf(value) expf(value)  // glibc declares a function of this name
+
+static inline float __fdividef(float a, float b) { return a / b; }
+
 static inline float half_to_float(unsigned short bits) {
   unsigned exponent = bits >> 10 & 31, fraction = bits & 1023;
   float size = exponent == 0    ? ldexpf((float)fraction, -24)

@@ -1,0 +1,110 @@
+"""Binding of `dropout.cu`."""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from repro.kernels import random
+from repro.kernels.cuda import columns as sums
+from repro.kernels.cuda.program import Launcher, Program, Unavailable, aligned, type_of
+
+
+@cache
+def program(kind: str, bias: str, residual: bool, drop: bool, width: int) -> Program:
+    """For rows that are read by `width` elements at once; no bias where `bias` is empty."""
+    flags = (("HAS_BIAS", int(bool(bias))), ("HAS_RESIDUAL", int(residual)), ("DROP", int(drop)))
+    definitions = (("TYPE", kind), ("BIAS", bias or "float"), *flags, ("WIDTH", width))
+    return Program("dropout", definitions, struct.Struct("@PPPPPQqIIqiiif0q"), ("forward", "backward"), 256)
+
+
+def examples() -> list[Program]:
+    """In 16 bits, and rows of odd length."""
+    return [program("bfloat16", "bfloat16", True, True, 8), program("float", "float", True, False, 1)]
+
+
+def bias_dropout_residual(
+    on: Launcher,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: int,
+    first_sample: int,
+    seq: int,
+    first_position: int,
+) -> Tensor:
+    """y."""
+    x = x.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    if residual is not None and residual.dtype != x.dtype:
+        raise Unavailable("bias_dropout_residual needs a residual of the dtype of x")
+    y, kind_of_bias = torch.empty_like(x), "" if bias is None else type_of(bias)
+    if x.numel():
+        width, operands = 16 // x.element_size(), [t for t in (x, bias, residual, y) if t is not None]
+        width = width if aligned(x.shape[-1], operands, width) else 1
+        kind = program(type_of(x), kind_of_bias, residual is not None, p > 0, width)
+        place = (p, key, first_sample, seq, first_position)
+        blocks, arguments = _arguments(on, kind, width, x, bias, residual, y, None, *place)
+        on.load(kind).launch("forward", blocks, arguments)
+    return y
+
+
+def bias_dropout_residual_backward(
+    on: Launcher,
+    grad: Tensor,
+    has_bias: bool,
+    p: float,
+    key: int,
+    first_sample: int,
+    seq: int,
+    first_position: int,
+) -> tuple[Tensor, Tensor]:
+    """dx and dbias, which is empty without a bias."""
+    grad = grad.contiguous()
+    dx, columns = torch.empty_like(grad), grad.shape[-1]
+    if not grad.numel():
+        return dx, grad.new_zeros(columns if has_bias else 0)
+    width = 16 // grad.element_size()
+    width = width if aligned(columns, [grad, dx], width) else 1
+    kind = program(type_of(grad), type_of(grad) if has_bias else "", False, True, width)
+    loaded = on.load(kind)
+    partials = None
+    if has_bias:
+        on.load(sums.program(type_of(grad)))
+        _, at_once = sums.spread(on, grad.numel() // columns, columns, width, kind.threads)
+        partials = torch.empty((1, at_once, columns), dtype=torch.float32, device=grad.device)
+    place = (p, key, first_sample, seq, first_position)
+    blocks, arguments = _arguments(on, kind, width, grad, None, None, dx, partials, *place)
+    loaded.launch("backward", blocks, arguments)
+    return dx, grad.new_empty(0) if partials is None else sums.column_sums(on, partials, grad.dtype)[0]
+
+
+def _arguments(
+    on: Launcher,
+    kind: Program,
+    width: int,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    partials: Tensor | None,
+    p: float,
+    key: int,
+    first_sample: int,
+    seq: int,
+    first_position: int,
+) -> tuple[int, bytes]:
+    """Blocks, and the packed arguments."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    if rows >= 2**31:
+        raise Unavailable(f"bias_dropout_residual counts rows in 31 bits, and there are {rows}")
+    blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
+    pointers = [0 if t is None else t.data_ptr() for t in (x, bias, residual, y, partials)]
+    place = (random.mixed(key), first_sample * seq + first_position, rows, x.shape[1], seq, columns, at_once)
+    return blocks, kind.arguments.pack(*pointers, *place, random.threshold(p), 1 / (1 - p))

@@ -1,0 +1,96 @@
+// Bias, dropout and residual: y = residual + keep (x + bias) / (1 - p), with the random bits of `random.py`: they
+// depend on key, row in the global batch and column only, so that every layout and recomputation drops the same.
+// TYPE: of x, residual and gradients; BIAS: of bias; HAS_BIAS, HAS_RESIDUAL, DROP: 0 or 1; WIDTH: columns that a
+// thread keeps, which divides them.
+#include "columns.cuh"
+#include "memory.cuh"
+
+constexpr int V = WIDTH;
+
+struct Arguments {
+  const TYPE* x;  // grad in backward
+  const BIAS* bias;
+  const TYPE* residual;
+  TYPE* y;                 // dx in backward
+  float* partials;         // [at_once, columns]: each thread's sums of dx
+  unsigned long long key;  // mixed
+  long long origin;        // row 0 of x in the global batch; its rows are `positions` of every `seq` from there
+  unsigned rows, positions;
+  long long seq;
+  int columns, at_once;
+  int threshold;  // bits below it are dropped
+  float scale;
+};
+static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
+
+struct Words { unsigned low, high; };
+
+__device__ inline Words hash(long long index, unsigned long long key) {
+  constexpr unsigned long long M = 0xD6E8FEB86659FD93ull;
+  unsigned long long z = key + (unsigned long long)index * 0x9E3779B97F4A7C15ull;
+  z = (z ^ z >> 32) * M;
+  z = (z ^ z >> 32) * M;
+  z ^= z >> 32;
+  return {(unsigned)z, (unsigned)(z >> 32)};
+}
+
+struct Mask {
+  unsigned low[V], even[V];  // of the thread's columns
+
+  __device__ Mask(const Arguments& a, int column) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const Words words = hash(-1 - (long long)(column + k), a.key);
+      low[k] = words.low, even[k] = words.high & ~1u;
+    }
+  }
+
+  // Multiplies what is kept by the scale, and makes the rest 0, whatever it is.
+  __device__ void apply(const Arguments& a, unsigned row, float (&values)[V]) const {
+    const Words words = hash(a.origin + row / a.positions * a.seq + row % a.positions, a.key);
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const int bits = (int)((words.low + low[k]) * ((words.high | 1u) ^ even[k]));
+      values[k] = bits >= a.threshold ? values[k] * a.scale : 0.0f;
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ Arguments a) {
+  const Place at = place(a.columns, V, a.at_once);
+  if (at.idle) return;
+  const Mask mask(a, at.column);
+  float bias[V] = {};
+  if (HAS_BIAS) load(bias, a.bias + at.column);
+#pragma unroll 2
+  for (long long row = at.row; row < a.rows; row += a.at_once) {
+    const long long start = row * a.columns + at.column;
+    float values[V], residual[V] = {};
+    load(values, a.x + start);
+    if (HAS_RESIDUAL) load(residual, a.residual + start);
+#pragma unroll
+    for (int k = 0; k < V; ++k) values[k] += bias[k];
+    if (DROP) mask.apply(a, (unsigned)row, values);
+#pragma unroll
+    for (int k = 0; k < V; ++k) values[k] += residual[k];
+    store(a.y + start, values);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ Arguments a) {
+  const Place at = place(a.columns, V, a.at_once);
+  if (at.idle) return;
+  const Mask mask(a, at.column);
+  float sums[V] = {};
+#pragma unroll 2
+  for (long long row = at.row; row < a.rows; row += a.at_once) {
+    const long long start = row * a.columns + at.column;
+    float values[V];
+    load(values, a.x + start);
+    mask.apply(a, (unsigned)row, values);
+#pragma unroll
+    for (int k = 0; k < V; ++k) sums[k] += values[k];
+    store(a.y + start, values);
+  }
+  if (HAS_BIAS) store(a.partials + at.row * a.columns + at.column, sums);
+}

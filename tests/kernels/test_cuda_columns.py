@@ -1,0 +1,129 @@
+"""The CUDA sources of bias and GELU and of bias, dropout and residual, run on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from repro.kernels import dropout, gelu, random
+from repro.kernels.cuda import columns
+from repro.kernels.cuda import dropout as cuda_dropout
+from repro.kernels.cuda import gelu as cuda_gelu
+from repro.kernels.cuda.program import Unavailable
+from tests.kernels.on_cpu import Host, placed
+
+KINDS = [torch.float32, torch.float16, torch.bfloat16]
+CASES = [((5, 3, 16), torch.bfloat16, 0), ((70, 48), torch.float32, 0), ((9, 7), torch.float16, 0)]
+"""Shape and dtype of x, and elements by which it is off an aligned address."""
+
+
+@pytest.mark.parametrize(("shape", "kind", "offset"), [*CASES, ((33, 16), torch.float32, 1)])
+def test_gelu(
+    host: Host, shape: tuple[int, ...], kind: torch.dtype, offset: int, close: Callable[..., None]
+) -> None:
+    x, whole_x = placed((3 * torch.randn(shape)).to(kind), offset)
+    grad, whole_grad = placed(torch.randn(shape).to(kind))
+    bias = torch.randn(shape[-1]).to(kind)
+    wide = [t.double().requires_grad_() for t in (x, bias)]
+    expected = gelu.reference(*wide)
+    close(cuda_gelu.bias_gelu(host, x, bias), expected, 2)
+    slopes = torch.autograd.grad(expected, wide, grad.double())
+    for actual, slope in zip(cuda_gelu.bias_gelu_backward(host, grad, x, bias), slopes, strict=True):
+        close(actual, slope, 4)
+    whole_x()
+    whole_grad()
+
+
+def test_gelu_far_out_and_not_finite(host: Host) -> None:
+    x = torch.tensor([[-1e20, -50.0, 50.0, 1e20], [float("nan"), float("inf"), 0.0, -0.0]])
+    y = cuda_gelu.bias_gelu(host, x, torch.zeros(4))
+    torch.testing.assert_close(y[0], torch.tensor([0.0, 0.0, 50.0, 1e20]), rtol=1e-6, atol=1e-6)
+    assert y[1, 0].isnan()
+    assert y[1, 1].isinf()
+    assert torch.equal(y[1, 2:], torch.zeros(2))
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(KINDS[:2]),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 9), st.sampled_from([7, 8, 72])),
+    place=st.tuples(st.integers(0, 2**62), st.integers(0, 1000), st.integers(0, 30)),
+    extra=st.integers(0, 20),
+    p=st.sampled_from([0.1, 0.5]),
+    given=st.sampled_from([(True, True), (False, False)]),
+)
+def test_dropout(
+    host: Host,
+    kind: torch.dtype,
+    shape: tuple[int, int, int],
+    place: tuple[int, int, int],
+    extra: int,
+    p: float,
+    given: tuple[bool, bool],
+) -> None:
+    key, first_sample, first_position = place
+    arguments = (p, key, first_sample, first_position + shape[1] + extra, first_position)
+    x = torch.randn(shape).to(kind)
+    bias = torch.randn(shape[-1]).to(kind) if given[0] else None
+    residual = torch.randn(shape).to(kind) if given[1] else None
+    wide = [None if t is None else t.double().requires_grad_() for t in (x, bias, residual)]
+    expected = dropout.reference(*wide, *arguments, True)  # type: ignore[arg-type]
+    y = cuda_dropout.bias_dropout_residual(host, x, bias, residual, *arguments)
+    tolerance = 2e-6 if kind == torch.float32 else 2e-3
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+    grad = torch.randn(shape).to(kind)
+    asked = [t for t in wide[:2] if t is not None]
+    slopes = torch.autograd.grad(expected, asked, grad.double())
+    results = cuda_dropout.bias_dropout_residual_backward(host, grad, bias is not None, *arguments)
+    # The same elements are dropped, to the last one.
+    assert torch.equal(results[0] == 0, (slopes[0] == 0) | (grad == 0))
+    for actual, slope in zip(results, slopes, strict=bias is not None):
+        torch.testing.assert_close(actual.double(), slope, rtol=tolerance, atol=8 * tolerance)
+
+
+def test_dropped_nan_is_dropped_and_kept_nan_is_kept(host: Host) -> None:
+    x = torch.full((1, 50, 8), float("nan"))
+    keep = random.keep_mask(torch.arange(50), 8, 0.4, 11).view(1, 50, 8)
+    y = cuda_dropout.bias_dropout_residual(host, x, None, None, 0.4, 11, 0, 50, 0)
+    assert torch.equal(y.isnan(), keep)
+    assert torch.equal(y[~keep], torch.zeros(int((~keep).sum())))
+
+
+def test_without_dropout_and_refused(host: Host) -> None:
+    x, bias, residual = torch.randn(2, 5, 9), torch.randn(9), torch.randn(2, 5, 9)
+    y = cuda_dropout.bias_dropout_residual(host, x, bias, residual, 0.0, 1, 0, 5, 0)
+    assert torch.equal(y, x + bias + residual)
+    none = torch.ones(0, 5, 9)
+    assert cuda_dropout.bias_dropout_residual(host, none, bias, none, 0.1, 1, 0, 5, 0).shape == (0, 5, 9)
+    assert cuda_dropout.bias_dropout_residual_backward(host, none, True, 0.1, 1, 0, 5, 0)[1].shape == (9,)
+    with pytest.raises(Unavailable, match="dtype of x"):
+        cuda_dropout.bias_dropout_residual(host, x, bias, residual.half(), 0.1, 1, 0, 5, 0)
+    with pytest.raises(Unavailable, match="dtype of x"):
+        cuda_gelu.bias_gelu_backward(host, x.half(), x, bias)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 10**6),
+    vectors=st.integers(1, 7000),
+    processors=st.integers(1, 132),
+    width=st.sampled_from([1, 8]),
+)
+def test_a_grid_covers_every_row_and_column(rows: int, vectors: int, processors: int, width: int) -> None:
+    class Size:
+        def __init__(self) -> None:
+            self.processors = processors
+
+    blocks, at_once = columns.spread(Size(), rows, vectors * width, width, 256)  # type: ignore[arg-type]
+    assert 1 <= at_once <= rows
+    assert blocks * 256 >= at_once * vectors
+
+
+def test_sums_of_columns(host: Host, dtype: torch.dtype, close: Callable[..., None]) -> None:
+    matrices: Tensor = torch.randn(2, 45, 70)
+    close(columns.column_sums(host, matrices, dtype), matrices.double().sum(1), 2)
