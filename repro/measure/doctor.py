@@ -247,7 +247,9 @@ def _kernels(torch: Any) -> Check:
 def _slurm() -> Check:
     sbatch, srun = shutil.which("sbatch"), shutil.which("srun")
     if not sbatch or not srun:
-        return Check("SLURM", NO, "no sbatch and srun on the path", "runs stay on this machine; `make slurm-lab`")
+        return Check(
+            "SLURM", NO, "no sbatch and srun on the path", "runs stay on this machine; `make slurm-lab`"
+        )
     inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     meaning = "`repro submit`; `repro doctor --profile FILE` looks at the cluster"
     return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)

@@ -12,7 +12,7 @@ from repro.config import ConfigError, Experiment, Layout, Model
 from repro.launch.device import cuda_index
 from repro.launch.failures import CLASSES, failure
 from repro.launch.plan import Task
-from repro.launch.slurm import agent, bundle, controller, stop
+from repro.launch.slurm import bundle, controller, process, stop
 from repro.launch.slurm.nodes import Report, mismatch, place
 from repro.suites import Comparison
 
@@ -175,12 +175,12 @@ def test_the_address_is_the_interfaces_or_is_asked_for() -> None:
 
 
 def test_folders_of_killed_agents_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "work_parent", lambda: tmp_path)
-    dead = tmp_path / f"{agent.FOLDER}dead"
+    monkeypatch.setattr(process, "work_parent", lambda: tmp_path)
+    dead = tmp_path / f"{process.FOLDER}dead"
     dead.mkdir()
-    (dead / agent.LOCK).touch()
-    first, _ = agent.own_folder()
-    second, _ = agent.own_folder()
+    (dead / process.LOCK).touch()
+    first, _ = process.own_folder()
+    second, _ = process.own_folder()
     assert not dead.exists()
     assert first.exists()
     assert second.exists()
