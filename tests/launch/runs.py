@@ -14,6 +14,13 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# Whoever starts the tests in the background of a shell has them ignore SIGINT, which `repro run` respects.
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from repro.cli import main
+sys.exit(main())
+"""
 FAKE = "tests.launch.fake_session:run_rank"
 MODEL = """
 layers = 2
@@ -57,9 +64,8 @@ def start(
     environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if fake:
         environment["REPRO_RANK_TARGET"] = FAKE
-    program = [sys.executable, "-c", "import sys; from repro.cli import main; sys.exit(main())"]
     return subprocess.Popen(
-        [*program, "run", str(suite), "--results", str(results), *arguments],
+        [sys.executable, "-c", PROGRAM, "run", str(suite), "--results", str(results), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -120,13 +120,13 @@ def test_precisions_by_compute_capability() -> None:
     assert "without tensor cores" in precisions((6, 1))
 
 
-def test_slurm_found_but_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_slurm_is_found_by_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("sbatch", "srun"):
         (tmp_path / name).write_text("#!/bin/sh\necho slurm 23.11.4\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     check = doctor._slurm()
-    assert (check.state, check.found.split(",")[0]) == ("limited", "slurm 23.11.4")
+    assert (check.state, check.found.split(",")[0]) == ("yes", "slurm 23.11.4")
 
 
 def test_lines_fit_the_terminal(tmp_path: Path) -> None:
