@@ -42,6 +42,14 @@ def ran(log: Path) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
+def held(folder: Path, *names: str) -> str:
+    """What makes these experiments of stand-in ranks stay in their second step: the folder of FAKE_HOLD."""
+    for name in names:
+        (folder / "hold").mkdir(exist_ok=True)
+        (folder / "hold" / name).touch()
+    return str(folder / "hold")
+
+
 KILLED = (
     "kill:b:1:3",
     "error",
@@ -104,9 +112,9 @@ def test_a_failure_in_a_comparison_leaves_the_rest_comparable(tmp_path: Path) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(tmp_path: Path, number: int) -> None:
-    suite = write_suite(tmp_path, experiments(*"abc", extra='launch = "x"'))
+    suite = write_suite(tmp_path, experiments(*"abc", extra='launch = "x"'), limits="hang_s = 60")
     results, log = tmp_path / "results", tmp_path / "log"
-    process = start(suite, results, "--json", FAKE_LOG=str(log), FAKE_STEP_S="0.1")
+    process = start(suite, results, "--json", FAKE_LOG=str(log), FAKE_HOLD=held(tmp_path, "b"))
     with no_orphans(process):
         wait_for(lambda: ran(log) == ["a", "b"])
         os.kill(process.pid, number)
@@ -122,9 +130,9 @@ def test_interrupted(tmp_path: Path, number: int) -> None:
 
 
 def test_kill_9_of_the_launcher_leaves_no_orphan_and_loses_nothing(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, experiments(*"abc"))
+    suite = write_suite(tmp_path, experiments(*"abc"), limits="hang_s = 60")
     results, log = tmp_path / "results", tmp_path / "log"
-    process = start(suite, results, FAKE_LOG=str(log), FAKE_STEP_S="0.1")
+    process = start(suite, results, FAKE_LOG=str(log), FAKE_HOLD=held(tmp_path, "b"))
     wait_for(lambda: ran(log) == ["a", "b"])
     (folder,) = {Path(rank.cmdline()[rank.cmdline().index("--folder") + 1]) for rank in ranks_of(process)}
     with no_orphans(process):
@@ -175,13 +183,14 @@ def test_the_same_experiment_under_another_name_is_not_run_again(tmp_path: Path)
 
 
 def test_a_full_disk_is_an_outcome(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, experiments("a", "b"))
+    suite = write_suite(tmp_path, experiments("a", "b"), limits="hang_s = 60")
     log = tmp_path / "log"
     with small_disk(tmp_path) as disk:
         results = disk / "results"
-        process = start(suite, results, FAKE_LOG=str(log), FAKE_STEP_S="0.2")
+        process = start(suite, results, FAKE_LOG=str(log), FAKE_HOLD=held(tmp_path, "a"))
         wait_for(lambda: ran(log) == ["a"])
         fill(disk)
+        (tmp_path / "hold" / "a").unlink()
         code, out, err = finish(process)
         assert code == 1
         assert "Traceback" not in err
@@ -240,16 +249,19 @@ def test_real_ranks_run_out_of_memory_and_diverge(tmp_path: Path) -> None:
     assert "init: " in reason(results, "big")
 
 
-@pytest.mark.parametrize(("number", "outcome"), [(signal.SIGKILL, "error"), (signal.SIGSTOP, "hang")])
-def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: str) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("number", "outcome", "hang_s"), [(signal.SIGKILL, "error", 60), (signal.SIGSTOP, "hang", 10)]
+)
+def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: str, hang_s: int) -> None:
     body = '[[experiment]]\nname = "long"\ntraining.steps = 100000\nlayout.zero = 3'
-    suite, results = write_suite(tmp_path, body, limits="hang_s = 6"), tmp_path / "results"
+    suite, results = write_suite(tmp_path, body, limits=f"hang_s = {hang_s}"), tmp_path / "results"
     process = start(suite, results, **REAL)
     with no_orphans(process) as ranks:
         folder = Path(ranks[0].cmdline()[ranks[0].cmdline().index("--folder") + 1])
-        wait_for(lambda: _step(folder) > 20, 120)
+        wait_for(lambda: _step(folder) > 20 or process.poll() is not None, 120)
         os.kill(ranks[1].pid, number)
-        code, _, _ = finish(process, 90)
+        code, _, _ = finish(process)
     assert code == 1
     assert outcomes(results) == {"long": outcome}
     why = reason(results, "long")

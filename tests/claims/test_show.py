@@ -46,7 +46,7 @@ def test_the_table_fits_and_names_every_claim(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) <= width
     for claim in everything()[0].claims:
         assert claim.id in text
-    assert "80 claims" in text
+    assert f"{len(everything()[0].claims)} claims" in text
 
 
 def test_one_claim_shows_everything(tmp_path: Path) -> None:
@@ -65,8 +65,9 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr()
     document = json.loads(out.out)
     assert out.err == ""
-    assert len(document["claims"]) == document["summary"]["claims"] == 80
-    assert sum(document["summary"]["verdicts"].values()) == 80
+    count = len(everything()[0].claims)
+    assert len(document["claims"]) == document["summary"]["claims"] == count
+    assert sum(document["summary"]["verdicts"].values()) == count
     cell = next(c for c in document["claims"] if c["id"] == "zero-table1-per-device-memory")["rows"][0]
     assert cell["published"] == "120"
     evidence = {entry["kind"]: entry for entry in cell["evidence"]}

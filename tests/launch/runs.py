@@ -74,7 +74,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout: float = 100) -> tuple[int, str, str]:
     """Exit code, standard output and standard error."""
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
@@ -100,7 +100,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Return as soon as ``condition`` holds; fail if it never does."""
     end = time.monotonic() + seconds
     while not condition():

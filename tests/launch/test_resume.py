@@ -5,8 +5,12 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from repro.results.store import Store
 from tests.launch.runs import finish, no_orphans, run, start, wait_for, write_suite
+
+pytestmark = pytest.mark.timeout(300)
 
 EXPERIMENT = """
 [[experiment]]
@@ -20,7 +24,7 @@ def test_a_stopped_run_goes_on_where_it_was_on_fewer_ranks(tmp_path: Path) -> No
     results = tmp_path / "results"
     suite = write_suite(tmp_path, EXPERIMENT.replace("STEPS", "100_000"), limits="hang_s = 60")
     process = start(suite, results, fake=False)
-    wait_for(lambda: any(results.glob("checkpoints/*/step-*/index.json")), 60)
+    wait_for(lambda: any(results.glob("checkpoints/*/step-*/index.json")))
     process.send_signal(signal.SIGINT)
     code, out, _ = finish(process)
     assert code == 130
@@ -49,11 +53,11 @@ def test_a_second_signal_does_not_wait_for_the_checkpoint(tmp_path: Path) -> Non
     suite = write_suite(tmp_path, EXPERIMENT.replace("STEPS", "100_000"), limits="hang_s = 60")
     begun = tmp_path / "begun"
     process = start(suite, tmp_path / "results", FAKE_LOG=str(begun))
-    wait_for(begun.exists, 60)
+    wait_for(begun.exists)
     with no_orphans(process):
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        wait_for(lambda: "a second signal ends it at once" in process.stderr.readline(), 60)
+        wait_for(lambda: "a second signal ends it at once" in process.stderr.readline())
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         code, out, _ = finish(process)
