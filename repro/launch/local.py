@@ -10,17 +10,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import IO, Any
 
 from repro.config import Experiment
 from repro.launch import rank as rank_program
+from repro.launch import stacks
 from repro.launch.beacon import Lookout, Position
 from repro.launch.job import STOP, Job
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
 """Systems that this launcher knows: the processor cores or the CUDA devices of the machine at hand."""
 REAP_S = 10.0
+LOOK_S = 0.05
 
 
 def needs(experiment: Experiment) -> str:
@@ -127,8 +130,18 @@ class LocalLaunch:
         return raw[-limit:].decode(errors="replace")
 
     def dump_stacks(self) -> None:
-        """Ask every running rank to write its Python stacks to its log."""
-        self._signal(signal.SIGUSR1)
+        """Ask every running rank to write its Python stacks to its log, and see it done."""
+        logs = {rank: self.logs / f"rank-{rank}.err" for rank in range(self.world)}
+        before = {rank: stacks.count(log) for rank, log in logs.items()}
+        self._signal(stacks.SIGNAL)
+        end = time.monotonic() + stacks.WAIT_S
+        waiting = list(logs)
+        while waiting and time.monotonic() < end:
+            time.sleep(LOOK_S)
+            waiting = [r for r in waiting if stacks.count(logs[r]) == before[r] and self._could_write(r)]
+
+    def _could_write(self, rank: int) -> bool:
+        return self.poll(rank) is None and not self.stopped(rank)
 
     def ask_to_stop(self) -> None:
         """Have the ranks write a checkpoint after the step that they are in, and end."""

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from repro.launch import stacks
 from repro.launch.beacon import Beacon
 from repro.launch.device import own_device
 from repro.launch.interrupt import Stopped
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     die_with_parent(options.parent)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a hang leaves its stacks in the log
+    faulthandler.register(stacks.SIGNAL, all_threads=True)  # a hang leaves its stacks in the log
     job = replace(Job.load(options.job), folder=str(options.folder))
     folder = options.folder
 
@@ -112,6 +113,8 @@ def limit_memory(limit_bytes: int, device: str) -> None:
         total = torch.cuda.get_device_properties(index).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
         return
+    if "torch" in sys.modules:  # which imports this with the first tensor on meta: a library, no model
+        importlib.import_module("torch._dynamo")
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit_bytes, hard))
 

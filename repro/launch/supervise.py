@@ -207,9 +207,7 @@ class _Watcher:
         if limits.hang_s and now - self.last_progress > patience:
             self.launch.dump_stacks()
             source = " (limits.hang_s)" if patience == limits.hang_s else ""
-            reason = f"no progress for {patience:g} s{source}: {self._who_lags()}"
-            time.sleep(10 * POLL_S)  # for the stacks to be written
-            return self._end("hang", reason)
+            return self._end("hang", f"no progress for {patience:g} s{source}: {self._who_lags()}")
         return None
 
     def _who_lags(self) -> str:

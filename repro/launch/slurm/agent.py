@@ -79,6 +79,8 @@ class Agent:
         elif rank is not None and message.get("launch") == rank.launch:
             if what == "signal":
                 rank.signal(message["number"])
+            elif what == "stacks":
+                rank.dump_stacks()
             elif what == "stop":
                 rank.ask_to_stop()
             elif what == "close":

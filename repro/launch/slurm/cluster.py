@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from repro.launch import stacks
 from repro.launch.beacon import Position
 from repro.launch.failures import LOST_NODE
 from repro.launch.job import Job
 from repro.launch.local import DEVICES, read_json
+from repro.launch.slurm import channel
 from repro.launch.slurm.channel import Message
 from repro.launch.slurm.crew import Crew
 from repro.launch.slurm.nodes import Report
@@ -39,6 +41,8 @@ class _Seen:
     said: float = 0.0
     """Time of its last word by its node's clock."""
     stopped: bool = False
+    dumped: bool = False
+    """Whether its stacks are in its log."""
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     full: str = ""
     """The file for which its node had no room."""
@@ -138,11 +142,18 @@ class ClusterLaunch:
         return self._ranks[rank].errors
 
     def dump_stacks(self) -> None:
-        """Have every rank write its Python stacks to its log; where all of them are goes beside."""
+        """Have every rank write its Python stacks to its log, and hear of it; where all of them are goes beside."""
         for rank in range(self.world):
-            self._say(rank, "signal", number=int(signal.SIGUSR1))
+            self._say(rank, "stacks")
         lines = [f"rank {r} on {a.node}: {self.position(r)}" for r, a in enumerate(self._agents)]
         (self.logs / "positions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        end = time.monotonic() + stacks.WAIT_S + channel.BEAT_S
+        while time.monotonic() < end and not all(
+            seen.dumped or seen.stopped or self.poll_quietly(rank) is not None
+            for rank, seen in enumerate(self._ranks)
+        ):
+            self._pump()
+            time.sleep(0.02)
 
     def ask_to_stop(self) -> None:
         """Have the ranks write a checkpoint after the step that they are in, and end."""
@@ -212,6 +223,8 @@ class ClusterLaunch:
                 seen.said = position.seconds
                 seen.position = position._replace(seconds=now - message["age"])
             seen.stopped = message["stopped"]
+        elif what == "stacks":
+            seen.dumped = True
         elif what == "result":
             seen.results[message["index"]] = message["result"]
         elif what == "ended":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.launch import rank as rank_program
+from repro.launch import stacks
 from repro.launch.beacon import Lookout
 from repro.launch.job import STOP, write_json
 from repro.launch.local import read_json, work_parent
@@ -43,6 +44,8 @@ class RankProcess:
         self._experiment = -1
         self._next = 0
         self._failure: Message | None = None
+        self._stacks_before: int | None = None
+        """Stacks that its log had when they were asked for; None if nobody waits for them."""
         self._oom_kills = kernel_oom_kills()
 
     def start(self) -> None:
@@ -88,6 +91,9 @@ class RankProcess:
             if now - self._looked >= BEAT_S or self._place() != self._experiment:
                 yield from self._position(now)
             yield from self._results()
+            if self._stacks_before is not None and stacks.count(self._errors_file) > self._stacks_before:
+                self._stacks_before = None
+                yield self._message_of("stacks")
             return
         self._over = True
         yield from self._position(now)
@@ -144,11 +150,15 @@ class RankProcess:
     def _errors(self) -> str:
         """The end of what the rank wrote to standard error."""
         try:
-            with open(self._logs / f"rank-{self.number}.err", "rb") as file:
+            with open(self._errors_file, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - ERROR_BYTES))
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
+
+    @property
+    def _errors_file(self) -> Path:
+        return self._logs / f"rank-{self.number}.err"
 
     def _is_stopped(self) -> bool:
         if self._process is None:
@@ -164,6 +174,11 @@ class RankProcess:
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
+
+    def dump_stacks(self) -> None:
+        """Have the rank write its stacks to its log; :meth:`news` says when they are there."""
+        self._stacks_before = stacks.count(self._errors_file)
+        self.signal(stacks.SIGNAL)
 
     def ask_to_stop(self) -> None:
         """Ask the rank to keep its state and to end between two steps."""
