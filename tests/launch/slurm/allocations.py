@@ -153,12 +153,14 @@ class Srun:
                     found[int(line[line.index("--rank") + 1])] = process
         return found
 
-    def reach(self, name: str) -> dict[int, psutil.Process]:
-        """Wait until experiment ``name`` trains; its ranks."""
+    def reach(self, name: str, step: int = 0) -> dict[int, psutil.Process]:
+        """Wait until experiment ``name`` is in its ``step``-th step or later; its ranks."""
 
         def there() -> bool:
             current = self.submission.state.get("current") or {}
-            return name in current.get("names", []) and current["phase"] != "start"
+            if name not in current.get("names", []) or current["phase"] == "start":
+                return False
+            return bool(current["step"] >= step)
 
         wait_for(there, 60)
         return self.ranks()

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,9 @@ from repro.launch.failures import failure
 from repro.launch.slurm import channel
 from repro.launch.slurm.crew import Crew, welcome
 from repro.launch.slurm.nodes import Report
+from tests.launch.held_session import HELD
 from tests.launch.runs import experiments, fill, run, small_disk, wait_for, write_suite
-from tests.launch.slurm.allocations import Srun, Submission
+from tests.launch.slurm.allocations import PROFILE, Srun, Submission
 
 SLOW = {"FAKE_STEP_S": "0.3"}
 
@@ -110,6 +112,26 @@ def test_a_killed_rank_costs_one_case(submission: Submission) -> None:
     assert [path.name for path in logs.iterdir()] == [submission.records()[0]["key"]], "logs of failures only"
 
 
+@pytest.mark.parametrize(("private", "others_may"), [("true", 0), ("false", stat.S_IRGRP | stat.S_IROTH)])
+def test_files_are_the_users_own_unless_the_profile_says_otherwise(
+    tmp_path: Path, private: str, others_may: int
+) -> None:
+    suite = write_suite(tmp_path, experiments("a"))
+    profile = f"{PROFILE}[storage]\nprivate = {private}\n"
+    submission = Submission(tmp_path, suite, profile=profile)
+    made_here = {*submission.results.rglob("*"), submission.results}
+    with running(submission, FAKE_FAULT="kill:a:1:2") as srun:
+        made_here |= set(srun.logs)
+        assert srun.wait() == [0, 0], srun.log()
+    written = [path for path in submission.results.rglob("*") if path not in made_here]
+    kinds = {path.name.rpartition(".")[2] for path in written}
+    assert {"jsonl", "out", "err", "pkl"} <= kinds, "records, logs of ranks, submitit's result"
+    for path in written:
+        if path.suffix == ".pkl" or path.name.startswith("."):
+            continue  # submitit's umask is the script's; what is hidden is for one process
+        assert path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) & ~0o011 == others_may, path
+
+
 def test_a_case_without_memory_costs_one_case(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, experiments("a", "b"), limits="hang_s = 20, memory_bytes = 50_000_000")
     submission = Submission(tmp_path, suite)
@@ -178,21 +200,22 @@ def test_preemption_requeues_and_runs_again_only_what_it_met(submission: Submiss
 @pytest.mark.timeout(300)
 def test_a_long_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Asked to stop, real ranks write one after the step that they are in; the next start of the job goes on there."""
-    long = "training = { steps = 300, untimed_steps = 1, checkpoint_every = 300 }"
-    suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{long}', limits="hang_s = 60")
+    long = "training = { steps = 8, untimed_steps = 1, checkpoint_every = 8 }"
+    suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{long}', limits="hang_s = 100")
     submission = Submission(tmp_path, suite)
-    target = {"REPRO_RANK_TARGET": "repro.launch.session:run_rank"}
-    with running(submission, **target) as srun:
-        srun.reach("a")
+    (tmp_path / "a").touch()
+    held = {"REPRO_RANK_TARGET": "tests.launch.held_session:run_rank", "FAKE_HOLD": str(tmp_path)}
+    with running(submission, **held) as srun:
+        srun.reach("a", HELD)
         srun.signal(signal.SIGUSR2)
-        assert srun.wait()[0] == 255, srun.log()
+        assert srun.wait(90)[0] == 255, srun.log()
     assert classes(submission) == {"a": "preempted"}
-    with running(submission, restarts=1, **target) as srun:
-        assert srun.wait(80) == [0, 0], srun.log()
+    with running(submission, restarts=1, **held) as srun:
+        assert srun.wait(90) == [0, 0], srun.log()
     assert submission.outcomes() == {"a": "ok"}
     record = submission.records()[-1]
-    assert len(record["series"]["loss"]) == 300
-    assert 0 < record["series"]["resumed_from"][-1] < 300
+    assert len(record["series"]["loss"]) == 8
+    assert record["series"]["resumed_from"] == [HELD + 1]
 
 
 def test_a_cancelled_job_is_not_requeued(submission: Submission) -> None:
