@@ -60,6 +60,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 $preempt
 PriorityType=priority/basic
+$([ "$N" = 1 ] || echo "TopologyPlugin=topology/tree")
 MpiDefault=none
 $([ "$GPUS" = 0 ] || echo "GresTypes=gpu")
 MailProg=/bin/true
@@ -76,6 +77,9 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=10 Preem
 PartitionName=high Nodes=ALL MaxTime=INFINITE PriorityTier=100 PreemptMode=OFF State=UP
 PartitionName=short Nodes=ALL MaxTime=2 PriorityTier=10 PreemptMode=REQUEUE GraceTime=30 State=UP
 EOC
+  # Two racks, each with a switch, so that records can say where their nodes hang.
+  [ "$N" = 1 ] || printf '%s\n' "SwitchName=rack1 Nodes=n[1-$half]" "SwitchName=rack2 Nodes=n[$((half + 1))-$N]" \
+    "SwitchName=core Switches=rack[1-2]" >"$LAB/etc/topology.conf"
   printf '%s\n' AuthType=auth/munge "AuthInfo=socket=$LAB/munge/socket" "DbdHost=${ctl%%(*}" "DbdAddr=$address" \
     "DbdPort=$((PORT + 1))" "SlurmUser=$USER_NAME" "PidFile=$LAB/slurmdbd.pid" "LogFile=$LAB/log/slurmdbd.log" \
     StorageType=accounting_storage/mysql StorageHost=localhost StorageUser=root StorageLoc=slurm_acct \

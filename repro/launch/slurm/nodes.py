@@ -12,6 +12,7 @@ from typing import Any
 from repro.config import ConfigError
 from repro.config.system import System
 from repro.launch.failures import WRONG_HARDWARE
+from repro.launch.slurm import topology
 
 _FAMILY = re.compile(r"\b(?:Tesla |NVIDIA |GeForce |Quadro )*((?:RTX |GTX )?[A-Z]{1,2}\d{1,4}[A-Z]?)\b")
 _FORM = re.compile(r"\b(SXM\d?|PCIe?|NVL|HGX)\b", re.IGNORECASE)
@@ -41,6 +42,10 @@ class Report:
     gpus: list[dict[str, Any]] = field(default_factory=list)
     """That the task may use: ``uuid`` and what ``repro.measure.provenance.gpus`` says of each."""
     processor: str = ""
+    switches: str = ""
+    """Above the node, from the top (:func:`.topology.switches`)."""
+    links: dict[str, Any] = field(default_factory=dict)
+    """Between the GPUs of the node (:func:`.topology.gpu_links`)."""
 
     def message(self) -> dict[str, Any]:
         """As it goes over the channel."""
@@ -64,6 +69,8 @@ def report(environment: dict[str, str], *, gpus: bool) -> Report:
         memory_bytes=psutil.virtual_memory().total,
         gpus=visible_gpus(environment.get("CUDA_VISIBLE_DEVICES")) if gpus else [],
         processor=str(cpu()["model"]),
+        switches=topology.switches(environment),
+        links=topology.gpu_links() if gpus else {},
     )
 
 
@@ -105,7 +112,7 @@ def mismatch(reports: Iterable[Report], system: System, gpus_per_node: int) -> s
     for node, tasks in nodes.items():
         gpus = {gpu["uuid"]: gpu for task in tasks for gpu in task.gpus}
         has = _count(list(gpus.values()))
-        wrong = any(_differs(gpu, system) for gpu in gpus.values())
+        wrong = any(differs(gpu, system) for gpu in gpus.values())
         if wrong or len(gpus) < len(tasks):
             need = wanted if wrong or len(tasks) > 1 else f"1 x {device.name}"
             return f"{WRONG_HARDWARE}node {node} has {has} where {system.name} has {need}: not comparable"
@@ -121,7 +128,7 @@ def mismatch(reports: Iterable[Report], system: System, gpus_per_node: int) -> s
     return ""
 
 
-def _differs(gpu: dict[str, Any], system: System) -> bool:
+def differs(gpu: dict[str, Any], system: System) -> bool:
     """Whether a card is not the system's: its generation, its form, or the size of its memory."""
     device = system.device
     capability = gpu.get("compute_capability")
@@ -159,6 +166,7 @@ def _count(gpus: list[dict[str, Any]]) -> str:
 def place(reports: list[Report], environment: dict[str, str]) -> dict[str, Any]:
     """``provenance["slurm"]``: the job, its nodes and what they are; no address and no name of a person."""
     names = list(dict.fromkeys(entry.node for entry in reports))
+    above = {entry.node: entry.switches for entry in reports if entry.switches}
     kinds: dict[str, dict[str, Any]] = {}
     for name in names:
         tasks = [entry for entry in reports if entry.node == name]
@@ -175,6 +183,7 @@ def place(reports: list[Report], environment: dict[str, str]) -> dict[str, Any]:
                 }
                 for gpu in gpus.values()
             ],
+            "links": tasks[0].links,
         }
         kinds.setdefault(repr(what), {"nodes": [], **what})["nodes"].append(name)
     return {
@@ -185,6 +194,9 @@ def place(reports: list[Report], environment: dict[str, str]) -> dict[str, Any]:
         "partition": environment.get("SLURM_JOB_PARTITION", ""),
         "nodes": names,
         "tasks_per_node": max(sum(entry.node == name for entry in reports) for name in names),
+        "switches": {
+            path: [n for n in names if above.get(n) == path] for path in sorted(set(above.values()))
+        },
         "hardware": list(kinds.values()),
     }
 
