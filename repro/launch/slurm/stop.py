@@ -19,6 +19,8 @@ KILL_S = 10.0
 """Sites rarely give less than this between SIGTERM and SIGKILL (``KillWait``, 30 s by default)."""
 EARLY_S = 120.0
 """SLURM warns of a time limit up to a minute before it was asked to; signals this near the end mean the limit."""
+_REASONS = {"TimeLimit": TIME_LIMIT, "NodeDown": NODE_FAILURE, "Preempted": PREEMPTED}
+"""Why a job is completing that did not end by itself; ``scancel`` leaves no reason."""
 
 
 class Stop:
@@ -83,17 +85,27 @@ def meaning(job: str, delay_s: float) -> str:
     except (OSError, subprocess.TimeoutExpired):
         answer = ""
     fields = dict(re.findall(r"(\w+)=(\S*)", answer))
-    state = fields.get("JobState", "")
+    state, started = fields.get("JobState", ""), _time(fields.get("StartTime", ""))
     if state.startswith("CANCELLED"):
         return CANCELLED
     if state.startswith(("NODE_FAIL", "BOOT_FAIL")):
         return NODE_FAILURE
-    if state.startswith(("PREEMPTED", "SUSPENDED")) or fields.get("PreemptTime", "None") not in ("None", ""):
+    preempted = _time(fields.get("PreemptTime", ""))
+    if state.startswith(("PREEMPTED", "SUSPENDED")) or (preempted and preempted >= (started or 0.0)):
         return PREEMPTED
     if state.startswith(("TIMEOUT", "DEADLINE")):
         return TIME_LIMIT
-    try:
-        left = datetime.fromisoformat(fields["EndTime"]).timestamp() - time.time()
-    except (KeyError, ValueError):  # "Unknown", or no answer
+    if state.startswith("COMPLETING"):  # its end is decided, and hides the state behind it; not the reason
+        return _REASONS.get(fields.get("Reason", ""), CANCELLED)
+    ends = _time(fields.get("EndTime", ""))
+    if ends is None:
         return f"{PREEMPTED} or at its {TIME_LIMIT}"
-    return TIME_LIMIT if left < delay_s + EARLY_S else PREEMPTED
+    return TIME_LIMIT if ends - time.time() < delay_s + EARLY_S else PREEMPTED
+
+
+def _time(text: str) -> float | None:
+    """Seconds since 1970 of a time as SLURM writes it; None for ``None``, ``Unknown`` and no answer."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None

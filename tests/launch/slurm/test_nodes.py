@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from repro.config import ConfigError, Experiment, Layout, Model
 from repro.launch.device import cuda_index
 from repro.launch.failures import CLASSES, failure
 from repro.launch.plan import Task
-from repro.launch.slurm import bundle, controller, process, stop
+from repro.launch.slurm import bundle, controller, process, stop, topology
 from repro.launch.slurm.nodes import Report, mismatch, place
 from repro.suites import Comparison
 
@@ -99,6 +100,48 @@ def test_provenance_has_no_addresses_and_groups_equal_nodes() -> None:
     assert "me" not in said.values()
 
 
+def test_switches_are_what_slurm_says() -> None:
+    said = {"SLURM_TOPOLOGY_ADDR": "core.rack1.n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
+    assert topology.switches(said) == "core.rack1"
+    assert topology.switches({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}) == ""
+    assert topology.switches({}) == ""
+    reports = [
+        Report(node=f"n{i}", node_index=i, local=0, task=i, tasks=3, switches=f"core.rack{1 + i // 2}")
+        for i in range(3)
+    ]
+    assert place(reports, {})["switches"] == {"core.rack1": ["n0", "n1"], "core.rack2": ["n2"]}
+
+
+def test_links_of_gpus_are_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        """Three cards: two of two NVLinks behind one switch, one that has none and hangs on the other socket."""
+
+        NVMLError = RuntimeError
+        NVML_NVLINK_MAX_LINKS, NVML_FEATURE_ENABLED = 6, 1
+        NVML_TOPOLOGY_INTERNAL, NVML_TOPOLOGY_SINGLE, NVML_TOPOLOGY_MULTIPLE = 0, 10, 20
+        NVML_TOPOLOGY_HOSTBRIDGE, NVML_TOPOLOGY_NODE, NVML_TOPOLOGY_SYSTEM = 30, 40, 50
+
+        def nvmlDeviceGetCount(self) -> int:
+            return 3
+
+        def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+            return index
+
+        def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+            if handle == 2 or link > 2:
+                raise RuntimeError("not supported")
+            return link < 2
+
+        def nvmlDeviceGetTopologyCommonAncestor(self, a: int, b: int) -> int:
+            return 10 if b < 2 else 50
+
+    monkeypatch.setattr("repro.measure.provenance.nvml", lambda: nullcontext(Driver()))
+    assert topology.gpu_links() == {
+        "nvlinks": [2, 2, 0],
+        "pcie": {"one switch": 1, "the link between sockets": 2},
+    }
+
+
 @pytest.mark.parametrize(
     ("outcome", "reason", "state", "expected"),
     [
@@ -149,8 +192,15 @@ def test_what_ended_is_not_begun_again() -> None:
     ("answer", "expected"),
     [
         ("JobState=CANCELLED PreemptTime=None EndTime=2026-11-21T10:00:00", "cancelled"),
+        ("JobState=COMPLETING Reason=None PreemptTime=None EndTime=2026-11-21T10:00:00", "cancelled"),
+        ("JobState=COMPLETING Reason=TimeLimit PreemptTime=None EndTime=2026-11-21T10:00:00", "time limit"),
+        ("JobState=COMPLETING Reason=NodeDown PreemptTime=None EndTime=2026-11-21T10:00:00", "node failure"),
         ("JobState=NODE_FAIL", "node failure"),
         ("JobState=RUNNING PreemptTime=2026-11-21T10:00:00", "preempted"),
+        (
+            "JobState=COMPLETING Reason=None PreemptTime=2026-11-21T10:00:00 StartTime=2026-11-21T10:05:00",
+            "cancelled",  # the preemption was of an earlier start
+        ),
         ("JobState=RUNNING PreemptTime=None EndTime=2020-01-01T10:00:00", "time limit"),
         ("JobState=RUNNING PreemptTime=None EndTime=2120-01-01T10:00:00", "preempted"),
         ("JobState=RUNNING EndTime=Unknown", "preempted or at its time limit"),
