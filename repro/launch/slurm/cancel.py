@@ -7,6 +7,7 @@ from pathlib import Path
 
 from repro.config import ConfigError
 from repro.launch.slurm.dryrun import counted
+from repro.launch.slurm.logs import some
 from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import Scheduler, SchedulerError
 from repro.launch.slurm.states import PENDING, REQUEUED, RUNNING, Survey
@@ -32,7 +33,7 @@ def command(results: Path, what: str) -> int:
 
         chosen = [case for case in open_cases if matches(case.name, case.suite, case.submission)]
         if not chosen:
-            known = ", ".join(dict.fromkeys(case.name for case in open_cases)) or "none"
+            known = some(what, [case.name for case in open_cases]) or "none"
             raise ConfigError("cancel", what, f"a suite, submission or case that waits or runs: {known}")
         jobs = list(dict.fromkeys(case.job for case in chosen))
         names = {case.name for case in chosen}

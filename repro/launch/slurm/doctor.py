@@ -6,14 +6,14 @@ import json as jsonlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from repro.config import ConfigError
 from repro.launch.slurm import check, probe, profile, script
 from repro.launch.slurm.limits import clock, minutes
 from repro.launch.slurm.pack import Array, Shape
-from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.profile import CaseClass, Profile
 from repro.launch.slurm.scheduler import Partition, Scheduler, SchedulerError, call, check_partition
 from repro.measure.doctor import LIMITED, NO, YES, Check, render
 
@@ -66,7 +66,9 @@ def examine(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
     except ConfigError as error:
         yield Check("partition", NO, str(error), "change slurm.partition", fatal=True)
         return
-    yield _partition(site, partition)
+    yield _partition("partition", site, partition, site.slurm.time_limit)
+    for entry in site.case:
+        yield _case(site, entry, partitions)
     yield from _gpus(site, partition)
     accepted = _request(site)
     yield accepted
@@ -93,15 +95,27 @@ def _folder(site: Profile, results: Path) -> Check:
     return Check("folder", YES if site.storage.shared else LIMITED, f"{results} ({shared})", "takes results")
 
 
-def _partition(site: Profile, partition: Partition) -> Check:
+def _partition(name: str, site: Profile, partition: Partition, time_limit: str) -> Check:
     found = f"{partition.name}: {partition.nodes} nodes, limit {clock(partition.limit_min)}"
+    where = "slurm" if name == "partition" else name
     if not partition.available:
-        return Check("partition", NO, f"{found}, down", "change slurm.partition", fatal=True)
-    if minutes(site.slurm.time_limit) > partition.limit_min:
-        text = f"{found}; slurm.time_limit is {site.slurm.time_limit}"
-        return Check("partition", NO, text, "shorten slurm.time_limit", fatal=True)
+        return Check(name, NO, f"{found}, down", f"change {where}.partition", fatal=True)
+    if minutes(time_limit) > partition.limit_min:
+        text = f"{found}; {where}.time_limit is {time_limit}"
+        return Check(name, NO, text, f"shorten {where}.time_limit", fatal=True)
     most = partition.nodes * site.ranks_per_node
-    return Check("partition", YES, found, f"cases of up to {most} ranks")
+    return Check(name, YES, found, f"cases of up to {most} ranks")
+
+
+def _case(site: Profile, entry: CaseClass, partitions: dict[str, Partition]) -> Check:
+    """What differs for some cases fits as well.  What they ask for is not needed by others: nothing is fatal."""
+    name, wanted = f"case {entry.match}", entry.partition or site.slurm.partition
+    try:
+        partition = check_partition(partitions, wanted, file=site.file, where=name)
+    except ConfigError as error:
+        return Check(name, LIMITED, str(error), "these cases are refused")
+    found = _partition(name, site, partition, entry.time_limit or site.slurm.time_limit)
+    return replace(found, state=LIMITED, fatal=False) if found.fatal else found
 
 
 def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:

@@ -30,12 +30,12 @@ def show(intent: Intent, results: Path, *, json: bool) -> None:
     most, predicted, count = intent.gpu_hours()
     what = "GPU-hours" if intent.profile.gpus_per_node else "core-hours"
     print(
-        f"{len(intent.cases)} cases in {len(intent.arrays)} job arrays; at most {most:.1f} {what}"
-        + _price(intent, most)
+        f"{counted(len(intent.cases), 'case')} in {counted(len(intent.arrays), 'job array')};"
+        f" at most {most:.1f} {what}" + _price(intent, most)
     )
     if count:
         print(
-            f"the time model predicts {predicted:.2f} {what} of steps for {count} of them"
+            f"the time model predicts {predicted:.3g} {what} of steps for {count} of them"
             + _price(intent, predicted)
         )
     elif intent.cases and intent.profile.gpus_per_node:

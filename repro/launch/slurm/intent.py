@@ -150,7 +150,7 @@ def _predictions(store: Store, tasks: list[Task]) -> dict[str, Prediction]:
         experiment = wanted[key]
         seconds = record["metrics"].get("step_seconds.median")
         hours = None
-        if seconds is not None:
+        if seconds is not None and record["outcome"] == "ok":  # what does not fit ends at once
             hours = seconds * experiment.training.steps * experiment.layout.world / HOUR_S
         found[experiment.name] = Prediction(gpu_hours=hours, outcome=record["outcome"])
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from repro.config import ConfigError
@@ -9,6 +10,7 @@ from repro.launch.slurm.registry import Registry, Submission
 from repro.launch.slurm.work import Bundle
 
 TAIL_BYTES = 8000
+FEW = 8
 
 
 def command(results: Path, name: str, rank: int | None) -> int:
@@ -41,8 +43,17 @@ def find(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
                 if experiment.name == name:
                     return submission, bundle, experiment.key
                 known.append(experiment.name)
-    hint = ", ".join(dict.fromkeys(known)) if known else "none: nothing was submitted with these results"
+    hint = some(name, known) if known else "none: nothing was submitted with these results"
     raise ConfigError("case", name, f"a submitted case: {hint}")
+
+
+def some(name: str, known: list[str]) -> str:
+    """``known`` for one line: all if they are few, else those most like ``name``, and how many there are."""
+    names = list(dict.fromkeys(known))
+    if len(names) <= FEW:
+        return ", ".join(names)
+    shown = difflib.get_close_matches(name, names, n=FEW, cutoff=0.3) or names[:FEW]
+    return f"{', '.join(shown)} ({len(shown)} of {len(names)})"
 
 
 def _print(files: list[Path], what: str) -> None:

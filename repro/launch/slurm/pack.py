@@ -19,6 +19,8 @@ class Shape:
     tasks_per_node: int
     time_min: float
     partition: str
+    requeues: int = 0
+    """How often one that reaches its time limit starts again."""
 
     @property
     def world(self) -> int:
@@ -57,6 +59,7 @@ def shape_of(experiment: Experiment, profile: Profile) -> Shape:
         tasks_per_node=world // nodes,
         time_min=minutes(case.time_limit or profile.slurm.time_limit),
         partition=case.partition or profile.slurm.partition,
+        requeues=profile.slurm.requeues if case.requeues is None else case.requeues,
     )
 
 

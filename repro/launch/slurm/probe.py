@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.launch.slurm import script
+from repro.launch.slurm.nodes import differs
 from repro.launch.slurm.profile import Profile
 from repro.launch.slurm.scheduler import SchedulerError, call
 from repro.measure.doctor import LIMITED, NO, YES, Check
@@ -32,8 +33,12 @@ def run(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
         ("account", site.slurm.account),
         ("qos", site.slurm.qos),
         ("constraint", site.slurm.constraint),
+        ("exclude", ",".join(site.slurm.exclude)),
+        ("container-image", site.environment.container),
+        ("container-mounts", site.environment.container_mounts),
+        *site.slurm.options.items(),
     ):
-        command += [f"--{option}={value}"] if value else []
+        command += [f"--{option.replace('_', '-')}={value}"] if value else []
     if site.gpus_per_node and site.slurm.gpu_request != "none":
         kind = f"{site.slurm.gpu_type}:" if site.slurm.gpu_type else ""
         gpus = f"{kind}{site.gpus_per_node}"
@@ -122,16 +127,17 @@ def _interface(site: Profile, seen: list[dict[str, Any]]) -> Check:
 def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
     from repro.systems import HERE, load
 
-    expected = "" if site.system in HERE else load(site.system).device.name
+    system = None if site.system in HERE else load(site.system)
     for node in seen:
-        names = [gpu["name"] for gpu in node["gpus"] or []]
-        text = f"{node['host']}: {len(names)} x {names[0] if names else 'none'}"
-        if len(names) < site.gpus_per_node:
+        gpus = node["gpus"] or []
+        text = f"{node['host']}: {len(gpus)} x {gpus[0]['name'] if gpus else 'none'}"
+        if len(gpus) < site.gpus_per_node:
             yield Check("GPUs there", NO, text, f"slurm.gpus_per_node is {site.gpus_per_node}", fatal=True)
+        elif system is not None and any(differs(gpu, system) for gpu in gpus):
+            meaning = f"{system.name} has {system.device.name}: name another system, no case would start"
+            yield Check("GPUs there", NO, text, meaning, fatal=True)
         else:
-            yield Check(
-                "GPUs there", YES, text, f"the profile's system has {expected}" if expected else "seen"
-            )
+            yield Check("GPUs there", YES, text, "what the profile's system has" if system else "seen")
     nccl = {v for node in seen for k, v in node["versions"].items() if "nccl" in k}
     found = ", ".join(sorted(nccl)) or "not a package; torch may carry its own"
     yield Check("NCCL", YES if nccl else LIMITED, found, "collectives between GPUs")

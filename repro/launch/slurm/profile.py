@@ -111,9 +111,12 @@ class CaseClass:
     """As in ``slurm.time_limit``; empty: that one."""
     partition: str = ""
     """As in ``slurm.partition``; empty: that one."""
+    requeues: int | None = None
+    """As in ``slurm.requeues``; left out: that many.  A training of weeks goes on from its checkpoint each time."""
 
     def __post_init__(self) -> None:
         require(self.nodes >= 0, "nodes", self.nodes, "0 or more")
+        require(self.requeues is None or self.requeues >= 0, "requeues", self.requeues, "0 or more")
         if self.time_limit:
             minutes(self.time_limit)
 

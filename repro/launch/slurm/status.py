@@ -47,9 +47,12 @@ def command(results: Path, watch: bool, every: bool, json: bool) -> int:
     registry, store = Registry(results), Store(results)
     if not registry.all():
         raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
-    if watch and not json:
-        return _watch(registry, store, every)
-    cases, warnings = read(registry, store, every)
+    try:
+        if watch and not json:
+            return _watch(registry, store, every)
+        cases, warnings = read(registry, store, every)
+    except SchedulerError as error:
+        raise ConfigError("SLURM", expected=f"does not answer: {error}") from None
     if json:
         print(jsonlib.dumps({"cases": [case.as_dict() for case in cases], "warnings": warnings}))
     else:
@@ -60,13 +63,11 @@ def command(results: Path, watch: bool, every: bool, json: bool) -> int:
 def read(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
     """States of the cases, and what the site could not tell.
 
-    Of a case that was submitted more than once the last submission counts, unless ``every``.
+    Of a case that was submitted more than once the last submission counts, unless ``every``.  Raises
+    ``SchedulerError``.
     """
     scheduler = Scheduler()
-    try:
-        cases = Survey(registry, store, scheduler).cases()
-    except SchedulerError as error:
-        raise ConfigError("SLURM", expected=f"does not answer: {error}") from None
+    cases = Survey(registry, store, scheduler).cases()
     if not every:
         cases = list({case.key: case for case in cases}.values())
     return cases, list(dict.fromkeys(scheduler.warnings))
@@ -127,18 +128,29 @@ def _totals(cases: list[CaseState]) -> str:
 
 
 def _watch(registry: Registry, store: Store, every: bool) -> int:
-    """Show the table again every few seconds, until nothing waits or runs."""
+    """Show the table again every few seconds, until nothing waits or runs.  Raises ``SchedulerError``.
+
+    A cluster that does not answer for a while, after it has answered once, is no reason to stop.
+    """
     from rich.live import Live
 
     console = Console()
+    cases, warnings = read(registry, store, every)
+    note = ""
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            cases, warnings = read(registry, store, every)
             table = _table([case for case in cases if case.state != DONE] or cases)
-            table.caption = _totals(cases)
+            table.caption, table.caption_justify = _plain(f"{_totals(cases)}{note}"), "left"
             live.update(table, refresh=True)
-            if code(cases) != 3:
+            if not note and code(cases) != 3:
                 break
             time.sleep(REFRESH_S)
+            try:
+                cases, warnings = read(registry, store, every)
+                note = ""
+            except SchedulerError as error:
+                note = (
+                    note or f"; as of {time.strftime('%H:%M:%S')}, since when SLURM does not answer: {error}"
+                )
     show(cases, warnings, console)
     return code(cases)

@@ -74,7 +74,7 @@ def _submit(intent: Intent, registry: Registry, profile_file: Path, json: bool) 
         name = submission.arrays[place].job_name
         wanted = script.parameters(array, intent.profile, name)
         try:
-            job_id = submit_array(folder, bundles, wanted, intent.profile)
+            job_id = submit_array(folder, bundles, wanted, intent.profile, array.shape.requeues)
         except SchedulerError as error:
             failure = str(error)
             break
@@ -99,14 +99,16 @@ def _submit(intent: Intent, registry: Registry, profile_file: Path, json: bool) 
     return 1 if failure else 0
 
 
-def submit_array(folder: Path, bundles: list[int], wanted: dict[str, object], site: Profile) -> str:
+def submit_array(
+    folder: Path, bundles: list[int], wanted: dict[str, object], site: Profile, requeues: int
+) -> str:
     """Hand one array to submitit; SLURM's number of it.  Raises ``SchedulerError``."""
     import submitit
 
     from repro.launch.slurm.allocation import Allocation
 
     executor = submitit.SlurmExecutor(
-        folder / "submitit", max_num_timeout=site.slurm.requeues, python=script.python(site)
+        folder / "submitit", max_num_timeout=requeues, python=script.python(site)
     )
     executor.update_parameters(**wanted)
     try:

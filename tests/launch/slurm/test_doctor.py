@@ -29,6 +29,23 @@ def test_a_good_profile(
     assert checks["request"].startswith("yes")
 
 
+def test_what_differs_for_some_cases_is_looked_at_too(
+    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        ("a*", 'partition = "nowhere"'),
+        ("b*", 'time_limit = "3:00:00"'),
+        ("c*", 'partition = "short"\ntime_limit = "9"'),
+    ]
+    text = "".join(f'[[case]]\nmatch = "{match}"\n{more}\n' for match, more in rows)
+    site.write_text(site.read_text() + text)
+    code, checks = examine(site, tmp_path / "results", capsys)
+    assert code == 0, "other cases can be submitted"
+    assert "known are debug, old, short" in checks["case a*"]
+    assert checks["case b*"] == "limited: debug: 4 nodes, limit 02:00:00; case b*.time_limit is 3:00:00"
+    assert checks["case c*"].startswith("yes: short")
+
+
 @pytest.mark.parametrize(
     ("text", "name", "said"),
     [
@@ -91,6 +108,10 @@ def test_what_nodes_say_is_judged(tmp_path: Path) -> None:
     assert checks["interface"].fatal
     assert checks["GPUs there"].fatal
     assert checks["GPUs there"].found == "n1: 8 x NVIDIA A100"
+    node["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB", "compute_capability": "8.0"}] * 16
+    other = {check.name: check for check in probe.judge(profile.load(path), [node])}
+    assert other["GPUs there"].fatal
+    assert other["GPUs there"].enables.startswith("dgx2 has NVIDIA V100 SXM3 32 GB: name another system")
     marker.write_text("other")
     blind = {check.name: check for check in probe.judge(profile.load(path), [probe.look(marker)])}
     assert blind["shared folder"].fatal

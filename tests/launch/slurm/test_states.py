@@ -13,7 +13,7 @@ from repro import cli, suites
 from repro.config import Experiment
 from repro.launch import plan
 from repro.launch.job import write_json
-from repro.launch.slurm import profile
+from repro.launch.slurm import logs, profile
 from repro.launch.slurm.pack import arrays
 from repro.launch.slurm.registry import Registry, Submission, Submitted
 from repro.launch.slurm.work import Work
@@ -213,6 +213,13 @@ def test_logs_of_a_rank_and_of_the_job(submitted: Submitted1, capsys: pytest.Cap
     assert cli.main(["logs", "d", *results]) == 2
     assert "case = 'd': a submitted case: a, b, c" in capsys.readouterr().err
     assert cli.main(["logs", "b", "--rank", "2", *results]) == 2
+
+
+def test_few_names_are_all_shown_and_of_many_the_nearest() -> None:
+    assert logs.some("x", ["a", "b", "a"]) == "a, b"
+    names = [f"case-{i}" for i in range(500)]
+    assert logs.some("case-77x", names).startswith("case-77, ")
+    assert logs.some("case-77x", names).endswith(" (8 of 500)")
 
 
 def test_damage_is_one_line(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:

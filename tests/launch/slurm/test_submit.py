@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from repro import cli
+from repro import cli, suites
 from repro.launch.slurm.registry import Registry
+from repro.results.record import experiment_record
+from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.launch.slurm.conftest import FakeSlurm
 
@@ -143,6 +145,100 @@ def test_errors_of_a_profile_come_before_anything_is_submitted(
     assert said in refused(capsys)
     assert slurm.state["scripts"] == {}
     assert list((tmp_path / "results" / "jobs").glob("*/submission.json")) == []
+
+
+def test_all_that_a_profile_says_is_in_the_script(
+    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "mine.toml"
+    site.write_text(EVERY_KEY)
+    body = experiments("a", extra='system = "dgx2"\nlayout.dp = 16\n') + experiments(
+        "large-1t", extra='system = "dgx2"\nlayout.dp = 32\n'
+    )
+    assert submit(write_suite(tmp_path, body), site, tmp_path / "results", "--dry-run", "--json") == 0
+    large, a = (array["script"].splitlines() for array in json.loads(capsys.readouterr().out)["arrays"])
+    for option in (
+        *("partition=gpu", "account=lab", "qos=long", "constraint=nvlink", "exclude='n3,n[7-8]'", "mem=0"),
+        *("gres=gpu:v100:16", "cpus-per-task=6", "ntasks-per-node=16", "nodes=1", "exclusive", "time=90"),
+        *("reservation=bench", "distribution=block", "requeue"),
+    ):
+        assert f"#SBATCH --{option}" in a, option
+    assert f"#SBATCH --signal=USR2@{120}" in a
+    for option in ("partition=wide", "time=1500", "nodes=4", "ntasks-per-node=8"):
+        assert f"#SBATCH --{option}" in large, option
+    text = "\n".join(a)
+    order = ["module load cuda/12.6", "source /shared/venv/bin/activate", "export NCCL_IB_HCA=mlx5", "srun "]
+    assert [text.index(line) for line in order] == sorted(text.index(line) for line in order)
+    command = next(line for line in a if line.startswith("srun "))
+    for word in (
+        "--container-image=image.sqsh",
+        "--container-mounts=/data",
+        "--kill-on-bad-exit=0",
+        "/opt/python",
+    ):
+        assert word in command
+    assert "torchrun" not in text
+
+
+EVERY_KEY = """
+system = "dgx2"
+[slurm]
+partition = "gpu"
+account = "lab"
+qos = "long"
+constraint = "nvlink"
+exclude = ["n3", "n[7-8]"]
+gpus_per_node = 16
+gpu_type = "v100"
+gpu_request = "gres"
+cpus_per_task = 6
+memory = "0"
+time_limit = "01:30:00"
+signal_delay_s = 120
+options = { reservation = "bench" }
+[environment]
+modules = ["cuda/12.6"]
+setup = ["source /shared/venv/bin/activate"]
+python = "/opt/python"
+container = "image.sqsh"
+container_mounts = "/data"
+variables = { NCCL_IB_HCA = "mlx5" }
+[[case]]
+match = "*-1t"
+nodes = 4
+partition = "wide"
+time_limit = "1-01:00:00"
+"""
+
+
+def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By time limits first; by the simulated records as well, once there are some."""
+    site, results = tmp_path / "dgx2.toml", tmp_path / "results"
+    site.write_text('system = "dgx2"\nprice_per_gpu_hour = 2.0\n[slurm]\ngpus_per_node = 16\n')
+    body = experiments("a", "large", extra='system = "dgx2"\n')
+    suite = write_suite(tmp_path, body)
+    assert submit(suite, site, results, "--dry-run") == 0
+    out = capsys.readouterr().out
+    # Whole nodes: one hour of 16 GPUs for each of two cases.
+    assert "2 cases in 1 job array; at most 32.0 GPU-hours, 64.00 at 2 an hour" in out
+    assert "no predicted times in the store" in out
+    with Store(results) as store:
+        for entry in suites.load(suite).entries:
+            outcome = "oom" if entry.experiment.name == "large" else "ok"
+            record = experiment_record(
+                entry.experiment, [], suite="s", provenance={}, wall_s=0.0, outcome=outcome
+            )
+            predicted = {"metrics": {"step_seconds.median": 30.0}, "evidence": "simulated"}
+            store.append(record | predicted)
+    assert submit(suite, site, results, "--dry-run") == 0
+    out = capsys.readouterr().out
+    # Six steps of 30 s on two GPUs.
+    assert "#   a (0.1 GPU-hours)\n#   large\n" in out
+    assert "the time model predicts 0.1 GPU-hours of steps for 1 of them, 0.20 at 2 an hour" in out
+    assert "large: simulated out of memory: it will not fit" in out
+    assert "nothing was submitted" in out
 
 
 def test_too_many_nodes(
