@@ -7,10 +7,11 @@ same maths in plain torch, which is what the tests trust.
 from repro.kernels.adamw import adamw_
 from repro.kernels.attention import causal_attention
 from repro.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_max, cross_entropy_sums
+from repro.kernels.cuda.dispatch import ran
 from repro.kernels.dropout import bias_dropout_residual
 from repro.kernels.flops import cost
 from repro.kernels.gelu import bias_gelu
-from repro.kernels.layernorm import layer_norm
+from repro.kernels.layernorm import add_layer_norm, layer_norm
 from repro.kernels.norm import norm_squared
 from repro.kernels.packing import pack, unpack
 from repro.kernels.random import derive_key, keep_mask, normal, normal_at, uniform_bits
@@ -18,6 +19,7 @@ from repro.kernels.softmax import causal_softmax
 
 __all__ = [
     "adamw_",
+    "add_layer_norm",
     "bias_dropout_residual",
     "bias_gelu",
     "causal_attention",
@@ -33,6 +35,7 @@ __all__ = [
     "normal",
     "normal_at",
     "pack",
+    "ran",
     "uniform_bits",
     "unpack",
 ]

@@ -124,6 +124,7 @@ def adamw_(
     weight_decay: float,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    plain: bool = False,
 ) -> None:
     """One AdamW step over flat shards (1-D tensors; element i of every list is the same shard).
 
@@ -132,7 +133,8 @@ def adamw_(
     list when the masters are the parameters. `step` (the number of this step, from 1), `lr`, `grad_scale`
     (gradients are divided by it) and `found_inf` (1: leave master and moments as they are) are 0-dim fp32
     tensors on the device of the masters, so that nothing waits for the host; a skipped step must not
-    advance `step`, which is the caller's. Raises ValueError when the lists do not match or are empty.
+    advance `step`, which is the caller's. `plain`: by torch's fused AdamW on every device; on `meta`, where there
+    is none, the operator stands for it. Raises ValueError when the lists do not match or are empty.
     """
     count = len(masters)
     lengths = [len(grads), len(exp_avgs), len(exp_avg_sqs), len(copies) or count]
@@ -147,7 +149,8 @@ def adamw_(
             raise ValueError(
                 f"adamw_ needs 1-D tensors of one length; shard {i} has a master of {list(master.shape)}"
             )
-    adamw_operator(
+    update = _adamw if plain and not masters[0].is_meta else adamw_operator
+    update(
         masters,
         grads,
         exp_avgs,

@@ -113,13 +113,18 @@ def _check(logits: Tensor, *vectors: Tensor) -> None:
         )
 
 
-def cross_entropy_max(logits: Tensor) -> Tensor:
-    """Row maxima of this rank's logits [n, v]: fp32 [n] (fp64 for fp64). Not differentiable."""
+def cross_entropy_max(logits: Tensor, *, plain: bool = False) -> Tensor:
+    """Row maxima of this rank's logits [n, v]: fp32 [n] (fp64 for fp64). Not differentiable.
+
+    `plain`, here and below: by torch's operators on every device.
+    """
     _check(logits)
-    return max_operator(logits.detach())
+    return (_max if plain else max_operator)(logits.detach())
 
 
-def cross_entropy_sums(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int) -> Tensor:
+def cross_entropy_sums(
+    logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int, *, plain: bool = False
+) -> Tensor:
     """fp32 [2, n] (fp64 for fp64 logits): sum of exp(logit - maximum), and target logit - maximum or 0.
 
     `targets` int64 [n] are numbers in the whole vocabulary; those outside this rank's columns contribute 0.
@@ -127,22 +132,30 @@ def cross_entropy_sums(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_s
     `cross_entropy_backward_`. Raises ValueError when the sizes do not agree.
     """
     _check(logits, maximum, targets)
-    return sums_operator(logits.detach(), maximum, targets, vocab_start)
+    return (_sums if plain else sums_operator)(logits.detach(), maximum, targets, vocab_start)
 
 
 def cross_entropy_backward_(
-    logits: Tensor, maximum: Tensor, sums: Tensor, targets: Tensor, vocab_start: int, grad_loss: Tensor
+    logits: Tensor,
+    maximum: Tensor,
+    sums: Tensor,
+    targets: Tensor,
+    vocab_start: int,
+    grad_loss: Tensor,
+    *,
+    plain: bool = False,
 ) -> None:
     """Overwrite logits [n, v] by d loss / d logits = (softmax - onehot) * grad_loss.
 
-    maximum and sums are those of the whole vocabulary, reduced over the group.     `grad_loss` is fp32 [n]:
+    maximum and sums are those of the whole vocabulary, reduced over the group. `grad_loss` is fp32 [n]:
     0 at rows that shall not count. Arithmetic in fp32, rounded once to the dtype of the logits. Raises
     ValueError when the sizes do not agree.
     """
     _check(logits, maximum, targets, grad_loss)
     if sums.shape != (2, *logits.shape[:1]):
         raise ValueError(f"cross-entropy needs sums [2, {logits.shape[0]}], not {list(sums.shape)}")
-    backward_operator(logits.detach(), maximum, sums, targets, vocab_start, grad_loss)
+    replace = _backward if plain else backward_operator
+    replace(logits.detach(), maximum, sums, targets, vocab_start, grad_loss)
 
 
 def max_cost(logits: Operand) -> Cost:

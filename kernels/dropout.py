@@ -133,12 +133,12 @@ use("bias_dropout_residual_backward", cuda.bias_dropout_residual_backward, _back
 class _BiasDropoutResidual(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, *place: int
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, plain: bool, p: float, *place: int
     ) -> Tensor:
-        ctx.p, ctx.place = p, place
+        ctx.p, ctx.place, ctx.plain = p, place, plain
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.has_residual = residual is not None
-        return forward_operator(x, bias, residual, p, *place)
+        return (_forward if plain else forward_operator)(x, bias, residual, p, *place)
 
     @staticmethod
     @once_differentiable
@@ -149,9 +149,10 @@ class _BiasDropoutResidual(torch.autograd.Function):
             if ctx.bias_dtype is not None:
                 dbias = grad.flatten(0, -2).sum(0)
         else:
-            dx, dbias = backward_operator(grad, ctx.bias_dtype is not None, ctx.p, *ctx.place)
+            backward = _backward if ctx.plain else backward_operator
+            dx, dbias = backward(grad, ctx.bias_dtype is not None, ctx.p, *ctx.place)
         dbias = None if dbias is None or ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
-        return dx, dbias, grad if ctx.has_residual else None, None, None, None, None, None
+        return dx, dbias, grad if ctx.has_residual else None, None, None, None, None, None, None
 
 
 def bias_dropout_residual(
@@ -164,6 +165,8 @@ def bias_dropout_residual(
     seq: int,
     first_position: int,
     training: bool,
+    *,
+    plain: bool = False,
 ) -> Tensor:
     """y = residual + dropout(x + bias), [b, s, h] as x; bias is [h], residual [b, s, h], both optional.
 
@@ -171,7 +174,8 @@ def bias_dropout_residual(
     column c: `first_sample` is the number of the first sample in the global batch, `seq` the length of a
     whole sequence and `first_position` where this rank's part of it begins (0 without sequence
     parallelism). Kept elements are scaled by 1 / (1 - p). With p == 0 or not training it is an addition.
-    Nothing is saved for backward. Raises ValueError when the sizes do not agree or p is not in [0, 1).
+    Nothing is saved for backward. `plain`: by torch's operators on every device. Raises ValueError when the
+    sizes do not agree or p is not in [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability is {p}, it must be at least 0 and less than 1")
@@ -185,7 +189,7 @@ def bias_dropout_residual(
     rate = p if training else 0.0
     if rate == 0.0 and bias is None and residual is None:
         return x
-    return _BiasDropoutResidual.apply(x, bias, residual, rate, key, first_sample, seq, first_position)
+    return _BiasDropoutResidual.apply(x, bias, residual, plain, rate, key, first_sample, seq, first_position)
 
 
 def forward_cost(

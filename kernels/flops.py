@@ -20,6 +20,8 @@ from repro.kernels.library import Cost, Operand
 FORMULAS: dict[str, Callable[..., Cost]] = {
     "layer_norm": layernorm.forward_cost,
     "layer_norm_backward": layernorm.backward_cost,
+    "add_layer_norm": layernorm.add_forward_cost,
+    "add_layer_norm_backward": layernorm.add_backward_cost,
     "bias_gelu": gelu.forward_cost,
     "bias_gelu_backward": gelu.backward_cost,
     "bias_dropout_residual": dropout.forward_cost,

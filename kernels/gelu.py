@@ -8,6 +8,7 @@ on a CPU, so the CPU implementation uses this form on chunks that stay in the ca
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,26 +102,32 @@ use("bias_gelu_backward", cuda.bias_gelu_backward, _backward)
 
 class _BiasGelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, plain: bool) -> Tensor:
         ctx.save_for_backward(x, bias)
-        return forward_operator(x, bias)
+        ctx.plain = plain
+        return _plain(x.device)[0](x, bias) if plain else forward_operator(x, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return backward_operator(grad, *ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        backward = _plain(grad.device)[1] if ctx.plain else backward_operator
+        return (*backward(grad, *ctx.saved_tensors), None)
 
 
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+def _plain(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return (_forward_cpu, _backward_cpu) if device.type == "cpu" else (_forward, _backward)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, *, plain: bool = False) -> Tensor:
     """y [..., f] in the dtype of x [..., f]; bias is [f]. Saved for backward: x and bias, nothing else.
 
-    Raises ValueError when the sizes do not agree.
+    `plain`: by torch's operators on every device. Raises ValueError when the sizes do not agree.
     """
     if bias.shape != x.shape[-1:]:
         raise ValueError(
             f"bias_gelu of {list(x.shape)} needs a bias of {list(x.shape[-1:])}, not {list(bias.shape)}"
         )
-    return _BiasGelu.apply(x, bias)
+    return _BiasGelu.apply(x, bias, plain)
 
 
 def forward_cost(x: Operand, bias: Operand) -> Cost:

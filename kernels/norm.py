@@ -49,17 +49,20 @@ norm_operator = operator("norm_squared(Tensor[] tensors) -> Tensor", _norm_squar
 use("norm_squared", cuda.norm_squared, _norm_squared)
 
 
-def norm_squared(tensors: list[Tensor]) -> Tensor:
+def norm_squared(tensors: list[Tensor], *, plain: bool = False) -> Tensor:
     """Sum of the squares of all elements, 0-dim fp32, accumulated in fp32.
 
     The tensors may have any floating dtype and any shape. inf and nan in any element end up in the result,
     so `isfinite` of it is the overflow check. A finite value beyond 1.8e19 overflows too, as it does in any
-    fp32 norm. Raises ValueError for an empty list, which has no device.
+    fp32 norm. `plain`: by torch's operators on every device. Raises ValueError for an empty list, which has no
+    device.
     """
     if not tensors:
         raise ValueError(
             "norm_squared needs at least one tensor: an empty list does not say which device to use"
         )
+    if plain:
+        return (_norm_squared_cpu if tensors[0].device.type == "cpu" else _norm_squared)(tensors)
     return norm_operator(tensors)
 
 

@@ -1,4 +1,4 @@
-// Copies of many tensors in one launch, from one type to another.
+// Copies of many tensors in one launch, from one type to another, times a scale.
 // SOURCE, TARGET: types; COPIES: how many fit the arguments; CHUNK: elements that a block takes at once.
 #include "memory.cuh"
 
@@ -10,6 +10,7 @@ struct Arguments {
   long long counts[COPIES];
   int chunks[COPIES];  // of this copy and all before it
   int copy_count;
+  float scale;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
 
@@ -27,8 +28,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) copies(const __grid_consta
         [&](long long i) {
           float values[V];
           load(values, from + i);
+#pragma unroll
+          for (int k = 0; k < V; ++k) values[k] *= a.scale;
           store(into + i, values);
         },
-        [&](long long i) { narrow(widen(from[i]), into[i]); });
+        [&](long long i) { narrow(widen(from[i]) * a.scale, into[i]); });
   }
 }

@@ -39,3 +39,17 @@ def ranks(request: pytest.FixtureRequest) -> RankPool | None:
     """The pool of the size that an indirect parameter asks for; None for one process."""
     size = request.param
     return None if size == 1 else request.getfixturevalue({2: "two", 4: "four"}[size])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU say so where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA device: `make test-gpu` on a machine with one")
+            )

@@ -72,10 +72,10 @@ def tokens_of(experiment: Experiment, step: int) -> Tensor:
     return (start + stride * torch.arange(s + 1)) % v
 
 
-def micro_batches(experiment: Experiment, dp_rank: int, step: int) -> list[MicroBatch]:
+def micro_batches(experiment: Experiment, dp_rank: int, step: int, device: str = "cpu") -> list[MicroBatch]:
     """The micro-batches of one replica."""
     layout = experiment.layout
-    whole = tokens_of(experiment, step)
+    whole = tokens_of(experiment, step).to(device)
     found = []
     for k in range(layout.accumulation):
         first = dp_rank * layout.replica_batch + k * layout.micro_batch
@@ -99,11 +99,11 @@ def whole_parameters(engine: Any, tp: Group) -> dict[str, Tensor]:
     return found
 
 
-def train(experiment: Experiment) -> Trained:
+def train(experiment: Experiment, device: str = "cpu") -> Trained:
     """Train on this rank (one process if there is no process group) and gather what came of it."""
     layout = experiment.layout
-    mesh = meshes.distributed(layout, "cpu") if dist.is_initialized() else meshes.single()
-    engine = build_engine(experiment, mesh, torch.device("cpu"))
+    mesh = meshes.distributed(layout, device) if dist.is_initialized() else meshes.single()
+    engine = build_engine(experiment, mesh, torch.device(device))
     trained = Trained([], [], {})
     for step in range(experiment.training.steps):
         if step == experiment.training.steps - 1:
@@ -111,7 +111,7 @@ def train(experiment: Experiment) -> Trained:
         scale = engine.loss_scale()
         if scale is not None:
             trained.scale.append(float(scale))
-        norms = engine.step(micro_batches(experiment, mesh.dp.rank, step), lambda phase: None)
+        norms = engine.step(micro_batches(experiment, mesh.dp.rank, step, device), lambda phase: None)
         if norms.overflow.item():
             trained.skipped.append(step)
         trained.loss.append(norms.loss.item())

@@ -34,9 +34,27 @@ def key(program: Program, target: Target) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
+def contents() -> tuple[int, int]:
+    """(programs, bytes) of the folder, of all architectures and versions."""
+    try:
+        sizes = [entry.stat().st_size for entry in os.scandir(folder()) if not entry.name.startswith(".")]
+    except OSError:
+        return 0, 0
+    return len(sizes), sum(sizes)
+
+
+def known(program: Program, target: Target) -> Compiled | None:
+    """The program if it is in the cache. Raises Unavailable."""
+    return _read(_path(program, target))
+
+
+def _path(program: Program, target: Target) -> Path:
+    return folder() / f"{program.source}-{target.architecture}-{key(program, target)}"
+
+
 def compiled(program: Program, target: Target) -> Compiled:
     """The program from the cache, or from the compiler and into the cache. Raises Unavailable."""
-    path = folder() / f"{program.source}-{target.architecture}-{key(program, target)}"
+    path = _path(program, target)
     found = _read(path)
     if found is None:
         found = compiler.compile(program, target)

@@ -6,8 +6,9 @@ are copied by the driver while it queues the launch.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
+from collections.abc import Callable
+from ctypes import addressof, c_char_p
 from functools import cache
 from typing import Any
 
@@ -31,10 +32,32 @@ def driver() -> Any:
     return module
 
 
-@cache
+_Pointer = c_char_p * 1
+"""What the driver wants of one argument: an array with its address."""
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+"""torch's own, without the check whether CUDA is initialised: there are CUDA tensors already."""
+
+_devices: dict[int, Device | Unavailable] = {}
+
+
 def device(index: int) -> Launcher:
     """The launcher of torch's device `cuda:<index>`. Raises Unavailable."""
-    return Device(index)
+    return _once(_devices, index, lambda: Device(index))
+
+
+def _once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What was made for the key, or why it could not be made: a failure is not tried again at every call."""
+    found = known.get(key)
+    if found is None:
+        try:
+            found = make()
+        except Unavailable as error:
+            found = error
+        known[key] = found
+    if isinstance(found, Unavailable):
+        raise Unavailable(*found.args)
+    return found
 
 
 class Device:
@@ -45,14 +68,13 @@ class Device:
         self.index = index
         self.processors: int = properties.multi_processor_count
         self.target = compiler.target((properties.major, properties.minor))
-        self._loaded: dict[Program, Module] = {}
+        self._loaded: dict[Program, Module | Unavailable] = {}
 
     def load(self, program: Program) -> Loaded:
-        found = self._loaded.get(program)
-        if found is None:
-            code = disk.compiled(program, self.target).code
-            found = self._loaded[program] = Module(self.index, program, code)
-        return found
+        return _once(self._loaded, program, lambda: self._module(program))
+
+    def _module(self, program: Program) -> Module:
+        return Module(self.index, program, disk.compiled(program, self.target).code)
 
 
 class Module:
@@ -61,6 +83,7 @@ class Module:
     def __init__(self, index: int, program: Program, code: bytes):
         api = driver()
         self._index, self._threads = index, program.threads
+        self._queue, self._success = api.cuLaunchKernel, api.CUresult.CUDA_SUCCESS
         # torch works in the primary context of a device; a thread that has not used the device yet has none.
         with torch.cuda.device(index):
             self._context = _checked(api, api.cuDevicePrimaryCtxRetain(_checked(api, api.cuDeviceGet(index))))
@@ -75,23 +98,27 @@ class Module:
                 api.cuCtxPopCurrent()
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
-        if torch.cuda.current_device() != self._index:
+        # Every microsecond here is one in which a GPU may wait: no call that could be made once is made here.
+        if _current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self.launch(kernel, blocks, arguments)
+        pointer = _Pointer(arguments)  # the driver copies what it points to, before it returns
+        shape = (blocks, 1, 1, self._threads, 1, 1, 0, _current_stream(self._index), addressof(pointer), 0)
+        status = self._queue(self._kernels[kernel], *shape)[0]
+        if status == self._success:
+            return None
+        return self._again(kernel, status, shape)
+
+    def _again(self, kernel: str, status: Any, shape: tuple[Any, ...]) -> None:
+        """A thread in which torch has not used the device yet has no context; other failures are errors."""
         api = driver()
-        held = ctypes.create_string_buffer(arguments, len(arguments))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
-        function, stream = self._kernels[kernel], torch._C._cuda_getCurrentRawStream(self._index)
-        shape = (blocks, 1, 1, self._threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
-        status = api.cuLaunchKernel(function, *shape)[0]
         if status == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             _checked(api, api.cuCtxSetCurrent(self._context))
-            status = api.cuLaunchKernel(function, *shape)[0]
-        if status != api.CUresult.CUDA_SUCCESS:
+            status = self._queue(self._kernels[kernel], *shape)[0]
+        if status != self._success:
             raise RuntimeError(
                 f"CUDA kernel {kernel} was not launched on cuda:{self._index}: {_text(api, status)}"
             )
-        return None
 
 
 def _checked(api: Any, answer: tuple[Any, ...]) -> Any:

@@ -1,32 +1,34 @@
 """Which implementation a call on CUDA tensors gets: the kernel, or torch's operators where it cannot be had.
 
-The choice is never silent: the first fallback of an operator warns with the reason and what to do, and
-`used()` says for the record what ran.
+The choice is never silent: every reason to fall back is told once, with what to do, and `ran()` says for the
+record what ran. Who wants torch's operators asks for them where the operator is called (`plain`), not here.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from repro.kernels.cuda.device import device
 from repro.kernels.cuda.program import Unavailable
 from repro.kernels.library import LIBRARY
 
-SWITCH = "REPRO_KERNELS"
-"""The variable that chooses torch's operators instead (`torch`), to measure what the kernels bring."""
+CUDA = "cuda"
 
-_used: dict[str, str] = {}
+_ran: Counter[tuple[str, str]] = Counter()
+_told: set[str] = set()
 
 
-def used() -> dict[str, str]:
-    """Operator -> `cuda`, or `torch: <why>`, for all that were called on CUDA tensors in this process."""
-    return dict(_used)
+def ran() -> Counter[tuple[str, str]]:
+    """(operator, `cuda` or `torch: <why>`) -> calls on CUDA tensors in this process so far.
+
+    The numbers only grow: what an experiment called is the difference of two looks.
+    """
+    return _ran.copy()
 
 
 def use(name: str, binding: Callable[..., Any], instead: Callable[..., Any]) -> None:
@@ -36,36 +38,28 @@ def use(name: str, binding: Callable[..., Any], instead: Callable[..., Any]) -> 
 
 def chooser(name: str, binding: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
     """What `use` registers."""
+    done = (name, CUDA)
 
     def call(*arguments: Any) -> Any:
         try:
-            if os.environ.get(SWITCH) == "torch":
-                raise _Declined(f"{SWITCH}=torch")
             result = binding(device(_index(arguments)), *arguments)
         except Unavailable as error:
-            _note(name, error)
+            _fall_back(name, str(error))
             return instead(*arguments)
-        _used.setdefault(name, "cuda")
+        _ran[done] += 1
         return result
 
     return call
 
 
-class _Declined(Unavailable):
-    """The user has asked for torch's operators."""
-
-
-def _note(name: str, error: Unavailable) -> None:
-    reason = f"torch: {error}"
-    if _used.get(name) == reason:
+def _fall_back(name: str, why: str) -> None:
+    _ran[name, f"torch: {why}"] += 1
+    if why in _told:
         return
-    _used[name] = reason
-    if not isinstance(error, _Declined):
-        warnings.warn(
-            f"repro::{name} runs torch's operators, not its CUDA kernel: {error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    _told.add(why)
+    warnings.warn(
+        f"repro::{name} runs torch's operators, not its CUDA kernel: {why}", RuntimeWarning, stacklevel=3
+    )
 
 
 def _index(arguments: tuple[Any, ...]) -> int:
@@ -74,5 +68,5 @@ def _index(arguments: tuple[Any, ...]) -> int:
         if isinstance(argument, list) and argument:
             argument = argument[0]
         if isinstance(argument, Tensor):
-            return torch.cuda.current_device() if argument.device.index is None else argument.device.index
+            return argument.get_device()
     raise AssertionError("an operator without tensors")

@@ -16,8 +16,10 @@ BLOCKS_FORWARD, THREADS_BACKWARD = 64, 1024
 
 
 @cache
-def program(kind: str, weight: str, columns: int, width: int, backward: bool) -> Program:
-    """For rows of so many columns, read by `width` elements at once.
+def program(
+    kind: str, weight: str, columns: int, width: int, backward: bool, residual: bool = False
+) -> Program:
+    """For rows of so many columns, read by `width` elements at once; with a residual or without.
 
     In backward a thread also holds two sums for each element of its own, hence half as many.
     """
@@ -26,8 +28,9 @@ def program(kind: str, weight: str, columns: int, width: int, backward: bool) ->
     if shape is None:
         name = "layer_norm_backward" if backward else "layer_norm"
         raise Unavailable(f"{name} holds rows of up to {most * threads} columns, not {columns}")
-    definitions = (("TYPE", kind), ("WEIGHT", weight), ("WIDTH", width), ("ITEMS", shape[1]))
-    return Program("layernorm", definitions, struct.Struct("@8Pqif"), ("forward", "backward"), shape[0])
+    sizes = (("HAS_RESIDUAL", int(residual)), ("WIDTH", width), ("ITEMS", shape[1]))
+    definitions = (("TYPE", kind), ("WEIGHT", weight), *sizes)
+    return Program("layernorm", definitions, struct.Struct("@10Pqif"), ("forward", "backward"), shape[0])
 
 
 def examples() -> list[Program]:
@@ -36,52 +39,93 @@ def examples() -> list[Program]:
         program("bfloat16", "bfloat16", 4256, 8, True),
         program("half", "float", 3072, 8, True),
         program("float", "float", 8192, 4, True),
+        program("bfloat16", "bfloat16", 4096, 8, True, True),
     ]
 
 
-def _program(x: Tensor, weight: Tensor, others: list[Tensor], backward: bool) -> Program:
+def _program(x: Tensor, weight: Tensor, others: list[Tensor], *, backward: bool, residual: bool) -> Program:
     columns, width = x.shape[-1], 16 // x.element_size()
     whole = aligned(columns, [x, weight, *others], width)
-    return program(type_of(x), type_of(weight), columns, width if whole else 1, backward)
+    return program(type_of(x), type_of(weight), columns, width if whole else 1, backward, residual)
 
 
 def layer_norm(
     on: Launcher, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and rstd."""
+    return _forward(on, x, None, weight, bias, eps)[1:]
+
+
+def add_layer_norm(
+    on: Launcher, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x + residual, y, mean and rstd."""
+    return _forward(on, x, residual, weight, bias, eps)
+
+
+def _forward(
+    on: Launcher, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
     if bias.dtype != weight.dtype:
         raise Unavailable("layer_norm needs weight and bias of one dtype")
+    if residual is not None and residual.dtype != x.dtype:
+        raise Unavailable("add_layer_norm needs a residual of the dtype of x")
     rows = x.numel() // max(1, x.shape[-1])
     y = torch.empty_like(x)
+    total = y if residual is None else torch.empty_like(x)
     mean = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     if x.numel():
-        kind = _program(x, weight, [bias, y], False)
-        pointers = (x.data_ptr(), 0, y.data_ptr(), weight.data_ptr(), bias.data_ptr(), mean.data_ptr())
-        arguments = kind.arguments.pack(*pointers, rstd.data_ptr(), 0, rows, x.shape[-1], eps)
-        on.load(kind).launch("forward", min(rows, BLOCKS_FORWARD * on.processors), arguments)
-    return y, mean, rstd
+        added = [] if residual is None else [residual.contiguous(), total]
+        kind = _program(x, weight, [bias, y, *added], backward=False, residual=bool(added))
+        places = [t.data_ptr() for t in added] or [0, 0]
+        pointers = (x.data_ptr(), 0, y.data_ptr(), *places, weight.data_ptr(), bias.data_ptr())
+        ends = (mean.data_ptr(), rstd.data_ptr(), 0, rows, x.shape[-1], eps)
+        blocks = min(rows, BLOCKS_FORWARD * on.processors)
+        on.load(kind).launch("forward", blocks, kind.arguments.pack(*pointers, *ends))
+    return total, y, mean, rstd
 
 
 def layer_norm_backward(
     on: Launcher, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias."""
+    return _backward(on, None, grad, x, mean, rstd, weight)
+
+
+def add_layer_norm_backward(
+    on: Launcher, grad_sum: Tensor, grad: Tensor, sum: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of x and of the residual, dweight and dbias."""
+    return _backward(on, grad_sum, grad, sum, mean, rstd, weight)
+
+
+def _backward(
+    on: Launcher,
+    grad_sum: Tensor | None,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    added = [] if grad_sum is None else [grad_sum.contiguous()]
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
-    if grad.dtype != x.dtype or mean.dtype != torch.float32:
-        raise Unavailable("layer_norm_backward needs a gradient of the dtype of x and statistics in fp32")
+    if any(t.dtype != x.dtype for t in (grad, *added)) or mean.dtype != torch.float32:
+        raise Unavailable("layer_norm_backward needs gradients of the dtype of x and statistics in fp32")
     mean, rstd = mean.contiguous(), rstd.contiguous()
     dx, columns = torch.empty_like(x), x.shape[-1]
     if not x.numel():
         return dx, torch.zeros_like(weight), torch.zeros_like(weight)
-    kind = _program(x, weight, [grad, dx], True)
+    kind = _program(x, weight, [grad, dx, *added], backward=True, residual=bool(added))
     loaded, rows = on.load(kind), x.numel() // columns
     on.load(sums.program(type_of(weight)))
     blocks = min(rows, max(1, THREADS_BACKWARD // kind.threads) * on.processors)
     partials = torch.empty((2, blocks, columns), dtype=torch.float32, device=x.device)
-    pointers = (x.data_ptr(), grad.data_ptr(), dx.data_ptr(), weight.data_ptr(), 0, mean.data_ptr())
-    arguments = kind.arguments.pack(*pointers, rstd.data_ptr(), partials.data_ptr(), rows, columns, 0.0)
-    loaded.launch("backward", blocks, arguments)
+    place = added[0].data_ptr() if added else 0
+    pointers = (x.data_ptr(), grad.data_ptr(), dx.data_ptr(), place, 0, weight.data_ptr(), 0)
+    ends = (mean.data_ptr(), rstd.data_ptr(), partials.data_ptr(), rows, columns, 0.0)
+    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, *ends))
     dweight, dbias = sums.column_sums(on, partials, weight.dtype).unbind()
     return dx, dweight, dbias

@@ -20,7 +20,7 @@ BLOCKS = 8
 @cache
 def program(source: str, target: str) -> Program:
     """From one type to another."""
-    layout = struct.Struct(f"@{COPIES}P{COPIES}P{COPIES}q{COPIES}ii0q")
+    layout = struct.Struct(f"@{COPIES}P{COPIES}P{COPIES}q{COPIES}iif0q")
     definitions = (("SOURCE", source), ("TARGET", target), ("COPIES", COPIES), ("CHUNK", CHUNK))
     return Program("packing", definitions, layout, ("copies",), 256)
 
@@ -30,16 +30,16 @@ def examples() -> list[Program]:
     return [program("half", "float"), program("bfloat16", "bfloat16")]
 
 
-def pack(on: Launcher, tensors: list[Tensor], flat: Tensor) -> None:
+def pack(on: Launcher, tensors: list[Tensor], flat: Tensor, scale: float) -> None:
     """One launch for every 128 tensors of a type."""
-    _copy(on, ((t.contiguous(), part) for t, part in _parts(flat, tensors)))
+    _copy(on, ((t.contiguous(), part) for t, part in _parts(flat, tensors)), scale)
 
 
-def unpack(on: Launcher, flat: Tensor, tensors: list[Tensor]) -> None:
+def unpack(on: Launcher, flat: Tensor, tensors: list[Tensor], scale: float) -> None:
     """One launch for every 128 tensors of a type."""
     if not all(t.is_contiguous() for t in tensors):
         raise Unavailable("unpack needs contiguous tensors")
-    _copy(on, ((part, t) for t, part in _parts(flat, tensors)))
+    _copy(on, ((part, t) for t, part in _parts(flat, tensors)), scale)
 
 
 def _parts(flat: Tensor, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -54,7 +54,7 @@ def _parts(flat: Tensor, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     )
 
 
-def _copy(on: Launcher, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _copy(on: Launcher, pairs: Iterable[tuple[Tensor, Tensor]], scale: float) -> None:
     groups: dict[Program, list[tuple[Tensor, Tensor]]] = {}
     for source, target in pairs:
         kind = program(type_of(source), type_of(target))
@@ -73,6 +73,6 @@ def _copy(on: Launcher, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
             sources = [source.data_ptr() for source, _ in part]
             targets = [target.data_ptr() for _, target in part]
             arguments = kind.arguments.pack(
-                *sources, *rest, *targets, *rest, *counts, *rest, *chunks, *rest, len(part)
+                *sources, *rest, *targets, *rest, *counts, *rest, *chunks, *rest, len(part), scale
             )
             on.load(kind).launch("copies", min(chunks[-1], BLOCKS * on.processors), arguments)

@@ -46,6 +46,13 @@ def doctor(
     nodes: Annotated[
         int, typer.Option(help="With --profile: also look around from this many nodes.", metavar="N")
     ] = 0,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="Compile every CUDA kernel for these architectures, with or without a GPU: sm_70,sm_80 or all.",
+            metavar="ARCH",
+        ),
+    ] = "",
     json: Json = False,
 ) -> int:
     """Show what works on this machine, or on a cluster, and what it enables."""
@@ -55,4 +62,4 @@ def doctor(
         return examine(profile, results, nodes, json)
     from repro.measure.doctor import command
 
-    return command(json)
+    return command(json, results, kernels)

@@ -11,7 +11,8 @@ from repro.config.model import Model
 PRECISIONS = ("fp32", "bf16", "fp16")
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-KERNELS = ("fused", "softmax", "unfused")
+GENERATIONS = ("fused", "softmax", "unfused")
+KERNELS = ("fused", "reference", "softmax", "unfused")
 ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
 
@@ -61,11 +62,14 @@ class Layout:
     bucket_bytes: int = 25_000_000
     """Size of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
     kernels: str = "fused"
-    """Generation of a layer's operators: ``fused``: attention never writes its scores; ``softmax``: Megatron-LM
-    of December 2020 and 2021 (2104.04473 sec. 4.2), which writes them, with scale, mask and softmax in one
-    operator; ``unfused``: Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with
-    scale, mask, softmax, biases, dropouts and residuals as operators of their own.  Both wait for sums over tp
-    where they are issued; ``fused`` computes weight gradients meanwhile."""
+    """What computes a layer, the loss and the optimizer.  ``fused``: each operator of ``kernels/`` is one pass over
+    memory, on CUDA by a kernel of its own, and attention never writes its scores.  ``reference``: the same
+    operators, each by torch's own, on every device; on a CPU ``fused`` runs the same.  Two more generations of a
+    layer's operators, with the kernels that CUDA has for them: ``softmax``: Megatron-LM of December 2020 and 2021
+    (2104.04473 sec. 4.2), which writes the scores, with scale, mask and softmax in one operator; ``unfused``:
+    Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with scale, mask, softmax,
+    biases, dropouts and residuals as operators of their own.  Both wait for sums over tp where they are issued;
+    ``fused`` and ``reference`` compute weight gradients meanwhile."""
     overlap: bool = True
     """Data-parallel communication runs beside computation.  Without, as in Megatron-LM's own data parallelism of
     2019 and DeepSpeed of February 2020: under stages 0 and 1 gradients are reduced when the step's last backward
@@ -190,6 +194,16 @@ class Layout:
             self.pa_cpu,
             "pa = true, or every tp rank sends the same checkpoint to the host",
         )
+
+    @property
+    def generation(self) -> str:
+        """Of a layer's operators: ``fused``, ``softmax`` or ``unfused``."""
+        return "fused" if self.kernels == "reference" else self.kernels
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's operators run in place of CUDA kernels."""
+        return self.kernels == "reference"
 
     @property
     def world(self) -> int:

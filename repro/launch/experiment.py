@@ -16,6 +16,7 @@ from repro.launch.interrupt import Stopped
 from repro.launch.resume import Keeper
 from repro.launch.resume import Place as CheckpointPlace
 from repro.launch.series import Diverged, Series
+from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import COMPUTING, CORE, PHASES, StepClock
 from repro.models import flops
@@ -49,6 +50,7 @@ class Run:
         self.phase_rows: list[dict[str, float]] = []
         self.clock = StepClock(device)
         self.stream = open_stream(experiment.training, experiment.model)
+        self.kernels = KernelTally(device.type, plain=experiment.layout.plain)
         self.memory: dict[str, Any] = {}
         self.comm: list[dict[str, Any]] = []
         report(0, "init")
@@ -167,7 +169,8 @@ class Run:
         scale = self.engine.loss_scale()
         if scale is not None:
             self.series.scales.append(scale.clone())
-        self.series.norms.append(self.engine.step(self._micro_batches(step), phase))
+        with self.kernels.counting():
+            self.series.norms.append(self.engine.step(self._micro_batches(step), phase))
         self.index += 1
 
     def _micro_batches(self, step: int) -> list[MicroBatch]:
@@ -204,6 +207,7 @@ class Run:
             "rounds": self.rounds,
             "phase_seconds": {p: sum(row[p] for row in self.phase_rows) / timed for p in phases},
             "pipeline": self._pipeline(),
+            "kernels": self.kernels.as_dict(),
             "memory": {**self.memory, **process_memory(self.device)},
             "comm": self.comm,
             "comm_per_layer": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from repro.config import Experiment
 from repro.launch.job import Job
 from repro.launch.progress import Progress
+from repro.results.kernels import Ran, fallbacks
 from repro.results.store import CONCLUSIVE, DISK_FULL, MEASURED, Store
 from repro.suites import Entry, Suite
 
@@ -32,6 +34,8 @@ class Recorder:
         self.suite, self.store, self.progress, self.evidence = suite, store, progress, evidence
         self._place = place or {}
         self._source: dict[str, Any] = {}
+        self._told: set[str] = set()
+        """Reasons why CUDA kernels did not run."""
 
     def begin(self) -> None:
         """Look up where the coming records come from: before the ranks start, so as not to disturb them."""
@@ -62,7 +66,21 @@ class Recorder:
                 reason=reason,
             )
 
-        self._write(record(results or [], outcome, reason), lambda reason: record([], "error", reason))
+        written = record(results or [], outcome, reason)
+        self._write(written, lambda reason: record([], "error", reason))
+        self._warn(experiment.name, written["kernels"])
+
+    def _warn(self, name: str, ran: Ran) -> None:
+        """Say once why torch's operators ran in place of CUDA kernels, or a slow run would look like a fast one."""
+        for why, operators in fallbacks(ran).items():
+            if why not in self._told:
+                self._told.add(why)
+                print(
+                    f"warning: {name} ran torch's operators in place of CUDA kernels for {', '.join(operators)}: "
+                    f"{why}\n(`repro doctor` says how kernels stand; this is said once)",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def simulated(self, experiment: Experiment, record: dict[str, Any]) -> None:
         """Write the record of a simulated ``experiment``, with where it comes from.  Raises ``DiskFull``."""

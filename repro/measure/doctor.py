@@ -35,9 +35,12 @@ class Check:
     """Nothing can be run while this is so."""
 
 
-def command(json: bool = False, results: Path = Path("results")) -> int:
-    """Print the checks; 1 if the harness cannot run anything here, else 0."""
-    checks = examine(results)
+def command(json: bool = False, results: Path = Path("results"), compile_for: str = "") -> int:
+    """Print the checks; 1 if the harness cannot run anything here, else 0.
+
+    ``compile_for``: the architectures for which all CUDA kernels are compiled.  Raises ``ConfigError``.
+    """
+    checks = examine(results, compile_for)
     broken = [check.name for check in checks if check.fatal]
     if json:
         document = {"usable": not broken, "checks": [asdict(check) for check in checks], "gpus": gpus()}
@@ -60,8 +63,10 @@ def render(checks: list[Check], width: int) -> list[str]:
     return lines
 
 
-def examine(results: Path) -> list[Check]:
-    """Everything that is looked at, in the order in which it is needed."""
+def examine(results: Path, compile_for: str = "") -> list[Check]:
+    """Everything that is looked at, in the order in which it is needed; CUDA kernels are compiled if asked for."""
+    from repro.measure.kernel_doctor import kernels
+
     checks = [_python(), _processor(), _memory(), _disk(results)]
     try:
         import torch
@@ -77,7 +82,7 @@ def examine(results: Path) -> list[Check]:
         _gloo(torch),
         *_cuda(torch),
         _nccl(torch),
-        _kernels(torch),
+        *kernels(torch, compile_for),
         _slurm(),
         _tokenizer(),
         _git(),
@@ -225,23 +230,6 @@ def _nccl(torch: Any) -> Check:
         return Check("NCCL", LIMITED, "in this torch, but no GPU to use it", "no collectives between GPUs")
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return Check("NCCL", YES, version, "collectives between GPUs")
-
-
-def _kernels(torch: Any) -> Check:
-    try:
-        import repro.kernels
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # what a foreign torch may do
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Check("kernels", NO, reason, "no training", fatal=True)
-    assert repro.kernels
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("repro::")]
-    text = f"{len(names)} operators registered with their torch references"
-    return Check(
-        "kernels",
-        LIMITED,
-        text,
-        "the same step on CPU, CUDA and meta; fused CUDA kernels: not in this version",
-    )
 
 
 def _slurm() -> Check:

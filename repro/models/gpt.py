@@ -42,8 +42,10 @@ class Setting:
     dropout: float
     attention_dropout: float
     seed: int
-    kernels: str
+    generation: str
     """``fused``, ``softmax`` or ``unfused``: see :mod:`repro.models.generations`."""
+    plain: bool
+    """torch's operators in place of CUDA kernels."""
 
     def key(self, place: Place, layer: int, site: int) -> int:
         """Key of the random numbers of one dropout in one step."""
@@ -67,10 +69,19 @@ def dropout_add(
 
     def fused(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         return kernels.bias_dropout_residual(
-            x, bias, residual, setting.dropout, key, place.first_sample, seq, first_position, True
+            x,
+            bias,
+            residual,
+            setting.dropout,
+            key,
+            place.first_sample,
+            seq,
+            first_position,
+            True,
+            plain=setting.plain,
         )
 
-    if setting.kernels == UNFUSED:
+    if setting.generation == UNFUSED:
         return generations.unfused_dropout_add(x, bias, residual, fused)
     return fused(x, bias, residual)
 
@@ -114,7 +125,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, place: Place, mask: Tensor | None) -> Tensor:
         """``mask`` is there where the generation applies one as a tensor (``unfused``)."""
         tp, sp = self.setting.tp, self.setting.sp
-        y = kernels.layer_norm(x, self.norm, self.norm_bias)
+        y = kernels.layer_norm(x, self.norm, self.norm_bias, plain=self.setting.plain)
         bias = self.qkv_bias.flatten()
         if mask is None:
             qkv = tensor.column_linear(y, self.qkv, bias, tp, sp, "block")
@@ -122,7 +133,7 @@ class Attention(nn.Module):
             qkv = generations.add_bias(tensor.column_linear(y, self.qkv, None, tp, sp, "block"), bias)
         b, s, _ = qkv.shape
         q, k, v = qkv.view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        y = generations.attention(self.setting.kernels, q, k, v, self._weight_dropout(place), mask)
+        y = generations.attention(self.setting.generation, q, k, v, self._weight_dropout(place), mask)
         y = y.transpose(1, 2).reshape(b, s, -1)
         y = tensor.row_linear(y, self.out, tp, sp, "block")
         return dropout_add(y, self.out_bias, x, self.setting, place, self.layer, 1)
@@ -151,10 +162,13 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
-        y = kernels.layer_norm(x, self.norm, self.norm_bias)
+        y = kernels.layer_norm(x, self.norm, self.norm_bias, plain=self.setting.plain)
         y = tensor.column_linear(y, self.up, None, tp, sp, "block")
-        gelu = generations.unfused_gelu if self.setting.kernels == UNFUSED else kernels.bias_gelu
-        y = tensor.row_linear(gelu(y, self.up_bias), self.down, tp, sp, "block")
+        if self.setting.generation == UNFUSED:
+            y = generations.unfused_gelu(y, self.up_bias)
+        else:
+            y = kernels.bias_gelu(y, self.up_bias, plain=self.setting.plain)
+        y = tensor.row_linear(y, self.down, tp, sp, "block")
         return dropout_add(y, self.down_bias, x, self.setting, place, self.layer, 2)
 
 
@@ -182,9 +196,10 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
-        x = kernels.layer_norm(x, self.norm, self.norm_bias)
+        x = kernels.layer_norm(x, self.norm, self.norm_bias, plain=self.setting.plain)
         logits = tensor.column_linear(x, self.tokens, None, tp, sp, "head")
-        return tensor.vocab_parallel_cross_entropy(logits.flatten(0, 1), targets.flatten(), tp)
+        rows, plain = logits.flatten(0, 1), self.setting.plain
+        return tensor.vocab_parallel_cross_entropy(rows, targets.flatten(), tp, plain=plain)
 
 
 def duplicate(size: int, init: str, tp: Group, sp: bool) -> nn.Parameter:
@@ -238,8 +253,8 @@ class GPT(nn.Module):
     ):
         super().__init__()
         dropouts = (training.dropout, training.attention_dropout)
-        setting = Setting(model, tp, layout.sp, *dropouts, training.seed, layout.kernels)
-        self.masked = layout.kernels == UNFUSED
+        setting = Setting(model, tp, layout.sp, *dropouts, training.seed, layout.generation, layout.plain)
+        self.masked = layout.generation == UNFUSED
         self.checkpoints = checkpoints
         self.part = part or Part(range(model.layers))
         if self.part.first:

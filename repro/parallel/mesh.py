@@ -79,7 +79,7 @@ def build(
         world=mine("world", [tuple(range(layout.world))]),
         dp=mine("dp", groups(layout, "dp")),
         # Megatron-LM computed nothing beside the sums over tp until 2021.
-        tp=mine("tp", groups(layout, "tp"), blocking=layout.kernels != "fused"),
+        tp=mine("tp", groups(layout, "tp"), blocking=layout.generation != "fused"),
         pp=mine("pp", pipelines),
         embedding=mine("embedding", ends),
         ledger=ledger,

@@ -43,8 +43,9 @@ class Norms:
 class GradientShards:
     """The reduced gradients that this rank's optimizer sees, with their global norm."""
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh):
-        self.buckets, self.mesh = list(buckets), mesh
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, plain: bool = False):
+        """``plain``: torch's operators in place of CUDA kernels."""
+        self.buckets, self.mesh, self.plain = list(buckets), mesh, plain
         self._counted = self._views(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )
@@ -83,7 +84,7 @@ class GradientShards:
             bucket.sum_tied_gradients(self.mesh.embedding)
         observe("optimizer")
         if self._counted:
-            squares = kernels.norm_squared(self._counted)
+            squares = kernels.norm_squared(self._counted, plain=self.plain)
         else:  # all that this rank's shards hold is padding, or counted by another tp rank
             squares = torch.zeros((), dtype=torch.float32, device=loss.device)
         replicas = self.mesh.world.size // self.mesh.pp.size
@@ -102,9 +103,17 @@ class ShardedAdamW:
     """AdamW whose states live on this rank's shards; ``torch.optim.AdamW``'s arithmetic."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], groups: Sequence[AdamGroup], beta1: float, beta2: float, eps: float
+        self,
+        buckets: Sequence[Bucket],
+        groups: Sequence[AdamGroup],
+        beta1: float,
+        beta2: float,
+        eps: float,
+        *,
+        plain: bool = False,
     ):
-        self.buckets, self.groups = list(buckets), list(groups)
+        """``plain``: torch's operators in place of CUDA kernels."""
+        self.buckets, self.groups, self.plain = list(buckets), list(groups), plain
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         like = self.buckets[0].master
         self.step_count = torch.zeros((), dtype=torch.float32, device=like.device)
@@ -156,6 +165,7 @@ class ShardedAdamW:
                     weight_decay=group.weight_decay,
                     grad_scale=divisor,
                     found_inf=skip,
+                    plain=self.plain,
                 )
         self.step_count.copy_(step if skip is None else step - skip)
 

@@ -168,30 +168,39 @@ def embed(tokens: Tensor, weight: Tensor, tp: Group) -> Tensor:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: Group) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: Group, plain: bool) -> Tensor:
         start = tp.rank * logits.shape[1]
-        maximum = kernels.cross_entropy_max(logits)
+        maximum = kernels.cross_entropy_max(logits, plain=plain)
         tp.all_reduce(maximum, MAX, "cross-entropy").wait()
-        sums = kernels.cross_entropy_sums(logits, maximum, targets, start)
+        sums = kernels.cross_entropy_sums(logits, maximum, targets, start, plain=plain)
         tp.all_reduce(sums, SUM, "cross-entropy").wait()
         ctx.save_for_backward(logits, maximum, sums, targets)
-        ctx.start = start
+        ctx.start, ctx.plain = start, plain
         return sums[0].log() - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits, maximum, sums, targets = ctx.saved_tensors
         # The logits are the largest activation there is; their gradient takes their place.
         with torch.no_grad():
             kernels.cross_entropy_backward_(
-                logits.detach(), maximum, sums, targets, ctx.start, gradients[0].float().contiguous()
+                logits.detach(),
+                maximum,
+                sums,
+                targets,
+                ctx.start,
+                gradients[0].float().contiguous(),
+                plain=ctx.plain,
             )
-        return logits, None, None
+        return logits, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, tp: Group) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, tp: Group, *, plain: bool = False
+) -> Tensor:
     """Loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
 
-    The whole row of logits never exists on one rank.  Backward overwrites ``logits``.
+    The whole row of logits never exists on one rank.  Backward overwrites ``logits``.  ``plain``: torch's
+    operators in place of CUDA kernels.
     """
-    return _CrossEntropy.apply(logits, targets, tp)
+    return _CrossEntropy.apply(logits, targets, tp, plain)

@@ -13,6 +13,8 @@ step is disturbed if a rank was kept from its core while it computed, by other r
 waits for that rank waits for nothing that a schedule knows.  With fewer than three undisturbed steps there is
 no interval, and no bubble is given.
 
+``kernels`` says what computed each operator: a CUDA kernel, or torch's operators and why.
+
 A run that went on from a checkpoint says so in ``checkpoints`` and in ``series.resumed_from`` (steps): its losses
 are of all its steps, and its times of those since it last went on, for times are never stitched together.
 """
@@ -27,6 +29,7 @@ from typing import Any
 
 from repro.config import PROTOCOL, Experiment
 from repro.measure.statistics import ratio_interval, summary
+from repro.results.kernels import of_ranks
 from repro.results.store import SCHEMA
 
 RankResult = dict[str, Any]
@@ -70,6 +73,7 @@ def experiment_record(
         "comm": _plain(results[0]["comm"]) if results else [],
         "comm_per_layer": _plain(results[0].get("comm_per_layer", [])) if results else [],
         "comm_by_rank": _plain([result["comm"] for result in results]),
+        "kernels": of_ranks(results),
         "provenance": provenance,
         "wall_s": round(wall_s, 3),
     }

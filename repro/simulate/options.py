@@ -61,7 +61,10 @@ LAYOUT: dict[str, Any] = {
         str, "--zero1-reduce", metavar="HOW", help="reduce-scatter, or all-reduce as released in 2020."
     ),
     "kernels": _option(
-        str, "--kernels", metavar="NAME", help="fused (default), softmax as in 2020, unfused as in 2019."
+        str,
+        "--kernels",
+        metavar="NAME",
+        help="fused (default), reference (torch's operators), softmax as in 2020, unfused as in 2019.",
     ),
     "overlap": _option(
         bool, "--overlap/--no-overlap", help="Communicate while computing (the default), or after it."

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 BAR = 24
 GB = 1e9
-KERNELS = {"softmax": "operators of 2020 (softmax fused)", "unfused": "operators of 2019 (unfused)"}
+KERNELS = {
+    "reference": "torch's operators in place of kernels",
+    "softmax": "operators of 2020 (softmax fused)",
+    "unfused": "operators of 2019 (unfused)",
+}
 
 
 def layout_words(layout: Layout) -> str:

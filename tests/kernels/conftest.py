@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from repro.kernels.cuda import device
 from tests.kernels.on_cpu import COMPILER, Host
+from tests.kernels.on_gpu import Elsewhere
 
 EPSILON = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -41,15 +43,22 @@ def close() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
+def gpu() -> Elsewhere:
+    """The first GPU, with the kernels as they are compiled for it."""
+    return Elsewhere(device.device(0), "cuda")
+
+
+@pytest.fixture(scope="session")
 def session_host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     if COMPILER is None:
         pytest.skip("needs g++ to run the CUDA sources on the CPU")
     return Host(tmp_path_factory.mktemp("cuda_on_cpu"))
 
 
-@pytest.fixture(params=[False, True], ids=["", "reversed"])
-def host(session_host: Host, request: pytest.FixtureRequest) -> Host:
-    """Runs CUDA sources on the CPU, the threads in either order."""
-    session_host.reversed = request.param
-    session_host.launched.clear()
-    return session_host
+@pytest.fixture(params=["", "reversed", pytest.param("gpu", marks=pytest.mark.gpu)])
+def host(request: pytest.FixtureRequest) -> Host | Elsewhere:
+    """Runs CUDA sources on the CPU, the threads in either order; and on a GPU where there is one."""
+    found: Host | Elsewhere = request.getfixturevalue("gpu" if request.param == "gpu" else "session_host")
+    found.reversed = request.param == "reversed"
+    found.launched.clear()
+    return found

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,17 @@ class Host:
         self.reversed = False
         """The threads of a block run in the other order."""
         self.launched: list[str] = []
+        self.headers = [HEADER]
+        self.options: list[str] = []
+        """Of the compiler, besides the usual ones."""
         self._loaded: dict[Program, HostProgram] = {}
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A binding on tensors of the CPU."""
+        return function(self, *arguments)
+
+    def after(self, library: ctypes.CDLL) -> None:
+        """Called after each launch."""
 
     def load(self, program: Program) -> HostProgram:
         if program not in self._loaded:
@@ -49,10 +60,13 @@ class HostProgram:
     def __init__(self, host: Host, program: Program, path: Path):
         self.host = host
         entries = "".join(_ENTRY.format(name=name) for name in program.kernels)
-        path.with_suffix(".cpp").write_text(f'#include "{HEADER}"\n{program.text}\n{entries}')
+        includes = "\n".join(f'#include "{header}"' for header in host.headers)
+        path.with_suffix(".cpp").write_text(f"{includes}\n{program.text}\n{entries}")
         command = [COMPILER or "g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
         command += ["-U_FORTIFY_SOURCE", f"-I{SOURCES / 'cuda'}", "-o", str(path.with_suffix(".so"))]
-        done = subprocess.run([*command, str(path.with_suffix(".cpp"))], capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, *host.options, str(path.with_suffix(".cpp"))], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[:3000]
         self.library = ctypes.CDLL(str(path.with_suffix(".so")))
 
@@ -63,6 +77,7 @@ class HostProgram:
         error = function(blocks, int(self.host.reversed), arguments).decode()
         assert not error, f"{kernel}: {error}"
         self.host.launched.append(kernel)
+        self.host.after(self.library)
 
 
 def placed(value: Tensor, offset: int = 0) -> tuple[Tensor, Callable[[], None]]:

@@ -32,7 +32,7 @@ def run(
         )
     )
     adamw.reference(*wide, **precise, **OPTIONS)  # type: ignore[arg-type]
-    binding.adamw_(host, *groups, *scalars[:2], *OPTIONS.values(), *scalars[2:])  # type: ignore[arg-type]
+    host.call(binding.adamw_, *groups, *scalars[:2], *OPTIONS.values(), *scalars[2:])  # type: ignore[arg-type]
     return wide
 
 
@@ -108,9 +108,9 @@ def test_what_it_refuses(host: Host) -> None:
     ok = [torch.ones(4)]
     scalars = (torch.tensor(1.0), torch.tensor(0.1), *OPTIONS.values(), None, None)
     with pytest.raises(Unavailable, match="fp32"):
-        binding.adamw_(host, [torch.ones(4).double()], ok, ok, ok, [], *scalars)
+        host.call(binding.adamw_, [torch.ones(4).double()], ok, ok, ok, [], *scalars)
     with pytest.raises(Unavailable, match="contiguous"):
-        binding.adamw_(host, [torch.ones(8)[::2]], ok, ok, ok, [], *scalars)
+        host.call(binding.adamw_, [torch.ones(8)[::2]], ok, ok, ok, [], *scalars)
     with pytest.raises(Unavailable, match="float64"):
-        binding.adamw_(host, ok, [torch.ones(4).double()], ok, ok, [], *scalars)
+        host.call(binding.adamw_, ok, [torch.ones(4).double()], ok, ok, [], *scalars)
     assert not host.launched

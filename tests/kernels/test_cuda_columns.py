@@ -31,17 +31,44 @@ def test_gelu(
     bias = torch.randn(shape[-1]).to(kind)
     wide = [t.double().requires_grad_() for t in (x, bias)]
     expected = gelu.reference(*wide)
-    close(cuda_gelu.bias_gelu(host, x, bias), expected, 2)
+    close(host.call(cuda_gelu.bias_gelu, x, bias), expected, 2)
     slopes = torch.autograd.grad(expected, wide, grad.double())
-    for actual, slope in zip(cuda_gelu.bias_gelu_backward(host, grad, x, bias), slopes, strict=True):
+    for actual, slope in zip(host.call(cuda_gelu.bias_gelu_backward, grad, x, bias), slopes, strict=True):
         close(actual, slope, 4)
     whole_x()
     whole_grad()
 
 
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 90) | st.sampled_from([8, 64, 264]),
+    kind=st.sampled_from(KINDS[:2]),
+    offset=st.integers(0, 7),
+    seed=st.integers(0, 99),
+)
+def test_gelu_of_any_size_and_alignment(
+    host: Host, rows: int, columns: int, kind: torch.dtype, offset: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, whole = placed((3 * torch.randn(rows, columns)).to(kind), offset)
+    bias, grad = torch.randn(columns).to(kind), torch.randn(rows, columns).to(kind)
+    wide = [t.double().requires_grad_() for t in (x, bias)]
+    expected = gelu.reference(*wide)
+    slopes = torch.autograd.grad(expected, wide, grad.double())
+    tolerance = 4e-6 if kind == torch.float32 else 3e-3
+    for actual, value in zip(
+        [host.call(cuda_gelu.bias_gelu, x, bias), *host.call(cuda_gelu.bias_gelu_backward, grad, x, bias)],
+        [expected, *slopes],
+        strict=True,
+    ):
+        torch.testing.assert_close(actual.double(), value, rtol=tolerance, atol=tolerance * (1 + rows))
+    whole()
+
+
 def test_gelu_far_out_and_not_finite(host: Host) -> None:
     x = torch.tensor([[-1e20, -50.0, 50.0, 1e20], [float("nan"), float("inf"), 0.0, -0.0]])
-    y = cuda_gelu.bias_gelu(host, x, torch.zeros(4))
+    y = host.call(cuda_gelu.bias_gelu, x, torch.zeros(4))
     torch.testing.assert_close(y[0], torch.tensor([0.0, 0.0, 50.0, 1e20]), rtol=1e-6, atol=1e-6)
     assert y[1, 0].isnan()
     assert y[1, 1].isinf()
@@ -73,13 +100,13 @@ def test_dropout(
     residual = torch.randn(shape).to(kind) if given[1] else None
     wide = [None if t is None else t.double().requires_grad_() for t in (x, bias, residual)]
     expected = dropout.reference(*wide, *arguments, True)  # type: ignore[arg-type]
-    y = cuda_dropout.bias_dropout_residual(host, x, bias, residual, *arguments)
+    y = host.call(cuda_dropout.bias_dropout_residual, x, bias, residual, *arguments)
     tolerance = 2e-6 if kind == torch.float32 else 2e-3
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
     grad = torch.randn(shape).to(kind)
     asked = [t for t in wide[:2] if t is not None]
     slopes = torch.autograd.grad(expected, asked, grad.double())
-    results = cuda_dropout.bias_dropout_residual_backward(host, grad, bias is not None, *arguments)
+    results = host.call(cuda_dropout.bias_dropout_residual_backward, grad, bias is not None, *arguments)
     # The same elements are dropped, to the last one.
     assert torch.equal(results[0] == 0, (slopes[0] == 0) | (grad == 0))
     for actual, slope in zip(results, slopes, strict=bias is not None):
@@ -89,22 +116,24 @@ def test_dropout(
 def test_dropped_nan_is_dropped_and_kept_nan_is_kept(host: Host) -> None:
     x = torch.full((1, 50, 8), float("nan"))
     keep = random.keep_mask(torch.arange(50), 8, 0.4, 11).view(1, 50, 8)
-    y = cuda_dropout.bias_dropout_residual(host, x, None, None, 0.4, 11, 0, 50, 0)
+    y = host.call(cuda_dropout.bias_dropout_residual, x, None, None, 0.4, 11, 0, 50, 0)
     assert torch.equal(y.isnan(), keep)
     assert torch.equal(y[~keep], torch.zeros(int((~keep).sum())))
 
 
 def test_without_dropout_and_refused(host: Host) -> None:
     x, bias, residual = torch.randn(2, 5, 9), torch.randn(9), torch.randn(2, 5, 9)
-    y = cuda_dropout.bias_dropout_residual(host, x, bias, residual, 0.0, 1, 0, 5, 0)
+    y = host.call(cuda_dropout.bias_dropout_residual, x, bias, residual, 0.0, 1, 0, 5, 0)
     assert torch.equal(y, x + bias + residual)
     none = torch.ones(0, 5, 9)
-    assert cuda_dropout.bias_dropout_residual(host, none, bias, none, 0.1, 1, 0, 5, 0).shape == (0, 5, 9)
-    assert cuda_dropout.bias_dropout_residual_backward(host, none, True, 0.1, 1, 0, 5, 0)[1].shape == (9,)
+    assert host.call(cuda_dropout.bias_dropout_residual, none, bias, none, 0.1, 1, 0, 5, 0).shape == (0, 5, 9)
+    assert host.call(cuda_dropout.bias_dropout_residual_backward, none, True, 0.1, 1, 0, 5, 0)[1].shape == (
+        9,
+    )
     with pytest.raises(Unavailable, match="dtype of x"):
-        cuda_dropout.bias_dropout_residual(host, x, bias, residual.half(), 0.1, 1, 0, 5, 0)
+        host.call(cuda_dropout.bias_dropout_residual, x, bias, residual.half(), 0.1, 1, 0, 5, 0)
     with pytest.raises(Unavailable, match="dtype of x"):
-        cuda_gelu.bias_gelu_backward(host, x.half(), x, bias)
+        host.call(cuda_gelu.bias_gelu_backward, x.half(), x, bias)
 
 
 @settings(max_examples=60, deadline=None)
@@ -126,4 +155,4 @@ def test_a_grid_covers_every_row_and_column(rows: int, vectors: int, processors:
 
 def test_sums_of_columns(host: Host, dtype: torch.dtype, close: Callable[..., None]) -> None:
     matrices: Tensor = torch.randn(2, 45, 70)
-    close(columns.column_sums(host, matrices, dtype), matrices.double().sum(1), 2)
+    close(host.call(columns.column_sums, matrices, dtype), matrices.double().sum(1), 2)

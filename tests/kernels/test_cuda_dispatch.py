@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import warnings
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from repro.kernels.cuda import cache, dispatch, families
+from repro.kernels.cuda import cache, device, dispatch, families
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda.compile import Compiled, Target
 from repro.kernels.cuda.program import Program, Unavailable
@@ -91,33 +93,34 @@ def test_many_writers_leave_one_whole_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_used", {})
+    monkeypatch.setattr(dispatch, "_ran", Counter())
+    monkeypatch.setattr(dispatch, "_told", set())
     monkeypatch.setattr(dispatch, "device", lambda index: f"gpu {index}")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.delenv(dispatch.SWITCH, raising=False)
 
 
 @pytest.mark.usefixtures("forgetful")
 def test_the_kernel_runs_where_it_can() -> None:
     call = dispatch.chooser("twice", lambda on, x: (on, x), lambda x: "torch")
     x = torch.ones(1)
-    assert call(x) == ("gpu 3", x)
-    assert call([x]) == ("gpu 3", [x])
-    assert dispatch.used() == {"twice": "cuda"}
+    assert call(x) == ("gpu -1", x)
+    assert call([x]) == ("gpu -1", [x])
+    assert dispatch.ran() == {("twice", "cuda"): 2}
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_the_fallback_warns_once_for_each_reason() -> None:
+def test_a_fallback_is_told_once_for_each_reason() -> None:
     def binding(on: Any, x: torch.Tensor) -> None:
         raise Unavailable("no NVRTC; pip install")
 
-    call = dispatch.chooser("twice", binding, lambda x: "torch")
+    calls = [dispatch.chooser(name, binding, lambda x: "torch") for name in ("twice", "thrice")]
     with pytest.warns(RuntimeWarning, match="repro::twice runs torch's operators.*no NVRTC; pip install"):
-        assert call(torch.ones(1)) == "torch"
+        assert calls[0](torch.ones(1)) == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert call(torch.ones(1)) == "torch"
-    assert dispatch.used() == {"twice": "torch: no NVRTC; pip install"}
+        for call in calls:
+            assert call(torch.ones(1)) == "torch"
+    why = "torch: no NVRTC; pip install"
+    assert dispatch.ran() == {("twice", why): 2, ("thrice", why): 1}
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -129,10 +132,38 @@ def test_errors_of_a_launch_are_no_reason_to_fall_back() -> None:
         dispatch.chooser("twice", binding, lambda x: "torch")(torch.ones(1))
 
 
-@pytest.mark.usefixtures("forgetful")
-def test_the_switch_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(dispatch.SWITCH, "torch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert dispatch.chooser("twice", lambda *_: "cuda", lambda x: "torch")(torch.ones(1)) == "torch"
-    assert dispatch.used() == {"twice": "torch: REPRO_KERNELS=torch"}
+def test_a_failed_compilation_is_not_tried_again(
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def compile(program: Program, target: Target) -> Compiled:
+        tried.append(program.source)
+        raise Unavailable("line 3: nonsense")
+
+    properties = SimpleNamespace(major=8, minor=0, multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(compiler, "architectures", lambda: (80,))
+    monkeypatch.setattr(compiler, "compile", compile)
+    monkeypatch.setattr(device, "_devices", {})
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="line 3: nonsense"):
+            device.device(0).load(PROGRAM)
+    assert tried == [PROGRAM.source]
+
+
+def test_a_device_that_nvrtc_does_not_know_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def properties(index: int) -> Any:
+        asked.append(index)
+        return SimpleNamespace(major=7, minor=0, multi_processor_count=80)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(compiler, "architectures", lambda: (75, 80))
+    monkeypatch.setattr(compiler, "version", lambda: (13, 0))
+    monkeypatch.setattr(device, "_devices", {})
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="does not compile for sm_70"):
+            device.device(0)
+    assert asked == [0]

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from repro.kernels import layernorm
 from repro.kernels.cuda import columns
@@ -36,23 +38,71 @@ def test_forward_and_backward(
     weight, bias = torch.randn(shape[-1]).to(weights), torch.randn(shape[-1]).to(weights)
     wide = [t.double().requires_grad_() for t in (x, weight, bias)]
     expected = layernorm.reference(*wide)
-    y, mean, rstd = binding.layer_norm(host, x, weight, bias, 1e-5)
+    y, mean, rstd = host.call(binding.layer_norm, x, weight, bias, 1e-5)
     close(y, expected, 2)
     assert mean.shape == rstd.shape == (*shape[:-1], 1)
     close(mean, wide[0].mean(-1, keepdim=True))
     close(rstd, (wide[0].var(-1, keepdim=True, unbiased=False) + 1e-5).rsqrt(), 2)
     slopes = torch.autograd.grad(expected, wide, grad.double())
     for actual, slope in zip(
-        binding.layer_norm_backward(host, grad, x, mean, rstd, weight), slopes, strict=True
+        host.call(binding.layer_norm_backward, grad, x, mean, rstd, weight), slopes, strict=True
     ):
         close(actual, slope, 8 if actual.dtype == torch.float32 else 2)
     whole_x()
     whole_grad()
 
 
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=st.sampled_from(CASES), rows=st.integers(1, 30), seed=st.integers(0, 99))
+def test_any_number_of_rows(
+    host: Host, case: tuple[tuple[int, ...], torch.dtype, torch.dtype, int], rows: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    (*_, columns), kind, weights, offset = case
+    x, whole = placed((3 * torch.randn(rows, columns) + 5).to(kind), offset)
+    grad = torch.randn(rows, columns).to(kind)
+    weight, bias = torch.randn(columns).to(weights), torch.randn(columns).to(weights)
+    wide = [t.double().requires_grad_() for t in (x, weight, bias)]
+    expected = layernorm.reference(*wide)
+    slopes = torch.autograd.grad(expected, wide, grad.double())
+    y, mean, rstd = host.call(binding.layer_norm, x, weight, bias, 1e-5)
+    found = host.call(binding.layer_norm_backward, grad, x, mean, rstd, weight)
+    for actual, value in zip([y, *found], [expected, *slopes], strict=True):
+        tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[actual.dtype]
+        torch.testing.assert_close(actual.double(), value, rtol=tolerance, atol=tolerance * (1 + rows**0.5))
+    whole()
+
+
+@pytest.mark.parametrize(("shape", "kind", "weights", "offset"), CASES)
+def test_with_the_residual_added(
+    host: Host,
+    shape: tuple[int, ...],
+    kind: torch.dtype,
+    weights: torch.dtype,
+    offset: int,
+    close: Callable[..., None],
+) -> None:
+    x, whole_x = placed((3 * torch.randn(shape) + 5).to(kind), offset)
+    residual, whole_residual = placed(torch.randn(shape).to(kind), offset)
+    grad, grad_sum = (torch.randn(shape).to(kind) for _ in range(2))
+    weight, bias = torch.randn(shape[-1]).to(weights), torch.randn(shape[-1]).to(weights)
+    total, y, mean, rstd = host.call(binding.add_layer_norm, x, residual, weight, bias, 1e-5)
+    assert torch.equal(total, x + residual)
+    wide = [t.double().requires_grad_() for t in (total, weight, bias)]
+    expected = layernorm.reference(*wide)
+    close(y, expected, 2)
+    slopes = list(torch.autograd.grad(expected, wide, grad.double()))
+    slopes[0] = slopes[0] + grad_sum.double()
+    found = host.call(binding.add_layer_norm_backward, grad_sum, grad, total, mean, rstd, weight)
+    for actual, slope in zip(found, slopes, strict=True):
+        close(actual, slope, 8 if actual.dtype == torch.float32 else 2)
+    whole_x()
+    whole_residual()
+
+
 def test_a_large_mean_leaves_the_variance(host: Host, close: Callable[..., None]) -> None:
     x = 1000 + torch.randn(4, 64)
-    y = binding.layer_norm(host, x, torch.ones(64), torch.zeros(64), 1e-5)[0]
+    y = host.call(binding.layer_norm, x, torch.ones(64), torch.zeros(64), 1e-5)[0]
     close(y, layernorm.reference(x.double(), torch.ones(64), torch.zeros(64)), 100)
 
 
@@ -60,26 +110,26 @@ def test_what_is_not_finite_stays_in_its_row(host: Host) -> None:
     x = torch.randn(3, 64)
     x[1, 5] = float("nan")
     x[2, 60] = float("inf")
-    y, mean, rstd = binding.layer_norm(host, x, torch.ones(64), torch.zeros(64), 1e-5)
+    y, mean, rstd = host.call(binding.layer_norm, x, torch.ones(64), torch.zeros(64), 1e-5)
     assert y[0].isfinite().all()
     assert y[1:].isnan().all()
-    dx = binding.layer_norm_backward(host, torch.ones(3, 64), x, mean, rstd, torch.ones(64))[0]
+    dx = host.call(binding.layer_norm_backward, torch.ones(3, 64), x, mean, rstd, torch.ones(64))[0]
     assert dx[0].isfinite().all()
     assert dx[1:].isnan().all()
 
 
 def test_empty_and_refused(host: Host) -> None:
     one = torch.ones(8)
-    assert binding.layer_norm(host, torch.ones(0, 8), one, one, 1e-5)[1].shape == (0, 1)
-    assert binding.layer_norm_backward(host, *[torch.ones(0, 8)] * 2, *[torch.ones(0, 1)] * 2, one)[
+    assert host.call(binding.layer_norm, torch.ones(0, 8), one, one, 1e-5)[1].shape == (0, 1)
+    assert host.call(binding.layer_norm_backward, *[torch.ones(0, 8)] * 2, *[torch.ones(0, 1)] * 2, one)[
         1
     ].shape == (8,)
     with pytest.raises(Unavailable, match="float64"):
-        binding.layer_norm(host, torch.ones(2, 8).double(), one.double(), one.double(), 1e-5)
+        host.call(binding.layer_norm, torch.ones(2, 8).double(), one.double(), one.double(), 1e-5)
     with pytest.raises(Unavailable, match="up to 8192 columns, not 12288"):
         binding.program("half", "half", 12288, 8, True)
     with pytest.raises(Unavailable, match="one dtype"):
-        binding.layer_norm(host, torch.ones(2, 8), one, one.half(), 1e-5)
+        host.call(binding.layer_norm, torch.ones(2, 8), one, one.half(), 1e-5)
     assert not host.launched
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from repro.kernels import cross_entropy, softmax
 from repro.kernels.cuda import cross_entropy as cuda_cross_entropy
@@ -13,6 +15,7 @@ from repro.kernels.cuda import softmax as cuda_softmax
 from repro.kernels.cuda.program import Unavailable
 from tests.kernels.on_cpu import Host, placed
 
+QUICK = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCORES = [((2, 3, 24, 24), torch.float16, 0), ((19, 19), torch.float32, 0), ((2, 72, 72), torch.bfloat16, 1)]
 """Shape, dtype, and elements by which the scores are off an aligned address."""
 
@@ -25,14 +28,34 @@ def test_softmax(
     scores[..., 5, 3] = float("-inf")
     wide = scores.double().requires_grad_()
     expected = softmax.reference(wide, 0.3)
-    y = cuda_softmax.causal_softmax(host, scores, 0.3)
+    y = host.call(cuda_softmax.causal_softmax, scores, 0.3)
     close(y, expected)
     assert torch.equal(y.triu(1), torch.zeros_like(y))
     grad = torch.randn(shape).to(kind)
     rounded = y.double()
     product = grad.double() * rounded
     slope = 0.3 * (product - rounded * product.sum(-1, keepdim=True))
-    close(cuda_softmax.causal_softmax_backward(host, grad, y, 0.3), slope)
+    close(host.call(cuda_softmax.causal_softmax_backward, grad, y, 0.3), slope)
+    whole()
+
+
+@QUICK
+@given(
+    case=st.sampled_from(SCORES),
+    matrices=st.integers(1, 5),
+    scale=st.floats(0.01, 4),
+    seed=st.integers(0, 99),
+)
+def test_softmax_of_any_number_of_matrices(
+    host: Host, case: tuple[tuple[int, ...], torch.dtype, int], matrices: int, scale: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    (*_, size), kind, offset = case
+    scores, whole = placed(torch.randn(matrices, size, size).to(kind), offset)
+    y = host.call(cuda_softmax.causal_softmax, scores, scale)
+    expected = softmax.reference(scores.double(), scale)
+    tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[kind]
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
     whole()
 
 
@@ -40,10 +63,10 @@ def test_softmax_reads_no_future_and_keeps_what_is_not_finite(host: Host) -> Non
     scores = torch.randn(24, 24)
     expected = softmax.reference(scores, 1.0)
     scores[torch.ones(24, 24).triu(1).bool()] = float("nan")
-    y = cuda_softmax.causal_softmax(host, scores, 1.0)
+    y = host.call(cuda_softmax.causal_softmax, scores, 1.0)
     torch.testing.assert_close(y, expected)
     scores[9, 4], scores[11, 2] = float("nan"), float("inf")
-    y = cuda_softmax.causal_softmax(host, scores, 1.0)
+    y = host.call(cuda_softmax.causal_softmax, scores, 1.0)
     bad = torch.zeros(24, dtype=torch.bool)
     bad[[9, 11]] = True
     assert torch.equal(y.isnan().any(1), bad)
@@ -51,11 +74,11 @@ def test_softmax_reads_no_future_and_keeps_what_is_not_finite(host: Host) -> Non
 
 
 def test_softmax_refuses(host: Host) -> None:
-    assert cuda_softmax.causal_softmax(host, torch.ones(0, 8, 8), 1.0).shape == (0, 8, 8)
+    assert host.call(cuda_softmax.causal_softmax, torch.ones(0, 8, 8), 1.0).shape == (0, 8, 8)
     with pytest.raises(Unavailable, match="up to 16384 scores, not 20000"):
         cuda_softmax.program("half", 20000, 8, True)
     with pytest.raises(Unavailable, match="dtype of the weights"):
-        cuda_softmax.causal_softmax_backward(host, torch.ones(2, 2), torch.ones(2, 2).half(), 1.0)
+        host.call(cuda_softmax.causal_softmax_backward, torch.ones(2, 2), torch.ones(2, 2).half(), 1.0)
     assert not host.launched
 
 
@@ -76,40 +99,67 @@ def test_cross_entropy(
     targets = torch.randint(start, start + columns, (rows,))
     targets[0], targets[1] = start - 1, start + columns
     grad = torch.randn(rows)
-    maximum = cuda_cross_entropy.cross_entropy_max(host, logits)
+    maximum = host.call(cuda_cross_entropy.cross_entropy_max, logits)
     assert torch.equal(maximum, cross_entropy.reference_max(logits).float())
     maximum += 0.5  # of other ranks' columns
     precise = (logits.double(), maximum.double())
-    sums = cuda_cross_entropy.cross_entropy_sums(host, logits, maximum, targets, start)
+    sums = host.call(cuda_cross_entropy.cross_entropy_sums, logits, maximum, targets, start)
     expected = cross_entropy.reference_sums(*precise, targets, start)
     torch.testing.assert_close(sums.double(), expected, rtol=3e-6, atol=3e-6)
     slope = cross_entropy.reference_gradient(*precise, expected, targets, start, grad.double())
-    cuda_cross_entropy.cross_entropy_backward_(host, logits, maximum, sums, targets, start, grad)
+    host.call(cuda_cross_entropy.cross_entropy_backward_, logits, maximum, sums, targets, start, grad)
     close(logits, slope, 2)
     whole()
     assert host.launched == ["maxima", "sums", "gradient"]
+
+
+@QUICK
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 700),
+    kind=st.sampled_from([torch.float32, torch.bfloat16]),
+    offset=st.integers(0, 7),
+    seed=st.integers(0, 99),
+)
+def test_cross_entropy_of_any_size_and_alignment(
+    host: Host, rows: int, columns: int, kind: torch.dtype, offset: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits, whole = placed((3 * torch.randn(rows, columns)).to(kind), offset)
+    before, targets, grad = logits.double(), torch.randint(columns, (rows,)), torch.randn(rows)
+    maximum = host.call(cuda_cross_entropy.cross_entropy_max, logits)
+    sums = host.call(cuda_cross_entropy.cross_entropy_sums, logits, maximum, targets, 0)
+    host.call(cuda_cross_entropy.cross_entropy_backward_, logits, maximum, sums, targets, 0, grad)
+    loss = torch.nn.functional.cross_entropy(before.requires_grad_(), targets, reduction="none")
+    torch.testing.assert_close((sums[0].log() - sums[1]).double(), loss, rtol=1e-5, atol=1e-5)
+    (slope,) = torch.autograd.grad(loss, before, grad.double())
+    tolerance = 2e-6 if kind == torch.float32 else 2e-2
+    torch.testing.assert_close(logits.double(), slope, rtol=tolerance, atol=tolerance)
+    whole()
 
 
 def test_cross_entropy_of_what_is_not_finite(host: Host) -> None:
     logits = torch.randn(3, 600)
     logits[1, 599] = float("nan")
     logits[2, 300] = float("inf")
-    maximum = cuda_cross_entropy.cross_entropy_max(host, logits)
+    maximum = host.call(cuda_cross_entropy.cross_entropy_max, logits)
     assert maximum[0].isfinite()
     assert maximum[1].isnan()
     assert maximum[2].isinf()
-    sums = cuda_cross_entropy.cross_entropy_sums(host, logits, maximum, torch.zeros(3, dtype=torch.int64), 0)
+    sums = host.call(
+        cuda_cross_entropy.cross_entropy_sums, logits, maximum, torch.zeros(3, dtype=torch.int64), 0
+    )
     assert torch.equal(sums[0].isnan(), torch.tensor([False, True, True]))
 
 
 def test_cross_entropy_refuses(host: Host) -> None:
     logits, one = torch.ones(2, 8), torch.ones(2)
-    assert cuda_cross_entropy.cross_entropy_max(host, torch.ones(0, 8)).shape == (0,)
+    assert host.call(cuda_cross_entropy.cross_entropy_max, torch.ones(0, 8)).shape == (0,)
     with pytest.raises(Unavailable, match="int64"):
-        cuda_cross_entropy.cross_entropy_sums(host, logits, one, one.int(), 0)
+        host.call(cuda_cross_entropy.cross_entropy_sums, logits, one, one.int(), 0)
     with pytest.raises(Unavailable, match="fp32"):
-        cuda_cross_entropy.cross_entropy_sums(host, logits, one.half(), one.long(), 0)
+        host.call(cuda_cross_entropy.cross_entropy_sums, logits, one.half(), one.long(), 0)
     sums, turned = torch.ones(2, 2), torch.ones(8, 2).t()
     with pytest.raises(Unavailable, match="overwrites"):
-        cuda_cross_entropy.cross_entropy_backward_(host, turned, one, sums, one.long(), 0, one)
+        host.call(cuda_cross_entropy.cross_entropy_backward_, turned, one, sums, one.long(), 0, one)
     assert not host.launched

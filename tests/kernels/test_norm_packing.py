@@ -60,22 +60,33 @@ def test_empty_list_has_no_device() -> None:
         st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([torch.float32, torch.half])
     ),
     seed=st.integers(0, 99),
+    scale=st.sampled_from([1.0, 0.25]),
 )
-def test_pack_and_unpack(shapes: list, padding: int, kinds: tuple, seed: int) -> None:
+def test_pack_and_unpack(shapes: list, padding: int, kinds: tuple, seed: int, scale: float) -> None:
     torch.manual_seed(seed)
     tensors = [torch.randn(shape).to(kinds[0]) for shape in shapes]
     flat = torch.randn(sum(t.numel() for t in tensors) + padding).to(kinds[1])
     expected = flat.clone()
-    packing.reference_pack(tensors, expected)
-    pack(tensors, flat)
+    packing.reference_pack(tensors, expected, scale)
+    pack(tensors, flat, scale)
     assert torch.equal(flat, expected)
     back = [torch.empty_like(t) for t in tensors]
-    unpack(flat, back)
+    unpack(flat, back, 1 / scale)
     again = [torch.empty_like(t) for t in tensors]
-    packing.reference_unpack(flat, again)
+    packing.reference_unpack(flat, again, 1 / scale)
     for a, b, original in zip(back, again, tensors, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a.float(), original.float(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_scaled_product_is_rounded_once() -> None:
+    """A gradient in fp16 that a loss scale of 2^20 has brought to its limits comes back in fp32 as it was."""
+    scaled = torch.tensor([65504.0, 1.0, 3 * 2.0**-24], dtype=torch.float16)
+    flat = torch.zeros(3)
+    pack([scaled], flat, 2.0**-20)
+    assert torch.equal(flat, scaled.float() * 2.0**-20)
+    unpack(flat, [back := torch.zeros_like(scaled)], 2.0**20)
+    assert torch.equal(back, scaled)
 
 
 def test_strided_tensors_and_parameters() -> None:

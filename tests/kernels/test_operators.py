@@ -32,6 +32,8 @@ def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...
     return {
         "layer_norm": (x, h, h, 1e-5),
         "layer_norm_backward": (x, x, wide(2, 3, 1), wide(2, 3, 1), h),
+        "add_layer_norm": (x, tensor(2, 3, 8), h, h, 1e-5),
+        "add_layer_norm_backward": (x, x, x, wide(2, 3, 1), wide(2, 3, 1), h),
         "bias_gelu": (x, h),
         "bias_gelu_backward": (x, x, h),
         "bias_dropout_residual": (x, h, x, 0.3, 7, 1, 4, 1),
@@ -52,8 +54,8 @@ def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...
             *(torch.tensor(v, device=device) for v in (2.0, 0.0)),
         ),
         "norm_squared": ([x, h],),
-        "pack": ([x, h], wide(60)),
-        "unpack": (wide(60), [x, h]),
+        "pack": ([x, h], wide(60), 0.5),
+        "unpack": (wide(60), [x, h], 0.5),
     }
 
 

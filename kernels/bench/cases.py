@@ -1,0 +1,319 @@
+"""What is compared: each kernel, the same by torch's operators, as torch's users write it, and compiled by torch.
+
+A case has inputs of training's sizes, and ways to do the same work on them. Its bytes are those of the operators'
+own formulas (`repro.kernels.cost`): operands read once, results written once, whoever does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import repro.kernels as kernels
+from repro.kernels.flops import cost
+
+Inputs = dict[str, Any]
+Way = Callable[[Inputs], Any]
+OURS, PLAIN, EAGER, COMPILED = "kernel", "reference", "eager", "torch.compile"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel, or the forward or backward part of one."""
+
+    name: str
+    goal: float
+    """Part of a copy's bandwidth that is asked of it on an H200 or A100; 0: nothing is."""
+    inputs: Callable[[torch.device, torch.dtype, int], Inputs]
+    """Tensors for a device and dtype, `shrink` times smaller (1 on a GPU)."""
+    nbytes: Callable[[Inputs], int]
+    ways: dict[str, Way]
+    """Who -> the work; `torch.compile` is made of `eager` where it is not there."""
+
+    def way(self, who: str) -> Way:
+        """The work by one of `names`."""
+        if who == COMPILED and who not in self.ways:
+            return torch.compile(self.ways[EAGER])
+        return self.ways[who]
+
+    @property
+    def names(self) -> list[str]:
+        """Who there is."""
+        return [*self.ways, *([COMPILED] if EAGER in self.ways and COMPILED not in self.ways else [])]
+
+
+def moved(name: str, *arguments: Any) -> int:
+    """Bytes of one call of an operator."""
+    price = cost(name, *arguments)
+    return price.bytes_read + price.bytes_written
+
+
+def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def _rows(width: int) -> Callable[[torch.device, torch.dtype, int], Inputs]:
+    """x, residual, gradient [8, 1024, width] and vectors [width], those that are trained with gradients."""
+
+    def make(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+        shape = (8, max(4, 1024 // shrink), max(8, width // shrink))
+        x, residual, grad = (_random(device, dtype, *shape) for _ in range(3))
+        weight, bias = (_random(device, dtype, shape[-1]) for _ in range(2))
+        for tensor in (x, residual, weight, bias):
+            tensor.requires_grad_()
+        return {"x": x, "residual": residual, "grad": grad, "weight": weight, "bias": bias, "seq": shape[1]}
+
+    return make
+
+
+Forward = Callable[[Inputs], Tensor]
+
+
+def _both(
+    name: str,
+    goal: float,
+    inputs: Callable[[torch.device, torch.dtype, int], Inputs],
+    leaves: tuple[str, ...],
+    forward: dict[str, Forward],
+    nbytes: tuple[Callable[[Inputs], int], Callable[[Inputs], int]],
+) -> list[Case]:
+    """Forward with what it saves for backward, and backward of a graph that is kept."""
+
+    def backward(who: str) -> Callable[[Inputs], Any]:
+        graph = forward.get(who) or torch.compile(forward[EAGER])
+
+        def run(i: Inputs) -> Any:
+            if who not in i:
+                i[who] = graph(i)
+            return torch.autograd.grad(i[who], [i[leaf] for leaf in leaves], i["grad"], retain_graph=True)
+
+        return run
+
+    ways = {who: backward(who) for who in [*forward, COMPILED]}
+    return [
+        Case(name, goal, inputs, nbytes[0], dict(forward)),
+        Case(f"{name} backward", goal, inputs, nbytes[1], ways),
+    ]
+
+
+def _layer_norm() -> list[Case]:
+    return _both(
+        "layer norm",
+        0.8,
+        _rows(4096),
+        ("x", "weight", "bias"),
+        {
+            OURS: lambda i: kernels.layer_norm(i["x"], i["weight"], i["bias"]),
+            PLAIN: lambda i: kernels.layer_norm(i["x"], i["weight"], i["bias"], plain=True),
+            EAGER: lambda i: F.layer_norm(i["x"], i["weight"].shape, i["weight"], i["bias"]),
+        },
+        (
+            lambda i: moved("layer_norm", i["x"], i["weight"], i["bias"]),
+            lambda i: moved(
+                "layer_norm_backward", i["grad"], i["x"], *2 * [_statistics(i["x"])], i["weight"]
+            ),
+        ),
+    )
+
+
+def _statistics(x: Tensor) -> Tensor:
+    return torch.empty((*x.shape[:-1], 1), device="meta")
+
+
+def _bias_gelu() -> list[Case]:
+    return _both(
+        "bias + GELU",
+        0.9,
+        _rows(16384),
+        ("x", "bias"),
+        {
+            OURS: lambda i: kernels.bias_gelu(i["x"], i["bias"]),
+            PLAIN: lambda i: kernels.bias_gelu(i["x"], i["bias"], plain=True),
+            EAGER: lambda i: F.gelu(i["x"] + i["bias"], approximate="tanh"),
+        },
+        (
+            lambda i: moved("bias_gelu", i["x"], i["bias"]),
+            lambda i: moved("bias_gelu_backward", i["grad"], i["x"], i["bias"]),
+        ),
+    )
+
+
+def _dropout() -> list[Case]:
+    def ours(i: Inputs, plain: bool = False) -> Tensor:
+        place = (0.1, 7, 0, i["seq"], 0, True)
+        return kernels.bias_dropout_residual(i["x"], i["bias"], i["residual"], *place, plain=plain)
+
+    return _both(
+        "bias + dropout + residual",
+        0.9,
+        _rows(4096),
+        ("x", "bias"),
+        {
+            OURS: ours,
+            PLAIN: lambda i: ours(i, True),
+            EAGER: lambda i: i["residual"] + F.dropout(i["x"] + i["bias"], 0.1),
+        },
+        (
+            lambda i: moved("bias_dropout_residual", i["x"], i["bias"], i["residual"], 0.1),
+            lambda i: moved("bias_dropout_residual_backward", i["grad"], True),
+        ),
+    )
+
+
+def _softmax() -> list[Case]:
+    def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+        s = max(8, 1024 // shrink)
+        x, grad = (_random(device, dtype, 8, 16, s, s) for _ in range(2))
+        return {"x": x.requires_grad_(), "grad": grad}
+
+    def eager(i: Inputs) -> Tensor:
+        s = i["x"].shape[-1]
+        future = torch.ones(s, s, dtype=torch.bool, device=i["x"].device).triu(1)
+        return (i["x"] * 0.125).masked_fill(future, float("-inf")).softmax(-1)
+
+    return _both(
+        "causal softmax",
+        0.0,
+        inputs,
+        ("x",),
+        {OURS: lambda i: kernels.causal_softmax(i["x"], 0.125), EAGER: eager},
+        (
+            lambda i: moved("causal_softmax", i["x"], 0.125),
+            lambda i: moved("causal_softmax_backward", i["grad"], i["x"], 0.125),
+        ),
+    )
+
+
+def _cross_entropy() -> Case:
+    def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+        rows, vocab = max(4, 8192 // shrink), max(8, 50257 // shrink)
+        logits = _random(device, dtype, rows, vocab)
+        grad = torch.full((rows,), 1 / rows, device=device)
+        return {"logits": logits, "targets": torch.randint(vocab, (rows,), device=device), "grad": grad}
+
+    def ours(i: Inputs, plain: bool = False) -> None:
+        maximum = kernels.cross_entropy_max(i["logits"], plain=plain)
+        sums = kernels.cross_entropy_sums(i["logits"], maximum, i["targets"], 0, plain=plain)
+        kernels.cross_entropy_backward_(i["logits"], maximum, sums, i["targets"], 0, i["grad"], plain=plain)
+
+    def eager(i: Inputs) -> Any:
+        leaf = i["logits"].detach().requires_grad_()
+        return torch.autograd.grad(F.cross_entropy(leaf.float(), i["targets"]), leaf)
+
+    def nbytes(i: Inputs) -> int:
+        rows = torch.empty(i["logits"].shape[0], device="meta")
+        sums = torch.empty(2, rows.numel(), device="meta")
+        return (
+            moved("cross_entropy_max", i["logits"])
+            + moved("cross_entropy_sums", i["logits"], rows, i["targets"])
+            + moved("cross_entropy_backward_", i["logits"], rows, sums, i["targets"])
+        )
+
+    ways: dict[str, Way] = {OURS: ours, PLAIN: lambda i: ours(i, True), EAGER: eager}
+    return Case("cross-entropy with its gradient", 0.8, inputs, nbytes, ways)
+
+
+def _adamw() -> Case:
+    options: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+    def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+        n = max(64, 2**26 // shrink**2)
+        master, first, second = (_random(device, torch.float32, n) for _ in range(3))
+        grad = _random(device, dtype, n)
+        copies = [] if dtype == torch.float32 else [master.to(dtype)]
+        scalars = {"step": torch.tensor(5.0, device=device), "lr": torch.tensor(1e-4, device=device)}
+        return {"states": ([master], [grad], [first], [second.square_()], copies), **scalars}
+
+    def ours(i: Inputs, plain: bool = False) -> None:
+        kernels.adamw_(*i["states"], step=i["step"], lr=i["lr"], **options, plain=plain)
+
+    def stock(i: Inputs, **how: bool) -> None:
+        (master,), (grad,), (first,), (second,), copies = i["states"]
+        if "optimizer" not in i:
+            parameter = torch.nn.Parameter(master)
+            i["optimizer"] = torch.optim.AdamW([parameter], 1e-4, (0.9, 0.95), weight_decay=0.1, **how)
+            before = i["step"] - 1  # the optimizer counts on by itself
+            steps = before if how.get("fused") else before.cpu()
+            i["optimizer"].state[parameter] = {"step": steps, "exp_avg": first, "exp_avg_sq": second}
+        parameter = i["optimizer"].param_groups[0]["params"][0]
+        parameter.grad = grad.float()
+        i["optimizer"].step()
+        for copy in copies:
+            copy.copy_(parameter.detach())
+
+    def written_out(i: Inputs) -> None:
+        (master,), (grad,), (first,), (second,), copies = i["states"]
+        g = grad.float()
+        first.lerp_(g, 0.1)
+        second.mul_(0.95).addcmul_(g, g, value=0.05)
+        root = (second / (1 - 0.95 ** i["step"])).sqrt() + 1e-8
+        master.mul_(1 - i["lr"] * 0.1).sub_(i["lr"] / (1 - 0.9 ** i["step"]) * first / root)
+        for copy in copies:
+            copy.copy_(master)
+
+    return Case(
+        "AdamW",
+        0.9,
+        inputs,
+        lambda i: moved("adamw_", *i["states"]),
+        {
+            OURS: ours,
+            PLAIN: lambda i: ours(i, True),
+            "torch fused": lambda i: stock(i, fused=True),
+            "torch foreach": lambda i: stock(i, foreach=True),
+            EAGER: written_out,
+        },
+    )
+
+
+def _flat(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+    sizes = 32 * [max(3, 2**20 // shrink), max(5, 2**19 // shrink + 1)]
+    tensors = [_random(device, dtype, size) for size in sizes]
+    return {"tensors": tensors, "flat": torch.empty(sum(sizes), device=device)}
+
+
+def _norm() -> Case:
+    def eager(i: Inputs) -> Tensor:
+        return torch.stack(torch._foreach_norm(i["tensors"], 2, dtype=torch.float32)).square().sum()
+
+    ways: dict[str, Way] = {
+        OURS: lambda i: kernels.norm_squared(i["tensors"]),
+        PLAIN: lambda i: kernels.norm_squared(i["tensors"], plain=True),
+        EAGER: eager,
+    }
+    return Case("norm and overflow", 0.9, _flat, lambda i: moved("norm_squared", i["tensors"]), ways)
+
+
+def _packing() -> list[Case]:
+    def eager_pack(i: Inputs) -> None:
+        i["flat"].copy_(torch.cat(i["tensors"]))
+
+    def eager_unpack(i: Inputs) -> None:
+        parts = i["flat"].split([t.numel() for t in i["tensors"]])
+        torch._foreach_copy_(i["tensors"], list(parts))
+
+    pack: dict[str, Way] = {OURS: lambda i: kernels.pack(i["tensors"], i["flat"]), EAGER: eager_pack}
+    unpack: dict[str, Way] = {OURS: lambda i: kernels.unpack(i["flat"], i["tensors"]), EAGER: eager_unpack}
+    return [
+        Case("pack", 0.9, _flat, lambda i: moved("pack", i["tensors"], i["flat"]), pack),
+        Case("unpack", 0.9, _flat, lambda i: moved("unpack", i["flat"], i["tensors"]), unpack),
+    ]
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    return [
+        _adamw(),
+        _norm(),
+        *_layer_norm(),
+        *_bias_gelu(),
+        *_dropout(),
+        *_softmax(),
+        _cross_entropy(),
+        *_packing(),
+    ]

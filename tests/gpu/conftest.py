@@ -1,0 +1,41 @@
+"""The table of `make bench-gpu`, printed when all cases have run, and stored where KERNEL_RECORDS says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MEASURED: dict[str, Any] = {"rows": []}
+"""What the benchmarks of this session leave: their rows, and the bandwidth of a copy."""
+RECORDS = "KERNEL_RECORDS"
+
+
+@pytest.fixture(scope="session")
+def measured() -> Iterator[dict[str, Any]]:
+    """Where benchmarks put their rows; the record is written at the end of the session."""
+    yield MEASURED
+    folder = os.environ.get(RECORDS)
+    if folder and MEASURED["rows"]:
+        import torch
+
+        from repro.kernels.bench.table import record
+        from repro.measure.provenance import provenance
+        from repro.results.store import Store
+
+        with Store(Path(folder)) as store:
+            device = torch.cuda.get_device_name()
+            store.append(record(MEASURED["rows"], MEASURED["copy"], device, provenance()))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table."""
+    if MEASURED["rows"]:
+        from repro.kernels.bench.table import render
+
+        terminalreporter.write_sep("=", "kernels")
+        for line in render(MEASURED["rows"], MEASURED["copy"]):
+            terminalreporter.write_line(line)

@@ -1,0 +1,70 @@
+"""Each kernel beside what torch offers, by the device's own clock: `make bench-gpu`.
+
+Every round writes a buffer that fills the last-level cache, then times one call; inputs take turns. Out come the
+median, the bytes that had to be moved a second, and the share of a copy's bandwidth. Nothing is asserted: the goals
+are in the table. pytest-benchmark's own output has the spread.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from repro.kernels.bench.cases import OURS, Case, cases
+from repro.kernels.bench.clock import Clock, clock_of, copy_bandwidth, overhead_seconds
+from repro.kernels.bench.table import Row
+
+pytestmark = [pytest.mark.gpu, pytest.mark.benchmarks]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CLOCK: Clock = clock_of(DEVICE)
+CASES = cases()
+SETS = 2
+"""Sets of inputs that take turns."""
+ROUNDS = 20
+
+
+@cache
+def copy() -> float:
+    """Bytes a second of a copy, measured once."""
+    return copy_bandwidth(CLOCK, DEVICE)
+
+
+def dtypes() -> list[torch.dtype]:
+    """What training uses on this device: a V100 has no bf16."""
+    modern = DEVICE.type == "cpu" or torch.cuda.get_device_capability() >= (8, 0)
+    return [torch.bfloat16, torch.float32] if modern else [torch.float16, torch.float32]
+
+
+@pytest.mark.benchmark(timer=CLOCK.now)
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize(
+    ("case", "who"), [pytest.param(c, who, id=f"{c.name}-{who}") for c in CASES for who in c.names]
+)
+def test_bandwidth(
+    benchmark: BenchmarkFixture, case: Case, who: str, dtype: torch.dtype, measured: dict[str, Any]
+) -> None:
+    benchmark.group = f"{case.name} {dtype}"
+    way = case.way(who)
+    sets = [case.inputs(DEVICE, dtype, 1) for _ in range(SETS)]
+    turn = iter(range(10**9))
+
+    def once() -> None:
+        inputs = sets[next(turn) % SETS]
+        CLOCK.run(lambda: way(inputs))
+
+    benchmark.pedantic(once, rounds=ROUNDS, warmup_rounds=2 * SETS)
+    overhead = None
+    if who == OURS:
+        small = case.inputs(DEVICE, dtype, 64)
+        overhead = overhead_seconds(lambda: way(small))
+    nbytes = case.nbytes(sets[0])
+    seconds = benchmark.stats.stats.median
+    benchmark.extra_info |= {"GB/s": nbytes / seconds / 1e9, "share of copy": nbytes / seconds / copy()}
+    measured["copy"] = copy()
+    name = str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+    measured["rows"].append(Row(case.name, who, name, seconds, nbytes, case.goal, overhead))

@@ -1,0 +1,76 @@
+"""The whole native step on one GPU: the same training as on a CPU, in every precision, by the kernels it claims."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from repro.config import Layout
+from repro.kernels.cuda.families import FAMILIES
+from repro.launch.experiment import Run
+from repro.parallel import mesh as meshes
+from tests.parallel.test_parity import BATCH, alone
+from tests.training import tiny, train
+
+pytestmark = pytest.mark.gpu
+
+UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Largest relative error of one rounding."""
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+WAYS = ["fused", "reference", "softmax", "unfused"]
+
+
+def supported(precision: str) -> None:
+    """A V100 emulates bf16, and torch calls that supported."""
+    if precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("bf16 needs compute capability 8.0")
+
+
+@pytest.fixture(autouse=True)
+def exact() -> None:
+    """fp32 products are fp32, as on the CPU that they are compared with."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("training", [{}, DROPOUT], ids=["", "dropout"])
+@pytest.mark.parametrize("kernels", WAYS)
+def test_fp32_is_what_a_cpu_trains(kernels: str, training: dict[str, float]) -> None:
+    """Dropout drops the same elements on both."""
+    found = train(tiny(Layout(micro_batch=BATCH, kernels=kernels), **training), "cuda")
+    torch.testing.assert_close(found.loss, alone(**training).loss, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("kernels", WAYS)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_within_its_rounding_of_fp32(precision: str, kernels: str, recompute: bool) -> None:
+    supported(precision)
+    layout = Layout(micro_batch=BATCH, precision=precision, kernels=kernels, recompute=recompute)
+    found = train(tiny(layout), "cuda")
+    torch.testing.assert_close(found.loss, alone().loss, rtol=4 * UNIT[precision], atol=0.0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_record_names_the_kernels(precision: str) -> None:
+    """No operator falls back, and the reference calls none of ours."""
+    supported(precision)
+    seen = {}
+    for kernels in ("fused", "reference"):
+        layout = Layout(micro_batch=4, precision=precision, kernels=kernels)
+        experiment = tiny(layout, steps=3, untimed_steps=1, **DROPOUT)
+        run = Run(experiment, meshes.single(), torch.device("cuda"), lambda step, phase: None)
+        run.prelude()
+        run.steps(2)
+        seen[kernels] = run.result()["kernels"]
+    assert seen["reference"] == {"every operator": ["torch: kernels = reference"]}
+    assert {"adamw_", "norm_squared", "layer_norm", "bias_gelu_backward"} <= set(seen["fused"])
+    assert all(hows == ["cuda"] for hows in seen["fused"].values())
+
+
+def test_every_family_is_loaded_and_launched_nowhere_else() -> None:
+    """What `repro doctor` calls the usual programs loads into this GPU."""
+    from repro.kernels.cuda.device import device
+
+    for family in FAMILIES.values():
+        for program in family.examples():
+            device(0).load(program)

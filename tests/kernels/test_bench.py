@@ -1,0 +1,176 @@
+"""The logic of the GPU benchmark, on a CPU: a clock of made-up events, every case and way on small tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from repro.kernels.bench import clock as clocks
+from repro.kernels.bench.cases import COMPILED, EAGER, OURS, PLAIN, Case, cases
+from repro.kernels.bench.clock import Clock, DeviceClock, copy_bandwidth, median_seconds, overhead_seconds
+from repro.kernels.bench.table import Row, record, render
+from repro.results.store import Store
+
+CPU = torch.device("cpu")
+CASES = cases()
+
+
+class Device:
+    """A queue whose work takes the time that it says."""
+
+    def __init__(self) -> None:
+        self.time_ms = 0.0
+        self.log: list[str] = []
+
+    def work(self, name: str, ms: float) -> None:
+        self.log.append(name)
+        self.time_ms += ms
+
+    def event(self) -> Any:
+        device = self
+
+        class Event:
+            at = 0.0
+
+            def record(self) -> None:
+                device.log.append("event")
+                self.at = device.time_ms
+
+            def synchronize(self) -> None:
+                device.log.append("wait")
+
+            def elapsed_time(self, later: Event) -> float:
+                return later.at - self.at
+
+        return Event()
+
+
+def test_the_clock_counts_the_call_and_not_the_flush() -> None:
+    device = Device()
+    clock = DeviceClock(device.event, lambda: device.work("flush", 7.0))
+    clock.run(lambda: device.work("call", 2.0))
+    assert device.log == ["flush", "event", "call", "event", "wait"]
+    assert clock.now() == pytest.approx(2e-3)
+    clock.run(lambda: device.work("call", 3.0))
+    assert clock.now() == pytest.approx(5e-3)
+
+
+def test_the_median_of_inputs_that_take_turns() -> None:
+    device, turns = Device(), []
+    clock = DeviceClock(device.event, lambda: None)
+
+    def call(name: str, ms: float) -> None:
+        turns.append(name)
+        device.work(name, ms)
+
+    seconds = median_seconds(clock, [lambda: call("a", 1.0), lambda: call("b", 3.0)], rounds=4, warm=2)
+    assert turns == ["a", "b"] * 3
+    assert seconds == pytest.approx(2e-3)
+
+
+def test_a_copy_reads_and_writes() -> None:
+    device = Device()
+    clock = DeviceClock(device.event, lambda: None)
+    whole = clock.run
+    clock.run = lambda call: whole(lambda: device.work("copy", 0.5))  # type: ignore[method-assign,assignment]
+    assert copy_bandwidth(clock, CPU, size=1000, rounds=3) == pytest.approx(2 * 1000 / 0.5e-3)
+
+
+def test_the_overhead_is_that_of_the_best_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 4.0, 10.0, 12.0])
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(times))
+    assert overhead_seconds(lambda: None, calls=2, rounds=2, wait=lambda: None) == 1.0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_way_runs_on_a_cpu(case: Case) -> None:
+    """`torch.compile` apart, which takes its time: what it compiles is `eager`."""
+    assert case.names[0] == OURS
+    assert {EAGER, COMPILED} <= set(case.names)
+    clock = Clock()
+    for who in case.names:
+        if who != COMPILED:
+            inputs = case.inputs(CPU, torch.bfloat16, 64)
+            clock.run(lambda who=who, inputs=inputs: case.way(who)(inputs))  # type: ignore[misc]
+    assert clock.now() > 0
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if PLAIN in c.names], ids=lambda case: case.name)
+def test_ways_do_the_same_work(case: Case) -> None:
+    """As far as dropout, whose elements torch chooses by itself, lets them be compared."""
+    torch.manual_seed(0)
+    inputs = case.inputs(CPU, torch.float32, 64)
+
+    def done(who: str) -> list[Tensor]:
+        def copied(value: Any) -> Any:
+            return (
+                value.detach().clone().requires_grad_(value.requires_grad)
+                if isinstance(value, Tensor)
+                else value
+            )
+
+        own = torch.utils._pytree.tree_map(copied, inputs)
+        result = case.way(who)(own)
+        own.pop(who, None)
+        own.pop("optimizer", None)
+        changed = [own[name] for name in ("states", "flat", "tensors") if name in own]
+        return [t.detach() for t in tree_leaves((result, changed)) if isinstance(t, Tensor)]
+
+    expected = done(OURS)
+    for who in case.names:
+        if who not in (OURS, COMPILED) and not ("dropout" in case.name and who == EAGER):
+            found = done(who)
+            for a, b in zip(found, expected, strict=False):
+                if a.shape == b.shape:
+                    torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bytes_are_those_of_the_formulas(case: Case) -> None:
+    """None is free, and 16 bits are no more than 32."""
+    small, wide = case.inputs(CPU, torch.bfloat16, 64), case.inputs(CPU, torch.float32, 64)
+    assert 0 < case.nbytes(small) <= case.nbytes(wide)  # AdamW has a copy in 16 bits, and none in 32
+
+
+ROWS = [
+    Row("pack", EAGER, "bf16", 2e-3, 10**9, 0.9),
+    Row("pack", OURS, "bf16", 1e-3, 10**9, 0.9, 8.25e-6),
+    Row("norm", OURS, "fp32", 2e-3, 10**9, 0.9),
+    Row("norm", EAGER, "fp32", 1e-3, 10**9, 0.9),
+]
+
+
+def test_the_table_shows_shares_goals_and_who_is_faster() -> None:
+    lines = render(ROWS, copy=1.05e12)
+    assert lines[0] == "copy: 1,050 GB/s"
+    assert lines[2].split() == ["pack", "bf16", "kernel", "1000.0", "1000", "95%", "90%", "1.00", "8.2"]
+    assert lines[3].split() == ["eager", "2000.0", "500", "48%", "2.00"]
+    assert lines[4].split() == ["norm", "fp32", "kernel", "2000.0", "500", "48%", "90%", "1.00", "*"]
+    assert lines[6] == "* below its goal, which is for an H200 or A100"
+    assert lines[7] == "faster than the kernel: norm fp32: eager"
+
+
+def test_the_record_says_what_was_measured_where(tmp_path: Path) -> None:
+    written = record(ROWS, 1.05e12, "NVIDIA Test", {"git": None})
+    with Store(tmp_path) as store:
+        store.append(written)
+        (read,) = store.records()
+    assert (read["kind"], read["device"], read["evidence"]) == ("kernels", "NVIDIA Test", "measured")
+    assert read["rows"][0] == {
+        "case": "pack",
+        "who": "kernel",
+        "dtype": "bf16",
+        "seconds": 1e-3,
+        "nbytes": 10**9,
+        "goal": 0.9,
+        "overhead_s": 8.25e-6,
+        "bytes_per_s": 1e12,
+    }
+    assert read["provenance"] == {"git": None}
+    with Store(tmp_path) as store:
+        assert store.latest() == {}, "no experiment"

@@ -1,0 +1,54 @@
+"""Every CUDA source compiles by NVRTC 13 too, for A100, H100 and B200, in a process that finds no other NVRTC."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repro.kernels.cuda import families
+
+FOLDER = Path(sys.prefix) / "nvrtc13"
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import ctypes, json, sys
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)  # or NVIDIA's bindings find the environment's own
+from repro.kernels.cuda import compile as compiler, families
+from repro.kernels.cuda.resources import resources
+found = {}
+for program in [family.examples()[0] for family in families.FAMILIES.values()]:
+    for architecture in (80, 90, 100):
+        made = compiler.compile(program, compiler.Target(f"sm_{architecture}"))
+        assert made.code.startswith(b"\\x7fELF")
+        found[f"{program.name} sm_{architecture}"] = {
+            name: [used.registers, used.spilled_bytes] for name, used in resources(made.log).items()
+        }
+print(json.dumps({"version": compiler.version(), "oldest": compiler.architectures()[0], "found": found}))
+"""
+
+
+@pytest.mark.skipif(not (FOLDER / ".installed").exists(), reason="no NVRTC 13 beside the environment: `make test` installs it")
+@pytest.mark.timeout(240)
+def test_every_source_compiles_without_spills() -> None:
+    (library,) = FOLDER.glob("nvidia/*/lib/libnvrtc.so.13")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{FOLDER}:{ROOT}",
+        "LD_LIBRARY_PATH": str(library.parent),
+    }
+    command = [sys.executable, "-c", PROGRAM, str(library)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=230)
+    assert done.returncode == 0, done.stderr[-3000:]
+    document = json.loads(done.stdout)
+    assert document["version"][0] == 13
+    assert document["oldest"] >= 75, "the last NVRTC for V100 is 12"
+    assert len(document["found"]) == 3 * len(families.FAMILIES)
+    for name, kernels in document["found"].items():
+        assert kernels, name
+        for kernel, (registers, spilled) in kernels.items():
+            assert spilled == 0, f"{name}: {kernel}"
+            assert registers <= 128, f"{name}: {kernel}"

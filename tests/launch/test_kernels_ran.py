@@ -1,0 +1,117 @@
+"""Which kernels ran, from the call that falls back to the record and to the person who reads the terminal."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from repro.config import Layout
+from repro.kernels import gelu
+from repro.kernels.cuda import cache, dispatch
+from repro.kernels.cuda import compile as compiler
+from repro.kernels.cuda import program as programs
+from repro.kernels.cuda.compile import Target
+from repro.kernels.cuda.program import Program, Unavailable
+from repro.launch.experiment import Run
+from repro.launch.progress import Progress
+from repro.launch.recorder import Recorder
+from repro.parallel import mesh as meshes
+from repro.results.kernels import fallbacks, of_ranks
+from repro.results.store import Store
+from repro.suites import Entry, Suite
+from tests.training import tiny
+
+WRONG = 'extern "C" __global__ void gelu(const Arguments a) { nonsense(); }'
+
+
+class Gpu:
+    """A device whose one program is wrong."""
+
+    processors = 2
+
+    def load(self, program: Program) -> Any:
+        return cache.compiled(Program("wrong", (), struct.Struct("P"), ("gelu",), 32), Target("sm_80"))
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """bias_gelu on tensors of the CPU is called as on a GPU, where NVRTC does not like its source."""
+    try:
+        compiler.version()
+    except Unavailable as error:
+        pytest.skip(str(error))
+    (tmp_path / "wrong.cu").write_text(WRONG)
+    monkeypatch.setattr(programs, "SOURCES", tmp_path)
+    monkeypatch.setattr(dispatch, "_ran", Counter())
+    monkeypatch.setattr(dispatch, "_told", set())
+    monkeypatch.setattr(dispatch, "device", lambda index: Gpu())
+
+    def binding(on: Gpu, *tensors: torch.Tensor) -> None:
+        on.load(Program("gelu", (), struct.Struct("P"), ("gelu",), 32))
+
+    call = dispatch.chooser("bias_gelu", binding, gelu._forward_cpu)
+    monkeypatch.setattr(gelu, "forward_operator", call)
+
+
+def results(kernels: str = "fused", **layout: Any) -> dict[str, Any]:
+    experiment = tiny(Layout(kernels=kernels, **layout), steps=2, untimed_steps=1)
+    run = Run(experiment, meshes.single(), torch.device("cpu"), lambda step, phase: None)
+    run.prelude()
+    run.steps(1)
+    return run.result()
+
+
+def test_a_cpu_and_the_reference_say_so() -> None:
+    assert results()["kernels"] == {"every operator": ["torch: on cpu"]}
+    assert results("reference")["kernels"] == {"every operator": ["torch: kernels = reference"]}
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_failed_compilation_reaches_the_record_and_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.warns(RuntimeWarning, match=r"repro::bias_gelu runs torch(.|\n)*nonsense") as told:
+        result = results()
+    assert len(told) == 1
+    experiment = tiny(Layout(), steps=2, untimed_steps=1)
+    suite = Suite(name="s", file="s.toml", entries=(Entry(experiment=experiment),))
+    with Store(tmp_path / "results") as store, Progress(1, 0) as progress:
+        recorder = Recorder(suite, store, progress)
+        for _ in range(2):
+            recorder.outcome(experiment, 1.0, results=[result])
+        (record, _) = store.records()
+    ((how, ranks),) = record["kernels"]["bias_gelu"].items()
+    assert ranks == 1
+    assert how.startswith("torch: wrong does not compile for sm_80: wrong.cu(1): error")
+    assert "nonsense" in how
+    said = capsys.readouterr().err
+    assert (
+        said.count("warning: tiny ran torch's operators in place of CUDA kernels for bias_gelu: wrong") == 1
+    )
+    assert "`repro doctor`" in said
+
+
+@pytest.mark.usefixtures("broken")
+def test_what_one_experiment_called_is_not_said_of_another() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert set(results()["kernels"]) == {"bias_gelu"}
+        assert results("reference")["kernels"] == {"every operator": ["torch: kernels = reference"]}
+
+
+def test_ranks_that_differ_are_counted() -> None:
+    ranks: list[dict[str, Any]] = [
+        {"kernels": {"adamw_": ["cuda"], "pack": ["cuda"]}},
+        {"kernels": {"adamw_": ["cuda", "torch: fp64"], "pack": ["torch: fp64"]}},
+        {},
+    ]
+    ran = of_ranks(ranks)
+    assert ran == {"adamw_": {"cuda": 2, "torch: fp64": 1}, "pack": {"cuda": 1, "torch: fp64": 1}}
+    assert fallbacks(ran) == {"fp64": ["adamw_", "pack"]}
+    assert fallbacks({"every operator": {"torch: on cpu": 3}, "pack": {"cuda": 1}}) == {}

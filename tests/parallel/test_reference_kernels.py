@@ -1,0 +1,79 @@
+"""A layout with `kernels = "reference"` trains the same model without one operator of `kernels/`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from repro.config import Layout
+from repro.engines import build_engine
+from repro.parallel import mesh as meshes
+from repro.simulate.memory import measure
+from repro.simulate.trace import roles, trace
+from tests.parallel.test_parity import BATCH, alone, assert_same, run
+from tests.pool import RankPool
+from tests.training import micro_batches, tiny, train
+
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("precision", "training"), [("fp32", DROPOUT), ("bf16", {}), ("fp16", {})], ids=["fp32", "bf16", "fp16"]
+)
+def test_one_process_equals_the_fused_kernels(precision: str, training: dict[str, float]) -> None:
+    """To the last bit, since a CPU runs the same code behind either."""
+    layout = Layout(micro_batch=BATCH, precision=precision, kernels="reference")
+    assert_same([train(tiny(layout, **training))], alone(precision, **training), 0.0, 0.0)
+
+
+def test_two_processes_equal_one(two: RankPool) -> None:
+    layout = Layout(tp=2, micro_batch=4, global_batch=BATCH, recompute=True, kernels="reference")
+    assert_same(run(two, tiny(layout, **DROPOUT)), alone(**DROPOUT), 1e-5, 1e-5)
+
+
+class Ours(TorchDispatchMode):
+    """Counts the calls of our operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if str(func).startswith("repro."):
+            self.calls[str(func).split(".")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_two_layouts_in_one_process_each_run_what_they_ask_for() -> None:
+    """Their steps take turns, as those of compared experiments do."""
+    engines: dict[str, Any] = {}
+    for kernels in ("fused", "reference"):
+        experiment = tiny(Layout(micro_batch=2, kernels=kernels), **DROPOUT)
+        engines[kernels] = build_engine(experiment, meshes.single(), torch.device("cpu"))
+    for step in range(2):
+        for kernels, engine in engines.items():
+            with Ours() as seen:
+                engine.step(micro_batches(experiment, 0, step), lambda phase: None)
+            if kernels == "reference":
+                assert not seen.calls
+            else:
+                assert {"adamw_", "norm_squared", "layer_norm_backward", "bias_gelu"} <= set(seen.calls)
+                assert {"cross_entropy_backward_", "bias_dropout_residual_backward"} <= set(seen.calls)
+
+
+def test_a_simulated_step_has_torchs_operators() -> None:
+    """Their temporaries and their bytes are what the predicted memory and time are made of."""
+    moved: dict[str, int] = {}
+    for kernels in ("fused", "reference"):
+        experiment = tiny(Layout(micro_batch=2, precision="bf16", kernels=kernels), **DROPOUT)
+        found = trace(experiment, roles(experiment)[0])
+        names = {operator.name for _, operator in found.operators() if operator.name.startswith("repro.")}
+        # torch's fused AdamW has no shape function; it is one pass over memory, as ours is.
+        assert (names == {"repro.adamw_"}) is (kernels == "reference")
+        moved[kernels] = sum(n * (operator.read + operator.written) for n, operator in found.operators())
+        assert measure(found.events).peak_bytes > 0
+    assert moved["reference"] > moved["fused"]
