@@ -6,7 +6,9 @@ Memory is the largest of any role, communication that of the role which holds ra
 ``memory.used_bytes`` that and the context beside it, ``memory.communication_bytes`` the most that buffers of
 messages take, ``comm.link.CLASS.sent_bytes`` what goes over a class of links, ``time.*`` where the slowest
 stage's seconds go.  Times are there where the system says enough; ``trace_seconds`` is what the simulation
-itself took.
+itself took.  ``series.memory`` is what is live on the fullest role over the step
+(:mod:`repro.simulate.memory_timeline`), ``series.seconds`` the slowest stage's seconds by kind of operator and of
+exposed communication.
 
 A step that does not fit has needs all the same: a record with the outcome ``oom`` says what would be live,
 but not what would be reserved.
@@ -46,6 +48,7 @@ def simulated_record(
             **_time(experiment, simulation),
             "trace_seconds": round(simulation.trace_seconds, 3),
         },
+        "series": _series(experiment, simulation, system),
         "flops_formula": flops.FORMULA,
         "comm": [row.__dict__ for row in first.traffic],
         "comm_per_layer": per_layer,
@@ -184,6 +187,22 @@ def _time(experiment: Experiment, simulation: Simulation) -> dict[str, float]:
         "hardware_flops_per_s.device": prediction.flops_per_device,
         **{f"time.{part}": found[part] for part in parts},
         "time.factor": prediction.factor,
+    }
+
+
+def _series(experiment: Experiment, simulation: Simulation, system: System) -> dict[str, Any]:
+    from repro.simulate.device import DeviceCost
+    from repro.simulate.memory_timeline import over_step
+
+    prediction, fullest = simulation.time, simulation.roles.index(simulation.fullest)
+    traced = simulation.traces[fullest]
+    if prediction is None:  # no peak, no bandwidth: operators by the bytes that they move
+        return {"memory": over_step(traced, lambda operator: operator.read + operator.written)}
+    cost = DeviceCost(system, experiment.layout.precision, prediction.factor)
+    found = prediction.as_dict()
+    return {
+        "memory": over_step(traced, cost.seconds),
+        "seconds": {"busy": found["compute_by_kind"], "exposed": found["exposed_by_kind"]},
     }
 
 

@@ -5,10 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from repro.report.figures import communication, comparison, loss, maps, peak, states, validation
+from repro.report.figures import (
+    breakdown,
+    communication,
+    comparison,
+    degrees,
+    entries,
+    links,
+    loss,
+    machine,
+    maps,
+    memory_timeline,
+    model_states,
+    peak,
+    redrawn,
+    schedules,
+    states,
+    validation,
+)
 from repro.report.figures.style import Drawing, Record, look
+from repro.report.figures.values import View
 
 if TYPE_CHECKING:
+    from repro.claims.results import ClaimResult
     from repro.report.validate import Point
 
 
@@ -17,19 +36,37 @@ def draw_all(
     comparisons: list[Record],
     simulated: Sequence[Record] = (),
     points: Sequence[Point] = (),
+    judged: Sequence[ClaimResult] = (),
 ) -> list[Drawing]:
     """Every figure, in the order of the page; one without records has no picture and says what to run.
 
-    ``simulated`` records have figures of their own: no picture mixes them with what was measured.  ``points``:
-    published values with their predictions.
+    ``simulated`` records have figures of their own: no picture mixes them with what was measured, but the one that
+    compares the two.  ``points``: published values with their predictions.  ``judged``: the ledger; without it no
+    figure of a source is redrawn.
     """
+    found = list(simulated)
     with look():
-        return [
+        drawings = [
             states.draw(experiments),
             communication.draw(experiments),
             loss.draw(experiments),
             comparison.draw(comparisons),
             peak.draw(experiments),
-            maps.draw(list(simulated)),
-            validation.draw(points),
+            machine.draw(experiments, found),
         ]
+        if judged:
+            drawings += _of_sources(View(judged, found), found)
+        return [*drawings, maps.draw(found), validation.draw(points)]
+
+
+def _of_sources(view: View, simulated: list[Record]) -> list[Drawing]:
+    """What the reports show, with ours beside it; then what only a simulation can show of the same runs."""
+    return [
+        model_states.draw(view, simulated),
+        *(redrawn.draw(entry, view) for entry in entries.load()),
+        degrees.draw(view, simulated),
+        breakdown.draw(view, simulated),
+        schedules.draw(view),
+        memory_timeline.draw(simulated),
+        links.draw(simulated),
+    ]

@@ -8,10 +8,14 @@ from repro.report.figures.style import BLUE, INK, MUTED, ORANGE, Drawing, Record
 TITLE = "Throughput of compared strategies"
 RUN = "repro run suites/smoke.toml --only 'speed-*'"
 
+MOST = 60
+"""Lines; more are no picture."""
+
 
 def draw(comparisons: list[Record]) -> Drawing:
     """One line a comparison: the median of the rounds' ratios, its 95 % interval, and every round."""
-    shown = sorted(comparisons, key=lambda r: (r["baseline"]["name"], r["subject"]["name"]))
+    newest = sorted(comparisons, key=lambda r: str(r["written"]), reverse=True)[:MOST]
+    shown = sorted(newest, key=lambda r: (r["baseline"]["name"], r["subject"]["name"]))
     if not shown:
         return Drawing("comparison", TITLE, "No comparison in the store.", (), RUN)
 
@@ -43,6 +47,8 @@ def draw(comparisons: list[Record]) -> Drawing:
         "median of the rounds' ratios; bars: its 95 % bootstrap interval (BCa); small dots: single rounds. "
         "Orange: the whole interval is below 1."
     )
+    if len(comparisons) > len(shown):
+        caption += f" The newest {len(shown)} of {len(comparisons):,}."
     if rounds[0] <= 5:
         caption += " An interval from five rounds or fewer cannot give more than 94 % coverage."
     return Drawing("comparison", TITLE, caption, tuple(map(label, shown)), "", figure)

@@ -18,11 +18,14 @@ OUTLINE: dict[str, Any] = {
 }
 LATER = ("checkpoints", "host")
 """Categories that few layouts have: in the legend where a bar shows them."""
+MOST = 60
+"""Bars; more are no picture."""
 
 
 def draw(records: list[Record]) -> Drawing:
     """One panel a model, one bar an experiment: what was live when the fullest rank held most."""
-    shown = [r for r in records if r["outcome"] == "ok" and accounted(r)]
+    every = [r for r in records if r["outcome"] == "ok" and accounted(r)]
+    shown = sorted(every, key=lambda r: str(r.get("written", "")), reverse=True)[:MOST]
     others = [r for r in records if r["outcome"] == "ok" and not accounted(r)]
     if not shown:
         return Drawing("peak", TITLE, "No experiment in the store that ended ok.", (), RUN)
@@ -70,6 +73,8 @@ def draw(records: list[Record]) -> Drawing:
         "any, is in host memory and not in the number. The allocator's "
         "overhead and the process itself are not in it; the table gives the resident size."
     )
+    if len(every) > len(shown):
+        caption += f" The newest {len(shown)} of {len(every):,}; `repro export --table experiments` has all."
     if others:
         engines = ", ".join(sorted({r["experiment"]["engine"] for r in others}))
         caption += (

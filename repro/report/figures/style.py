@@ -54,11 +54,19 @@ class Drawing:
     """The kind of the records, which is where the page has them."""
 
 
+def settle(figure: Figure) -> None:
+    """Lay the figure out once: every later drawing would do it again, which takes as long as the drawing."""
+    if figure.get_layout_engine() is not None:
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+
+
 def svg(drawing: Drawing) -> str:
     """The figure as an ``<svg>`` element with text as text, its ids made unique in the page."""
     assert drawing.figure is not None
     out = io.StringIO()
     with look():
+        settle(drawing.figure)
         drawing.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     text = text[text.index("<svg") :].strip()
@@ -77,6 +85,7 @@ def png(drawing: Drawing) -> bytes:
     assert drawing.figure is not None
     out = io.BytesIO()
     with look():
+        settle(drawing.figure)
         drawing.figure.savefig(out, format="png", dpi=160, metadata={"Software": None})
     return out.getvalue()
 

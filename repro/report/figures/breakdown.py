@@ -1,0 +1,142 @@
+"""Where a step's seconds go: Yuan 1.0 beside its published step, and other published layouts as shares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from repro.report.figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    Drawing,
+    Record,
+    canvas,
+    label,
+    quiet,
+)
+from repro.report.figures.values import View
+from repro.results.store import SIMULATED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ID, TITLE = "breakdown", "Where the seconds of a step go"
+YUAN, STEP = "yuan/yuan-245b", "yuan-step-time/step"
+OTHERS = {
+    "Megatron-LM 1T, 3072 A100": "megatron_2021/table1-1t",
+    "Megatron-LM 145.6B, 1536 A100": "megatron_2021/table1-145.6b",
+    "Turing-NLG, MP 4, ZeRO 2": "turing_nlg/zero2-mp4",
+    "Turing-NLG, MP 16": "turing_nlg/megatron-mp16",
+    "ZeRO 100B, 400 V100": "zero_throughput/fig2-100b-zero",
+    "Megatron-LM 100B, 384 V100": "zero_throughput/fig2-100b-megatron",
+    "DeepSpeed 1.5B, 40 Gbit/s": "deepspeed_lowbw/lowbw-deepspeed",
+    "Megatron-LM 1.5B, 40 Gbit/s": "deepspeed_lowbw/lowbw-megatron",
+}
+"""Name in the figure and record."""
+COLOURS = {
+    "matrix products": BLUE,
+    "attention": SKY,
+    "other operators": GREEN,
+    "compute": MUTED,
+    "optimizer": PURPLE,
+    "waits for tensor parallelism": VERMILION,
+    "waits for data parallelism": ORANGE,
+    "waits between stages": YELLOW,
+    "waits for communication": INK,
+    "bubble": GREY,
+}
+KINDS = {"matmul": "matrix products", "attention": "attention", "optimizer": "optimizer"}
+GROUPS = {"(tp)": "waits for tensor parallelism", "(pp)": "waits between stages"}
+
+
+def draw(view: View, simulated: list[Record]) -> Drawing:
+    """Left: seconds of Yuan's step.  Right: shares of the step in other layouts that a source published."""
+    records = {label(record): record for record in simulated if "step_seconds.median" in record["metrics"]}
+    yuan = records.get(YUAN)
+    others = {name: records[run] for name, run in OTHERS.items() if run in records}
+    lacking = [run for run in (YUAN, *OTHERS.values()) if run not in records]
+    suites = dict.fromkeys(run.partition("/")[0] for run in lacking)
+    missing = " && ".join(f"repro run suites/{suite}.toml --evidence simulated" for suite in suites)
+    if yuan is None and not others:
+        return Drawing(
+            ID, TITLE, "No simulated step of a published layout has a time.", (), missing, evidence=SIMULATED
+        )
+    figure, (left, right) = canvas(3.9, 1, 2, width_ratios=[1, 2.1])
+    seen: dict[str, str] = {}
+    if yuan is not None:
+        seen |= _yuan(left, view, yuan)
+    left.set_visible(yuan is not None)
+    for y, record in enumerate(others.values()):
+        found = parts(record)
+        whole, start = sum(found.values()), 0.0
+        for name, seconds in found.items():
+            right.barh(y, 100 * seconds / whole, 0.62, left=start, color=COLOURS[name], lw=0)
+            start += 100 * seconds / whole
+            seen[name] = COLOURS[name]
+        words = f"{record['metrics']['step_seconds.median']:.3g} s"
+        right.annotate(words, (100, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    right.set_visible(bool(others))
+    right.set_yticks(range(len(others)), list(others))
+    right.set_ylim(len(others) - 0.5, -0.5)
+    right.set_xlim(0, 100)
+    right.set_xlabel("% of the predicted step")
+    quiet(right, "x")
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=name) for name, colour in COLOURS.items() if name in seen]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    shown = ([yuan] if yuan is not None else []) + list(others.values())
+    caption = (
+        "Simulated, not measured: the slowest stage's seconds. Waits are communication that nothing hides; the "
+        "bubble is waiting for other stages to compute. No source prints parts; Yuan's step is published. "
+        "Claims: yuan-step-time, yuan-bubble."
+    )
+    return Drawing(ID, TITLE, caption, tuple(map(label, shown)), missing, figure, SIMULATED)
+
+
+def parts(record: Record) -> dict[str, float]:
+    """Seconds by part, which add up to the step; finer where the record has them by kind."""
+    metrics, series = record["metrics"], record["series"].get("seconds")
+    found = dict.fromkeys(COLOURS, 0.0)
+    if series:
+        for kind, seconds in series["busy"].items():
+            found[KINDS.get(kind, "other operators")] += seconds
+        for name, seconds in series["exposed"].items():
+            group = next(
+                (part for end, part in GROUPS.items() if name.endswith(end)), "waits for data parallelism"
+            )
+            found[group] += seconds
+    else:
+        found["compute"], found["optimizer"] = metrics["time.compute_s"], metrics["time.optimizer_s"]
+        found["waits for communication"] = metrics["time.exposed_s"]
+    found["bubble"] = max(0.0, metrics["step_seconds.median"] - sum(found.values()))
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def _yuan(axes: Axes, view: View, record: Record) -> dict[str, str]:
+    printed = view.row(STEP).row.printed
+    assert printed is not None
+    start, step = 0.0, record["metrics"]["step_seconds.median"]
+    found = parts(record)
+    for name, seconds in found.items():
+        axes.bar(1, seconds, 0.6, bottom=start, color=COLOURS[name], lw=0)
+        start += seconds
+    axes.bar(0, printed.value, 0.6, facecolor="none", edgecolor=INK, lw=1.3)
+    for x, value, words in ((0, printed.value, printed.text), (1, step, f"{step:.2f}")):
+        axes.annotate(f"{words} s", (x, value), (0, 3), textcoords="offset points", ha="center", fontsize=8.5)
+    off = f"{step / printed.value - 1:+.1%}".replace("-", "−")
+    axes.set_xticks([0, 1], ["published", f"simulated\n({off})"])
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlim(-0.5, 1.5)
+    axes.set_ylim(0, 1.14 * max(step, printed.value))
+    axes.set_ylabel("seconds of a step")
+    axes.set_title("Yuan 1.0, 2128 A100")
+    quiet(axes, "y")
+    return {name: COLOURS[name] for name in found}

@@ -1,0 +1,223 @@
+"""Figures of the sources redrawn: published values, ours beside them, and under each panel how far apart they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from repro.claims.tolerance import RELATIVE
+from repro.report.figures import marks
+from repro.report.figures.entries import FigureEntry, PanelEntry, SeriesEntry
+from repro.report.figures.style import BLUE, GREEN, GREY, INK, ORANGE, Drawing, quiet
+from repro.report.figures.values import Value, View
+from repro.results.store import SIMULATED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = (BLUE, ORANGE, GREEN)
+"""Of a figure's series, in the order of their names."""
+WIDEST = 40
+"""Bars in one row of panels; with more, the next panel starts a new row."""
+_NAMED = re.compile(r"\b([A-Z])_(\w+(?:\+\w+)?)")
+"""``P_os``, ``P_a+cpu``, ``C_B``."""
+FAR = 1.0
+"""Relative error at which the lower axes end; what lies beyond is drawn at the edge with its number."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel with its values."""
+
+    entry: PanelEntry
+    series: tuple[tuple[str, tuple[Value, ...]], ...]
+    """Name and values."""
+    places: tuple[str, ...]
+    unit: str
+
+    @property
+    def bars(self) -> int:
+        """How wide it is."""
+        return max(4, 2 * len(self.places) * self.crowd)
+
+    def slot(self, value: Value, series: str) -> marks.Slot:
+        """Where a series has its bars at a place: side by side with the others that are there."""
+        there = [name for name, values in self.series if any(other.at == value.at for other in values)]
+        first = (self.crowd - len(there)) / 2
+        return marks.slot(self.places.index(value.at), first + there.index(series), self.crowd)
+
+    @property
+    def crowd(self) -> int:
+        """The most series at one place."""
+        return max(sum(value.at == place for value in self.values) for place in self.places)
+
+    @property
+    def compared(self) -> bool:
+        """Whether something is published as a number."""
+        return any(value.published for value in self.values)
+
+    @property
+    def values(self) -> list[Value]:
+        """Of all series."""
+        return [value for _, values in self.series for value in values]
+
+
+def draw(entry: FigureEntry, view: View) -> Drawing:
+    """The figure of ``entry``; published values alone where the store has nothing to put beside them."""
+    panels = [_panel(panel, view) for panel in entry.panel]
+    values = [value for panel in panels for value in panel.values]
+    remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))
+    shown = {run: ours.kind for value in values for ours in value.ours for run in ours.runs}
+    evidence = "measured" if "measured" in shown.values() else SIMULATED
+    names = dict.fromkeys(name for panel in panels for name, _ in panel.series)
+    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
+
+    figure, grid = _canvas(panels)
+    for panel, (upper, lower) in zip(panels, grid, strict=True):
+        _upper(upper, panel, colours, view)
+        if lower is not None:
+            _lower(lower, panel, colours, view)
+    figure.align_ylabels()
+    marks.legend(figure, colours, values, dots=any(panel.entry.log for panel in panels))
+    return Drawing(
+        entry.id,
+        entry.title,
+        _caption(entry, values),
+        tuple(sorted(run for run, kind in shown.items() if kind == evidence)),
+        " && ".join(remedy),
+        figure,
+        evidence,
+    )
+
+
+def _panel(entry: PanelEntry, view: View) -> Panel:
+    series = tuple((one.name, tuple(_series(one, entry, view))) for one in entry.series)
+    values = [value for _, found in series for value in found]
+    places = list(dict.fromkeys(value.at for value in values))
+    if entry.order:
+        places = [*entry.order, *(place for place in places if place not in entry.order)]
+    return Panel(entry, series, tuple(places), entry.unit or values[0].unit)
+
+
+def _series(entry: SeriesEntry, panel: PanelEntry, view: View) -> list[Value]:
+    found = view.matching(entry.rows) if entry.rows else []
+    found += [view.value(place, reference) for place, reference in entry.at.items()]
+    return found + [view.unpublished(place, text, panel.unit) for place, text in entry.more.items()]
+
+
+def _canvas(panels: Sequence[Panel]) -> tuple[Figure, list[tuple[Axes, Axes | None]]]:
+    """Panels in rows of at most ``WIDEST`` bars, each a pair of axes that share their places."""
+    from matplotlib.figure import Figure
+
+    from repro.report.figures.style import WIDTH
+
+    rows: list[list[Panel]] = [[]]
+    for panel in panels:
+        if rows[-1] and sum(p.bars for p in rows[-1]) + panel.bars > WIDEST:
+            rows.append([])
+        rows[-1].append(panel)
+    figure = Figure(figsize=(WIDTH, 0.7 + 3.3 * len(rows)), layout="constrained")
+    outer = figure.add_gridspec(len(rows), 1)
+    grid: list[tuple[Axes, Axes | None]] = []
+    for number, row in enumerate(rows):
+        widths = [panel.bars + 5 for panel in row]
+        inner = outer[number].subgridspec(2, len(row), height_ratios=[2.6, 1], width_ratios=widths)
+        for column, panel in enumerate(row):
+            upper = figure.add_subplot(inner[0 if panel.compared else slice(None), column])
+            lower = figure.add_subplot(inner[1, column], sharex=upper) if panel.compared else None
+            grid.append((upper, lower))
+    return figure, grid
+
+
+def _upper(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> None:
+    size = 1e9 if panel.unit == "parameters" else 1.0
+    for name, values in panel.series:
+        for value in values:
+            at = panel.slot(value, name)
+            if panel.entry.log:
+                marks.points(axes, at, value, colours[name], size)
+            else:
+                marks.bars(axes, at, value, colours[name], size)
+    if panel.entry.log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(0, 1.12 * max(axes.dataLim.y1, 1e-9))
+    lines = [panel.entry.title] if panel.entry.title else []
+    lines += [_words(reference, view) for reference in panel.entry.words]
+    if panel.entry.words:
+        axes.set_title("\n".join(lines), fontsize=8.5, fontweight="normal")
+    elif lines:
+        axes.set_title(lines[0])
+    axes.set_ylabel(panel.entry.label)
+    quiet(axes, "y")
+    _places(axes, panel, view, labelled=not panel.compared)
+
+
+def _lower(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> None:
+    """Ours over published less one, with the tolerance of the judge; filled where it accepts."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    metrics = {value.metric for value in panel.values if value.published}
+    room = max((RELATIVE[metric] for metric in metrics), default=0.0)
+    if room:
+        axes.axhspan(-room, room, color=GREY, alpha=0.22, lw=0)
+    axes.axhline(0, color=INK, lw=0.8)
+    errors = [0.0]
+    for name, values in panel.series:
+        for value in values:
+            at = panel.slot(value, name)
+            errors.append(marks.error(axes, at, value, colours[name], FAR))
+    low, high = min(min(errors), -room, -0.1), max(max(errors), room, 0.1)
+    axes.set_ylim(low - 0.32 * (high - low), high + 0.32 * (high - low))
+    axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_ylabel("ours less\npublished", fontsize=8)
+    quiet(axes, "y")
+    _places(axes, panel, view, labelled=True)
+
+
+def _places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None:
+    """Names of the places, with the published words that belong to them."""
+    under: dict[str, str] = {}
+    if panel.entry.under:
+        pattern = panel.entry.under
+        rows = {value.at: pattern.replace("*", value.at) for value in view.matching(pattern)}
+        under = {at: "\n" + _short(view.row(name).row.published) for at, name in rows.items()}
+    axes.set_xticks(range(len(panel.places)), [f"{at}{under.get(at, '')}" for at in panel.places])
+    axes.set_xlim(-0.55, len(panel.places) - 0.45)
+    axes.tick_params(axis="x", length=0, labelbottom=labelled)
+    if labelled and panel.entry.across:
+        axes.set_xlabel(panel.entry.across)
+
+
+def _short(words: str) -> str:
+    """A configuration in two lines, its names set as the paper does: ``P_os`` with an index."""
+    first, _, rest = _NAMED.sub(r"$\1_{\2}$", words).partition(", ")
+    return f"{first}\n{rest}" if rest else first
+
+
+def _words(reference: str, view: View) -> str:
+    result = view.row(reference)
+    ours = next((f"{f.kind}: {f.verdict}" for f in result.findings if f.decided), "not run")
+    return f"published, {result.row.label}: {result.row.published} ({ours})"
+
+
+def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
+    compared = [value for value in values if value.published and value.predicted]
+    printed = [value for value in values if value.published]
+    kinds = sorted({value.predicted.kind for value in compared if value.predicted})
+    accepted = sum(value.predicted.agrees is True for value in compared if value.predicted)
+    parts = [entry.text]
+    if compared:
+        parts.append(
+            f"{', '.join(kinds).capitalize()}: {accepted} of {len(compared)} values lie within the ledger's tolerance."
+        )
+    lacking = len(printed) - len(compared)
+    if printed and lacking:
+        parts.append(f"{lacking} of {len(printed)} published values have nothing of ours beside them.")
+    parts.append(f"Claims: {', '.join(entry.claims)}.")
+    return " ".join(parts)

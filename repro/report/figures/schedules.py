@@ -1,0 +1,92 @@
+"""Pipeline schedules as the runner executes them (2104.04473 fig. 3-4), with what each leaves idle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from repro.parallel.schedule import FORWARD, bubble, build, in_flight, timeline
+from repro.report.figures.style import Drawing, canvas
+from repro.report.figures.values import View
+from repro.report.schedule_colours import paint
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ID, TITLE = "schedules", "Pipeline schedules, and what they leave idle"
+STAGES, MICRO_BATCHES = 4, 8
+"""Of the paper's figures."""
+SHOWN = (("gpipe", "GPipe", 1), ("1f1b", "1F1B with flush", 1), ("interleaved", "Interleaved 1F1B", 2))
+TWINS = {
+    "gpipe": "meg2-bubble/GPipe, p = 2, m = 4: idle over compute time",
+    "1f1b": "meg2-bubble/1F1B, p = 2, m = 4: idle over compute time",
+    "interleaved": "meg2-bubble/interleaved, p = 2, m = 4, v = 2: idle over compute time",
+}
+RUN = "repro run suites/smoke.toml --only 'bubble-*'"
+
+
+def draw(view: View) -> Drawing:
+    """One panel a schedule, one line a stage; beside it the bubble: counted, and measured on its twin."""
+    figure, grid = canvas(5.6, len(SHOWN), 1, sharex=True)
+    records: list[str] = []
+    missing = False
+    for axes, (name, title, chunks) in zip(grid, SHOWN, strict=True):
+        schedule = build(name, STAGES, MICRO_BATCHES, chunks)
+        for stage, slots in enumerate(timeline(schedule)):
+            for slot in slots:
+                _cell(axes, stage, float(slot.start), float(slot.stop), slot.action, chunks)
+        row = view.row(TWINS[name])
+        measured = next((f for f in row.findings if f.kind == "measured"), None)
+        twin = "twin not measured"
+        if measured is not None and isinstance(measured.value, int | float):
+            twin = (
+                f"twin of {row.row.label.partition(': ')[0].partition(', ')[2]}: measured {measured.text} %"
+            )
+            twin += f", formula {float(measured.expected or 0):.3g} %"
+            records += [text for text in _runs(measured.expression, row.row.variables) if text not in records]
+        missing = missing or twin == "twin not measured"
+        kept = max(in_flight(actions) for actions in schedule)
+        idle = float(bubble(schedule))
+        half = f", 1/{chunks} of a stage each" if chunks > 1 else ""
+        axes.set_title(
+            f"{title}: idle for {idle:.1%} of its compute time (counted), activations of at most {kept} micro-batches "
+            f"kept{half}\n{twin}",
+            fontsize=8.5,
+            fontweight="normal",
+        )
+        axes.set_yticks(range(STAGES), [f"stage {stage + 1}" for stage in range(STAGES)])
+        axes.set_ylim(STAGES - 0.5, -0.5)
+        axes.tick_params(length=0)
+        for side in axes.spines.values():
+            side.set_visible(False)
+    grid[-1].set_xlabel("time, in forward passes of a stage (backward takes two)")
+    caption = (
+        f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
+        "that the runner executes. Forward is blue, backward orange; the number is the micro-batch; paler cells are a "
+        "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others."
+    )
+    return Drawing(ID, TITLE, caption, tuple(records), RUN if missing else "", figure)
+
+
+def _runs(expression: str, variables: object) -> list[str]:
+    from repro.claims.expression import parse
+    from repro.claims.judge import experiments
+
+    return experiments(parse(expression), variables)  # type: ignore[arg-type]
+
+
+def _cell(axes: Axes, stage: int, start: float, stop: float, action: object, chunks: int) -> None:
+    from repro.parallel.schedule import Action
+
+    assert isinstance(action, Action)
+    ink, fill = paint(action.kind, action.chunk, chunks)
+    axes.barh(stage, stop - start, 0.84, left=start, color=fill, edgecolor="white", lw=0.7)
+    size = 7 if action.kind == FORWARD and chunks > 1 else 7.5
+    axes.text(
+        (start + stop) / 2,
+        stage,
+        str(action.micro_batch + 1),
+        ha="center",
+        va="center",
+        color=ink,
+        fontsize=size,
+    )

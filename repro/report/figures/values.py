@@ -1,0 +1,182 @@
+"""Values of a figure: what a source published, and what each kind of evidence says, from the judged ledger.
+
+A figure names rows of the ledger as ``claim/label``; a ``*`` in the label stands for the places on the axis.  What
+a source draws and does not print has no row: such a place names an expression over simulated records instead, in
+the ledger's own language.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from repro.claims.expression import ExpressionError, evaluate, parse
+from repro.claims.formulas import CONSTANTS, FORMULAS
+from repro.claims.judge import experiments
+from repro.claims.ledger import OWN_NUMBERS, PUBLISHED_SCALE
+from repro.claims.published import UNITS, Printed
+from repro.claims.records import Missing, Records
+from repro.claims.results import ClaimResult, Finding, RowResult
+from repro.config.errors import ConfigError
+from repro.report.figures.style import Record
+from repro.results.store import SIMULATED
+
+_CHOOSE = {"largest", "smallest"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours:
+    """What one kind of evidence says, in the row's unit."""
+
+    kind: str
+    """``analytic``, ``simulated`` or ``measured``; measured at the published scale only."""
+    value: float
+    low: float
+    high: float
+    agrees: bool | None
+    """Whether the judge accepts it; None where it calibrates the time model or nothing is published."""
+    runs: tuple[str, ...]
+    """``suite/name`` of the records behind it."""
+    fits: bool
+    """Whether all of them fit their devices when simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """One place on the axis of one series."""
+
+    at: str
+    published: Printed | None
+    """None where the source prints no number."""
+    error: float
+    """Of digitisation; 0 where nothing was digitised."""
+    metric: str
+    """Class of tolerance."""
+    unit: str
+    ours: tuple[Ours, ...]
+    """Measured first, then simulated, then analytic."""
+    remedy: tuple[str, ...]
+    """Commands that would bring simulated records which it lacks."""
+
+    def of(self, kind: str) -> Ours | None:
+        """What that kind of evidence says."""
+        return next((ours for ours in self.ours if ours.kind == kind), None)
+
+    @property
+    def predicted(self) -> Ours | None:
+        """Measured at the published scale, else simulated."""
+        return self.of("measured") or self.of(SIMULATED)
+
+
+class View:
+    """The judged ledger and the simulated records, as figures ask for them."""
+
+    def __init__(self, judged: Iterable[ClaimResult], simulated: Sequence[Record]):
+        self._rows = {f"{r.claim.id}/{row.row.label}": row for r in judged for row in r.rows}
+        self._oom = {f"{r['suite']}/{r['name']}" for r in simulated if r["outcome"] == "oom"}
+        self._functions = {**FORMULAS, **Records(simulated).functions(SIMULATED)}
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no ledger to draw from."""
+        return not self._rows
+
+    def row(self, reference: str) -> RowResult:
+        """The row ``claim/label``.  Raises ``ConfigError``."""
+        if reference not in self._rows:
+            raise ConfigError("row", reference, "claim/label of a row of the ledger")
+        return self._rows[reference]
+
+    def matching(self, pattern: str) -> list[Value]:
+        """A value for each row that ``pattern`` matches, in the ledger's order; at what ``*`` stands for."""
+        before, _, after = pattern.partition("*")
+        found = [
+            (name[len(before) : len(name) - len(after)], row)
+            for name, row in self._rows.items()
+            if name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
+        ]
+        if not found:
+            raise ConfigError("rows", pattern, "claim/label of rows of the ledger, with a *")
+        return [self._value(at, row) for at, row in found]
+
+    def value(self, at: str, reference: str) -> Value:
+        """The value of one row, placed ``at``."""
+        return self._value(at, self.row(reference))
+
+    def unpublished(self, at: str, expression: str, unit: str) -> Value:
+        """What simulated records say where the source prints nothing."""
+        parsed = parse(expression)
+        ours: tuple[Ours, ...] = ()
+        remedy: tuple[str, ...] = ()
+        try:
+            result = evaluate(parsed, self._functions, CONSTANTS)
+        except Missing as missing:
+            remedy = (_command(missing.suite),)
+        except ExpressionError as error:
+            raise ConfigError("more", expression, str(error)) from None
+        else:
+            value, low, high = (float(v) / UNITS[unit] for v in (result.value, result.low, result.high))
+            runs = tuple(experiments(parsed, {}))
+            ours = (
+                Ours(
+                    kind=SIMULATED,
+                    value=value,
+                    low=low,
+                    high=high,
+                    agrees=None,
+                    runs=runs,
+                    fits=self._fit(runs),
+                ),
+            )
+        return Value(at=at, published=None, error=0.0, metric="", unit=unit, ours=ours, remedy=remedy)
+
+    def _value(self, at: str, result: RowResult) -> Value:
+        row = result.row
+        shown = [found for found in (self._ours(finding, result) for finding in result.findings) if found]
+        first = {ours.kind: ours for ours in reversed(shown)}
+        lacking = [f for f in result.findings if f.kind == SIMULATED and f.value is None]
+        suites = [
+            name.partition("/")[0]
+            for finding in lacking
+            for name in experiments(parse(finding.expression), row.variables)
+        ]
+        return Value(
+            at=at,
+            published=row.printed,
+            error=row.error,
+            metric=row.metric,
+            unit=row.unit,
+            ours=tuple(first[kind] for kind in ("measured", SIMULATED, "analytic") if kind in first),
+            remedy=tuple(dict.fromkeys(map(_command, suites))),
+        )
+
+    def _ours(self, finding: Finding, result: RowResult) -> Ours | None:
+        """What is drawn of a finding: at the published scale, and no quotient of the source's own bars."""
+        value = finding.value
+        scale = PUBLISHED_SCALE if finding.kind == "measured" else finding.scale
+        if not isinstance(value, int | float) or finding.expected is not None:
+            return None
+        own = finding.scale == OWN_NUMBERS or (
+            finding.kind == "analytic" and result.row.certainty == "derived"
+        )
+        if finding.scale != scale or own:
+            return None
+        parsed = parse(finding.expression)
+        runs = tuple(experiments(parsed, result.row.variables))
+        return Ours(
+            kind=finding.kind,
+            value=float(value),
+            low=float(value if finding.low is None else finding.low),
+            high=float(value if finding.high is None else finding.high),
+            agrees=finding.verdict == "reproduced" if finding.decided else None,
+            runs=() if finding.kind == "analytic" else runs,
+            # Where what fits is the question, some runs must not.
+            fits=finding.kind != SIMULATED or bool(parsed.calls & _CHOOSE) or self._fit(runs),
+        )
+
+    def _fit(self, runs: Sequence[str]) -> bool:
+        return not any(run in self._oom for run in runs)
+
+
+def _command(suite: str) -> str:
+    return f"repro run suites/{suite}.toml --evidence simulated"

@@ -1,0 +1,234 @@
+"""The sources' figures show the ledger's published values, the judge's values, and what is missing."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from overlaps import troubles
+
+from repro.claims.expression import parse
+from repro.claims.judge import experiments, judge
+from repro.claims.ledger import Ledger, load
+from repro.config.errors import ConfigError
+from repro.report.figures import draw_all, entries, redrawn
+from repro.report.figures.style import Drawing, look
+from repro.report.figures.values import View
+from repro.results.simulated import failed_record
+from repro.results.store import SIMULATED
+from repro.suites.read import load as load_suite
+
+SUITES = Path(__file__).parents[2] / "suites"
+METRICS = (
+    "hardware_flops_per_s.device",
+    "hardware_flops_per_s",
+    "samples_per_s",
+    "step_seconds.median",
+    "memory.states_bytes",
+    "memory.peak_bytes",
+    "memory.reserved_bytes",
+    "memory.context_bytes",
+    "memory.limit_bytes",
+    "memory.parameters_bytes",
+    "memory.gradients_bytes",
+    "memory.optimizer_bytes",
+    "model.parameters",
+    "parameters",
+    "comm.sent_bytes",
+    "comm.link.nvlink.sent_bytes",
+    "comm.link.inter-node.sent_bytes",
+    "time.compute_s",
+    "time.optimizer_s",
+    "time.exposed_s",
+)
+SIZES = {"hardware_flops_per_s.device": 3e13, "hardware_flops_per_s": 1e16, "samples_per_s": 50.0}
+EMPTY = ("zero-fig1", "zero-fig2", "zero-fig4", "turing-nlg")
+"""Figures whose form is most unlike the full one where nothing was run."""
+TIMELINE = {
+    "unit": 10**6,
+    "bytes": {"parameters": [9000], "activations": [k * 90 for k in range(96)], "host": [3]},
+    "phases": [[0, "forward", 0], [40, "backward", 0], [90, "optimizer", -1]],
+}
+
+
+@pytest.fixture(scope="module")
+def ledger() -> Ledger:
+    return load()
+
+
+def invented(name: str, metric: str) -> float:
+    """A number that has nothing to do with what is published, the same each time."""
+    share = int(hashlib.sha256(f"{name} {metric}".encode()).hexdigest()[:8], 16) / 2**32
+    size = SIZES.get(metric, 20e9 if "bytes" in metric else 3e9 if "parameters" in metric else 10.0)
+    return size * (0.7 + 0.6 * share)
+
+
+@functools.cache
+def records() -> tuple[dict[str, Any], ...]:
+    """An invented simulation of every experiment that the ledger reads or a figure shows, but for twins."""
+    found = []
+    for path in sorted(SUITES.glob("*.toml")):
+        if path.stem in ("smoke", "machine", "kernels", "quality"):
+            continue
+        suite = load_suite(path)
+        for entry in suite.entries:
+            e = entry.experiment
+            if e.name.startswith("twin"):
+                continue
+            made = failed_record(e, "", suite=suite.name, wall_s=0.1)
+            name = f"{suite.name}/{e.name}"
+            facts = {"system": e.system, "memory_bytes": 40e9, "devices_per_node": 16.0}
+            made |= {"outcome": "ok", "simulated_on": facts, "series": {"memory": TIMELINE}}
+            found.append(made | {"metrics": {metric: invented(name, metric) for metric in METRICS}})
+    return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def full(ledger: Ledger) -> list[Drawing]:
+    simulated = list(records())
+    return draw_all([], [], simulated, [], judge(ledger, simulated))
+
+
+@pytest.fixture(scope="module")
+def empty(ledger: Ledger) -> list[Drawing]:
+    return draw_all([], [], [], [], judge(ledger, []))
+
+
+def by_id(drawings: list[Drawing], name: str) -> Drawing:
+    return next(drawing for drawing in drawings if drawing.id == name)
+
+
+def alone(name: str, ledger: Ledger, simulated: list[dict[str, Any]]) -> Drawing:
+    """One figure, of the ledger judged on these records."""
+    entry = next(entry for entry in entries.load() if entry.id == name)
+    claims = tuple(claim for claim in ledger.claims if claim.id in entry.claims)
+    with look():
+        return redrawn.draw(entry, View(judge(replace(ledger, claims=claims), simulated), simulated))
+
+
+def heights(drawing: Drawing, *, hatched: bool, axes: int = 0) -> list[float]:
+    """Of the bars of a panel, by place."""
+    assert drawing.figure is not None
+    bars = [bar for bar in drawing.figure.axes[axes].patches if bool(bar.get_hatch()) is hatched]
+    return [bar.get_height() for bar in sorted(bars, key=lambda bar: bar.get_x()) if bar.get_fill()]
+
+
+def printed(ledger: Ledger, claim: str, end: str) -> list[float]:
+    rows = [row for row in ledger.claim(claim).rows if row.label.endswith(end)]
+    return [row.printed.value for row in rows if row.printed]
+
+
+def test_published_bars_are_the_ledgers_values(ledger: Ledger, full: list[Drawing]) -> None:
+    drawing = by_id(full, "zero-fig2")
+    zero = printed(ledger, "zero-fig2-throughput", ": ZeRO per GPU")
+    megatron = printed(ledger, "zero-fig2-throughput", ": baseline per GPU")
+    assert len(zero) == 9
+    assert heights(drawing, hatched=False) == [
+        value for pair in zip(zero, megatron, strict=True) for value in pair
+    ]
+    speed_up = printed(ledger, "zero-fig2-throughput", ": speed-up")
+    assert heights(drawing, hatched=False, axes=2) == speed_up
+    assert 38.7 in zero
+    assert 10.23 in speed_up
+
+
+def test_ours_are_the_judges_values_and_their_records_are_named(full: list[Drawing]) -> None:
+    drawing = by_id(full, "zero-fig2")
+    sizes = ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")
+    names = [f"zero_throughput/fig2-{size}-{system}" for size in sizes for system in ("zero", "megatron")]
+    metric = "hardware_flops_per_s.device"
+    assert heights(drawing, hatched=True) == pytest.approx([invented(name, metric) / 1e12 for name in names])
+    assert set(drawing.records) == set(names)
+    assert (drawing.missing, drawing.evidence) == ("", SIMULATED)
+
+
+def test_the_error_is_drawn_and_filled_where_the_judge_accepts(ledger: Ledger) -> None:
+    simulated = [dict(r) for r in records() if r["name"].startswith("fig3-")]
+    for record, share in zip(simulated, (1.0, 1.5, 1.0, 1.0), strict=True):
+        size = {"fig3-64": 25.7, "fig3-128": 37.6, "fig3-256": 39.0, "fig3-400": 36.6}[record["name"]]
+        record["metrics"] = record["metrics"] | {"hardware_flops_per_s.device": share * size * 1e12}
+    drawing = alone("zero-fig3", ledger, simulated)
+    assert drawing.figure is not None
+    lower = drawing.figure.axes[1]
+    assert [text.get_text() for text in lower.texts] == ["0%", "+50%", "0%", "0%"]
+    dots = [dot for dot in lower.collections if len(dot.get_offsets()) == 1]
+    assert [dot.get_offsets()[0][1] for dot in dots] == pytest.approx([0, 0.5, 0, 0])
+    filled = [tuple(dot.get_facecolor()[0][:3]) != (1, 1, 1) for dot in dots]
+    assert filled == [True, False, True, True]
+    assert "3 of " in drawing.caption
+
+
+def test_without_records_the_published_values_stand_alone_and_the_remedy_is_named(
+    ledger: Ledger, empty: list[Drawing]
+) -> None:
+    for entry in entries.load():
+        drawing = by_id(empty, entry.id)
+        assert drawing.records == ()
+        assert drawing.figure is not None
+        assert "--evidence simulated" in drawing.missing, entry.id
+    drawing = by_id(empty, "zero-fig4")
+    assert heights(drawing, hatched=True) == []
+    assert set(heights(drawing, hatched=False)) == set(
+        printed(ledger, "zero-table10-fig4-dp-only", ": per GPU")
+    )
+    assert drawing.figure is not None
+    assert [text.get_text() for text in drawing.figure.axes[1].texts] == ["no\nrecord"] * 11
+
+
+def test_a_step_that_does_not_fit_says_so(ledger: Ledger) -> None:
+    simulated = [r | {"outcome": "oom"} if r["name"] == "fig4-13b-zero" else r for r in records()]
+    drawing = alone("zero-fig4", ledger, simulated)
+    assert drawing.figure is not None
+    assert [text.get_text() for text in drawing.figure.axes[0].texts].count("×") == 1
+    words = [text.get_text() for legend in drawing.figure.legends for text in legend.get_texts()]
+    assert "does not fit, simulated" in words
+
+
+def test_what_the_time_model_is_calibrated_on_is_no_prediction(full: list[Drawing]) -> None:
+    drawing = by_id(full, "megatron-2020")
+    assert drawing.figure is not None
+    words = [text.get_text() for text in drawing.figure.axes[1].texts]
+    assert words.count("cal.") == 2
+
+
+@pytest.mark.parametrize("kind", ["full", "empty"])
+def test_no_text_overlaps_another_or_leaves_the_picture(kind: str, request: pytest.FixtureRequest) -> None:
+    drawings: list[Drawing] = request.getfixturevalue(kind)
+    shown = [drawing for drawing in drawings if kind == "full" or drawing.id in EMPTY]
+    with look():
+        found = {drawing.id: troubles(drawing.figure) for drawing in shown if drawing.figure is not None}
+    assert len(found) >= len(EMPTY)
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_every_simulated_record_of_a_row_is_listed(ledger: Ledger, full: list[Drawing]) -> None:
+    drawing = by_id(full, "megatron-2021")
+    rows = [row for row in ledger.claim("meg2-table1-weak-scaling").rows if row.label.endswith(": per GPU")]
+    expected = {
+        name
+        for row in rows
+        for evidence in row.evidence
+        if evidence.kind == SIMULATED
+        for name in experiments(parse(evidence.value.text), row.variables)
+    }
+    assert set(drawing.records) == expected
+
+
+def test_a_mistake_in_a_figure_names_it(ledger: Ledger, tmp_path: Path) -> None:
+    file = tmp_path / "redrawn.toml"
+    head = '[[figure]]\nid = "f"\ntitle = "t"\ntext = "x"\nclaims = []\n[[figure.panel]]\nlabel = "GB"\n'
+    file.write_text(head + 'series = [{ name = "a", rows = "zero-fig1-7p5b/P_os" }]\n', encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"redrawn\.toml: f.*rows = 'zero-fig1-7p5b/P_os': claim/label with a \*"
+    ):
+        entries.load(file)
+    view = View(judge(ledger, []), [])
+    entry = entries.load()[0]
+    series = replace(entry.panel[0].series[0], rows="zero-fig2-throughput/*: nothing")
+    broken = replace(entry, panel=[replace(entry.panel[0], series=[series])])
+    with pytest.raises(ConfigError, match=r"rows = 'zero-fig2-throughput/\*: nothing'"):
+        redrawn.draw(broken, view)
