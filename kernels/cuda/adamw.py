@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import Launcher, Program, Unavailable, type_of
+from repro.kernels.cuda.program import Launcher, Program, Unavailable, packed, type_of
 
 SHARDS = 48
 """Shards in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
@@ -17,12 +17,14 @@ CHUNK = 8192
 """Elements that a block takes at once."""
 BLOCKS = 8
 """Blocks on a multiprocessor that fill it."""
+ENDS = struct.Struct("@PPPP6fi0P")
+"""What follows the shards in the arguments."""
 
 
 @cache
 def program(gradient: str, copy: str) -> Program:
     """For gradients and copies of these types; no copies where `copy` is empty."""
-    layout = struct.Struct("@" + "PPPPPq" * SHARDS + f"{SHARDS}i" + "PPPP" + "6f" + "i" + "0P")
+    layout = struct.Struct("@" + "PPPPPq" * SHARDS + f"{SHARDS}i" + ENDS.format[1:])
     definitions = (
         ("GRADIENT", gradient),
         ("COPY", copy or "float"),
@@ -65,7 +67,7 @@ def adamw_(
         if masters[i].numel():
             kind = program(type_of(grad), type_of(copies[i]) if copies else "")
             groups.setdefault(kind, []).append(i)
-    loaded = [(on.load(kind), kind, members) for kind, members in groups.items()]
+    loaded = [(on.load(kind), members) for kind, members in groups.items()]
     tail = (
         step.data_ptr(),
         lr.data_ptr(),
@@ -73,7 +75,7 @@ def adamw_(
         0 if found_inf is None else found_inf.data_ptr(),
         *(beta1, beta2, _log(beta1), _log(beta2), eps, weight_decay),
     )
-    for kernel, kind, members in loaded:
+    for kernel, members in loaded:
         for start in range(0, len(members), SHARDS):
             part = members[start : start + SHARDS]
             shards: list[int] = []
@@ -86,10 +88,8 @@ def adamw_(
                 copy = copies[i].data_ptr() if copies else 0
                 shards += (masters[i].data_ptr(), grads[i].data_ptr(), exp_avgs[i].data_ptr())
                 shards += (exp_avg_sqs[i].data_ptr(), copy, count)
-            missing = SHARDS - len(part)
-            arguments = kind.arguments.pack(
-                *shards, *[0] * (6 * missing), *chunks, *[0] * missing, *tail, len(part)
-            )
+            arguments = packed("Q", shards, 6 * SHARDS) + packed("i", chunks, SHARDS)
+            arguments += ENDS.pack(*tail, len(part))
             kernel.launch("adamw", min(total, BLOCKS * on.processors), arguments)
 
 

@@ -24,9 +24,9 @@ def examples() -> list[Program]:
 
 
 def column_sums(on: Launcher, partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 [n, R, C] -> [n, C] in the dtype."""
+    """fp32 [n, R, C] -> [n, C] in the dtype, [C] where n is 1."""
     count, rows, columns = partials.shape
-    sums = torch.empty((count, columns), dtype=dtype, device=partials.device)
+    sums = partials.new_empty((count, columns) if count > 1 else (columns,), dtype=dtype)
     kind = program(TYPES[dtype])
     arguments = kind.arguments.pack(partials.data_ptr(), sums.data_ptr(), rows, columns, count)
     on.load(kind).launch("column_sums", count * -(-columns // 32), arguments)
@@ -56,6 +56,7 @@ def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[i
 def spread(on: Launcher, rows: int, columns: int, width: int, threads: int) -> tuple[int, int]:
     """(blocks, rows at once) of a grid whose threads keep `width` columns each: 2048 threads a multiprocessor."""
     vectors = columns // width
-    wanted = max(vectors, min(rows * vectors, 2048 * on.processors))
-    blocks = -(-wanted // threads)
-    return blocks, min(rows, blocks * threads // vectors)
+    work, room = rows * vectors, 2048 * on.processors
+    blocks = -(-(work if work < room else vectors if vectors > room else room) // threads)
+    at_once = blocks * threads // vectors
+    return blocks, at_once if at_once < rows else rows

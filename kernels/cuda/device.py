@@ -43,7 +43,8 @@ _devices: dict[int, Device | Unavailable] = {}
 
 def device(index: int) -> Launcher:
     """The launcher of torch's device `cuda:<index>`. Raises Unavailable."""
-    return _once(_devices, index, lambda: Device(index))
+    found = _devices.get(index)
+    return found if type(found) is Device else _once(_devices, index, lambda: Device(index))
 
 
 def _once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
@@ -71,7 +72,8 @@ class Device:
         self._loaded: dict[Program, Module | Unavailable] = {}
 
     def load(self, program: Program) -> Loaded:
-        return _once(self._loaded, program, lambda: self._module(program))
+        found = self._loaded.get(program)
+        return found if type(found) is Module else _once(self._loaded, program, lambda: self._module(program))
 
     def _module(self, program: Program) -> Module:
         return Module(self.index, program, disk.compiled(program, self.target).code)

@@ -81,7 +81,7 @@ def bias_dropout_residual_backward(
     place = (p, key, first_sample, seq, first_position)
     blocks, arguments = _arguments(on, kind, width, grad, None, None, dx, partials, *place)
     loaded.launch("backward", blocks, arguments)
-    return dx, grad.new_empty(0) if partials is None else sums.column_sums(on, partials, grad.dtype)[0]
+    return dx, grad.new_empty(0) if partials is None else sums.column_sums(on, partials, grad.dtype)
 
 
 def _arguments(

@@ -24,10 +24,11 @@ def examples() -> list[Program]:
     return [program("bfloat16", "bfloat16", 8), program("half", "half", 1)]
 
 
-def _program(x: Tensor, bias: Tensor, *others: Tensor) -> Program:
+def _program(x: Tensor, bias: Tensor, others: tuple[Tensor, ...], columns: int) -> tuple[Program, int]:
     width = 16 // x.element_size()
-    whole = aligned(x.shape[-1], [x, bias, *others], width)
-    return program(type_of(x), type_of(bias), width if whole else 1)
+    if not aligned(columns, (x, bias, *others), width):
+        width = 1
+    return program(type_of(x), type_of(bias), width), width
 
 
 def bias_gelu(on: Launcher, x: Tensor, bias: Tensor) -> Tensor:
@@ -35,8 +36,8 @@ def bias_gelu(on: Launcher, x: Tensor, bias: Tensor) -> Tensor:
     x, bias = x.contiguous(), bias.contiguous()
     y, columns = torch.empty_like(x), x.shape[-1]
     if x.numel():
-        kind = _program(x, bias, y)
-        rows, width = x.numel() // columns, int(dict(kind.definitions)["WIDTH"])
+        kind, width = _program(x, bias, (y,), columns)
+        rows = x.numel() // columns
         blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
         arguments = (x.data_ptr(), bias.data_ptr(), 0, y.data_ptr(), 0, rows, columns, at_once)
         on.load(kind).launch("forward", blocks, kind.arguments.pack(*arguments))
@@ -51,11 +52,11 @@ def bias_gelu_backward(on: Launcher, grad: Tensor, x: Tensor, bias: Tensor) -> t
     dx, columns = torch.empty_like(x), x.shape[-1]
     if not x.numel():
         return dx, torch.zeros_like(bias)
-    kind = _program(x, bias, grad, dx)
+    kind, width = _program(x, bias, (grad, dx), columns)
     loaded, _ = on.load(kind), on.load(sums.program(type_of(bias)))
-    rows, width = x.numel() // columns, int(dict(kind.definitions)["WIDTH"])
+    rows = x.numel() // columns
     blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
     partials = torch.empty((1, at_once, columns), dtype=torch.float32, device=x.device)
     pointers = (x.data_ptr(), bias.data_ptr(), grad.data_ptr(), dx.data_ptr(), partials.data_ptr())
     loaded.launch("backward", blocks, kind.arguments.pack(*pointers, rows, columns, at_once))
-    return dx, sums.column_sums(on, partials, bias.dtype)[0]
+    return dx, sums.column_sums(on, partials, bias.dtype)

@@ -8,19 +8,23 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import Launcher, Loaded, Program, type_of
+from repro.kernels.cuda.program import Launcher, Program, packed, type_of
 
 TENSORS = 160
 """Tensors in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
 CHUNK = 16384
 BLOCKS = 8
 """Blocks on a multiprocessor that fill it."""
+ENDS = struct.Struct("@iiPP0q")
+"""What follows the arrays in the arguments."""
+NONE = bytes(20 * TENSORS)
+"""The arrays of no tensors."""
 
 
 @cache
 def program(kind: str) -> Program:
     """For tensors of this type."""
-    layout = struct.Struct(f"@{TENSORS}P{TENSORS}q{TENSORS}iiiPP0q")
+    layout = struct.Struct(f"@{TENSORS}P{TENSORS}q{TENSORS}i" + ENDS.format[1:])
     definitions = (("TYPE", kind), ("TENSORS", TENSORS), ("CHUNK", CHUNK))
     return Program("norm", definitions, layout, ("partial", "total"), 256)
 
@@ -55,18 +59,10 @@ def norm_squared(on: Launcher, tensors: list[Tensor]) -> Tensor:
     partials = torch.empty(total, dtype=torch.float64, device=result.device)
     place = partials.data_ptr()
     for kind, pointers, blocks, counts, chunks in launches:
-        rest = [0] * (TENSORS - len(pointers))
-        ends = (len(pointers), 0, place, result.data_ptr())
-        loaded[kind].launch(
-            "partial", blocks, kind.arguments.pack(*pointers, *rest, *counts, *rest, *chunks, *rest, *ends)
-        )
+        arrays = packed("Q", pointers, TENSORS) + packed("q", counts, TENSORS) + packed("i", chunks, TENSORS)
+        ends = ENDS.pack(len(pointers), 0, place, result.data_ptr())
+        loaded[kind].launch("partial", blocks, arrays + ends)
         place += 8 * blocks
-    kind, kernel = next(iter(loaded.items()))
-    _total(kernel, kind, partials, result)
+    ends = ENDS.pack(0, total, partials.data_ptr(), result.data_ptr())
+    next(iter(loaded.values())).launch("total", 1, NONE + ends)
     return result
-
-
-def _total(kernel: Loaded, kind: Program, partials: Tensor, result: Tensor) -> None:
-    none = [0] * (3 * TENSORS)
-    ends = (0, partials.numel(), partials.data_ptr(), result.data_ptr())
-    kernel.launch("total", 1, kind.arguments.pack(*none, *ends))
