@@ -14,7 +14,7 @@ from repro.results.store import Store
 from tests.slurm_lab.cluster import FOLDER, ROOT, Lab
 
 OPEN = {"pending", "running", "requeued"}
-STAND_IN = "tests.launch.fake_session:run_rank"
+STAND_IN, HELD = "tests.launch.fake_session:run_rank", "tests.launch.held_session:run_rank"
 STEP = 'model = "tiny-parity"\ntraining = {{ steps = {steps}, untimed_steps = 1, seed = {seed} }}\n'
 
 
@@ -36,8 +36,12 @@ class Bench:
     """Nodes by glob of names."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment of the ranks, by the profile."""
-    real: bool = False
-    """Real ranks; otherwise stand-ins without torch, which take a tenth of the time and wait on request."""
+    target: str = STAND_IN
+    """What a rank runs: stand-ins without torch, which take a tenth of the time; real ones that wait on request
+    (``HELD``); or real ones as they are (empty)."""
+
+    system: str = "local"
+    """What the profile takes the nodes for."""
 
     def __post_init__(self) -> None:
         for name in ("ring", "hold"):
@@ -57,7 +61,7 @@ class Bench:
             "time_limit": "01:00:00",
             "array_parallelism": 4,
         } | self.slurm
-        lines = ['system = "local"', "[slurm]"]
+        lines = [f'system = "{self.system}"', "[slurm]"]
         lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         variables = {"OMP_NUM_THREADS": "1"} | self.variables
         named = ", ".join(f'{key} = "{value}"' for key, value in variables.items())
@@ -80,10 +84,10 @@ class Bench:
 
     def shell(self) -> list[str]:
         """What a command starts with, so that jobs that it submits have the ranks that this bench wants."""
-        if self.real:
+        if not self.target:
             return []
         settings = {
-            "REPRO_RANK_TARGET": STAND_IN,
+            "REPRO_RANK_TARGET": self.target,
             "PYTHONPATH": str(ROOT),
             "FAKE_RING": str(self.folder / "ring"),
             "FAKE_HOLD": str(self.folder / "hold"),
@@ -92,7 +96,7 @@ class Bench:
         return ["env", *(f"{key}={value}" for key, value in settings.items())]
 
     def hold(self, name: str) -> None:
-        """Have stand-ins stay in the second step of case `name`."""
+        """Have the ranks of case `name` stay in a step: stand-ins in the second, real ones in step `HELD` of theirs."""
         (self.folder / "hold" / name).touch()
 
     def release(self, name: str) -> None:
@@ -176,18 +180,22 @@ class Bench:
 
 def ranks(word: str = "repro.launch.rank") -> list[tuple[int, str]]:
     """Processes of ranks on all nodes, which share this machine: (pid, host name of the node)."""
+    return [(pid, environment["SLURMD_NODENAME"]) for pid, environment in environments(word)]
+
+
+def environments(word: str = "repro.launch.rank") -> list[tuple[int, dict[str, str]]]:
+    """The same processes, with what each has in its environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            environment = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+            if word not in command or int(process.name) == os.getpid():
+                continue
+            text = (process / "environ").read_bytes().decode(errors="replace")
         except OSError:  # it has ended
             continue
-        if word in command:
-            node = next((v.partition("=")[2] for v in environment if v.startswith("SLURMD_NODENAME=")), "")
-            ours = any(
-                v.startswith(f"SLURM_CONF=/tmp/{FOLDER}") for v in environment
-            )  # never a real cluster's
-            if node and ours and int(process.name) != os.getpid():
-                found.append((int(process.name), node))
+        variables = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+        ours = variables.get("SLURM_CONF", "").startswith(f"/tmp/{FOLDER}")  # never a real cluster's
+        if ours and "SLURMD_NODENAME" in variables:
+            found.append((int(process.name), variables))
     return found

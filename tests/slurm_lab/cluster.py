@@ -83,6 +83,7 @@ class Lab:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_default_interrupt,
         )
         try:
             yield process
@@ -102,6 +103,11 @@ class Lab:
     def join(self, node: int) -> None:
         self.script("join", str(node))
 
+    def address(self, name: str) -> str:
+        """Of the link of the node called `name`."""
+        hosts = Path(f"/etc/netns/{self.prefix}-ctl/hosts").read_text().splitlines()
+        return next(line.split()[0] for line in hosts if line.split()[-1] == name)
+
     def counters(self, node: int) -> tuple[int, int]:
         """Bytes that the link of a node has received and sent."""
         names = [f"/sys/class/net/eth0/statistics/{way}_bytes" for way in ("rx", "tx")]
@@ -112,6 +118,10 @@ class Lab:
         """Jobs that wait or run, one an array element."""
         lines = self.run(["squeue", "-h", "-r", "-o", "%i|%P|%T|%r|%N"]).stdout.splitlines()
         return [Job(*line.split("|")) for line in lines]
+
+    def nodes(self) -> set[str]:
+        """States that nodes are in: "idle", "allocated", ..."""
+        return set(self.run(["sinfo", "-h", "-o", "%T"]).stdout.split())
 
     def running(self) -> list[Job]:
         return [job for job in self.jobs() if job.state == "RUNNING"]
@@ -137,11 +147,12 @@ class Lab:
         """Cancel every job and wait until all nodes are idle with their links up and unlimited."""
         self.run(["scancel", "--user=root"])
         self.wait_for("an empty queue", lambda: not self.jobs(), timeout)
-        self.wait_for(
-            "idle nodes",
-            lambda: set(self.run(["sinfo", "-h", "-o", "%T"]).stdout.split()) == {"idle"},
-            timeout,
-        )
+        self.wait_for("idle nodes", lambda: self.nodes() == {"idle"}, timeout)
+
+
+def _default_interrupt() -> None:
+    """Tests that a shell started in its background ignore SIGINT, and so would all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager

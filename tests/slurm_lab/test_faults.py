@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.slurm_lab.bench import Bench, case, ranks
-from tests.slurm_lab.cluster import Lab, started
+from repro.results.store import Store
+from tests.launch.held_session import HELD as STEP
+from tests.slurm_lab.bench import HELD, Bench, case, ranks
+from tests.slurm_lab.cluster import ROOT, Lab, started
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 
 def three(bench: Bench) -> Path:
@@ -25,6 +29,16 @@ def three(bench: Bench) -> Path:
 def one_job(lab: Lab, folder: Path, **slurm: Any) -> Bench:
     """A bench whose cases follow each other in one allocation of two nodes."""
     return Bench(lab, folder, {"cases_per_job": 3, **slurm})
+
+
+@contextmanager
+def all_nodes_for_others(lab: Lab) -> Iterator[None]:
+    """A job of the partition that preempts takes all nodes, and has them until the block ends."""
+    submitted = lab.run(
+        ["sbatch", "-p", "high", "-N4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 300"]
+    )
+    yield
+    lab.run(["scancel", submitted.stdout.strip()])
 
 
 def only_b_again(bench: Bench, why: str) -> None:
@@ -47,12 +61,11 @@ def test_preempted_in_mid_suite(lab: Lab, tmp_path: Path) -> None:
     bench = one_job(lab, tmp_path)
     bench.submit(three(bench))
     bench.running_step("b")
-    with lab.background(["exec"], ["srun", "-p", "high", "-N4", "--exclusive", "sleep", "2"]) as high:
-        lab.wait_for("b has made way", lambda: bench.states()["b"] == "requeued")
+    with all_nodes_for_others(lab):
+        lab.wait_for("b has made way", lambda: bench.states()["b"] == "requeued", 60)
         status = bench.status()
         assert "preempted" in status["b"]["detail"]
         assert status["a"]["state"] == "done"
-        assert high.wait(timeout=30) == 0
     bench.release("b")
     only_b_again(bench, "preempted")
     assert bench.outcomes("b") == ["interrupted", "ok"]
@@ -101,31 +114,98 @@ def test_cancelled(lab: Lab, tmp_path: Path) -> None:
         "b": "interrupted",
         "c": "interrupted",
     }
-    assert "cancelled" in bench.latest()["c"]["reason"]
+    for record in bench.records():
+        if record["name"] in "bc":  # by its job when it was asked to end, or by collect
+            assert "cancelled" in record["reason"]
+            assert "time limit" not in record["reason"]
     bench.release("b")
     assert bench.submit(suite)["cases"] == 2
     assert {row["state"] for row in bench.ended().values()} == {"done"}, bench.logs()
     assert bench.begun() == ["a", "b", "b", "c"]
 
 
-def test_a_rank_is_killed(lab: Lab, tmp_path: Path) -> None:
-    """Real ranks: the peers' broken connections are no cause, and the allocation goes on with the next case."""
-    bench = Bench(lab, tmp_path, {"cases_per_job": 2}, real=True)
-    suite = bench.suite(case("victim", "dp = 2, zero = 2", steps=3000), case("next", "dp = 2, zero = 3"))
-    bench.submit(suite)
-    bench.running_step("victim")
-    on_n2 = [pid for pid, node in ranks() if node == "n2"]
-    assert len(on_n2) == 1
-    os.kill(on_n2[0], signal.SIGKILL)
-    status = bench.ended()
-    assert (status["victim"]["state"], status["victim"]["failure"]) == ("failed", "rank-killed"), bench.logs()
-    assert "rank 1 was killed by signal 9" in status["victim"]["detail"]
-    assert status["next"]["state"] == "done"
-    assert (
-        bench.latest()["victim"]["provenance"]["slurm"]["nodes"]
-        == bench.latest()["next"]["provenance"]["slurm"]["nodes"]
+def test_ranks_are_killed_and_hang(lab: Lab, tmp_path: Path) -> None:
+    """Real ranks: each fault costs one case and says who and where, and the allocation goes on with a comparison."""
+    bench = Bench(lab, tmp_path, {"cases_per_job": 3}, target=HELD)
+    suite = bench.suite(
+        case("victim", "dp = 2, zero = 2", steps=6),
+        case("stuck", "dp = 2, zero = 3", steps=6, more="limits = { hang_s = 8 }"),
+        case("a", "dp = 2", steps=7),
+        case("b", "dp = 2, zero = 1", steps=7),
+        '[[compare]]\nbaseline = "a"\nsubjects = ["b"]\nrounds = 3\n',
     )
-    assert "rank-1" in str(list(bench.results.glob("jobs/*/logs/*/*/*"))), "the logs of a failure are kept"
+    bench.hold("victim.rank-1")
+    bench.hold("stuck.rank-1")
+    bench.submit(suite)
+    bench.running_step("victim", STEP)
+    (state,) = bench.bundles()
+    on_second = [pid for pid, node in ranks() if node == state["nodes"][1]]
+    assert len(on_second) == 1
+    os.kill(on_second[0], signal.SIGKILL)
+    status = bench.ended()
+    failed = {name: (row["state"], row["failure"]) for name, row in status.items() if row["failure"]}
+    assert failed == {"victim": ("failed", "rank-killed"), "stuck": ("failed", "hang")}, bench.logs()
+    # The peer's broken connection is no cause.
+    assert status["victim"]["detail"].startswith("rank 1 was killed by signal 9 (SIGKILL) at step 3")
+    # Where each rank is, its last collective, and its stacks.
+    assert "no progress for 8 s (limits.hang_s): rank 1 is behind at step 3" in status["stuck"]["detail"]
+    assert "; rank 0 waits at step 3, forward, after all_gather #" in status["stuck"]["detail"]
+    (positions,) = bench.results.glob("jobs/*/logs/*/*/positions.txt")
+    nodes = state["nodes"]
+    lines = positions.read_text().splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"rank 0 on {nodes[0]}", f"rank 1 on {nodes[1]}"]
+    for rank, where in ((0, "repro/parallel/transports.py"), (1, "in phase\n")):
+        said = bench.repro("logs", "stuck", "--rank", str(rank)).stdout
+        assert "most recent call first" in said
+        assert where in said
+    # Compared cases take turns (their first step, then three rounds), on the nodes where the others failed.
+    assert bench.begun() == ["victim", "stuck", *("a", "b") * 4]
+    latest = bench.latest()
+    assert {tuple(latest[name]["provenance"]["slurm"]["nodes"]) for name in latest} == {tuple(nodes)}
+    (compared,) = (record for record in bench.records() if record["kind"] == "comparison")
+    assert compared["name"] == "a vs b"
+
+
+def test_a_long_training_is_preempted_and_goes_on(lab: Lab, tmp_path: Path) -> None:
+    """A twin of the quality suite reads in its second start the checkpoint of its first: equal losses, to the bit."""
+    name, quality = "twin-whole-zero3-dp2", ROOT / "suites" / "quality.toml"
+    bench = Bench(lab, tmp_path, target=HELD)
+    bench.hold(name)
+    bench.submit(quality, "--only", name)
+    bench.running_step(name, STEP)
+    with all_nodes_for_others(lab):
+        lab.wait_for("it has made way", lambda: bench.states()[name] == "requeued", 60)
+    bench.release(name)
+    status = bench.ended()
+    assert status[name]["state"] == "done", bench.logs()
+    interrupted, done = bench.records()
+    assert "preempted" in interrupted["reason"]
+    assert interrupted["reason"].endswith("after step 4; the next run goes on from there")
+    assert done["series"]["resumed_from"] == [STEP + 1]
+    here = tmp_path / "here"
+    lab.run(["repro", "run", quality, "--only", name, "--results", here])
+    (whole,) = Store(here).latest().values()
+    assert "resumed_from" not in whole["series"]
+    assert done["series"]["loss"] == whole["series"]["loss"]
+    assert len(whole["series"]["loss"]) == 40
+
+
+def test_wrong_hardware(lab: Lab, tmp_path: Path) -> None:
+    """The scheduler's GPUs are none: the nodes say so, nothing is started, and the record is no result."""
+    bench = Bench(lab, tmp_path, {"gpus_per_node": 2, "gpu_type": "v100"}, system="dgx1-v100-32gb")
+    suite = bench.suite(
+        *(case(name, "dp = 2", more='system = "dgx1-v100-32gb"', seed=seed) for seed, name in enumerate("ab"))
+    )
+    bench.submit(suite)
+    status = bench.ended()
+    assert {(row["state"], row["failure"]) for row in status.values()} == {("failed", "wrong-hardware")}
+    assert bench.begun() == []
+    for row in status.values():
+        said = f"wrong hardware: node {row['nodes']} has no GPU where dgx1-v100-32gb has 2 x NVIDIA V100"
+        assert row["detail"].startswith(said)
+        assert row["detail"].endswith("not comparable")
+    collected = bench.repro("collect", check=False)
+    assert "repro submit --exclude" in collected.stdout
 
 
 def test_slurmd_killed_and_a_node_set_down(lab: Lab, tmp_path: Path) -> None:
@@ -143,7 +223,7 @@ def test_slurmd_killed_and_a_node_set_down(lab: Lab, tmp_path: Path) -> None:
         lab.script("kill-slurmd", dead.removeprefix("n"))
         lab.run(["scontrol", "update", f"nodename={down}", "state=down", "reason=test"])
         for name in "db":  # the node that was set down comes back by itself, so that d has nodes at once
-            lab.wait_for(f"{name} starts again", lambda name=name: bench.begun().count(name) == 2, 60)
+            lab.wait_for(f"{name} starts again", lambda name=name: bench.begun().count(name) == 2, 90)
             bench.release(name)
         status = bench.ended()
     finally:
@@ -178,9 +258,16 @@ def test_link_cut_in_mid_case(tmp_path: Path) -> None:
         assert cut in status["wide"]["detail"]
         assert bench.ended(["other"])["other"]["state"] == "done"
         lab.wait_for("its job runs no more", lambda: not lab.running(), 60)
+        collected = bench.repro("collect", check=False)
+        assert (
+            f"node {cut} is named in 1 failure: `repro submit --exclude {cut}` keeps away" in collected.stdout
+        )
+        lab.join(int(cut.removeprefix("n")))  # so that SLURM would use it
+        lab.wait_for("all nodes are idle", lambda: lab.nodes() == {"idle"}, 60)
         bench.release("wide")
-        assert bench.submit(suite)["cases"] == 1  # on the two nodes that are left
+        assert bench.submit(suite, "--exclude", cut)["cases"] == 1
         assert {row["state"] for row in bench.ended(["wide"]).values()} == {"done"}, bench.logs()
+        assert cut not in bench.latest()["wide"]["provenance"]["slurm"]["nodes"]
         assert bench.begun().count("other") == 1
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from repro.results.store import Store
-from tests.slurm_lab.bench import Bench, case, ranks
+from tests.slurm_lab.bench import Bench, case, environments
 from tests.slurm_lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -50,7 +50,7 @@ def test_twelve_cases_on_one_two_and_four_nodes(
         tmp_path,
         {"tasks_per_node": 2, "array_parallelism": 2},
         {"*-n2": 2, "*-n4": 4},
-        real=True,
+        target="",
     )
     # They share starts of their processes, which are most of the time that they take; on two nodes, two starts.
     shared = {name: "model" if name in ("tp-n2", "pp-n2") else "ranks" for name in LAYOUTS} | {
@@ -67,12 +67,12 @@ def test_twelve_cases_on_one_two_and_four_nodes(
     assert submitted["cases"] == 12
     assert len(submitted["jobs"]) == 4  # one array for each shape: 1 x 1, 1 x 2, 2 x 1 and 4 x 1 tasks
 
-    seen: dict[int, str] = {}
+    seen: dict[int, dict[str, str]] = {}
 
     def watch() -> bool:
         running = [job.id.split("_")[0] for job in lab.running()]
         assert all(running.count(job) <= 2 for job in running), "array_parallelism"
-        seen.update(ranks())
+        seen.update({pid: found for pid, found in environments() if "MASTER_ADDR" in found})
         return not lab.jobs()
 
     lab.wait_for("the end of all jobs", watch, 150)
@@ -83,12 +83,24 @@ def test_twelve_cases_on_one_two_and_four_nodes(
     assert bench.repro("collect").returncode == 0
     assert len(bench.records()) == 12, "nothing ran twice"
 
-    # The right nodes: as many as asked for, each with its own address, ranks in blocks.
-    assert set(seen.values()) == {"n1", "n2", "n3", "n4"}
+    # The right nodes: as many as asked for, ranks in blocks, who meet at the address of the node of rank 0.
+    assert {found["SLURMD_NODENAME"] for found in seen.values()} == {"n1", "n2", "n3", "n4"}
+    for found in seen.values():
+        nodes = lab.run(["scontrol", "show", "hostnames", found["SLURM_JOB_NODELIST"]]).stdout.split()
+        local_world = int(found["LOCAL_WORLD_SIZE"])
+        assert int(found["WORLD_SIZE"]) == local_world * len(nodes)
+        assert divmod(int(found["RANK"]), local_world) == (
+            nodes.index(found["SLURMD_NODENAME"]),
+            int(found["LOCAL_RANK"]),
+        )
+        assert found["MASTER_ADDR"] == lab.address(nodes[0])
+        assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "eth0"
     for name, record in latest.items():
         nodes = of(record)["nodes"]
         assert len(set(nodes)) == len(nodes) == NODES[name]
         assert of(record)["partition"] == "debug"
+        assert sorted(n for rack in of(record)["switches"].values() for n in rack) == sorted(nodes)
+        assert set(of(record)["switches"]) <= {"core.rack1", "core.rack2"}
         assert of(record)["restarts"] == 0
         assert of(record)["job_id"] in submitted["jobs"]
 
@@ -124,11 +136,15 @@ def test_twelve_cases_on_one_two_and_four_nodes(
     for loss in losses.values():
         assert loss == pytest.approx(losses["single-n1"], rel=1e-4)
 
-    # Nothing secret, and readable by the user only.
+    # Nothing secret, readable by the user only, and JSON or text: pickles are submitit's, in its folder.
     for path in sorted(bench.results.rglob("*")):
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
         if path.is_file():
-            assert b"xyzzy" not in path.read_bytes(), path
+            content = path.read_bytes()
+            assert b"xyzzy" not in content, path
+            if path.parent.name != "submitit":
+                assert path.suffix in (".json", ".jsonl", ".toml") or path.name.startswith("."), path
+                content.rstrip(b"\0").decode()
 
     # Once more: nothing is left to do.
     assert bench.submit(suite)["jobs"] == []
@@ -175,6 +191,12 @@ def test_two_suites_at_once_one_of_them_twice_and_the_controller_restarts(lab: L
     latest = bench.latest()
     assert of(latest["z0"])["nodes"] == of(latest["z2"])["nodes"], "compared on the same allocation"
     assert [record["name"] for record in bench.records() if record["kind"] == "comparison"] == ["z0 vs z2"]
+
+    # Nothing is left to do, except on request.
+    assert bench.submit(second)["cases"] == 0
+    assert bench.submit(second, "--only", "b", "--rerun")["cases"] == 1
+    assert bench.ended(["b"])["b"]["state"] == "done"
+    assert bench.outcomes("b") == ["ok", "ok"]
 
 
 def test_the_submitting_host_dies(lab: Lab, tmp_path: Path) -> None:

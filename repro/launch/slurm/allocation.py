@@ -41,7 +41,7 @@ class Allocation:
         from repro.launch.slurm.bundle import counts
         from repro.launch.slurm.stop import REQUEUE, Stop
 
-        stop = Stop(controller.job_of(environment))
+        stop = Stop(controller.job_of(environment), int(environment.get("SLURM_RESTART_COUNT", "0")))
         previous = {number: signal.signal(number, stop.note) for number in (REQUEUE, signal.SIGTERM)}
         try:
             state = controller.control(folder, self.bundle, stop, environment)

@@ -154,7 +154,8 @@ def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:
     current, stopped = said.get("current") or {}, said.get("stopped") or {}
     if job.waiting:
         state = REQUEUED if base.restarts or stopped else PENDING
-        parts = (stopped.get("reason", ""), job.reason)
+        held = f"`scontrol release {base.job}` lets it start" if "held" in job.reason.lower() else ""
+        parts = (stopped.get("reason", ""), job.reason, held)
         return replace(base, state=state, detail=", ".join(part for part in parts if part))
     if base.name not in current.get("names", []):
         return replace(base, state=RUNNING, detail="its job runs, its turn comes")

@@ -26,8 +26,9 @@ _REASONS = {"TimeLimit": TIME_LIMIT, "NodeDown": NODE_FAILURE, "Preempted": PREE
 class Stop:
     """False until a signal comes or :meth:`give_up` is called; the watching loop acts on it."""
 
-    def __init__(self, job: str):
-        self._job = job
+    def __init__(self, job: str, restarts: int = 0):
+        """``restarts``: how often SLURM has started the job again."""
+        self._job, self._restarts = job, restarts
         self.delay_s = 90.0
         """How long before the time limit SLURM was asked to send its signal."""
         self._seen: list[int] = []
@@ -72,12 +73,14 @@ class Stop:
     def reason(self) -> str:
         """Why, for a record; empty while it goes on.  SLURM is asked once."""
         if self and not self._why:
-            self._why = f"stopped by SLURM ({self.signal}): {meaning(self._job, self.delay_s)}"
+            self._why = (
+                f"stopped by SLURM ({self.signal}): {meaning(self._job, self.delay_s, self._restarts)}"
+            )
         return self._why
 
 
-def meaning(job: str, delay_s: float) -> str:
-    """What SLURM ends ``job`` for, as far as it says."""
+def meaning(job: str, delay_s: float, restarts: int = 0) -> str:
+    """What SLURM ends ``job`` for, as far as it says, while it has been started again ``restarts`` times."""
     try:
         answer = subprocess.run(
             ["scontrol", "show", "job", "-o", job], capture_output=True, text=True, timeout=ASK_S, check=False
@@ -96,6 +99,8 @@ def meaning(job: str, delay_s: float) -> str:
     if state.startswith(("TIMEOUT", "DEADLINE")):
         return TIME_LIMIT
     if state.startswith("COMPLETING"):  # its end is decided, and hides the state behind it; not the reason
+        if int(fields.get("Restarts", "0")) > restarts:  # on its way back into the queue
+            return NODE_FAILURE if fields.get("Reason") == "NodeDown" else PREEMPTED
         return _REASONS.get(fields.get("Reason", ""), CANCELLED)
     ends = _time(fields.get("EndTime", ""))
     if ends is None:

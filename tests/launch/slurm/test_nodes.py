@@ -193,6 +193,10 @@ def test_what_ended_is_not_begun_again() -> None:
     [
         ("JobState=CANCELLED PreemptTime=None EndTime=2026-11-21T10:00:00", "cancelled"),
         ("JobState=COMPLETING Reason=None PreemptTime=None EndTime=2026-11-21T10:00:00", "cancelled"),
+        (
+            "JobState=COMPLETING Reason=None Restarts=1 StartTime=2026-11-21T10:00:00 EndTime=Unknown",
+            "preempted",
+        ),
         ("JobState=COMPLETING Reason=TimeLimit PreemptTime=None EndTime=2026-11-21T10:00:00", "time limit"),
         ("JobState=COMPLETING Reason=NodeDown PreemptTime=None EndTime=2026-11-21T10:00:00", "node failure"),
         ("JobState=NODE_FAIL", "node failure"),
