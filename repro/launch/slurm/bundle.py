@@ -67,6 +67,8 @@ class BundleFile(Progress):
         self._launched, self._first = experiments, None
         self._state["current"] = {
             "names": [experiment.name for experiment in experiments],
+            "case": experiments[0].name,
+            "compare": compare,
             "step": 0,
             "steps": experiments[0].training.steps,
             "phase": "start",
@@ -86,7 +88,8 @@ class BundleFile(Progress):
         taken = position.step - step
         changed = current["phase"] == "start"
         current["step"], current["phase"] = position.step, position.phase
-        current["steps"] = self._launched[position.experiment].training.steps
+        now_at = self._launched[position.experiment]
+        current["case"], current["steps"] = now_at.name, now_at.training.steps
         current["steps_per_s"] = round(taken / (now - began), 4) if taken > 0 else None
         if changed or now - self._written >= WRITE_S:
             self.write()

@@ -11,7 +11,17 @@ from repro.config import ConfigError
 from repro.launch.slurm.dryrun import counted
 from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import Scheduler, SchedulerError
-from repro.launch.slurm.states import CANCELLED, DONE, FAILED, LOST, CaseState, Survey
+from repro.launch.slurm.states import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    LOST,
+    PENDING,
+    REQUEUED,
+    RUNNING,
+    CaseState,
+    Survey,
+)
 from repro.results.record import experiment_record
 from repro.results.store import Store
 
@@ -113,8 +123,11 @@ def _show(document: dict[str, Any], cases: list[CaseState], results: Path, into:
             f"node {node} is named in {counted(count, 'failure')}: `repro submit --exclude {node}` keeps away from it"
         )
     done = sum(case.state == DONE for case in cases)
+    still = sum(case.state in (PENDING, RUNNING, REQUEUED) for case in cases)
     print(
-        f"{done} of {len(cases)} cases done; {len(document['recorded'])} lost or cancelled ones recorded now"
+        f"{done} of {len(cases)} cases done"
+        + (f", {still} still wait or run" if still else "")
+        + f"; {len(document['recorded'])} lost or cancelled ones recorded now"
     )
     print(f"{document['records']} records in {results}/records")
     if into is not None:

@@ -19,7 +19,7 @@ def command(results: Path, name: str, rank: int | None) -> int:
     submission, bundle, key = find(registry, name)
     folder = registry.path(submission)
     job = submission.jobs().get(bundle.index, "")
-    ranks = folder / "logs" / str(bundle.index) / key
+    ranks = folder / "logs" / str(bundle.index) / _folder(registry, submission, bundle, name, key)
     if rank is None:
         files = sorted((folder / "submitit").glob(f"{job}_0_log.*")) if job else []
         _print(files, f"job {job or 'none'} of {name}")
@@ -30,8 +30,16 @@ def command(results: Path, name: str, rank: int | None) -> int:
     if not 0 <= rank < bundle.world:
         raise ConfigError("--rank", rank, f"0 to {bundle.world - 1}")
     files = [path for path in (ranks / f"rank-{rank}.out", ranks / f"rank-{rank}.err") if path.exists()]
-    _print(files, f"rank {rank} of {name} (logs are kept of failures only)")
+    _print(files, f"rank {rank} of {name} (logs are kept while it runs, and of failures)")
     return 0
+
+
+def _folder(registry: Registry, submission: Submission, bundle: Bundle, name: str, key: str) -> str:
+    """Where the logs of the case's ranks are: cases that share a launch share it while that runs."""
+    running = (registry.state(submission, bundle.index).get("current") or {}).get("names", [])
+    if name not in running:
+        return key
+    return next(experiment.key for experiment in bundle.experiments if experiment.name == running[0])
 
 
 def find(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
@@ -58,7 +66,7 @@ def some(name: str, known: list[str]) -> str:
 
 def _print(files: list[Path], what: str) -> None:
     if not files:
-        print(f"no log yet: {what}")
+        print(f"no log: {what}")
     for path in files:
         data = path.read_bytes()
         print(

@@ -157,8 +157,10 @@ def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:
         held = f"`scontrol release {base.job}` lets it start" if "held" in job.reason.lower() else ""
         parts = (stopped.get("reason", ""), job.reason, held)
         return replace(base, state=state, detail=", ".join(part for part in parts if part))
-    if base.name not in current.get("names", []):
-        return replace(base, state=RUNNING, detail="its job runs, its turn comes")
+    if base.name != current.get("case"):
+        turns = current.get("compare") and base.name in current["names"]
+        detail = f"takes turns with {current['case']}" if turns else "its job runs, its turn comes"
+        return replace(base, state=RUNNING, detail=detail)
     rate = current.get("steps_per_s")
     place = f"step {current.get('step', 0)} of {current.get('steps', 0)}, {current.get('phase', '')}"
     return replace(base, state=RUNNING, detail=place + (f", {rate:.2f} steps/s" if rate else ""))

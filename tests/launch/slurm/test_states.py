@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,35 @@ def submitted(tmp_path: Path, site: Path, slurm: FakeSlurm) -> Submitted1:
 
 def test_a_case_waits_runs_and_is_done(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:
     submitted.slurm.job("12_0", state="PENDING", reason="Resources", nodes="")
-    place = {"names": ["b"], "step": 3, "steps": 6, "phase": "backward", "steps_per_s": 1.5}
+    place = {"names": ["b"], "case": "b", "step": 3, "steps": 6, "phase": "backward", "steps_per_s": 1.5}
     submitted.says(1, phase="running", current=place)
     submitted.record("c", "ok")
     found = submitted.status(capsys)
     assert (found["a"]["state"], found["a"]["detail"]) == ("pending", "Resources")
     assert (found["b"]["state"], found["b"]["detail"]) == ("running", "step 3 of 6, backward, 1.50 steps/s")
     assert (found["c"]["state"], found["c"]["outcome"]) == ("done", "ok")
+
+
+@pytest.mark.parametrize(
+    ("compare", "detail"), [(True, "takes turns with b"), (False, "its job runs, its turn comes")]
+)
+def test_cases_that_share_a_launch(
+    submitted: Submitted1, capsys: pytest.CaptureFixture[str], compare: bool, detail: str
+) -> None:
+    """One of them is where the ranks are; its logs are those of the launch."""
+    place = {"names": ["a", "b"], "case": "b", "compare": compare, "step": 3, "steps": 6, "phase": "backward"}
+    submitted.says(0, phase="running", current=place)
+    found = submitted.status(capsys)
+    assert (found["a"]["state"], found["a"]["detail"]) == ("running", detail)
+    work = submitted.registry.work(submitted.submission)
+    (task,) = work.bundles[0].tasks
+    together = replace(task, experiments=(*task.experiments, submitted.experiments["b"]))
+    Work(suite=work.suite, bundles=(replace(work.bundles[0], tasks=(together,)),)).save(submitted.folder)
+    logs = submitted.folder / "logs" / "0" / submitted.experiments["a"].key
+    logs.mkdir(parents=True)
+    (logs / "rank-0.err").write_text("where both are")
+    assert cli.main(["logs", "b", "--rank", "0", "--results", str(submitted.results)]) == 0
+    assert "where both are" in capsys.readouterr().out
 
 
 def test_a_preempted_case_is_requeued_and_says_why(
@@ -111,7 +134,9 @@ def test_a_preempted_case_is_requeued_and_says_why(
     submitted.slurm.job("12_0", state="PENDING", reason="BeginTime", nodes="")
     found = submitted.status(capsys)["a"]
     assert (found["state"], found["detail"]) == ("requeued", "preempted or near its time limit, BeginTime")
-    submitted.says(0, restarts=1, phase="running", current={"names": ["a"], "step": 1, "steps": 6})
+    submitted.says(
+        0, restarts=1, phase="running", current={"names": ["a"], "case": "a", "step": 1, "steps": 6}
+    )
     submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="n1")
     found = submitted.status(capsys)["a"]
     assert (found["state"], found["restarts"]) == ("running", 1)
