@@ -8,7 +8,7 @@ from repro.report.figures.style import BLUE, INK, MUTED, ORANGE, Drawing, Record
 TITLE = "Throughput of compared strategies"
 RUN = "repro run suites/smoke.toml --only 'speed-*'"
 
-MOST = 60
+MOST = 40
 """Lines; more are no picture."""
 
 

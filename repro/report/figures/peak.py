@@ -18,7 +18,7 @@ OUTLINE: dict[str, Any] = {
 }
 LATER = ("checkpoints", "host")
 """Categories that few layouts have: in the legend where a bar shows them."""
-MOST = 60
+MOST = 40
 """Bars; more are no picture."""
 
 

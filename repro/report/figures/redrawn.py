@@ -66,11 +66,14 @@ class Panel:
 
 
 def draw(entry: FigureEntry, view: View) -> Drawing:
-    """The figure of ``entry``; published values alone where the store has nothing to put beside them."""
+    """The figure of ``entry``; no picture where the store has nothing to put beside the published values."""
     panels = [_panel(panel, view) for panel in entry.panel]
     values = [value for panel in panels for value in panel.values]
     remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))
     shown = {run: ours.kind for value in values for ours in value.ours for run in ours.runs}
+    if not shown:
+        words = f"{entry.text} Nothing in the store stands beside its published values: {_claims(entry)}"
+        return Drawing(entry.id, entry.title, words, (), " && ".join(remedy), evidence=SIMULATED)
     evidence = "measured" if "measured" in shown.values() else SIMULATED
     names = dict.fromkeys(name for panel in panels for name, _ in panel.series)
     colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
@@ -219,5 +222,9 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
     lacking = len(printed) - len(compared)
     if printed and lacking:
         parts.append(f"{lacking} of {len(printed)} published values have nothing of ours beside them.")
-    parts.append(f"Claims: {', '.join(entry.claims)}.")
+    parts.append(_claims(entry))
     return " ".join(parts)
+
+
+def _claims(entry: FigureEntry) -> str:
+    return f"Claims: {', '.join(entry.claims)}."

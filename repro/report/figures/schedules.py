@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from repro.parallel.schedule import FORWARD, bubble, build, in_flight, timeline
+from repro.parallel.schedule import FORWARD, Slot, bubble, build, in_flight, timeline
 from repro.report.figures.style import Drawing, canvas
 from repro.report.figures.values import View
 from repro.report.schedule_colours import paint
@@ -32,8 +32,7 @@ def draw(view: View) -> Drawing:
     for axes, (name, title, chunks) in zip(grid, SHOWN, strict=True):
         schedule = build(name, STAGES, MICRO_BATCHES, chunks)
         for stage, slots in enumerate(timeline(schedule)):
-            for slot in slots:
-                _cell(axes, stage, float(slot.start), float(slot.stop), slot.action, chunks)
+            _stage(axes, stage, slots, chunks)
         row = view.row(TWINS[name])
         measured = next((f for f in row.findings if f.kind == "measured"), None)
         twin = "twin not measured"
@@ -74,19 +73,15 @@ def _runs(expression: str, variables: object) -> list[str]:
     return experiments(parse(expression), variables)  # type: ignore[arg-type]
 
 
-def _cell(axes: Axes, stage: int, start: float, stop: float, action: object, chunks: int) -> None:
-    from repro.parallel.schedule import Action
-
-    assert isinstance(action, Action)
-    ink, fill = paint(action.kind, action.chunk, chunks)
-    axes.barh(stage, stop - start, 0.84, left=start, color=fill, edgecolor="white", lw=0.7)
-    size = 7 if action.kind == FORWARD and chunks > 1 else 7.5
-    axes.text(
-        (start + stop) / 2,
-        stage,
-        str(action.micro_batch + 1),
-        ha="center",
-        va="center",
-        color=ink,
-        fontsize=size,
-    )
+def _stage(axes: Axes, stage: int, slots: list[Slot], chunks: int) -> None:
+    """One line: a cell for each action, in one collection for each colour."""
+    cells: dict[str, list[tuple[float, float]]] = {}
+    for slot in slots:
+        ink, fill = paint(slot.action.kind, slot.action.chunk, chunks)
+        start, stop = float(slot.start), float(slot.stop)
+        cells.setdefault(fill, []).append((start, stop - start))
+        size = 7 if slot.action.kind == FORWARD and chunks > 1 else 7.5
+        words = str(slot.action.micro_batch + 1)
+        axes.text((start + stop) / 2, stage, words, ha="center", va="center", color=ink, fontsize=size)
+    for fill, spans in cells.items():
+        axes.broken_barh(spans, (stage - 0.42, 0.84), facecolors=fill, edgecolors="white", lw=0.7)

@@ -56,8 +56,9 @@ class Drawing:
 
 def settle(figure: Figure) -> None:
     """Lay the figure out once: every later drawing would do it again, which takes as long as the drawing."""
-    if figure.get_layout_engine() is not None:
-        figure.draw_without_rendering()
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
         figure.set_layout_engine("none")
 
 
