@@ -108,9 +108,9 @@ def _family(name: str, family: Any, target: Any, *, compile: bool) -> Check:
         return Check(title, YES, "not compiled yet", "compiled when it is first called, in a second or less")
     used = [kernel for made in compiled for kernel in resources(made.log).values()]
     if not used:  # intermediate code, whose registers the driver assigns
-        return Check(title, YES, "compiled for the driver", "runs on the GPU")
+        return Check(title, YES, "compiled for the driver", "runs on such a GPU")
     registers = max(kernel.registers for kernel in used)
     spilled = sum(kernel.spilled_bytes for kernel in used)
     spills = f"{spilled} bytes spilled" if spilled else "nothing spilled"
     found = f"compiled, {len(compiled)} of {len(programs)} usual programs, {registers} registers, {spills}"
-    return Check(title, LIMITED if spilled else YES, found, "runs on the GPU")
+    return Check(title, LIMITED if spilled else YES, found, "runs on such a GPU")
