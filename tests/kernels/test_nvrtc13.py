@@ -31,7 +31,9 @@ print(json.dumps({"version": compiler.version(), "oldest": compiler.architecture
 """
 
 
-@pytest.mark.skipif(not (FOLDER / ".installed").exists(), reason="no NVRTC 13 beside the environment: `make test` installs it")
+@pytest.mark.skipif(
+    not (FOLDER / ".installed").exists(), reason="no NVRTC 13 beside the environment: `make test` installs it"
+)
 @pytest.mark.timeout(240)
 def test_every_source_compiles_without_spills() -> None:
     (library,) = FOLDER.glob("nvidia/*/lib/libnvrtc.so.13")

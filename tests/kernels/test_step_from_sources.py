@@ -1,0 +1,63 @@
+"""The whole training step by the CUDA sources, run on the CPU: nothing that a step asks of them is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from repro.config import Layout
+from repro.kernels.cuda import dispatch
+from tests.kernels.bindings import BINDINGS
+from tests.kernels.on_cpu import Host
+from tests.training import TINY, tiny, train
+
+SMALL = replace(TINY, name="two", layers=2)
+OPTIONAL = {"add_layer_norm", "add_layer_norm_backward", "pack", "unpack"}
+"""What today's step does not call."""
+SCORES = {"causal_softmax", "causal_softmax_backward"}
+"""What only the generation `softmax` calls."""
+
+
+@pytest.fixture
+def sources(session_host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Operators on the CPU call the bindings, as they do on a GPU; a fallback fails."""
+    session_host.reversed = False
+    monkeypatch.setattr(dispatch, "_ran", Counter())
+    monkeypatch.setattr(dispatch, "_told", set())
+    monkeypatch.setattr(dispatch, "device", lambda index: session_host)
+
+    def never(*arguments: Any) -> None:
+        raise AssertionError("torch's operators ran")
+
+    library = torch.library.Library("repro", "IMPL")
+    for name, binding in BINDINGS.items():
+        library.impl(name, dispatch.chooser(name, binding, never), "CPU", allow_override=True)
+    yield
+    library._destroy()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("precision", "kernels"), [("fp16", "fused"), ("bf16", "softmax")], ids=["fp16", "bf16-softmax"]
+)
+def test_it_trains_as_torchs_operators_do(
+    precision: str, kernels: str, request: pytest.FixtureRequest
+) -> None:
+    """Loss scaling, clipping, dropout, recomputation; within a few roundings after three updates."""
+    layout = Layout(micro_batch=2, global_batch=4, precision=precision, kernels=kernels, recompute=True)
+    dropouts = {"dropout": 0.1, "attention_dropout": 0.1 if kernels == "softmax" else 0.0}
+    experiment = tiny(layout, SMALL, steps=4, **dropouts)
+    expected = train(experiment)
+    request.getfixturevalue("sources")
+    found = train(experiment)
+    ran = dispatch.ran()
+    assert {name for name, _ in ran} == set(BINDINGS) - OPTIONAL - (SCORES if kernels == "fused" else set())
+    assert {how for _, how in ran} == {"cuda"}
+    unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
+    torch.testing.assert_close(found.loss, expected.loss, rtol=4 * unit, atol=0.0)
+    torch.testing.assert_close(found.norm, expected.norm, rtol=40 * unit, atol=0.0)
