@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro import suites
+from repro.config import Experiment
 from repro.launch.slurm import dryrun, profile
 from repro.launch.slurm.intent import intend
 from repro.launch.slurm.profile import Profile
@@ -69,6 +70,26 @@ def test_the_lab_can_rehearse_it(suite: Suite, tmp_path: Path) -> None:
     assert intent.cases
     assert max(experiment.layout.world for experiment in intent.cases) <= LAB_RANKS
     assert all(array.shape.nodes <= 4 for array in intent.arrays)
+
+
+def strategy(experiment: Experiment) -> set[str]:
+    """What of an experiment's layout has code of its own, whatever the degrees."""
+    layout = experiment.layout
+    found = {axis for axis in ("tp", "pp") if getattr(layout, axis) > 1}
+    found |= {f"zero {layout.zero}"} if layout.dp > 1 else set()
+    switches = ("pa", "pa_cpu", "md", "sp", "recompute", "scatter_gather")
+    found |= {switch for switch in switches if getattr(layout, switch)}
+    found |= {layout.schedule} if layout.pp > 1 else set()
+    found |= set() if layout.overlap else {"no overlap"}
+    found |= {"checkpoints"} if experiment.training.checkpoint_every else set()
+    return found | {f"{layout.kernels} kernels", experiment.engine}
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
+def test_twins_have_every_strategy_of_the_published_cases(suite: Suite) -> None:
+    cases = [entry.experiment for entry in suite.entries]
+    published = set().union(*(strategy(e) for e in cases if e.system != "local"))
+    assert published <= set().union(*(strategy(e) for e in cases if e.system == "local"))
 
 
 def test_ready_profiles_are_of_systems_and_use_whole_nodes() -> None:
