@@ -138,13 +138,13 @@ class Bench:
                     return True
             return False
 
-        self.lab.wait_for(f"step {step} of {name}", there, 60)
+        self.lab.wait_for(f"step {step} of {name}", there, 180)
 
     def bundles(self) -> list[dict[str, Any]]:
         """What allocations have written about themselves."""
         return [json.loads(path.read_text()) for path in sorted(self.results.glob("jobs/*/bundle-*.json"))]
 
-    def ended(self, names: Iterable[str] = (), timeout: float = 90) -> dict[str, dict[str, Any]]:
+    def ended(self, names: Iterable[str] = (), timeout: float = 300) -> dict[str, dict[str, Any]]:
         """Wait until no case, or none of `names`, is open; the status then."""
 
         def closed() -> dict[str, dict[str, Any]]:

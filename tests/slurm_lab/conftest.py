@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.slurm_lab.cluster import Lab, remove_abandoned, started
+
+TIMEOUT_S = 600
+"""What a test may take on a machine that is busy with other things; alone the longest takes one minute."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test of this folder its time-out."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

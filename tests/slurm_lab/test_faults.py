@@ -16,7 +16,7 @@ from tests.launch.held_session import HELD as STEP
 from tests.slurm_lab.bench import HELD, Bench, case, ranks
 from tests.slurm_lab.cluster import ROOT, Lab, started
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 
 def three(bench: Bench) -> Path:
@@ -62,7 +62,7 @@ def test_preempted_in_mid_suite(lab: Lab, tmp_path: Path) -> None:
     bench.submit(three(bench))
     bench.running_step("b")
     with all_nodes_for_others(lab):
-        lab.wait_for("b has made way", lambda: bench.states()["b"] == "requeued", 60)
+        lab.wait_for("b has made way", lambda: bench.states()["b"] == "requeued")
         status = bench.status()
         assert "preempted" in status["b"]["detail"]
         assert status["a"]["state"] == "done"
@@ -76,7 +76,7 @@ def test_time_limit_in_mid_suite(lab: Lab, tmp_path: Path) -> None:
     bench = one_job(lab, tmp_path, time_limit="00:01:00", signal_delay_s=20)
     bench.submit(three(bench))
     bench.running_step("b")
-    lab.wait_for("the warning", lambda: bench.outcomes("b"), 70, 1)
+    lab.wait_for("the warning", lambda: bench.outcomes("b"), every=1)
     bench.release("b")
     only_b_again(bench, "time limit")
     assert bench.outcomes("b") == ["interrupted", "ok"]
@@ -174,7 +174,7 @@ def test_a_long_training_is_preempted_and_goes_on(lab: Lab, tmp_path: Path) -> N
     bench.submit(quality, "--only", name)
     bench.running_step(name, STEP)
     with all_nodes_for_others(lab):
-        lab.wait_for("it has made way", lambda: bench.states()[name] == "requeued", 60)
+        lab.wait_for("it has made way", lambda: bench.states()[name] == "requeued")
     bench.release(name)
     status = bench.ended()
     assert status[name]["state"] == "done", bench.logs()
@@ -223,7 +223,7 @@ def test_slurmd_killed_and_a_node_set_down(lab: Lab, tmp_path: Path) -> None:
         lab.script("kill-slurmd", dead.removeprefix("n"))
         lab.run(["scontrol", "update", f"nodename={down}", "state=down", "reason=test"])
         for name in "db":  # the node that was set down comes back by itself, so that d has nodes at once
-            lab.wait_for(f"{name} starts again", lambda name=name: bench.begun().count(name) == 2, 90)
+            lab.wait_for(f"{name} starts again", lambda name=name: bench.begun().count(name) == 2)
             bench.release(name)
         status = bench.ended()
     finally:
@@ -252,18 +252,18 @@ def test_link_cut_in_mid_case(tmp_path: Path) -> None:
         cut = next(state["nodes"] for state in bench.bundles() if "wide" in state["current"]["names"])[1]
         lab.cut(int(cut.removeprefix("n")))
         bench.release("other")
-        lab.wait_for("the loss is seen", lambda: bench.outcomes("wide"), 60)
+        lab.wait_for("the loss is seen", lambda: bench.outcomes("wide"))
         status = bench.status()
         assert status["wide"]["failure"] == "lost-node"
         assert cut in status["wide"]["detail"]
         assert bench.ended(["other"])["other"]["state"] == "done"
-        lab.wait_for("its job runs no more", lambda: not lab.running(), 60)
+        lab.wait_for("its job runs no more", lambda: not lab.running())
         collected = bench.repro("collect", check=False)
         assert (
             f"node {cut} is named in 1 failure: `repro submit --exclude {cut}` keeps away" in collected.stdout
         )
         lab.join(int(cut.removeprefix("n")))  # so that SLURM would use it
-        lab.wait_for("all nodes are idle", lambda: lab.nodes() == {"idle"}, 60)
+        lab.wait_for("all nodes are idle", lambda: lab.nodes() == {"idle"})
         bench.release("wide")
         assert bench.submit(suite, "--exclude", cut)["cases"] == 1
         assert {row["state"] for row in bench.ended(["wide"]).values()} == {"done"}, bench.logs()

@@ -15,7 +15,7 @@ from repro.results.store import Store
 from tests.slurm_lab.bench import Bench, case, environments
 from tests.slurm_lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slurm
 
 STEPS = 4
 LAYOUTS = {
@@ -75,7 +75,7 @@ def test_twelve_cases_on_one_two_and_four_nodes(
         seen.update({pid: found for pid, found in environments() if "MASTER_ADDR" in found})
         return not lab.jobs()
 
-    lab.wait_for("the end of all jobs", watch, 150)
+    lab.wait_for("the end of all jobs", watch, 400)
     after = {node: lab.counters(node) for node in (1, 2, 3, 4)}
     latest = bench.latest()
     assert {name: latest[name]["outcome"] for name in LAYOUTS} == dict.fromkeys(LAYOUTS, "ok"), bench.logs()
@@ -128,7 +128,7 @@ def test_twelve_cases_on_one_two_and_four_nodes(
     subprocess.run(
         [Path(sys.executable).parent / "repro", "run", local, "--results", here],
         check=True,
-        timeout=120,
+        timeout=300,
         capture_output=True,
     )
     losses = {record["name"]: record["series"]["loss"] for record in Store(here).latest().values()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from repro.config import ConfigError
 from repro.launch.slurm import check, probe, profile, script
+from repro.launch.slurm.dryrun import counted
 from repro.launch.slurm.limits import clock, minutes
 from repro.launch.slurm.pack import Array, Shape
 from repro.launch.slurm.profile import CaseClass, Profile
@@ -158,6 +160,7 @@ def _request(site: Profile) -> Check:
 
 
 def _look(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
+    print(f"waiting for a job on {counted(nodes, 'node')} to look from there ...", file=sys.stderr)
     try:
         seen = probe.run(site, results, nodes)
     except SchedulerError as error:
