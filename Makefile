@@ -33,7 +33,7 @@ NVRTC13 := $(VENV)/nvrtc13/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 	$(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
 
-# Published layouts on hundreds of GPUs, a second or less each, without their twins (twin-*).
+# Published layouts on hundreds of GPUs without their twins (twin-*): seconds each, about two minutes in all.
 SIMULATED := zero_memory zero_r turing_nlg
 
 .PHONY: help smoke test test-slurm test-gpu bench-gpu check benchmarks format clean slurm-packages slurm-lab slurm-lab-down
