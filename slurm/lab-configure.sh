@@ -60,6 +60,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 $preempt
 PriorityType=priority/basic
+Licenses=machine:1
 $([ "$N" = 1 ] || echo "TopologyPlugin=topology/tree")
 MpiDefault=none
 $([ "$GPUS" = 0 ] || echo "GresTypes=gpu")
