@@ -91,6 +91,28 @@ def test_many_writers_leave_one_whole_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["program"]
 
 
+def _ask(answers: Any) -> None:
+    for _ in range(20):
+        answers.put(cache.compiled(PROGRAM, TARGET).code)
+
+
+@pytest.mark.usefixtures("compilations")
+def test_many_ranks_that_begin_with_a_torn_file_all_get_the_program() -> None:
+    cache.compiled(PROGRAM, TARGET)
+    (file,) = cache.folder().iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-3])
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=_ask, args=(answers,)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    assert {answers.get(timeout=60) for _ in range(20 * len(ranks))} == {b"code\nof sm_80"}
+    for rank in ranks:
+        rank.join(60)
+    assert [path.read_bytes() for path in cache.folder().iterdir()] == [whole]
+
+
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_ran", Counter())

@@ -149,7 +149,7 @@ def test_stage_2_waits_for_each_bucket() -> None:
 
 
 def test_what_a_layout_cannot_ask() -> None:
-    with pytest.raises(ConfigError, match="kernels = 'apex': one of fused, softmax, unfused"):
+    with pytest.raises(ConfigError, match="kernels = 'apex': one of fused, reference, softmax, unfused"):
         Layout(kernels="apex")
     with pytest.raises(ConfigError, match="overlap = False: true with zero = 3"):
         Layout(dp=2, zero=3, overlap=False)
