@@ -1,4 +1,4 @@
-"""Microseconds of our own Python for a call of each kernel: choice, binding, arguments, with a driver that does nothing.
+"""Microseconds of our own Python for a call of each kernel: choice, binding, arguments; the driver does nothing.
 
 On a GPU the driver's own time comes on top; `make bench-gpu` shows both together.  A backward pass of layer norm, GELU
 or dropout, and the norm, are two launches.
