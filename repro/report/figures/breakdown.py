@@ -84,7 +84,7 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
         right.annotate(words, (100, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
     right.set_visible(bool(others))
     right.set_yticks(range(len(others)), list(others))
-    right.set_ylim(len(others) - 0.5, -0.5)
+    right.set_ylim(max(1, len(others)) - 0.5, -0.5)
     right.set_xlim(0, 100)
     right.set_xlabel("% of the predicted step")
     quiet(right, "x")

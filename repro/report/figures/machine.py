@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
 from repro.report import text
-from repro.report.figures.style import BLUE, GREY, INK, MUTED, Drawing, Record, canvas, label
+from repro.report.figures.style import BLUE, GREY, INK, MUTED, Drawing, Record, canvas, label, quiet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +16,7 @@ ID, TITLE = "machine", "Predicted against measured"
 PANELS = (
     ("memory.peak_bytes", "peak memory of the fullest rank", text.size),
     ("comm.sent_bytes", "sent by a rank in a step", text.size),
-    ("step_seconds.median", "step", text.seconds),
+    ("step_seconds.median", "seconds of a step", text.seconds),
 )
 RUN = "repro run suites/smoke.toml --evidence simulated"
 RUN_TIMES = (
@@ -28,7 +29,7 @@ Pairs = list[tuple[str, float, float]]
 
 
 def draw(experiments: list[Record], simulated: list[Record]) -> Drawing:
-    """A panel a quantity; on the line prediction and measurement agree."""
+    """A panel a quantity: how far off the prediction is, over what was measured."""
     found = {metric: pairs(experiments, simulated, metric) for metric, _, _ in PANELS}
     missing = " && ".join(
         command
@@ -37,7 +38,7 @@ def draw(experiments: list[Record], simulated: list[Record]) -> Drawing:
     )
     if not any(found.values()):
         return Drawing(ID, TITLE, "No measured run in the store was also simulated.", (), missing)
-    figure, grid = canvas(3.7, 1, len(PANELS))
+    figure, grid = canvas(2.9, 1, len(PANELS))
     parts = []
     for axes, (metric, what, words) in zip(grid, PANELS, strict=True):
         points = found[metric]
@@ -66,11 +67,18 @@ def draw(experiments: list[Record], simulated: list[Record]) -> Drawing:
 
 
 def pairs(experiments: list[Record], simulated: list[Record], metric: str) -> Pairs:
-    """Measured runs and the newest simulation of the same experiment, on whichever system that was."""
+    """Measured runs and the newest simulation of the same experiment: as it is, or on a calibrated file (``@NAME``).
+
+    One that was moved to a machine of the reports says nothing about this one.
+    """
+    from repro import systems
+
+    published = set(systems.names())
     predicted: dict[str, float] = {}
     for record in sorted(simulated, key=lambda record: str(record.get("written", ""))):
         value = record["metrics"].get(metric)
-        if value:
+        moved_to = record["name"].partition("@")[2]
+        if value and moved_to not in published:
             predicted[f"{record['suite']}/{record['name'].partition('@')[0]}"] = float(value)
     return [
         (label(record), float(record["metrics"][metric]), predicted[label(record)])
@@ -82,23 +90,22 @@ def pairs(experiments: list[Record], simulated: list[Record], metric: str) -> Pa
     ]
 
 
-def _panel(axes: Axes, points: Pairs, what: str, words: object) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+def _panel(axes: Axes, points: Pairs, what: str, words: Callable[[float], str]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-    assert callable(words)
-    values = [value for _, measured, predicted in points for value in (measured, predicted)]
-    line = [min(values) / 1.6, max(values) * 1.6]
-    for share, alpha in ((0.25, 0.16), (0.10, 0.28)):
-        low, high = [(1 - share) * v for v in line], [(1 + share) * v for v in line]
-        axes.fill_between(line, low, high, color=GREY, alpha=alpha, lw=0)
-    axes.plot(line, line, color=MUTED, lw=0.9)
-    measured, predicted = zip(*((m, p) for _, m, p in points), strict=True)
-    axes.scatter(measured, predicted, s=22, color=BLUE, edgecolors=INK, lw=0.3, alpha=0.8, zorder=3)
-    axes.set(xscale="log", yscale="log", xlim=line, ylim=line, aspect="equal")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(numticks=4))
-        axis.set_minor_formatter(NullFormatter())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: str(words(value))))
+    measured = [value for _, value, _ in points]
+    errors = [predicted / value - 1 for _, value, predicted in points]
+    for room, alpha in ((0.25, 0.16), (0.10, 0.28)):
+        axes.axhspan(-room, room, color=GREY, alpha=alpha, lw=0)
+    axes.axhline(0, color=INK, lw=0.8)
+    axes.scatter(measured, errors, s=22, color=BLUE, edgecolors=INK, lw=0.3, alpha=0.8, zorder=3)
+    far = 1.15 * max(0.3, *map(abs, errors))
+    axes.set(xscale="log", xlim=(min(measured) / 1.6, max(measured) * 1.6), ylim=(-far, far))
+    axes.xaxis.set_major_locator(LogLocator(numticks=4))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_title(what)
     axes.set_xlabel("measured")
-    axes.set_ylabel("predicted")
+    axes.set_ylabel("predicted less measured")
+    quiet(axes, "y")

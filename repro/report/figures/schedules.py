@@ -54,6 +54,7 @@ def draw(view: View) -> Drawing:
         )
         axes.set_yticks(range(STAGES), [f"stage {stage + 1}" for stage in range(STAGES)])
         axes.set_ylim(STAGES - 0.5, -0.5)
+        axes.set_xlim(left=0)
         axes.tick_params(length=0)
         for side in axes.spines.values():
             side.set_visible(False)

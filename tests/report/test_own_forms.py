@@ -1,0 +1,187 @@
+"""Figures with a form of their own: each shows its records' numbers, and says what to run where there are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import synthetic
+from overlaps import troubles
+
+from repro.claims.judge import judge
+from repro.claims.ledger import load
+from repro.parallel.schedule import build
+from repro.report.figures import breakdown, degrees, links, machine, memory_timeline, model_states, schedules
+from repro.report.figures.style import Drawing, look
+from repro.report.figures.values import View
+from repro.results.simulated import failed_record
+from repro.simulate.stage import TRANSFER
+
+GB = 10**9
+
+
+def record(suite: str, name: str, metrics: dict[str, float], **layout: Any) -> dict[str, Any]:
+    """An invented simulation; its layout is too large for the synthetic model, and nobody runs it."""
+    made = failed_record(synthetic.experiment(name), "", suite=suite, wall_s=0.1)
+    made["experiment"]["layout"] |= layout
+    facts = {"system": "dgx2", "memory_bytes": 34 * GB, "devices_per_node": 16.0}
+    return made | {"outcome": "ok", "metrics": metrics, "simulated_on": facts}
+
+
+@pytest.fixture(scope="module")
+def view() -> View:
+    return View(judge(load(), []), [])
+
+
+def words(drawing: Drawing, axes: int = 0) -> list[str]:
+    assert drawing.figure is not None
+    return [text.get_text() for text in drawing.figure.axes[axes].texts]
+
+
+def readable(drawing: Drawing) -> bool:
+    assert drawing.figure is not None
+    with look():
+        return troubles(drawing.figure) == []
+
+
+def test_without_records_each_names_its_remedy(view: View) -> None:
+    with look():
+        drawings = [
+            degrees.draw(view, []),
+            breakdown.draw(view, []),
+            memory_timeline.draw([]),
+            links.draw([]),
+        ]
+        drawings.append(machine.draw([], []))
+    for drawing in drawings:
+        assert (drawing.figure, drawing.records) == (None, ())
+        assert drawing.missing.startswith("repro run suites/")
+
+
+def test_model_states_stand_beside_the_published_totals(view: View) -> None:
+    with look():
+        drawing = model_states.draw(view, [])
+    assert words(drawing) == [
+        "published 120, simulated: not run, analytic 120",
+        "published 31.4, simulated: not run, analytic 31.41",
+        "published 16.6, simulated: not run, analytic 16.64",
+        "published 1.9, simulated: not run, analytic 1.875",
+    ]
+    assert (drawing.records, drawing.missing) == ((), model_states.RUN)
+    parts = {"memory.parameters_bytes": 15e9, "memory.gradients_bytes": 15e9, "memory.optimizer_bytes": 1.4e9}
+    simulated = [record("zero_memory", "7.5b-z1-n64", parts | {"memory.states_bytes": 31.4e9})]
+    with look():
+        drawing = model_states.draw(View(judge(load(), simulated), simulated), simulated)
+    assert drawing.records == ("zero_memory/7.5b-z1-n64",)
+    assert words(drawing)[1] == "published 31.4, simulated 31.4, analytic 31.41"
+    assert drawing.figure is not None
+    filled = [bar.get_width() for bar in drawing.figure.axes[0].patches if bar.get_facecolor()[3]]
+    assert filled == pytest.approx([15, 15, 1.4])
+    assert readable(drawing)
+
+
+def test_degrees_say_what_is_needed_and_what_fits(view: View) -> None:
+    def at(degree: int, need: float) -> dict[str, Any]:
+        metrics = {
+            "memory.peak_bytes": need,
+            "memory.limit_bytes": 32.0 * GB,
+            "memory.context_bytes": 2.0 * GB,
+        }
+        found = record("turing_nlg", f"zero1-mp{degree}", metrics, tp=degree, dp=16 // degree, micro_batch=8)
+        return found | {"outcome": "ok" if need <= 32 * GB else "oom"}
+
+    with look():
+        drawing = degrees.draw(view, [at(4, 28.0 * GB), at(2, 41.0 * GB), at(1, 100.0 * GB)])
+    assert [text for text in words(drawing) if text != "▲"] == ["30", "43", "102 ↑"]
+    assert words(drawing).count("▲") == 2
+    assert words(drawing, 1) == ["32"]
+    assert drawing.missing == degrees.RUN
+    assert readable(drawing)
+
+
+def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
+    times = {
+        "step_seconds.median": 50.0,
+        "time.compute_s": 40.0,
+        "time.optimizer_s": 1.0,
+        "time.exposed_s": 4.0,
+    }
+    plain = record("yuan", "yuan-245b", times)
+    assert breakdown.parts(plain) == {
+        "compute": 40,
+        "optimizer": 1,
+        "waits for communication": 4,
+        "bubble": pytest.approx(5),
+    }
+    kinds = {
+        "busy": {"matmul": 30.0, "elementwise": 9.0, "host": 1.0, "optimizer": 1.0},
+        "exposed": {"all-reduce of block (tp)": 3.0, "all-reduce of gradients (dp)": 0.6, TRANSFER: 0.4},
+    }
+    fine = plain | {"series": {"seconds": kinds}}
+    found = breakdown.parts(fine)
+    assert found["other operators"] == 10
+    assert found["waits for tensor parallelism"] == 3
+    assert found["waits between stages"] == 0.4
+    assert sum(found.values()) == pytest.approx(50)
+    with look():
+        drawing = breakdown.draw(view, [fine])
+    assert words(drawing) == ["46.20 s", "50.00 s"]
+    assert "repro run suites/megatron_2021.toml --evidence simulated" in drawing.missing
+    assert readable(drawing)
+
+
+def test_schedules_are_those_that_the_runner_executes(view: View) -> None:
+    with look():
+        drawing = schedules.draw(view)
+    actions = sum(len(stage) for name, _, v in schedules.SHOWN for stage in build(name, 4, 8, v))
+    assert sum(len(words(drawing, axes)) for axes in range(3)) == actions
+    assert drawing.figure is not None
+    titles = [axes.get_title("left") for axes in drawing.figure.axes]
+    assert ["37.5%" in title for title in titles] == [True, True, False]
+    assert all("twin not measured" in title for title in titles)
+    assert drawing.missing == schedules.RUN
+
+
+def test_the_timeline_stacks_what_is_live(view: View) -> None:
+    memory = {
+        "unit": 10**6,
+        "bytes": {"parameters": [15000], "activations": [0, 500, 1000, 500], "host": [7]},
+        "phases": [[0, "forward", 0], [2, "backward", 0]],
+    }
+    made = record("zero_memory", "7.5b-z1-n64", {"memory.limit_bytes": 32e9}) | {"series": {"memory": memory}}
+    assert memory_timeline.stacked(made) == {"parameters": [15.0] * 4, "activations": [0.0, 0.5, 1.0, 0.5]}
+    older = record("zero_memory", "7.5b-z2-n64", {"memory.limit_bytes": 32e9})
+    with look():
+        drawing = memory_timeline.draw([made, older])
+    assert drawing.records == ("zero_memory/7.5b-z1-n64",)
+    assert drawing.missing.count("--rerun") == 2
+    assert readable(drawing)
+
+
+def test_bytes_of_a_sample_are_summed_over_all_gpus() -> None:
+    sent = {
+        "comm.sent_bytes": 9e9,
+        "comm.link.nvlink.sent_bytes": 8e9,
+        "comm.link.inter-node.sent_bytes": 1e9,
+    }
+    made = record("zero_throughput", "fig2-8b-zero", sent, tp=4, dp=2, micro_batch=8, global_batch=32)
+    assert links.by_class(made) == {"nvlink": 2e9, "inter-node": 0.25e9}
+    with look():
+        drawing = links.draw([made])
+    assert drawing.records == ("zero_throughput/fig2-8b-zero",)
+    assert words(drawing, 1) == ["no record"] * 9
+    assert drawing.missing == links.RUN
+    assert readable(drawing)
+
+
+def test_only_predictions_for_this_machine_are_held_against_its_measurements() -> None:
+    measured = record("machine", "dp-on-2", {"step_seconds.median": 2.0}, dp=2) | {"evidence": "measured"}
+    here = record("machine", "dp-on-2@here", {"step_seconds.median": 2.2}, dp=2)
+    other = record("machine", "dp-on-2@dgx2", {"step_seconds.median": 0.1}, dp=2) | {"written": "9999"}
+    found = machine.pairs([measured], [here, other], "step_seconds.median")
+    assert found == [("machine/dp-on-2", 2.0, 2.2)]
+    with look():
+        drawing = machine.draw([measured], [here, other])
+    assert "seconds of a step: 1 runs, median error 10.0%" in drawing.caption
+    assert drawing.missing == machine.RUN
+    assert readable(drawing)
