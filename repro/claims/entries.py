@@ -99,6 +99,8 @@ class FileEntry:
     """One ledger file."""
 
     title: str
+    about: str = ""
+    """Whose claims these are, in a word or two; several files may say the same.  Empty: the title."""
     claim: list[ClaimEntry] = field(default_factory=list)
     source: list[Source] = field(default_factory=list)
 

@@ -28,7 +28,8 @@ from repro.claims.results import (
     KindResult,
     RowResult,
 )
-from repro.claims.tolerance import NOISELESS, accepted, agrees_at_scale, room
+from repro.claims.rule import allowed, tolerance
+from repro.claims.tolerance import NOISELESS, agrees_at_scale, room
 from repro.results.store import SIMULATED
 
 _INPUTS = {"printed": printed, "digitised": digitised}
@@ -101,7 +102,12 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
 
 def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Finding:
     """Evaluate one piece of evidence and compare it."""
-    common = {"kind": evidence.kind, "scale": evidence.scale, "expression": evidence.value.text}
+    common = {
+        "kind": evidence.kind,
+        "scale": evidence.scale,
+        "expression": evidence.value.text,
+        "tolerance": tolerance(row, evidence, claim),
+    }
     functions: dict[str, Any] = {**FORMULAS, **_INPUTS}
     if evidence.kind != "analytic":
         functions |= records.functions(evidence.kind)
@@ -152,15 +158,8 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         expectation = show(float(expected.value))
         reason = f"{expectation} expected at this scale, {room(evidence.metric)} ({evidence.metric})"
     else:
-        assert row.printed is not None
-        rule = accepted(
-            row.printed,
-            evidence.metric,
-            closed_form=evidence.kind == "analytic",
-            bound=row.bound,
-            error=row.error,
-            steps=tuple(step / UNITS[row.unit] for step in claim.steps),
-        )
+        rule = allowed(row, evidence, claim)
+        assert rule is not None
         reason = rule.because
         if evidence.kind == "analytic":
             agrees = rule.meets(low, high)

@@ -135,6 +135,8 @@ class Ledger:
     sources: Mapping[str, Source]
     titles: Mapping[str, str]
     """Title of each ledger file, by file name."""
+    about: Mapping[str, str]
+    """Whose claims a ledger file has, by file name: ``ZeRO``, ``Megatron``."""
 
     def claim(self, claim_id: str) -> Claim:
         """The claim of that id.  Raises ``ConfigError`` with near matches."""

@@ -90,13 +90,19 @@ def digitised(value: float, error: float) -> Uncertain:
     return Uncertain(value, value - error, value + error)
 
 
+def magnitude(like: Printed | None) -> tuple[str, float]:
+    """The letter that a printed number ends with and what it stands for: ``("B", 1e9)``; ``("", 1)`` without."""
+    letter = like.text[-1] if like is not None and like.text and like.text[-1] in "KMBT" else ""
+    return letter, _MAGNITUDES[letter]
+
+
 def show(value: float, like: Printed | None = None) -> str:
     """``value`` for a person: the digits of the published number, or four significant ones."""
     if math.isinf(value) or math.isnan(value):
         return str(value)
-    if like is not None and like.text and like.text[-1] in "KMBT":
-        size = _MAGNITUDES[like.text[-1]]
-        return f"{show(value / size)}{like.text[-1]}"
+    letter, size = magnitude(like)
+    if letter:
+        return f"{show(value / size)}{letter}"
     if value == 0:
         return "0"
     if abs(value) >= 1000 or float(value).is_integer():

@@ -43,7 +43,10 @@ def read_ledger(directory: Path) -> the.Ledger:
     if not claims:
         raise ConfigError("claims", str(directory), "a folder with ledger files (*.toml)")
     return the.Ledger(
-        tuple(claims.values()), sources, {p.name: content.title for p, content in files.items()}
+        claims=tuple(claims.values()),
+        sources=sources,
+        titles={path.name: content.title for path, content in files.items()},
+        about={path.name: content.about or content.title for path, content in files.items()},
     )
 
 

@@ -30,6 +30,8 @@ class Finding:
     text: str = ""
     """The value for a person."""
     expression: str = ""
+    tolerance: str = ""
+    """What is accepted, in words; known before anything was run."""
 
     @property
     def decided(self) -> bool:

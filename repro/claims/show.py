@@ -211,6 +211,10 @@ def make_console() -> Console:
 
 
 def _records(results: Path) -> list[dict[str, Any]]:
+    """The sound ones; the others are named on standard error."""
     from repro.results.store import Store
 
-    return Store(results).records()
+    records, remarks = Store(results).sound()
+    for remark in remarks[:10]:
+        print(f"note: {remark}", file=sys.stderr)
+    return records

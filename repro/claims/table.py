@@ -78,6 +78,7 @@ def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
         "title": claim.title,
         "family": claim.family,
         "file": claim.file,
+        "about": ledger.about[claim.file],
         "published": claim.published,
         "conditions": claim.conditions,
         "source": [
@@ -172,6 +173,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "low": _json(finding.low),
         "high": _json(finding.high),
         "expected": _json(finding.expected),
+        "tolerance": finding.tolerance,
         "verdict": finding.verdict,
         "reason": finding.reason,
         "expression": finding.expression,

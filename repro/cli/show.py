@@ -1,5 +1,5 @@
 """Commands that show what is published, known and stored: ``repro claims``, ``models``, ``systems``, ``report``,
-``export``, ``compare`` and ``schedule``."""
+``export``, ``artifact``, ``compare`` and ``schedule``."""
 
 from __future__ import annotations
 
@@ -55,19 +55,27 @@ def report(
     out: Annotated[Path, typer.Option(help="Where the report is written.", metavar="DIR")] = Path(
         "reports/out"
     ),
+    notebooks: Annotated[
+        bool,
+        typer.Option("--notebooks", help="Also execute the notebooks of reports/ and write them as HTML."),
+    ] = False,
     json: Json = False,
 ) -> int:
     """Write tables and plots of the stored records to index.html."""
     from repro.report.build import command
 
-    return command(results, out, json)
+    return command(results, out, json, notebooks)
 
 
 @app.command(epilog="Example:  repro export --table values --format csv --output values.csv")
 def export(
     results: Results = Path("results"),
     table: Annotated[
-        str, typer.Option(help="claims, values (every published one), experiments or comparisons.")
+        str,
+        typer.Option(
+            help="summary (for a pull request), claims, values (every published one), experiments, comparisons"
+            " or records (provenance of each)."
+        ),
     ] = "claims",
     form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
     output: Annotated[
@@ -79,6 +87,19 @@ def export(
     from repro.report.export import command
 
     return command(results, table, form, output)
+
+
+@app.command(epilog="Example:  repro artifact --output reports/artifact.md")
+def artifact(
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write to this file.", metavar="FILE"),
+    ] = None,
+) -> int:
+    """Write the artifact appendix: claim, command, expected value and tolerance, cost in GPU-hours."""
+    from repro.report.artifact import command
+
+    return command(output)
 
 
 @app.command(epilog="Example:  repro compare results-before results-after --tolerance 0.03")

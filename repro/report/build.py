@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json as json_module
 import os
+import sys
 import tempfile
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro.claims.table import summary
 from repro.config.errors import ConfigError
-from repro.report import measured, simulated, validate, verdicts
+from repro.report import evidence, measured, page, validate, verdicts
+from repro.report.commands import Catalogue
 
 if TYPE_CHECKING:
     from repro.report.figures.style import Drawing
 
-HERE = Path(__file__).parent
+MOST_LINKS = 100
+"""Records of a figure that the page lists and links to."""
+MOST_REMARKS = 10
+"""Lines that are no records, named one by one."""
 
 
 @dataclass
@@ -33,17 +38,30 @@ class Report:
     figures: list[Path] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     """By figure, the command that would fill or complete it."""
+    notebooks: list[Path] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """What a reader must know about the store: torn lines, other protocols."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
-        return {**vars(self), "page": str(self.page), "figures": [str(path) for path in self.figures]}
+        paths = {name: [str(path) for path in getattr(self, name)] for name in ("figures", "notebooks")}
+        return {**vars(self), "page": str(self.page), **paths}
 
 
-def command(results: Path = Path("results"), out: Path = Path("reports/out"), json: bool = False) -> int:
-    """Write the report on the store ``results`` to ``out`` and print where; 0."""
-    report = build(Path(results), Path(out))
+def command(
+    results: Path = Path("results"),
+    out: Path = Path("reports/out"),
+    json: bool = False,
+    notebooks: bool = False,
+) -> int:
+    """Write the report on the store ``results`` to ``out`` and print where; 0, or 1 if a notebook failed."""
+    from repro.report.notebooks import CellFailed
+
+    try:
+        report = build(Path(results), Path(out), notebooks=notebooks)
+    except CellFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if json:
         print(json_module.dumps(report.as_dict(), indent=2))
         return 0
@@ -53,29 +71,26 @@ def command(results: Path = Path("results"), out: Path = Path("reports/out"), js
     drawn = len(report.figures) // 2
     seen = f"{report.experiments} experiments, {report.simulated} simulated"
     print(f"{report.claims} claims ({counts}); {seen}, {drawn} figures")
+    if report.notebooks:
+        print(f"{len(report.notebooks)} notebooks: {report.notebooks[0].parent}")
     print(f"report: {report.page}")
     return 0
 
 
-def build(results: Path, out: Path) -> Report:
-    """Write ``out``/index.html and ``out``/figures/*.svg, *.png.  ``ConfigError`` if ``out`` is no folder."""
-    from repro.claims.judge import judge
-    from repro.claims.ledger import load
-    from repro.claims.table import table
-    from repro.report.figures import draw_all
-    from repro.results.store import Store
+def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
+    """Write ``out``/index.html and ``out``/figures/*.svg, *.png; with ``notebooks`` also ``out``/notebooks/*.html.
 
-    store = Store(results)
-    records = store.records()
-    selection = measured.select(records)
-    ledger = load()
-    judged = judge(ledger, records)
-    lines = table(judged)
-    claims = [verdicts.claim_view(*pair, ledger) for pair in zip(judged, lines, strict=True)]
-    counts = verdicts.summary(claims)
-    points = validate.points(judged, records)
-    drawings = draw_all(selection.experiments, selection.comparisons, selection.simulated, points)
-    remarks = _remarks(results, records, selection, store.torn)
+    Raises ``ConfigError`` if ``out`` is no folder or the notebooks' packages are not there, ``CellFailed``.
+    """
+    from repro.report.figures import draw_all
+    from repro.report.notebooks import write as write_notebooks
+
+    found = evidence.read(results)
+    chosen = measured.select(found.records)
+    points = validate.points(found.judged, found.records)
+    drawings = draw_all(chosen.experiments, chosen.comparisons, chosen.simulated, points, found.judged)
+    remarks = _remarks(found, chosen)
+    counts = summary(found.judged)["verdicts"]
 
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -83,47 +98,21 @@ def build(results: Path, out: Path) -> Report:
         raise ConfigError("out", str(out), f"a folder that can be written: {error.strerror}") from None
     report = Report(
         page=out / "index.html",
-        claims=len(claims),
-        verdicts={entry["verdict"]: entry["count"] for entry in counts},
-        experiments=len(selection.experiments),
-        simulated=len(selection.simulated),
-        comparisons=len(selection.comparisons),
+        claims=len(found.judged),
+        verdicts=counts,
+        experiments=len(chosen.experiments),
+        simulated=len(chosen.simulated),
+        comparisons=len(chosen.comparisons),
         missing={drawing.id: drawing.missing for drawing in drawings if drawing.missing},
         remarks=remarks,
     )
     figures = [_save(drawing, out / "figures", report) for drawing in drawings]
-    page = render(
-        {
-            "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            "results": str(results),
-            "claims": claims,
-            "groups": list(dict.fromkeys(claim["group"] for claim in claims)),
-            "summary": counts,
-            "figures": figures,
-            "experiments": [measured.experiment_row(record) for record in selection.experiments],
-            "simulated": [simulated.experiment_row(record) for record in selection.simulated],
-            "machines": measured.machines([*selection.experiments, *selection.simulated]),
-            "comparisons": selection.comparisons,
-            "remarks": remarks,
-        }
-    )
-    _write(report.page, page.encode())
+    rendered = write_notebooks(results, out / "notebooks") if notebooks else []
+    report.notebooks = [notebook.page for notebook in rendered]
+    values = page.context(found, chosen, figures, remarks, Catalogue())
+    values["notebooks"] = [(f"notebooks/{notebook.page.name}", notebook.title) for notebook in rendered]
+    _write(report.page, page.render(values).encode())
     return report
-
-
-def render(context: dict[str, Any]) -> str:
-    """The page as text; a name that the template misses is an error."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    style = (HERE / "style.css").read_text(encoding="utf-8")
-    return environment.get_template("page.html").render(style=style, **context)
 
 
 def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
@@ -151,21 +140,26 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         "id": drawing.id,
         "title": drawing.title,
         "caption": drawing.caption,
-        "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records},
+        "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MOST_LINKS]},
+        "more_records": max(0, len(drawing.records) - MOST_LINKS),
         "missing": drawing.missing,
         "svg": text,
     }
 
 
-def _remarks(results: Path, records: list[Any], selection: measured.Selection, torn: list[str]) -> list[str]:
-    remarks = list(torn)
-    if not records:
-        remarks.append(f"no records in {results}: the page shows the ledger and its analytic evidence only")
-    if selection.foreign:
+def _remarks(found: evidence.Evidence, chosen: measured.Selection) -> list[str]:
+    remarks = found.torn[:MOST_REMARKS]
+    if len(found.torn) > MOST_REMARKS:
+        remarks.append(f"and {len(found.torn) - MOST_REMARKS} more lines that are no records")
+    if not found.records:
         remarks.append(
-            f"{selection.foreign} records of another measurement protocol are left out: not comparable"
+            f"no records in {found.results}: the page shows the ledger and its analytic evidence only"
         )
-    every = [*selection.experiments, *selection.simulated]
+    if chosen.foreign:
+        remarks.append(
+            f"{chosen.foreign} records of another measurement protocol are left out: not comparable"
+        )
+    every = [*chosen.experiments, *chosen.simulated]
     failed = [record for record in every if record["outcome"] not in measured.CONCLUSIVE]
     if failed:
         names = ", ".join(

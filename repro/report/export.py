@@ -1,4 +1,4 @@
-"""``repro export``: the claims, their values, experiments or comparisons as a table for other programs and papers."""
+"""``repro export``: claims, values, experiments or records as a table for programs, papers and pull requests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro.claims.ledger import KINDS
 from repro.config import ConfigError
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = ("csv", "parquet", "markdown", "latex")
-TABLES = ("claims", "values", "experiments", "comparisons")
-KINDS = ("analytic", "simulated", "measured")
+TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records")
 
 
 def command(results: Path, table: str, form: str, output: Path | None) -> int:
@@ -42,86 +42,29 @@ def command(results: Path, table: str, form: str, output: Path | None) -> int:
 
 def read(results: Path, table: str) -> pd.DataFrame:
     """One of ``TABLES`` from the store at ``results``; an empty store has claims with analytic evidence only."""
-    import pandas as pd
+    from repro.report import evidence
 
-    from repro.results import frame
-    from repro.results.store import Store
-
-    records = Store(results).records()
-    if table == "experiments":
-        return frame.experiments(records)
-    if table == "comparisons":
-        return frame.comparisons(records)
-    return pd.DataFrame(claims(records) if table == "claims" else values(records))
-
-
-def claims(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per claim: what was published, how many of its values each evidence reproduced, the verdict."""
-    from repro.claims.judge import judge
-    from repro.claims.ledger import load
-    from repro.claims.table import table
-
-    return [
-        {
-            "claim": line.id,
-            "published": line.published,
-            "analytic": line.analytic,
-            "simulated": line.simulated,
-            "measured": line.measured,
-            "verdict": line.verdict,
-            "basis": line.basis,
-            "reason": line.reason,
-        }
-        for line in table(judge(load(), records))
-    ]
+    found = evidence.read(results)
+    for remark in found.torn[:10]:
+        print(f"note: {remark}", file=sys.stderr)
+    frames: dict[str, Callable[[], pd.DataFrame]] = {
+        "summary": found.summary,
+        "claims": found.claims,
+        "values": found.values,
+        "experiments": found.experiments,
+        "comparisons": found.comparisons,
+        "records": found.provenance,
+    }
+    return frames[table]()
 
 
-def values(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per published value, with the value of each kind of evidence and its interval beside it."""
-    from repro.claims.judge import judge
-    from repro.claims.ledger import load
-    from repro.claims.table import as_dict
-
-    ledger = load()
-    rows = []
-    for result in judge(ledger, records):
-        document = as_dict(result, ledger)
-        for row in document["rows"]:
-            found: dict[str, Any] = {}
-            for finding in row["evidence"]:  # strongest first
-                found.setdefault(finding["kind"], finding)
-            evidence = {
-                f"{kind}{suffix}": found.get(kind, {}).get(key)
-                for kind in KINDS
-                for suffix, key in (
-                    ("", "value"),
-                    ("_low", "low"),
-                    ("_high", "high"),
-                    ("_verdict", "verdict"),
-                )
-            }
-            rows.append(
-                {
-                    "claim": document["id"],
-                    "family": document["family"],
-                    "value": row["label"],
-                    "published": row["value"],
-                    "printed": row["published"],
-                    "unit": row["unit"],
-                    "certainty": row["certainty"],
-                    **evidence,
-                    "verdict": row["verdict"],
-                    "basis": row["basis"],
-                    "reason": row["reason"],
-                }
-            )
-    return rows
+LONG = ("title", "reason", "key", "written", *(f"{kind}_tolerance" for kind in KINDS))
+"""Columns that a table for people does without."""
 
 
 def _markdown(frame: pd.DataFrame) -> str:
     """For people and pull requests: what is long or empty is left out."""
-    shown = frame.drop(columns=[name for name in ("reason", "key", "written") if name in frame])
-    shown = _filled(shown)
+    shown = _filled(frame.drop(columns=[name for name in LONG if name in frame]))
     cells = shown.map(lambda value: str(value).replace("|", "\\|") if isinstance(value, str) else value)
     return str(cells.to_markdown(index=False)) + "\n"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from repro.config.experiment import PROTOCOL
 from repro.report import text
+from repro.report.verdicts import anchor
 from repro.results.store import CONCLUSIVE, SIMULATED
 
 Record = dict[str, Any]
@@ -77,7 +78,7 @@ def experiment_row(record: Record) -> dict[str, Any]:
     return {
         "name": record["name"],
         "suite": record["suite"],
-        "anchor": f"run-{record['suite']}-{record['name']}",
+        "anchor": anchor("measured", f"{record['suite']}/{record['name']}"),
         "model": experiment["model"]["name"],
         "engine": experiment["engine"],
         "layout": layout(experiment["layout"]),
@@ -91,10 +92,13 @@ def experiment_row(record: Record) -> dict[str, Any]:
         "resident": text.size(of("memory.rss_peak_bytes")),
         "sent": text.size(of("comm.sent_bytes")),
         "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else text.NOTHING,
-        "written": str(record.get("written", ""))[:19].replace("T", " "),
-        "commit": _commit(record.get("provenance") or {}),
-        "id": record.get("id", ""),
+        **identity(record),
     }
+
+
+def identity(record: Record) -> dict[str, Any]:
+    """Which record it is, and when it was written (UTC)."""
+    return {"id": record.get("id", ""), "written": str(record.get("written", ""))[:16].replace("T", " ")}
 
 
 _SWITCHES = {"pa": "P_a", "pa_cpu": "on the CPU", "md": "M_D", "scatter_gather": "scatter/gather"}
@@ -117,28 +121,41 @@ def layout(values: dict[str, Any]) -> str:
     return ", ".join([*(parts or ["one process"]), values["precision"]])
 
 
-def machines(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Where the records come from: one entry per machine, source state and set of versions, newest first."""
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in records:
-        groups.setdefault(tuple(_where(record.get("provenance") or {}).values()), []).append(record)
-    entries = []
-    for members in groups.values():
-        written = sorted(str(record.get("written", ""))[:19].replace("T", " ") for record in members)
-        provenance = members[-1].get("provenance") or {}
-        entries.append(
-            {
-                **_where(provenance),
+class Machines:
+    """Where records come from: one entry per machine, source state and set of versions, numbered from 1."""
+
+    def __init__(self, records: Iterable[Record]):
+        groups: dict[tuple[str, ...], list[Record]] = {}
+        for record in records:
+            groups.setdefault(_origin(record), []).append(record)
+        entries = []
+        for origin, members in groups.items():
+            written = sorted(str(record.get("written", ""))[:19].replace("T", " ") for record in members)
+            newest = max(members, key=lambda record: str(record.get("written", "")))
+            provenance = newest.get("provenance") or {}
+            found = {
                 "records": len(members),
                 "first": written[0],
                 "last": written[-1],
                 "provenance": provenance,
             }
-        )
-    return sorted(entries, key=lambda entry: entry["last"], reverse=True)
+            entries.append((origin, {**where(provenance), **found}))
+        entries.sort(key=lambda entry: str(entry[1]["last"]), reverse=True)
+        self.entries = [{"number": number, **entry} for number, (_, entry) in enumerate(entries, 1)]
+        """Newest first."""
+        self._numbers = {origin: number for number, (origin, _) in enumerate(entries, 1)}
+
+    def number(self, record: Record) -> int:
+        """Of the entry that describes where ``record`` comes from."""
+        return self._numbers[_origin(record)]
 
 
-def _where(provenance: Record) -> dict[str, str]:
+def _origin(record: Record) -> tuple[str, ...]:
+    return tuple(where(record.get("provenance") or {}).values())
+
+
+def where(provenance: Record) -> dict[str, str]:
+    """A record's machine, versions and source, each in a few words; ``unknown`` where it does not say."""
     cpu, packages = provenance.get("cpu") or {}, provenance.get("packages") or {}
     memory, gpus = provenance.get("memory") or {}, provenance.get("gpus") or []
     names = [str(gpu.get("name")) for gpu in gpus]

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from repro.report import text
-from repro.report.measured import Record, layout
+from repro.report.measured import Record, identity, layout
 from repro.report.verdicts import anchor
 
 _BYTES = re.compile(r"\b(\d{4,})\b(?: bytes)?")
@@ -35,6 +35,7 @@ def experiment_row(record: Record) -> dict[str, Any]:
         "limit": text.size(metrics.get("memory.limit_bytes")),
         "sent": text.size(metrics.get("comm.sent_bytes")),
         "between": text.size(metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None),
+        **identity(record),
     }
 
 

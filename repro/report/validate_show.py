@@ -24,7 +24,9 @@ def command(results: Path, json: bool, svg: Path | None, system: str) -> int:
     from repro.claims.ledger import load
     from repro.results.store import Store
 
-    records = Store(results).records()
+    records, remarks = Store(results).sound()
+    for remark in remarks[:10]:
+        print(f"note: {remark}", file=sys.stderr)
     found = points(judge(load(), records), records)
     machine = None
     if system:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from repro.claims.ledger import Claim, Ledger
     from repro.claims.results import ClaimResult, Finding, RowResult
     from repro.claims.table import Line
+    from repro.report.commands import Catalogue
 
 SIGNS = {"reproduced": "✓", "not reproduced": "✗", "not comparable": "≠", "not run": "○"}
 """A verdict is never told by colour alone."""
@@ -22,27 +23,18 @@ def slug(verdict: str) -> str:
 
 def anchor(kind: str, name: str) -> str:
     """Where the page has the record of the experiment ``suite/name``."""
-    return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '-')}"
+    return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.')}"
 
 
-def claim_view(result: ClaimResult, line: Line, ledger: Ledger) -> dict[str, Any]:
+def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Catalogue) -> dict[str, Any]:
     """Everything that the page says about one claim."""
-    from repro.claims.judge import experiments
-
     claim = result.claim
-    read = [
-        (evidence.kind, name)
-        for row in claim.rows
-        for evidence in row.evidence
-        if evidence.kind != "analytic"
-        for part in (evidence.value, evidence.expect)
-        if part
-        for name in experiments(part, row.variables)
-    ]
+    read = experiments_of(claim)
     return {
         "id": claim.id,
         "title": claim.title,
         "family": claim.family,
+        "about": ledger.about.get(claim.file, claim.file),
         "group": ledger.titles.get(claim.file, claim.file),
         "published": claim.published,
         "conditions": claim.conditions,
@@ -57,14 +49,30 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger) -> dict[str, Any
         "sign": SIGNS[result.verdict],
         "basis": result.basis,
         "strongest": result.basis.partition(",")[0].split(" ")[0] if result.basis else "",
+        "kinds": [kind.kind for kind in result.kinds if kind.decided] or ["none"],
         "reason": result.reason,
         "disagreements": result.disagreements,
         "cells": {kind: _cell(result, line, kind) for kind in KINDS},
-        "rows": [_row(row, claim) for row in result.rows],
-        "experiments": [
-            {"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in dict.fromkeys(read)
-        ],
+        "rows": [row_view(row, claim) for row in result.rows],
+        "experiments": [{"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in read],
+        "commands": [*catalogue.commands(read)],
     }
+
+
+def experiments_of(claim: Claim) -> list[tuple[str, str]]:
+    """Kind of evidence and ``suite/name`` of every experiment that a claim reads, each once."""
+    from repro.claims.judge import experiments
+
+    read = [
+        (evidence.kind, name)
+        for row in claim.rows
+        for evidence in row.evidence
+        if evidence.kind != "analytic"
+        for part in (evidence.value, evidence.expect)
+        if part
+        for name in experiments(part, row.variables)
+    ]
+    return list(dict.fromkeys(read))
 
 
 def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
@@ -84,7 +92,8 @@ def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
     return {"text": words, "scale": scale, "verdict": shown, "slug": slug(shown), "sign": SIGNS[shown]}
 
 
-def _row(result: RowResult, claim: Claim) -> dict[str, Any]:
+def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
+    """One published value with all its evidence, strongest first, every number as text."""
     row = result.row
     published = f"{row.bound} {row.published}".strip()
     if row.printed is not None:
@@ -103,11 +112,15 @@ def _row(result: RowResult, claim: Claim) -> dict[str, Any]:
 
 
 def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
+    at_scale = finding.decided and isinstance(finding.expected, int | float)
     return {
         "kind": finding.kind,
         "scale": finding.scale,
-        "value": _value(finding, result) if finding.decided else "not run",
-        "reason": finding.reason,
+        "value": "not run" if finding.value is None else _value(finding, result),
+        "number": "" if finding.value is None else f"{finding.value}",
+        "tolerance": finding.reason if at_scale else finding.tolerance,
+        # A rule that was met says no more than the tolerance does; what is missing, or an interval, does.
+        "reason": "" if at_scale or finding.tolerance.endswith(f": {finding.reason}") else finding.reason,
         "expression": finding.expression,
         "verdict": finding.verdict,
         "slug": slug(finding.verdict),
@@ -147,3 +160,21 @@ def summary(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
         entry = {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": len(members)}
         counts.append({**entry, "by_kind": by_kind})
     return counts
+
+
+def by_about(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The claims of each system, how many there are of each verdict; the system with most claims first."""
+    entries = [
+        {
+            "about": about,
+            "claims": len(members),
+            "verdicts": [
+                {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": count}
+                for verdict, sign in SIGNS.items()
+                if (count := sum(claim["verdict"] == verdict for claim in members))
+            ],
+        }
+        for about in dict.fromkeys(claim["about"] for claim in claims)
+        for members in [[claim for claim in claims if claim["about"] == about]]
+    ]
+    return sorted(entries, key=lambda entry: -int(entry["claims"]))

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from repro.results.shape import wrong
+
 SCHEMA = 1
 """Version of the record's layout."""
 RESERVE_BYTES = 256 * 1024
@@ -75,6 +77,17 @@ class Store:
             reading.catch_up()
             found += reading.records
         return sorted(found, key=lambda record: str(record.get("written", "")))
+
+    def sound(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """The records that a report can read, oldest first, and a remark (file, line, why) for every other line."""
+        records = [record for record in self.records() if not wrong(record)]
+        incomplete = [
+            f"{reading.path}:{line}: {wrong(record)}; skipped"
+            for reading in self._read.values()
+            for line, record in zip(reading.lines, reading.records, strict=True)
+            if wrong(record)
+        ]
+        return records, [*self.torn, *incomplete]
 
     @property
     def torn(self) -> list[str]:
@@ -156,6 +169,8 @@ class _Reading:
     def __init__(self, path: Path):
         self.path = path
         self.records: list[dict[str, Any]] = []
+        self.lines: list[int] = []
+        """The line of each record."""
         self._offset = 0
         self._line = 0
         self._bad: list[int] = []
@@ -171,10 +186,11 @@ class _Reading:
             self._line += 1
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # a line of brackets is as deep as it is long
                 record = None
             if isinstance(record, dict):
                 self.records.append(record)
+                self.lines.append(self._line)
             else:
                 self._bad.append(self._line)
         self._offset += len(complete) + len(newline)

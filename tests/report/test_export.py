@@ -76,7 +76,10 @@ def test_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFix
     ("arguments", "said"),
     [
         (["--format", "excel"], "--format = 'excel': one of csv, parquet, markdown, latex"),
-        (["--table", "all"], "--table = 'all': one of claims, values, experiments, comparisons"),
+        (
+            ["--table", "all"],
+            "--table = 'all': one of summary, claims, values, experiments, comparisons, records",
+        ),
         (["--format", "parquet"], "--output"),
         (["--output", "/nowhere/x.csv"], "a file in a folder that exists"),
     ],

@@ -10,7 +10,7 @@ import synthetic
 from repro.report import text
 from repro.report.figures import communication, comparison, draw_all, loss, peak, states
 from repro.report.figures.style import CATEGORY, look
-from repro.report.measured import experiment_row, layout, machines, select
+from repro.report.measured import Machines, experiment_row, layout, select
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +134,8 @@ def test_newest_conclusive_record_counts() -> None:
 def test_machines_are_told_apart() -> None:
     records = synthetic.records()[:2]
     other = records[1] | {"provenance": synthetic.PROVENANCE | {"host": "another"}}
-    assert {entry["host"] for entry in machines([records[0], other])} == {"synthetic", "another"}
-    assert machines([records[0] | {"provenance": {}}])[0]["commit"] == "not a checkout"
+    assert {entry["host"] for entry in Machines([records[0], other]).entries} == {"synthetic", "another"}
+    assert Machines([records[0] | {"provenance": {}}]).entries[0]["commit"] == "not a checkout"
 
 
 def test_layout_in_words() -> None:

@@ -85,6 +85,6 @@ def test_the_page_leads_to_the_simulated_records(tmp_path: Path) -> None:
     report = build(tmp_path / "results", tmp_path / "out")
     assert {"map.svg", "map.png"} <= {path.name for path in report.figures}
     page = report.page.read_text(encoding="utf-8")
-    assert page.count('href="#sim-yuan-map-4000000000-t2-p2"') == 1
-    assert page.count('id="sim-yuan-map-4000000000-t2-p2"') == 1
+    assert page.count('href="#sim-yuan.map-4000000000-t2-p2"') == 1
+    assert page.count('id="sim-yuan.map-4000000000-t2-p2"') == 1
     assert draw_all([], [])[-1].figure is None

@@ -48,7 +48,7 @@ def test_figures_show_measured_records_only(traced: list[dict[str, object]]) -> 
 
 def test_rows(traced: list[dict[str, object]]) -> None:
     row = experiment_row(traced[0])
-    assert (row["anchor"], row["ranks"], row["outcome"]) == ("sim-smoke-states-z1-dp2", "2", "ok")
+    assert (row["anchor"], row["ranks"], row["outcome"]) == ("sim-smoke.states-z1-dp2", "2", "ok")
     assert row["states"] != "–" != row["reserved"]
     assert row["limit"] == "83.7 GB"
     assert row["between"] == "0 B", "two GPUs of one node"
@@ -66,7 +66,7 @@ def test_page(traced: list[dict[str, object]], tmp_path: Path) -> None:
     report = build(tmp_path / "results", tmp_path / "out")
     assert (report.experiments, report.simulated) == (6, 3)
     page = report.page.read_text(encoding="utf-8")
-    assert page.count('id="sim-smoke-states-z1-dp2"') == page.count('id="run-smoke-states-z1-dp2"') == 1
+    assert page.count('id="sim-smoke.states-z1-dp2"') == page.count('id="run-smoke.states-z1-dp2"') == 1
     assert "middle &lt;stage&gt;: out of memory, 8.60 GB requested of 32.3 GB" in page
     assert "without a conclusive result: smoke/deep (error)" in page
 

@@ -1,0 +1,160 @@
+"""``repro artifact``: claim, command, expected value and tolerance, and what it costs on which cluster.
+
+Made of the ledger and the suites alone, without records, so that the same checkout always gives the same text.
+The cost of a measured command has two ends, both in GPU-hours: the arithmetic of its steps at the device's peak, which
+nothing undercuts, and its experiments' time limits, which nothing exceeds.  What a step takes in between is what
+``repro submit --dry-run`` predicts from simulated records.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from repro import systems
+from repro.claims.judge import judge
+from repro.claims.ledger import KINDS, Ledger, load
+from repro.claims.results import NOT_COMPARABLE, ClaimResult, RowResult
+from repro.config import ConfigError, Experiment
+from repro.models import flops
+from repro.report.commands import Catalogue, Command
+from repro.report.text import significant
+from repro.report.verdicts import experiments_of, row_view
+
+HOUR_S = 3600.0
+INTRODUCTION = """\
+# Artifact appendix
+
+What reviewers of a systems venue ask for: every claim with the command that tests it, the value to expect and its
+tolerance, and the cost in GPU-hours on the cluster that it needs. `make artifact` writes this file from the ledger
+(`repro/claims/*.toml`) and the suites (`suites/*.toml`); a test compares them.
+
+- **Here** needs no GPU: `make smoke` (two cores, minutes) measures the small twins and simulates some published
+  layouts; the simulated commands below take about a second or a few for each experiment.
+- **On a cluster** `repro submit` runs the measured commands. Cost: from the arithmetic of the steps at the device's
+  peak rate to the time limits of the experiments. `repro submit SUITE --profile PROFILE --dry-run` says what is
+  predicted in between, once the store has the simulated records.
+- **Tolerance** is what is accepted, by kind of evidence; the rule is in `repro/claims/tolerance.py`. Analytic values
+  need no run: `repro claims ID` computes them.
+"""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """GPU-hours of one command."""
+
+    least: float | None
+    """The steps' arithmetic at peak; None where the peak is not known."""
+    most: float
+
+
+def command(output: Path | None) -> int:
+    """Write the appendix to ``output``, or print it; 0.  Raises ``ConfigError``."""
+    made = text()
+    if output is None:
+        sys.stdout.write(made)
+        return 0
+    if not output.parent.is_dir():
+        raise ConfigError("--output", str(output), "a file in a folder that exists")
+    output.write_text(made, encoding="utf-8")
+    return 0
+
+
+def text() -> str:
+    """The appendix as Markdown."""
+    ledger, catalogue = load(), Catalogue()
+    results = judge(ledger, [])
+    parts = [INTRODUCTION]
+    groups = dict.fromkeys(ledger.about[result.claim.file] for result in results)
+    parts.append(_overview(results, ledger, catalogue))
+    for about in groups:
+        parts.append(f"## {about}\n")
+        for result in results:
+            if ledger.about[result.claim.file] == about:
+                parts.append(_claim(result, catalogue))
+    return "\n".join(parts)
+
+
+def cost(found: Command, catalogue: Catalogue) -> Cost:
+    """GPU-hours of a measured command, of all its experiments together."""
+    known = catalogue.suites[found.suite]
+    chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
+    # What is to run out of memory takes no step.
+    least = [_arithmetic_hours(entry.experiment) if entry.expect != "oom" else 0.0 for entry in chosen]
+    most = sum(e.experiment.limits.timeout_s * e.experiment.layout.world / HOUR_S for e in chosen)
+    return Cost(None if None in least else sum(hours or 0.0 for hours in least), most)
+
+
+def _arithmetic_hours(experiment: Experiment) -> float | None:
+    """Of all steps at the peak of the system's device; None where nobody knows that."""
+    layout, training = experiment.layout, experiment.training
+    peak = systems.load(experiment.system).device.peak_flops.get(layout.precision)
+    if peak is None or peak.value is None:
+        return None
+    work = flops.hardware_flops(experiment.model, experiment.seq, layout.global_batch, layout.recompute)
+    return work * training.steps / float(peak.value) / HOUR_S
+
+
+def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: Catalogue) -> str:
+    """One line a suite and system: what all its claims cost together."""
+    wanted = [entry for result in results for entry in experiments_of(result.claim)]
+    lines = ["| suite | needs | experiments | GPU-hours |", "|---|---|---|---|"]
+    for found in catalogue.commands(dict.fromkeys(wanted)):
+        if found.kind == "measured":
+            lines.append(
+                f"| {found.suite} | {found.needs or 'this machine'} | {len(found.names)} | {_hours(found, catalogue)} |"
+            )
+    return "\n".join(["## What the measured evidence costs\n", *lines, ""])
+
+
+def _claim(result: ClaimResult, catalogue: Catalogue) -> str:
+    claim = result.claim
+    lines = [f"### {claim.id}", "", f"{claim.title}. Published: {claim.published}."]
+    if result.verdict == NOT_COMPARABLE:
+        return "\n".join([*lines, "", f"Not comparable: {result.reason}.", ""])
+    lines += ["", "| value | expected | tolerance |", "|---|---|---|"]
+    lines += [_row(row, result) for row in result.rows]
+    commands = catalogue.commands(experiments_of(claim))
+    lines += [
+        "",
+        "```",
+        *(f"{c.text}    # {_note(c, catalogue)}" for c in commands),
+        f"repro claims {claim.id}",
+        "```",
+    ]
+    if claim.needs:
+        lines += ["", f"Needs: {claim.needs}."]
+    return "\n".join([*lines, ""])
+
+
+def _row(row: RowResult, result: ClaimResult) -> str:
+    view = row_view(row, result.claim)
+    if row.verdict == NOT_COMPARABLE and not row.findings:
+        return f"| {_plain(view['label'])} | {_plain(view['published'])} | not comparable: {_plain(row.reason)} |"
+    rules: dict[str, list[str]] = {}
+    for kind in KINDS:
+        for finding in row.findings:
+            if finding.kind == kind:
+                rules.setdefault(finding.tolerance, []).append(kind)
+    said = "; ".join(f"{', '.join(dict.fromkeys(kinds))}: {rule}" for rule, kinds in rules.items())
+    return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(said) or 'no expression tests it yet'} |"
+
+
+def _note(found: Command, catalogue: Catalogue) -> str:
+    if found.kind == "simulated":
+        return f"{len(found.names)} simulated, here"
+    return f"{found.needs or 'here'}, {_hours(found, catalogue)}{' GPU-hours' if found.needs else ''}"
+
+
+def _hours(found: Command, catalogue: Catalogue) -> str:
+    if found.suite not in catalogue.suites or not found.needs:
+        return "none: processor cores"
+    price = cost(found, catalogue)
+    least = "?" if price.least is None else significant(price.least)
+    return f"{least} to {significant(price.most)}"
+
+
+def _plain(words: str) -> str:
+    """Text that stays in its cell of a Markdown table."""
+    return words.replace("|", "\\|").replace("\n", " ")

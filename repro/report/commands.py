@@ -1,0 +1,112 @@
+"""The commands that bring a claim's evidence: ``repro run`` here, ``repro submit`` on the system that it needs.
+
+Suites are read, nothing is run.  Names are folded into globs that match just them, so that a command is short
+and asks for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from repro import suites
+from repro.config.files import read_toml
+from repro.suites import Suite
+from repro.systems import HERE
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command, the evidence that it brings, and the experiments that it runs."""
+
+    kind: str
+    """``simulated`` or ``measured``."""
+    text: str
+    needs: str
+    """Devices and system, empty where any machine does: ``400 GPUs of dgx2``."""
+    suite: str
+    names: tuple[str, ...]
+
+
+class Catalogue:
+    """The suites of this checkout by name, and the SLURM profile of each system; both empty elsewhere."""
+
+    def __init__(self, root: Path = ROOT):
+        files = sorted((root / "suites").glob("*.toml"))
+        self.suites: dict[str, Suite] = {suite.name: suite for suite in map(suites.load, files)}
+        self._profiles: dict[str, str] = {}
+        for path in sorted((root / "slurm").glob("*.toml")):
+            system = str(read_toml(path).get("system", ""))
+            if path.stem not in ("generic", "lab"):
+                self._profiles.setdefault(system, f"slurm/{path.name}")
+
+    def commands(self, experiments: Iterable[tuple[str, str]]) -> list[Command]:
+        """What brings the records of (kind of evidence, ``suite/name``), by suite.
+
+        What is read as simulated and belongs on a cluster can be measured there too, at the published scale.
+        """
+        wanted: dict[tuple[str, str, str], set[str]] = {}
+        for kind, full in experiments:
+            suite, _, name = full.partition("/")
+            system = self._system(suite, name)
+            at = (suite, "" if kind == "simulated" else system, kind)
+            wanted.setdefault(at, set()).add(name)
+            if kind == "simulated" and system not in ("", *HERE):
+                wanted.setdefault((suite, system, "measured"), set()).add(name)
+        return [self._command(*at, names) for at, names in sorted(wanted.items())]
+
+    def _system(self, suite: str, name: str) -> str:
+        """Where it is measured; empty where the suite is not known."""
+        known = self.suites.get(suite)
+        found = [e.experiment.system for e in known.entries if e.experiment.name == name] if known else []
+        return found[0] if found else ""
+
+    def _command(self, suite: str, system: str, kind: str, names: set[str]) -> Command:
+        known = self.suites.get(suite)
+        every = [entry.experiment.name for entry in known.entries] if known else sorted(names)
+        file = f"suites/{Path(known.file).name}" if known else f"suites/{suite}.toml"
+        only = "" if set(every) == names else "".join(f" --only '{glob}'" for glob in globs(names, every))
+        needs = ""
+        if kind == "simulated":
+            text = f"repro run {file} --evidence simulated{only}"
+        elif system in ("", *HERE):
+            text = f"repro run {file}{only}"
+        else:
+            assert known is not None
+            text = f"repro submit {file} --profile {self._profiles.get(system, 'YOURS.toml')}{only}"
+            worlds = [e.experiment.layout.world for e in known.entries if e.experiment.name in names]
+            needs = f"{max(worlds, default=0)} GPUs of {system}"
+        return Command(kind=kind, text=text, needs=needs, suite=suite, names=tuple(sorted(names)))
+
+
+def globs(names: set[str], every: Iterable[str]) -> list[str]:
+    """The fewest beginnings (``fig6-*``) that match ``names`` and no other of ``every``, greedily.
+
+    A name that has ``*``, ``?`` or ``[`` in it stays as it is.
+    """
+    others = set(every) - names
+    left, found = set(names), []
+    while left:
+        first = min(left)
+        best = first
+        for end in range(1, len(first) + 1):
+            glob = f"{first[:end]}*"
+            if not any(fnmatchcase(other, glob) for other in others):
+                matched = {name for name in left if fnmatchcase(name, glob)}
+                if len(matched) > 1:
+                    best = f"{_beginning(matched)}*"
+                break
+        found.append(best)
+        left -= {name for name in left if name == best or fnmatchcase(name, best)}
+    return found
+
+
+def _beginning(names: set[str]) -> str:
+    """The longest beginning that all of them have."""
+    low, high = min(names), max(names)  # what these two share, all between them do
+    same = [a == b for a, b in zip(low, high, strict=False)]
+    return low[: same.index(False) if False in same else len(same)]

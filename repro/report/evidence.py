@@ -1,0 +1,252 @@
+"""A store and the judged ledger, as frames: what the page, the exports and the notebooks show, from one place.
+
+    from repro.report import evidence
+
+    found = evidence.read()                     # $REPRO_RESULTS, else the nearest results/ from here upwards
+    found.claims(about="ZeRO")                  # a row per claim: published, evidence, verdict
+    found.values("zero-fig1-*")                 # a row per published value, with each kind of evidence
+    found.experiments("zero_r/*")               # a row per record, a column per metric
+
+pandas is imported where a frame is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro.claims.judge import judge
+from repro.claims.ledger import KINDS, Ledger, load
+from repro.claims.results import ClaimResult
+from repro.claims.table import as_dict, summary, table
+from repro.config.experiment import PROTOCOL
+from repro.report.text import NOTHING
+from repro.results import frame
+from repro.results.store import CONCLUSIVE, Store
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Record = dict[str, Any]
+VARIABLE = "REPRO_RESULTS"
+"""Names the store where :func:`read` is not told."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a store says of the ledger.  ``pattern``: a glob of claim ids, or of ``suite/name``."""
+
+    results: Path
+    records: list[Record]
+    """All sound ones, oldest first, of any protocol."""
+    torn: list[str]
+    """One remark for each line that is no record: file, line and why."""
+    ledger: Ledger
+
+    @cached_property
+    def judged(self) -> list[ClaimResult]:
+        """A result for every claim, in the ledger's order."""
+        return judge(self.ledger, self.records)
+
+    def documents(self, pattern: str = "*") -> list[dict[str, Any]]:
+        """The claims as ``repro claims --json`` prints them."""
+        return [
+            as_dict(result, self.ledger) for result in self.judged if fnmatchcase(result.claim.id, pattern)
+        ]
+
+    def claims(self, pattern: str = "*", about: str = "") -> pd.DataFrame:
+        """One row per claim: what was published, how many values each evidence reproduced, the verdict."""
+        rows = [
+            {
+                "claim": line.id,
+                "about": self.ledger.about[line.file],
+                "title": line.title,
+                "published": line.published,
+                "analytic": line.analytic,
+                "simulated": line.simulated,
+                "measured": line.measured,
+                "verdict": line.verdict,
+                "basis": line.basis,
+                "reason": line.reason,
+            }
+            for line in table(self.judged)
+            if fnmatchcase(line.id, pattern) and about in ("", self.ledger.about[line.file])
+        ]
+        return _frame(rows)
+
+    def summary(self) -> pd.DataFrame:
+        """One row per system: claims by verdict, and values that each kind of evidence reproduces of those it tests."""
+        groups: dict[str, list[ClaimResult]] = {}
+        for result in self.judged:
+            groups.setdefault(self.ledger.about[result.claim.file], []).append(result)
+        return _frame([_counts(about, results) for about, results in [*groups.items(), ("all", self.judged)]])
+
+    def values(self, pattern: str = "*") -> pd.DataFrame:
+        """One row per published value, with the strongest value of each kind of evidence and its interval."""
+        return _frame(
+            [_value(claim, row) for claim in self.documents(pattern) for row in claim["rows"]],
+        )
+
+    def table(self, pattern: str = "*") -> pd.DataFrame:
+        """The same for a reader: every value as the page writes it, a dash where there is none."""
+        from repro.report.verdicts import row_view
+
+        rows = []
+        for result in self.judged:
+            if not fnmatchcase(result.claim.id, pattern):
+                continue
+            for row in result.rows:
+                view = row_view(row, result.claim)
+                seen = dict.fromkeys(KINDS, NOTHING)
+                for finding in reversed(view["findings"]):  # the strongest of a kind comes first, and so wins
+                    seen[finding["kind"]] = f"{finding['value']} {finding['sign']}"
+                shown = {"claim": result.claim.id, "value": view["label"], "published": view["published"]}
+                rows.append({**shown, **seen, "verdict": view["verdict"]})
+        return _frame(rows)
+
+    def tidy(self, pattern: str = "*") -> pd.DataFrame:
+        """For plots: one row per published value and kind (``published`` or evidence) that has a number."""
+        rows = []
+        for claim in self.documents(pattern):
+            for row in claim["rows"]:
+                at = {"claim": claim["id"], "value": row["label"], "unit": row["unit"]}
+                if row["value"] is not None:
+                    rows.append({**at, "kind": "published", "amount": row["value"]})
+                seen: set[str] = set()
+                for finding in row["evidence"]:
+                    if isinstance(finding["value"], int | float) and finding["kind"] not in seen:
+                        seen.add(finding["kind"])
+                        rows.append({**at, **{key: finding[key] for key in ("kind", "low", "high")}})
+                        rows[-1]["amount"] = finding["value"]
+        return _frame(rows)
+
+    def to_run(self, pattern: str = "*") -> list[str]:
+        """The commands that bring the records which these claims read and the store lacks."""
+        from repro.report.commands import Catalogue
+        from repro.report.verdicts import experiments_of
+
+        known = {(r["evidence"], _name(r)) for r in self.latest() if r["outcome"] in CONCLUSIVE}
+        lacking = [
+            wanted
+            for result in self.judged
+            if fnmatchcase(result.claim.id, pattern)
+            for wanted in experiments_of(result.claim)
+            if wanted not in known
+        ]
+        return [command.text for command in Catalogue().commands(lacking)]
+
+    def experiments(self, pattern: str = "*", evidence: str = "") -> pd.DataFrame:
+        """One row per record of an experiment, of any protocol: what was run, how it ended, every metric."""
+        return frame.experiments(self._matching("experiment", pattern, evidence))
+
+    def latest(self, pattern: str = "*", evidence: str = "") -> list[Record]:
+        """The records that are judged: the newest conclusive one of each experiment, else its newest failure."""
+        from repro.report.measured import select
+
+        chosen = select(self.records)
+        return [
+            record
+            for record in [*chosen.experiments, *chosen.simulated]
+            if fnmatchcase(_name(record), pattern) and evidence in ("", record["evidence"])
+        ]
+
+    def comparisons(self, pattern: str = "*") -> pd.DataFrame:
+        """One row per comparison of two strategies that took turns: ratio with its 95 % interval."""
+        return frame.comparisons(self._matching("comparison", pattern))
+
+    def provenance(self) -> pd.DataFrame:
+        """One row per record of any kind and protocol: its id, where it came from, which source made it."""
+        return _frame([_origin(record) for record in self.records])
+
+    def _matching(self, kind: str, pattern: str, evidence: str = "") -> list[Record]:
+        return [
+            record
+            for record in self.records
+            if record.get("kind") == kind
+            and fnmatchcase(_name(record), pattern)
+            and evidence in ("", record.get("evidence"))
+        ]
+
+
+def read(results: Path | str | None = None) -> Evidence:
+    """The evidence in the store at ``results``; an empty or missing one has analytic evidence only."""
+    store = Store(Path(results) if results is not None else default())
+    records, torn = store.sound()
+    return Evidence(results=store.root, records=records, torn=torn, ledger=load())
+
+
+def default() -> Path:
+    """``$REPRO_RESULTS``; else the nearest folder ``results`` here or above, else ``results`` here."""
+    named = os.environ.get(VARIABLE, "")
+    if named:
+        return Path(named)
+    here = Path.cwd()
+    found = (folder / "results" for folder in (here, *here.parents) if (folder / "results/records").is_dir())
+    return next(found, Path("results"))
+
+
+def _counts(about: str, results: list[ClaimResult]) -> dict[str, Any]:
+    counts = summary(results)
+    evidence = {
+        kind: f"{found['rows_reproduced']}/{found['rows_decided']}" if found["rows_decided"] else "-"
+        for kind, found in counts["evidence"].items()
+    }
+    return {"about": about, "claims": counts["claims"], **counts["verdicts"], **evidence}
+
+
+def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for finding in row["evidence"]:  # strongest first
+        found.setdefault(finding["kind"], finding)
+    parts = (
+        ("", "value"),
+        ("_low", "low"),
+        ("_high", "high"),
+        ("_tolerance", "tolerance"),
+        ("_verdict", "verdict"),
+    )
+    evidence = {f"{kind}{suffix}": found.get(kind, {}).get(key) for kind in KINDS for suffix, key in parts}
+    return {
+        "claim": claim["id"],
+        "family": claim["family"],
+        "about": claim["about"],
+        "value": row["label"],
+        "published": row["value"],
+        "printed": row["published"],
+        "unit": row["unit"],
+        "certainty": row["certainty"],
+        **evidence,
+        "verdict": row["verdict"],
+        "basis": row["basis"],
+        "reason": row["reason"],
+    }
+
+
+def _origin(record: Record) -> dict[str, Any]:
+    from repro.report.measured import where
+
+    same = record.get("protocol") == PROTOCOL
+    return {
+        **{
+            key: record.get(key)
+            for key in ("id", "kind", "suite", "name", "key", "evidence", "outcome", "written")
+        },
+        "protocol": record.get("protocol"),
+        "judged": same,
+        **where(record.get("provenance") or {}),
+    }
+
+
+def _name(record: Record) -> str:
+    return f"{record.get('suite')}/{record.get('name')}"
+
+
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(rows)

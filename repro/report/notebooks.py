@@ -1,0 +1,170 @@
+"""``repro report --notebooks``: execute the notebooks of reports/ on a store, and write each as one HTML file.
+
+A notebook is a Python file with cells (jupytext's percent format), so that it can be reviewed, merged and linted.
+Each runs in a kernel of its own, which reads the store that ``REPRO_RESULTS`` names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from repro.config.errors import ConfigError
+from repro.report.commands import ROOT
+from repro.report.evidence import VARIABLE
+
+FOLDER = ROOT / "reports"
+HERE = Path(__file__).parent
+CELL_S = 300
+"""A cell that takes longer is stopped."""
+AT_ONCE = 2
+"""Kernels that run side by side."""
+PACKAGES = "jupytext, nbclient, nbconvert and ipykernel: pip install -e '.[notebooks]'"
+
+
+class CellFailed(Exception):
+    """A cell raised; ``str`` is one line with file, cell and error."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One notebook as it was written."""
+
+    title: str
+    page: Path
+    cells: int
+
+
+def sources(folder: Path = FOLDER) -> list[Path]:
+    """The notebooks, in the order of their numbers.  Raises ``ConfigError`` where there is no checkout."""
+    found = sorted(folder.glob("[0-9][0-9]_*.py"))
+    if not found:
+        raise ConfigError("--notebooks", str(folder), "a checkout with reports/*.py")
+    return found
+
+
+def write(results: Path, out: Path, folder: Path = FOLDER) -> list[Rendered]:
+    """Execute every notebook on ``results`` and write ``out``/NAME.html.  Raises ``ConfigError``, ``CellFailed``."""
+    paths = sources(folder)
+    done = asyncio.run(_execute_all(paths, results.resolve()))
+    out.mkdir(parents=True, exist_ok=True)
+    return [_save(path, notebook, out) for path, notebook in zip(paths, done, strict=True)]
+
+
+def read(path: Path) -> Any:
+    """The notebook in a percent file."""
+    try:
+        import jupytext
+    except ImportError:
+        raise ConfigError("--notebooks", "", PACKAGES) from None
+    return jupytext.read(path)
+
+
+async def _execute_all(paths: list[Path], results: Path) -> list[Any]:
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def one(path: Path) -> Any:
+        async with turn:
+            return await execute(path, results)
+
+    tasks = [asyncio.create_task(one(path)) for path in paths]
+    try:
+        return [await task for task in tasks]
+    finally:
+        for task in tasks:  # the first failure ends the others, kernels included
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def execute(path: Path, results: Path) -> Any:
+    """The notebook at ``path`` with its outputs.  Raises ``CellFailed``."""
+    try:
+        from nbclient import NotebookClient
+        from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+    except ImportError:
+        raise ConfigError("--notebooks", "", PACKAGES) from None
+    notebook = read(path)
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    environment = {**os.environ, VARIABLE: str(results), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    try:
+        await client.async_execute(env=environment)
+    except CellExecutionError as error:
+        raise CellFailed(f"{path}: {_place(notebook)}: {error.ename}: {error.evalue}") from None
+    except (CellTimeoutError, DeadKernelError) as error:
+        raise CellFailed(f"{path}: {_place(notebook)}: {' '.join(str(error).split())}") from None
+    return notebook
+
+
+def _place(notebook: Any) -> str:
+    """The cell that did not end, by its number and first line."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    bad = [
+        number
+        for number, cell in enumerate(code, 1)
+        if any(output.output_type == "error" for output in cell.outputs) or cell.execution_count is None
+    ]
+    number = bad[0] if bad else len(code)
+    return f"code cell {number} ({code[number - 1].source.strip().splitlines()[0]})"
+
+
+def _save(path: Path, notebook: Any, out: Path) -> Rendered:
+    from nbconvert import HTMLExporter
+    from pygments.formatters import HtmlFormatter
+
+    # The template without styles and scripts of its own: Jupyter's would be fetched from the network.
+    body, _ = HTMLExporter(
+        template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True
+    ).from_notebook_node(notebook)
+    title = title_of(notebook, path)
+    colours = [
+        HtmlFormatter(style=style).get_style_defs(".highlight") for style in ("default", "github-dark")
+    ]
+    style = (HERE / "style.css").read_text(encoding="utf-8") + (HERE / "notebook.css").read_text(
+        encoding="utf-8"
+    )
+    page = _PAGE.format(
+        title=title,
+        style=style + colours[0] + "\n@media (prefers-color-scheme: dark) {\n" + colours[1] + "\n}",
+        body=body,
+        source=path.name,
+    )
+    target = out / f"{path.stem}.html"
+    target.write_text(page, encoding="utf-8")
+    return Rendered(title=title, page=target, cells=sum(cell.cell_type == "code" for cell in notebook.cells))
+
+
+def title_of(notebook: Any, path: Path) -> str:
+    """Its first heading; its name without one."""
+    found = re.search(r"^# (.+)$", "\n".join(cell.source for cell in notebook.cells), re.MULTILINE)
+    return found[1].strip() if found else path.stem
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{style}
+</style>
+</head>
+<body class="notebook">
+<header><nav><a href="../index.html">All claims</a> <span class="muted">reports/{source}</span></nav></header>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""

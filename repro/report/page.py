@@ -1,0 +1,144 @@
+"""The page: what it says of claims, figures, records and machines, and how much of a large store it lists.
+
+A page of ten thousand lines helps nobody: every record that a claim or a figure reads has its line, and beside
+them the newest ``MOST`` of each kind.  What is left out is counted on the page, and ``repro export`` has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro.claims.table import table
+from repro.report import measured, simulated, verdicts
+from repro.report.commands import Catalogue
+from repro.report.evidence import Evidence, Record
+from repro.report.text import interval
+
+if TYPE_CHECKING:
+    from repro.report.measured import Machines, Selection
+
+HERE = Path(__file__).parent
+MOST = 200
+"""Records of a kind that no claim and no figure reads, and comparisons, that the page lists."""
+MOST_PROVENANCES = 20
+"""Machines whose full provenance is in the page."""
+
+
+def context(
+    found: Evidence,
+    chosen: Selection,
+    figures: list[dict[str, Any]],
+    remarks: list[str],
+    catalogue: Catalogue,
+) -> dict[str, Any]:
+    """What the template is filled with.  ``figures``: as ``build`` saved them, with ``records`` by anchor."""
+    everything = [*chosen.experiments, *chosen.simulated]
+    machines = measured.Machines([*everything, *chosen.comparisons])
+    known = {_anchor(record): record for record in everything}
+    claims = [
+        verdicts.claim_view(result, line, found.ledger, catalogue)
+        for result, line in zip(found.judged, table(found.judged), strict=True)
+    ]
+    for claim in claims:
+        claim["records"] = [_line(entry, known, machines) for entry in claim["experiments"]]
+    read = {entry["anchor"] for claim in claims for entry in claim["experiments"]}
+    read |= {anchor for figure in figures for anchor in figure["records"].values()}
+    comparisons = sorted(chosen.comparisons, key=lambda record: str(record["written"]), reverse=True)
+    lists = [
+        _listed(chosen.experiments, read, measured.experiment_row, machines),
+        _listed(chosen.simulated, read, simulated.experiment_row, machines),
+    ]
+    compared = [_comparison(record, machines) for record in comparisons[:MOST]]
+    named = {row["machine"] for rows in lists for row in [*rows["read"], *rows["others"]]}
+    named |= {row["machine"] for row in compared}
+    return {
+        "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "results": str(found.results),
+        "claims": claims,
+        "groups": list(dict.fromkeys(claim["group"] for claim in claims)),
+        "summary": verdicts.summary(claims),
+        "about": verdicts.by_about(claims),
+        "figures": figures,
+        "measured": lists[0],
+        "simulated": lists[1],
+        "comparisons": compared,
+        "more_comparisons": max(0, len(comparisons) - MOST),
+        "machines": [entry for entry in machines.entries if entry["number"] in named],
+        "more_machines": len(machines.entries) - len(named),
+        "provenances": MOST_PROVENANCES,
+        "older": chosen.older,
+        "remarks": remarks,
+    }
+
+
+def render(values: dict[str, Any]) -> str:
+    """The page as text; a name that the template misses is an error."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["code"] = _code
+    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
+    return environment.get_template("page.html").render(style=style, script=script, **values)
+
+
+def _code(words: str) -> Any:
+    """Text whose commands are between backticks, as HTML."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(words))))
+
+
+def _anchor(record: Record) -> str:
+    return verdicts.anchor(record["evidence"], f"{record['suite']}/{record['name']}")
+
+
+def _listed(
+    records: list[Record],
+    read: Iterable[str],
+    row: Callable[[Record], dict[str, Any]],
+    machines: Machines,
+) -> dict[str, Any]:
+    """Lines of the records that are read, then of the newest others, and how many are left to the export."""
+    cited = [record for record in records if _anchor(record) in read]
+    others = [record for record in records if _anchor(record) not in read]
+    newest = sorted(others, key=lambda record: str(record.get("written", "")), reverse=True)[:MOST]
+    shown = [
+        [{**row(record), "machine": machines.number(record)} for record in part] for part in (cited, newest)
+    ]
+    return {"all": len(records), "read": shown[0], "others": shown[1], "more": len(others) - len(newest)}
+
+
+def _line(entry: dict[str, Any], known: dict[str, Record], machines: Machines) -> dict[str, Any]:
+    """What a claim says of one record that it reads."""
+    record = known.get(entry["anchor"])
+    if record is None:
+        return {**entry, "outcome": "", "machine": 0}
+    return {
+        **entry,
+        "outcome": record["outcome"],
+        "machine": machines.number(record),
+        **measured.identity(record),
+    }
+
+
+def _comparison(record: Record, machines: Machines) -> dict[str, Any]:
+    return {
+        "suite": record["suite"],
+        "subject": record["subject"]["name"],
+        "baseline": record["baseline"]["name"],
+        "ratio": f"{record['ratio']:.3g}",
+        "interval": interval(record["low"], record["high"]),
+        "rounds": record["rounds"],
+        "machine": machines.number(record),
+        **measured.identity(record),
+    }

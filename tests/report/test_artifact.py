@@ -1,0 +1,68 @@
+"""The artifact appendix is what the ledger and the suites say now, with every claim in it."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from repro import cli
+from repro.claims.ledger import load
+from repro.report import artifact
+from repro.report.commands import ROOT, Catalogue, globs
+from repro.report.verdicts import experiments_of
+
+
+@lru_cache(maxsize=1)
+def appendix() -> str:
+    return artifact.text()
+
+
+def test_the_committed_file_is_up_to_date() -> None:
+    assert (ROOT / "reports/artifact.md").read_text(encoding="utf-8") == appendix(), "run `make artifact`"
+
+
+def test_every_claim_is_there_once_with_its_command() -> None:
+    named = re.findall(r"^### (\S+)$", appendix(), re.MULTILINE)
+    assert sorted(named) == sorted(claim.id for claim in load().claims)
+    assert "repro submit suites/zero_r.toml --profile slurm/dgx2.toml" in appendix()
+    assert "400 GPUs of dgx2" in appendix()
+
+
+def test_commands_name_what_a_claim_reads_and_nothing_else() -> None:
+    catalogue = Catalogue()
+    for claim in load().claims:
+        wanted = set(experiments_of(claim))
+        asked = set()
+        for command in catalogue.commands(wanted):
+            patterns = re.findall(r"--only '([^']+)'", command.text) or ["*"]
+            names = [entry.experiment.name for entry in catalogue.suites[command.suite].entries]
+            chosen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+            assert chosen == set(command.names), (claim.id, command.text)
+            asked |= {(command.kind, f"{command.suite}/{name}") for name in chosen}
+        assert wanted <= asked, claim.id
+        # What is read as simulated may also be measured on its cluster; nothing else is asked for.
+        assert {name for _, name in asked} == {name for _, name in wanted}, claim.id
+
+
+@pytest.mark.parametrize(
+    ("names", "every", "expected"),
+    [
+        ({"a-1", "a-2"}, ["a-1", "a-2", "b-1"], ["a-*"]),
+        ({"a-1", "b-1"}, ["a-1", "a-2", "b-1"], ["a-1", "b-1"]),
+        ({"a"}, ["a", "ab"], ["a"]),
+        ({"a", "ab"}, ["a", "ab"], ["a*"]),
+    ],
+)
+def test_globs_are_short_and_exact(names: set[str], every: list[str], expected: list[str]) -> None:
+    assert globs(names, every) == expected
+
+
+def test_it_is_written_where_it_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["artifact", "--output", str(tmp_path / "artifact.md")]) == 0
+    assert (tmp_path / "artifact.md").read_text(encoding="utf-8") == appendix()
+    assert cli.main(["artifact", "--output", str(tmp_path / "no" / "artifact.md")]) == 2
+    assert "a file in a folder that exists" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""The page, the notebooks' frames, `repro claims --json` and the exports hold the same numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from repro import cli
+from repro.report import evidence
+from repro.report.evidence import KINDS
+from tests.report.test_page import Page
+
+
+@pytest.fixture
+def claims(synthetic_results: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """What `repro claims --json` says."""
+    assert cli.main(["claims", "--json", "--results", str(synthetic_results)]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["claims"]
+    return found
+
+
+def rows(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for claim in claims for row in claim["rows"]]
+
+
+def number(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def test_the_page(claims: list[dict[str, Any]], built: Path) -> None:
+    page = Page((built / "index.html").read_text(encoding="utf-8"))
+    wanted = [
+        (finding["kind"], number(finding["value"])) for row in rows(claims) for finding in row["evidence"]
+    ]
+    assert page.values == wanted
+    assert sum(value != "" for _, value in wanted) > 100
+    assert [row["id"] for row in page.rows] == [f"claim-{claim['id']}" for claim in claims]
+    assert [row["data-verdict"] for row in page.rows] == [claim["verdict"] for claim in claims]
+    assert [row["data-about"] for row in page.rows] == [claim["about"] for claim in claims]
+
+
+def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], synthetic_results: Path) -> None:
+    found = evidence.read(synthetic_results)
+    frame = found.values()
+    assert list(frame["verdict"]) == [row["verdict"] for row in rows(claims)]
+    assert list(found.claims()["verdict"]) == [claim["verdict"] for claim in claims]
+    for (_, line), row in zip(frame.iterrows(), rows(claims), strict=True):
+        for kind in KINDS:
+            seen = [finding for finding in row["evidence"] if finding["kind"] == kind]
+            value, low, high = (line[kind], line[f"{kind}_low"], line[f"{kind}_high"])
+            if not seen or seen[0]["value"] is None:
+                assert pd.isna(value)
+            else:
+                assert value == seen[0]["value"]
+                if not isinstance(value, str):  # a word has no interval
+                    assert (low, high) == (seen[0]["low"], seen[0]["high"])
+    table = found.table()
+    assert list(table["verdict"]) == list(frame["verdict"])
+    tidy = found.tidy()
+    numbers = frame.loc[
+        frame["analytic"].map(lambda value: isinstance(value, int | float)), "analytic"
+    ].dropna()
+    assert list(tidy.loc[tidy["kind"] == "analytic", "amount"]) == list(numbers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_exports(
+    claims: list[dict[str, Any]], synthetic_results: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    command = ["export", "--table", "values", "--format", "csv", "--results", str(synthetic_results)]
+    assert cli.main(command) == 0
+    frame = pd.read_csv(io.StringIO(capsys.readouterr().out), keep_default_na=False, dtype=str)
+    for (_, line), row in zip(frame.iterrows(), rows(claims), strict=True):
+        seen = next((finding for finding in row["evidence"] if finding["kind"] == kind), {})
+        value = seen.get("value")
+        same = float(line[kind]) == value if isinstance(value, int | float) else line[kind] == number(value)
+        assert same, (line["claim"], line["value"])
+
+
+def test_the_summary_counts_what_the_claims_say(
+    claims: list[dict[str, Any]], synthetic_results: Path
+) -> None:
+    frame = evidence.read(synthetic_results).summary().set_index("about")
+    assert frame.loc["all", "claims"] == len(claims) == frame["claims"].iloc[:-1].sum()
+    for about, line in frame.iloc[:-1].iterrows():
+        verdicts = [claim["verdict"] for claim in claims if claim["about"] == about]
+        assert line["reproduced"] == verdicts.count("reproduced")
+        assert line["not run"] == verdicts.count("not run")
