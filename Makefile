@@ -16,6 +16,7 @@
 #   CONSTRAINTS  pins for pip; `make CONSTRAINTS= test` keeps the torch that a GPU machine has    constraints-cpu.txt
 #   RESULTS      where records are stored                                              results
 #   N, GPUS, RATE, DBD, LAB, ...   what slurm-lab starts: slurm/lab --help
+#   WORKERS      how many tests run at once in `make test`                             2
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-x -k zero'
 
 PYTHON ?= python3
@@ -24,6 +25,7 @@ CONSTRAINTS ?= constraints-cpu.txt
 TORCH_INDEX ?=
 RESULTS ?= results
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 CREATED := $(BIN)/python
@@ -84,7 +86,7 @@ smoke: $(INSTALLED)
 	exit $$status
 
 test: $(INSTALLED_TEST) $(NVRTC13)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-slurm: $(INSTALLED_TEST)
 	REPRO_SLURM=1 $(BIN)/python -m pytest tests/slurm_lab $(PYTEST_ARGS)

@@ -8,9 +8,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.pool import RankPool
+
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("repro", deadline=None)
+hypothesis.settings.load_profile("repro")
 
 
 @pytest.fixture(scope="session")
@@ -41,15 +46,26 @@ def ranks(request: pytest.FixtureRequest) -> RankPool | None:
     return None if size == 1 else request.getfixturevalue({2: "two", 4: "four"}[size])
 
 
+POOLS = {"two", "four", "eight", "ranks"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU say so where there is none."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
+    """A worker of pytest-xdist gets whole files, and one of them all that shares the pools of ranks."""
+    for item in items:
+        pooled = POOLS.intersection(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group("ranks" if pooled else str(item.path)))
+    _need_gpu([item for item in items if item.get_closest_marker("gpu")])
+
+
+def _need_gpu(items: list[pytest.Item]) -> None:
+    """They say so where there is none."""
+    if not items:
         return
     import torch
 
     if not torch.cuda.is_available():
-        for item in marked:
+        for item in items:
             item.add_marker(
                 pytest.mark.skip(reason="needs a CUDA device: `make test-gpu` on a machine with one")
             )
