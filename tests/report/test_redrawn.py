@@ -14,10 +14,11 @@ from overlaps import troubles
 from repro.claims.expression import parse
 from repro.claims.judge import experiments, judge
 from repro.claims.ledger import Ledger, load
+from repro.claims.published import read
 from repro.config.errors import ConfigError
-from repro.report.figures import draw_all, entries, redrawn
-from repro.report.figures.style import Drawing, look
-from repro.report.figures.values import View
+from repro.report.figures import draw_all, entries, marks, redrawn
+from repro.report.figures.style import Drawing, canvas, look
+from repro.report.figures.values import Ours, Value, View
 from repro.results.simulated import failed_record
 from repro.results.store import SIMULATED
 from repro.suites.read import load as load_suite
@@ -181,6 +182,21 @@ def test_what_is_missing_keeps_its_place_beside_the_published_value(ledger: Ledg
     assert "10 of 11 published values have nothing of ours beside them" in drawing.caption
     with look():
         assert troubles(drawing.figure) == []
+
+
+def test_a_measurement_takes_the_bar_and_the_simulation_stays_visible() -> None:
+    common = {"low": 30.0, "high": 30.0, "agrees": True, "runs": ("s/a",), "fits": True}
+    found = [Ours(kind=kind, value=30.0 + n, **common) for n, kind in enumerate(("measured", SIMULATED))]  # type: ignore[arg-type]
+    number = read("31")
+    value = Value(at="8B", published=number, error=0.0, metric="", unit="", ours=tuple(found), remedy=())
+    with look():
+        figure, axes = canvas(2.0)
+        marks.bars(axes, marks.slot(0, 0, 1), value, "#0072b2", 1.0)
+        marks.legend(figure, {"a": "#0072b2"}, [value], dots=False)
+    assert [(bar.get_height(), bar.get_hatch()) for bar in axes.patches] == [(31, None), (30, ".....")]
+    assert [tuple(dots.get_offsets()[0]) for dots in axes.collections] == [(pytest.approx(0.1974), 31)]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["published", "measured", "simulated, beside measured"]
 
 
 def test_a_step_that_does_not_fit_says_so(ledger: Ledger) -> None:
