@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from repro.launch.failures import failure
 from repro.results.store import Store
 from tests.launch.held_session import HELD as STEP
 from tests.slurm_lab.bench import HELD, Bench, case, ranks
@@ -231,6 +232,11 @@ def test_slurmd_killed_and_a_node_set_down(lab: Lab, tmp_path: Path) -> None:
     assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
     assert {name: bench.begun().count(name) for name in "abcd"} == {"a": 1, "b": 2, "c": 1, "d": 2}
     assert dead not in bench.latest()["b"]["provenance"]["slurm"]["nodes"]
+    for record in bench.records():
+        if record["outcome"] != "ok":  # if SLURM left it the time to write
+            assert failure(record["outcome"], record["reason"]) in ("node-failure", "lost-node"), record[
+                "reason"
+            ]
     for name in "bd":
         assert bench.outcomes(name)[-1] == "ok"
         assert bench.outcomes(name).count("ok") == 1

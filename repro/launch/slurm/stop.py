@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -81,13 +82,7 @@ class Stop:
 
 def meaning(job: str, delay_s: float, restarts: int = 0) -> str:
     """What SLURM ends ``job`` for, as far as it says, while it has been started again ``restarts`` times."""
-    try:
-        answer = subprocess.run(
-            ["scontrol", "show", "job", "-o", job], capture_output=True, text=True, timeout=ASK_S, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        answer = ""
-    fields = dict(re.findall(r"(\w+)=(\S*)", answer))
+    fields = dict(re.findall(r"(\w+)=(\S*)", _said(["scontrol", "show", "job", "-o", job])))
     state, started = fields.get("JobState", ""), _time(fields.get("StartTime", ""))
     if state.startswith("CANCELLED"):
         return CANCELLED
@@ -100,12 +95,40 @@ def meaning(job: str, delay_s: float, restarts: int = 0) -> str:
         return TIME_LIMIT
     if state.startswith("COMPLETING"):  # its end is decided, and hides the state behind it; not the reason
         if int(fields.get("Restarts", "0")) > restarts:  # on its way back into the queue
-            return NODE_FAILURE if fields.get("Reason") == "NodeDown" else PREEMPTED
+            return _why_requeued(job)
         return _REASONS.get(fields.get("Reason", ""), CANCELLED)
     ends = _time(fields.get("EndTime", ""))
     if ends is None:
         return f"{PREEMPTED} or at its {TIME_LIMIT}"
     return TIME_LIMIT if ends - time.time() < delay_s + EARLY_S else PREEMPTED
+
+
+def _why_requeued(job: str) -> str:
+    """Why SLURM took ``job`` back into the queue: by the accounting of its runs where there is one."""
+    runs = _said(["sacct", "-n", "-X", "-P", "-D", "-j", job, "-o", "State"]).split()
+    ended = [state for state in runs if state not in ("PENDING", "RUNNING")]
+    down = _down(os.environ.get("SLURM_JOB_NODELIST", ""))
+    if ended[-1:] == ["PREEMPTED"]:
+        return PREEMPTED
+    if down or ended[-1:] == ["NODE_FAIL"]:  # a node that was set down for a moment is up again
+        return f"{NODE_FAILURE} of {', '.join(down)}" if down else NODE_FAILURE
+    return f"{PREEMPTED}, or requeued by hand"
+
+
+def _down(nodes: str) -> list[str]:
+    """Which of ``nodes``, written as SLURM does, are down."""
+    lines = _said(["sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"]).splitlines() if nodes else []
+    states = (line.partition(" ") for line in lines)
+    return sorted({name for name, _, state in states if state.startswith(("down", "fail"))})
+
+
+def _said(command: list[str]) -> str:
+    """What SLURM answers; nothing if it does not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
 
 
 def _time(text: str) -> float | None:
