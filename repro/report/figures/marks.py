@@ -139,7 +139,8 @@ def legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, 
     plain: dict[str, Any] = {"linestyle": "none"}
     if len(colours) > 1:
         handles += [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
-    handles.append(Patch(facecolor=MUTED, label="published"))
+    if any(value.published for value in values):
+        handles.append(Patch(facecolor=MUTED, label="published"))
     kinds = {value.predicted.kind for value in values if value.predicted}
     handles += [
         Patch(facecolor="white", edgecolor=MUTED, hatch=HATCH[kind], label=kind)
