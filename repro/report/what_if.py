@@ -8,7 +8,7 @@ from repro import models, systems
 from repro.config import ConfigError, Experiment, Layout, Training
 
 
-def simulated_step(model: str, system: str, *, steps: int = 1, **layout: Any) -> dict[str, float | str]:
+def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
     """Trace one step of ``model`` on ``system`` in this process: its metrics, and ``outcome`` (``ok`` or ``oom``).
 
     ``layout``: fields of :class:`repro.Layout`, as in a suite: ``dp=64, zero=2, micro_batch=8, precision="fp16"``.
@@ -21,7 +21,7 @@ def simulated_step(model: str, system: str, *, steps: int = 1, **layout: Any) ->
         name="what-if",
         model=known,
         layout=Layout(**layout),
-        training=Training(steps=steps, seq=known.seq),
+        training=Training(seq=known.seq),
         system=system,
     )
     record = attempt(experiment, systems.load(system), "notebook")

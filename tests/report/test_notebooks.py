@@ -1,0 +1,118 @@
+"""Every notebook runs on a store with records and on an empty one, holds no number that the store should give,
+and opens in Jupyter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro import models, systems
+from repro.config import ConfigError
+from repro.report import notebooks, what_if
+from repro.report.evidence import VARIABLE, default
+from repro.report.what_if import simulated_step
+
+pytest.importorskip("jupytext", reason="jupytext reads the notebooks; it is in the extra test")
+SOURCES = notebooks.sources()
+NAMES = (
+    "01_memory", "02_model_size", "03_throughput", "04_turing_nlg",
+    "05_megatron", "06_yuan", "07_kernels", "08_your_cluster",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def traced() -> dict[str, float | str]:
+    return simulated_step("gpt2-tiny", "dgx2", precision="fp16")
+
+
+def tiny_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
+    """Stands for a trace of the notebook's own model, which the run in kernels does."""
+    assert model in models.names()
+    assert system in systems.names()
+    return traced()
+
+
+def test_there_is_one_for_every_family() -> None:
+    assert tuple(path.stem for path in SOURCES) == NAMES
+
+
+@pytest.mark.timeout(280)
+def test_all_run_on_a_store_and_become_pages(synthetic_results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
+    written = notebooks.write(synthetic_results, tmp_path / "notebooks")
+    assert [one.page.stem for one in written] == list(NAMES)
+    for one in written:
+        text = one.page.read_text(encoding="utf-8")
+        assert "<script" not in text
+        assert "http" not in text.replace("http://www.w3.org", "")
+        assert "Traceback" not in text
+        assert one.cells >= 3
+    memory = written[0].page.read_text(encoding="utf-8")
+    assert (
+        "states-z3-dp4" in memory
+    )  # the synthetic store's own experiment, which the notebook found by itself
+    assert "data:image/png" in memory
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_runs_on_an_empty_store(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells one after the other in this process, which costs no kernel; every step traced is a tiny one."""
+    import matplotlib
+
+    monkeypatch.setattr(what_if, "simulated_step", tiny_step)
+
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "results"))
+    monkeypatch.chdir(path.parent)
+    with matplotlib.rc_context({"backend": "agg"}):
+        scope: dict[str, Any] = {"__name__": "__main__"}
+        for number, cell in enumerate(notebooks.read(path).cells):
+            if cell.cell_type == "code":
+                exec(compile(cell.source, f"{path.name}:{number}", "exec"), scope)
+        import matplotlib.pyplot as plt
+
+        plt.close("all")
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_is_a_notebook_that_opens_and_says_what_it_is(path: Path) -> None:
+    notebook = notebooks.read(path)
+    assert notebook.metadata["kernelspec"]["name"] == "python3"
+    assert notebook.cells[0].cell_type == "markdown"
+    assert notebooks.title_of(notebook, path) != path.stem
+    assert all(len(cell.source.splitlines()) <= 45 for cell in notebook.cells)
+    assert any("## Change something" in cell.source or "BEFORE" in cell.source for cell in notebook.cells)
+
+
+def test_a_cell_that_fails_is_one_line_with_its_place(tmp_path: Path) -> None:
+    pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
+    path = tmp_path / "01_bad.py"
+    path.write_text("# %% [markdown]\n# # Bad\n\n# %%\n1 + 1\n\n# %%\nraise KeyError('no such record')\n")
+    with pytest.raises(notebooks.CellFailed) as caught:
+        asyncio.run(notebooks.execute(path, tmp_path))
+    assert (
+        str(caught.value)
+        == f"{path}: code cell 2 (raise KeyError('no such record')): KeyError: 'no such record'"
+    )
+
+
+def test_without_notebooks_the_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a checkout with reports/\*\.py"):
+        notebooks.sources(tmp_path)
+
+
+def test_the_store_is_found_from_the_folder_of_the_notebooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    (tmp_path / "results" / "records").mkdir(parents=True)
+    (tmp_path / "reports").mkdir()
+    monkeypatch.chdir(tmp_path / "reports")
+    assert default() == tmp_path / "results"
+    monkeypatch.setenv(VARIABLE, os.fspath(tmp_path))
+    assert default() == tmp_path
