@@ -5,6 +5,10 @@
 # make bench-gpu   each kernel's bandwidth on a CUDA device, beside torch's; a record goes to RESULTS
 # make check       formatter, linter, type checker
 # make benchmarks  pytest-benchmark comparisons
+# make artifact    reports/artifact.md: claim, command, expected value, tolerance, cost
+# make notebooks   open the notebooks of reports/ in JupyterLab
+# make browser-packages  install Chromium from the distribution (Debian, Ubuntu; root), which tests look at the page with
+# make pictures    draw the README's pictures anew in reports/pictures: a few minutes, what they show included
 # make slurm-packages  install SLURM, munge and MariaDB from the distribution (Debian, Ubuntu; root), start nothing
 # make slurm-lab   start a SLURM cluster on this machine to try `repro submit` on; make slurm-lab-down stops it
 # make clean       remove what the targets above have made, except results/ and .venv/
@@ -38,7 +42,12 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 # Published layouts on hundreds of GPUs without their twins (twin-*): seconds each, about two minutes in all.
 SIMULATED := zero_memory zero_r turing_nlg
 
-.PHONY: help smoke test test-slurm test-gpu bench-gpu check benchmarks format clean slurm-packages slurm-lab slurm-lab-down
+# What the README shows, and where it is drawn.
+SHOWN := zero-fig2 memory-timeline states
+PICTURES := build/pictures
+
+.PHONY: help smoke test test-slurm test-gpu bench-gpu check benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -109,6 +118,27 @@ format: $(INSTALLED_TEST)
 
 benchmarks: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest --benchmark-only --override-ini='addopts=--import-mode=importlib' $(PYTEST_ARGS)
+
+artifact: $(INSTALLED)
+	$(BIN)/repro artifact --output reports/artifact.md
+
+# A file of cells opens as a notebook at a click, which JupyterLab has to be told once in its environment.
+notebooks: $(INSTALLED)
+	@$(PIP) -e '.[notebooks]'
+	@$(BIN)/jupytext-config --sys-prefix set-default-viewer python
+	$(BIN)/jupyter lab --notebook-dir=. reports
+
+browser-packages:
+	@tests/report/browser-packages
+
+# What they show is measured or simulated first, in a store of their own.
+pictures: $(INSTALLED)
+	$(BIN)/repro run suites/smoke.toml --only 'states-*' --results $(PICTURES)/results
+	$(BIN)/repro run suites/zero_throughput.toml --evidence simulated --only 'fig2-*' --results $(PICTURES)/results
+	$(BIN)/repro run suites/zero_memory.toml --evidence simulated --only '7.5b-z?-n64' --results $(PICTURES)/results
+	$(BIN)/repro run suites/zero_r.toml --evidence simulated --only 'fig[67]-c?-40b' --results $(PICTURES)/results
+	$(BIN)/repro report --results $(PICTURES)/results --out $(PICTURES)/report
+	cp $(foreach name,$(SHOWN),$(PICTURES)/report/figures/$(name).png) reports/pictures/
 
 slurm-packages:
 	@slurm/packages
