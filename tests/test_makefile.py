@@ -67,6 +67,9 @@ def test_help_names_every_target(copy: Path) -> None:
         "benchmarks",
         "slurm-lab",
         "slurm-packages",
+        "browser-packages",
+        "artifact",
+        "notebooks",
         "clean",
     ):
         assert f"make {target}" in done.stdout
