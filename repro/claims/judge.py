@@ -10,7 +10,8 @@ is listed, never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from repro.claims.expression import Expression, ExpressionError, Result, evaluate, texts
@@ -82,9 +83,9 @@ def strength(kind: str, scale: str) -> int:
 
 
 def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
+    evidence = [*row.evidence, *_at_published_scale(row, records)]
     findings = sorted(
-        (_find(evidence, row, claim, records) for evidence in row.evidence),
-        key=lambda f: strength(f.kind, f.scale),
+        (_find(one, row, claim, records) for one in evidence), key=lambda f: strength(f.kind, f.scale)
     )
     speaking = [f for f in findings if f.verdict != NOT_COMPARABLE]
     for level in dict.fromkeys(strength(f.kind, f.scale) for f in speaking):
@@ -98,6 +99,26 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         return RowResult(row, tuple(findings), NOT_COMPARABLE, "", row.not_comparable)
     reason = next((f.reason for f in speaking), "") or row.needs or "no expression tests this row yet"
     return RowResult(row, tuple(findings), NOT_RUN, "", reason)
+
+
+def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
+    """What is measured beside each simulated evidence whose experiments somebody with the hardware has run.
+
+    Simulated experiments are the published ones, under the same names of metrics, so that the same
+    expression answers from their measured records.
+    """
+    said = {experiment for one in row.evidence if one.kind == "measured" for experiment in _read(one, row)}
+    for one in row.evidence:
+        read = _read(one, row)
+        if one.kind != SIMULATED or not read or said.intersection(read):
+            continue
+        if all(map(records.measured, read)):
+            yield replace(one, kind="measured", scale=PUBLISHED_SCALE)
+
+
+def _read(evidence: Evidence, row: Row) -> list[str]:
+    """The experiments that a value comes from."""
+    return experiments(evidence.value, row.variables)
 
 
 def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Finding:

@@ -43,6 +43,10 @@ class Records:
                 subject, baseline = record["subject"]["name"], record["baseline"]["name"]
                 self._comparisons[f"{suite}/{subject}", f"{suite}/{baseline}"] = record
 
+    def measured(self, experiment: str) -> bool:
+        """Whether it has been run, whatever came of it."""
+        return ("measured", experiment) in self._experiments or ("measured", experiment) in self._failures
+
     def functions(self, kind: str) -> dict[str, Callable[..., Value | Uncertain]]:
         """The functions for expressions of evidence ``kind`` (``simulated`` or ``measured``)."""
 

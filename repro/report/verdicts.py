@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, KINDS
+from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, KINDS, PUBLISHED_SCALE
 
 if TYPE_CHECKING:
     from repro.claims.ledger import Claim, Ledger
@@ -29,7 +29,7 @@ def anchor(kind: str, name: str) -> str:
 def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Catalogue) -> dict[str, Any]:
     """Everything that the page says about one claim."""
     claim = result.claim
-    read = experiments_of(claim)
+    read = list(dict.fromkeys([*experiments_of(claim), *_measured_at_published_scale(result)]))
     return {
         "id": claim.id,
         "title": claim.title,
@@ -73,6 +73,20 @@ def experiments_of(claim: Claim) -> list[tuple[str, str]]:
         for name in experiments(part, row.variables)
     ]
     return list(dict.fromkeys(read))
+
+
+def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
+    """Experiments that the ledger has as simulated only, and that the store has as measured too."""
+    from repro.claims.expression import parse
+    from repro.claims.judge import experiments
+
+    return [
+        (finding.kind, name)
+        for row in result.rows
+        for finding in row.findings
+        if finding.kind == "measured" and finding.scale == PUBLISHED_SCALE
+        for name in experiments(parse(finding.expression), row.row.variables)
+    ]
 
 
 def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:

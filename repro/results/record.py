@@ -160,6 +160,7 @@ def _speed(results: list[RankResult]) -> dict[str, float]:
     metrics = {"step_seconds.median": middle, "step_seconds.p20": p20, "step_seconds.p80": p80}
     for work in ("tokens", "samples", "model_flops", "hardware_flops"):
         metrics[f"{work}_per_s"] = results[0][f"{work}_per_step"] / middle
+    metrics["hardware_flops_per_s.device"] = metrics["hardware_flops_per_s"] / len(results)
     return metrics
 
 

@@ -224,3 +224,41 @@ def test_noise_does_not_help_a_measured_ratio(tmp_path: Path) -> None:
     assert "reaches across" in across.reason
     swapped = judged(tmp_path, rows, comparison("b", "a", 0.5, 0.48, 0.52)).rows[0].findings[0]
     assert (swapped.verdict, swapped.value) == (REPRODUCED, 2)
+
+
+SIMULATED = 'simulated = { value = \'metric("s/full", "speed")\' }'
+
+
+def simulated_row() -> str:
+    return f'{{ label = "x", published = "2.0", {SIMULATED} }},\n'
+
+
+def at(kind: str, speed: float, outcome: str = "ok") -> dict[str, Any]:
+    return record("full", outcome=outcome, speed=speed) | {"evidence": kind}
+
+
+def test_who_runs_a_simulated_experiment_measures_its_claim(tmp_path: Path) -> None:
+    """The run at published scale speaks, and the simulation that disagrees stays in sight."""
+    result = judged(tmp_path, simulated_row(), at("simulated", 2.0), at("measured", 1.0))
+    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 0/1")
+    assert len(result.disagreements) == 1
+    result = judged(tmp_path, simulated_row(), at("simulated", 1.0), at("measured", 2.0))
+    assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
+
+
+def test_a_simulated_experiment_that_nobody_ran_or_that_failed_is_no_measurement(tmp_path: Path) -> None:
+    result = judged(tmp_path, simulated_row(), at("simulated", 2.0))
+    assert result.basis == "simulated 1/1"
+    assert result.kind("measured") is None
+    result = judged(tmp_path, simulated_row(), at("simulated", 2.0), at("measured", 2.0, "oom"))
+    assert result.basis == "simulated 1/1"
+    (finding,) = (f for f in result.rows[0].findings if f.kind == "measured")
+    assert (finding.verdict, finding.scale) == (NOT_RUN, "published scale")
+    assert "ended oom" in finding.reason
+
+
+def test_evidence_of_its_own_goes_before(tmp_path: Path) -> None:
+    """A row that says how its measurement is read is not read another way as well."""
+    rows = f'{{ label = "x", published = "2.0", {SIMULATED}, measured = [{PUBLISHED}] }},\n'
+    result = judged(tmp_path, rows, at("simulated", 2.0), at("measured", 2.0))
+    assert [f.kind for f in result.rows[0].findings] == ["measured", "simulated"]

@@ -34,6 +34,7 @@ def test_metrics_have_their_fixed_names() -> None:
     assert metrics["step_seconds.median"] == pytest.approx(0.101)  # rank 1 is the slower one
     assert metrics["tokens_per_s"] == pytest.approx(1024 / 0.101)
     assert metrics["model_flops_per_s"] == pytest.approx(1e9 / 0.101)
+    assert metrics["hardware_flops_per_s.device"] == pytest.approx(metrics["hardware_flops_per_s"] / 2)
     assert metrics["memory.states_bytes"] == 16001  # of rank 1, the largest
     assert metrics["memory.parameters_bytes"] == 4001
     assert metrics["memory.peak_bytes"] == 20000
