@@ -20,6 +20,7 @@
 #   CONSTRAINTS  pins for pip; `make CONSTRAINTS= test` keeps the torch that a GPU machine has    constraints-cpu.txt
 #   RESULTS      where records are stored                                              results
 #   N, GPUS, RATE, DBD, LAB, ...   what slurm-lab starts: slurm/lab --help
+#   REPORT_ARGS  more arguments for the report of `make smoke`, e.g. --notebooks after `make test`
 #   WORKERS      how many tests run at once in `make test`                             2
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-x -k zero'
 
@@ -30,6 +31,7 @@ TORCH_INDEX ?=
 RESULTS ?= results
 PYTEST_ARGS ?=
 WORKERS ?= 2
+REPORT_ARGS ?=
 
 BIN := $(VENV)/bin
 CREATED := $(BIN)/python
@@ -91,7 +93,7 @@ smoke: $(INSTALLED)
 	  case $$status in 2|130|143) exit $$status;; esac; \
 	done; \
 	$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
-	$(BIN)/repro report --results $(RESULTS) || status=$$?; \
+	$(BIN)/repro report --results $(RESULTS) $(REPORT_ARGS) || status=$$?; \
 	exit $$status
 
 test: $(INSTALLED_TEST) $(NVRTC13)

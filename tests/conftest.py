@@ -53,9 +53,16 @@ POOLS = {"two", "four", "eight", "ranks"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker of pytest-xdist gets whole files, and one of them all that shares the pools of ranks."""
     for item in items:
-        pooled = POOLS.intersection(getattr(item, "fixturenames", ()))
+        named = {*getattr(item, "fixturenames", ()), *_asked_for(item)}
+        pooled = POOLS.intersection(named)
         item.add_marker(pytest.mark.xdist_group("ranks" if pooled else str(item.path)))
     _need_gpu([item for item in items if item.get_closest_marker("gpu")])
+
+
+def _asked_for(item: pytest.Item) -> tuple[str, ...]:
+    """Fixtures that a test's own file asks for by name as it runs: pools of the size of a layout."""
+    names = getattr(getattr(item, "function", None), "__code__", None)
+    return ("ranks",) if names and "request" in names.co_varnames[: names.co_argcount] else ()
 
 
 def _need_gpu(items: list[pytest.Item]) -> None:
