@@ -16,6 +16,8 @@ from repro.launch.failures import CANCELLED, NODE_FAILURE, PREEMPTED, TIME_LIMIT
 REQUEUE = signal.SIGUSR2
 """submitit's signal: the job is preempted or near its time limit, and is to be requeued."""
 ASK_S = 5.0
+ACCOUNTED_S = 3.0
+"""How long the accounting may lag behind."""
 KILL_S = 10.0
 """Sites rarely give less than this between SIGTERM and SIGKILL (``KillWait``, 30 s by default)."""
 EARLY_S = 120.0
@@ -95,7 +97,7 @@ def meaning(job: str, delay_s: float, restarts: int = 0) -> str:
         return TIME_LIMIT
     if state.startswith("COMPLETING"):  # its end is decided, and hides the state behind it; not the reason
         if int(fields.get("Restarts", "0")) > restarts:  # on its way back into the queue
-            return _why_requeued(job)
+            return _why_requeued(job, restarts)
         return _REASONS.get(fields.get("Reason", ""), CANCELLED)
     ends = _time(fields.get("EndTime", ""))
     if ends is None:
@@ -103,16 +105,25 @@ def meaning(job: str, delay_s: float, restarts: int = 0) -> str:
     return TIME_LIMIT if ends - time.time() < delay_s + EARLY_S else PREEMPTED
 
 
-def _why_requeued(job: str) -> str:
+def _why_requeued(job: str, restarts: int) -> str:
     """Why SLURM took ``job`` back into the queue: by the accounting of its runs where there is one."""
-    runs = _said(["sacct", "-n", "-X", "-P", "-D", "-j", job, "-o", "State"]).split()
-    ended = [state for state in runs if state not in ("PENDING", "RUNNING")]
-    down = _down(os.environ.get("SLURM_JOB_NODELIST", ""))
-    if ended[-1:] == ["PREEMPTED"]:
+    until = time.monotonic() + ACCOUNTED_S
+    while True:
+        runs = _said(["sacct", "-n", "-X", "-P", "-D", "-j", job, "-o", "State"]).split()
+        ended = [state for state in runs if state not in ("PENDING", "RUNNING")]
+        down = _down(os.environ.get("SLURM_JOB_NODELIST", ""))
+        accounted = len(ended) > restarts  # of this run too
+        if down or accounted or not runs or time.monotonic() > until:
+            break
+        time.sleep(ACCOUNTED_S / 10)
+    if down:
+        return f"{NODE_FAILURE} of {', '.join(down)}"
+    if accounted and ended[-1] == "PREEMPTED":
         return PREEMPTED
-    if down or ended[-1:] == ["NODE_FAIL"]:  # a node that was set down for a moment is up again
-        return f"{NODE_FAILURE} of {', '.join(down)}" if down else NODE_FAILURE
-    return f"{PREEMPTED}, or requeued by hand"
+    if accounted and ended[-1] != "NODE_FAIL":
+        return f"{PREEMPTED}, or requeued by hand"
+    # A node that was set down for a moment is up again; the time of a preemption would have been said.
+    return NODE_FAILURE if accounted else f"{NODE_FAILURE}, or requeued by hand"
 
 
 def _down(nodes: str) -> list[str]:

@@ -195,7 +195,7 @@ def test_what_ended_is_not_begun_again() -> None:
         ("JobState=COMPLETING Reason=None PreemptTime=None EndTime=2026-11-21T10:00:00", "cancelled"),
         (
             "JobState=COMPLETING Reason=None Restarts=1 StartTime=2026-11-21T10:00:00 EndTime=Unknown",
-            "preempted, or requeued by hand",
+            "node failure, or requeued by hand",
         ),
         ("JobState=COMPLETING Reason=TimeLimit PreemptTime=None EndTime=2026-11-21T10:00:00", "time limit"),
         ("JobState=COMPLETING Reason=NodeDown PreemptTime=None EndTime=2026-11-21T10:00:00", "node failure"),
@@ -225,9 +225,11 @@ def test_what_a_signal_means(
     ("state", "accounted", "expected"),
     [
         ("down*", "NODE_FAIL", "node failure of n2"),
-        ("down*", "", "node failure of n2"),
+        ("down*", "RUNNING", "node failure of n2"),
         ("mixed", "NODE_FAIL", "node failure"),
         ("mixed", "REQUEUED", "preempted, or requeued by hand"),
+        ("mixed", "PREEMPTED", "preempted"),
+        ("mixed", "RUNNING", "node failure, or requeued by hand"),
     ],
 )
 def test_why_a_job_is_on_its_way_back_into_the_queue(
@@ -236,13 +238,14 @@ def test_why_a_job_is_on_its_way_back_into_the_queue(
     answers = {
         "scontrol": "JobState=COMPLETING Reason=None Restarts=3",
         "sinfo": f"n1 mixed\nn2 {state}",
-        "sacct": accounted,
+        "sacct": f"PREEMPTED\nPREEMPTED\n{accounted}",
     }
     for name, answer in answers.items():
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{answer}'\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setattr(stop, "ACCOUNTED_S", 0.2)
     assert stop.meaning("7", 90, restarts=2) == expected
     assert stop.meaning("7", 90, restarts=3) == "cancelled"
 
