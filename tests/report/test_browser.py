@@ -16,6 +16,7 @@ import pytest
 
 from repro.report import evidence
 
+pytestmark = pytest.mark.timeout(300)  # a page is drawn by one core, which others may share
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -50,7 +51,7 @@ class Visit:
             viewport=size, color_scheme=scheme, offline=True, is_mobile=False, service_workers="block"
         )
         self.page = self.context.new_page()
-        self.page.set_default_timeout(20_000)
+        self.page.set_default_timeout(90_000)
         self.asked: list[str] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.asked.append(request.url))
