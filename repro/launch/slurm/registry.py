@@ -161,8 +161,17 @@ def _abandoned(path: Path) -> bool:
         old = time.time() - path.stat().st_mtime > _LOCK_S
     except (OSError, ValueError):
         return False
-    here = note.get("host") == socket.gethostname()
-    return old or (here and not Path(f"/proc/{note.get('pid')}").exists())
+    return old or (note.get("host") == socket.gethostname() and _gone(int(note.get("pid", 0))))
+
+
+def _gone(pid: int) -> bool:
+    """Whether a process has ended; where nobody collects orphans it stays as a zombie (containers without an init)."""
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _bad(path: Path, error: Exception) -> ConfigError:

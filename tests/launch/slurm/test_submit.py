@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -258,10 +261,15 @@ def test_another_submit_at_work_is_respected_and_a_dead_one_is_not(
     lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
     assert submit(suite, site, results) == 2
     assert "another `repro submit` is at work" in refused(capsys)
-    import socket
-
     lock.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1}))
     assert submit(suite, site, results) == 0
+    assert not lock.exists()
+    # Where nobody collects orphans, as in a container without an init, a killed one stays as a zombie.
+    with subprocess.Popen(["true"]) as dead:
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+        assert Path(f"/proc/{dead.pid}").exists()
+        lock.write_text(json.dumps({"host": socket.gethostname(), "pid": dead.pid}))
+        assert submit(suite, site, results) == 0
     assert not lock.exists()
 
 
