@@ -78,10 +78,7 @@ class ClusterLaunch:
         self._ports += 1
         self._ranks = [_Seen() for _ in self._agents]
         self._say(0, "port", address=self._crew.address)
-        end = time.monotonic() + PORT_S
-        while not self._port and not self._lost(0) and time.monotonic() < end:
-            self._pump()
-            time.sleep(0.005)
+        self._wait_for(lambda: bool(self._port or self._lost(0)), PORT_S)
         nodes = [agent.node for agent in self._agents]
         document = read_json(self.logs / "job.json")
         for rank, agent in enumerate(self._agents):
@@ -147,13 +144,11 @@ class ClusterLaunch:
             self._say(rank, "stacks")
         lines = [f"rank {r} on {a.node}: {self.position(r)}" for r, a in enumerate(self._agents)]
         (self.logs / "positions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        end = time.monotonic() + stacks.WAIT_S + channel.BEAT_S
-        while time.monotonic() < end and not all(
-            seen.dumped or seen.stopped or self.poll_quietly(rank) is not None
-            for rank, seen in enumerate(self._ranks)
-        ):
-            self._pump()
-            time.sleep(0.02)
+        seen = list(enumerate(self._ranks))
+        self._wait_for(
+            lambda: all(s.dumped or s.stopped or self.poll_quietly(rank) is not None for rank, s in seen),
+            stacks.WAIT_S + channel.BEAT_S,
+        )
 
     def ask_to_stop(self) -> None:
         """Have the ranks write a checkpoint after the step that they are in, and end."""
@@ -165,10 +160,7 @@ class ClusterLaunch:
         running = [rank for rank, seen in enumerate(self._ranks) if seen.code is None]
         for rank in running:
             self._say(rank, "signal", number=int(signal.SIGKILL))
-        end = time.monotonic() + REAP_S
-        while time.monotonic() < end and any(self.poll_quietly(rank) is None for rank in running):
-            self._pump()
-            time.sleep(0.005)
+        self._wait_for(lambda: all(self.poll_quietly(rank) is not None for rank in running), REAP_S)
 
     def poll_quietly(self, rank: int) -> int | None:
         """As :meth:`poll`, without starting again what found its port taken."""
@@ -205,6 +197,15 @@ class ClusterLaunch:
             and self._ports < PORTS
             and _TAKEN.search(said) is not None
         )
+
+    def _wait_for(self, what: Callable[[], bool], seconds: float) -> None:
+        """Take in what the agents say until ``what()`` holds or time is up."""
+
+        def look() -> bool:
+            self._pump()
+            return what()
+
+        self._crew.wait_for(look, seconds)
 
     def _pump(self) -> None:
         now = time.monotonic()

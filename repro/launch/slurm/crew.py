@@ -20,6 +20,8 @@ from repro.launch.slurm.nodes import Report
 
 END_S = 10.0
 """How long agents may take to end after their last order."""
+GLANCE_S = 0.2
+"""How often a wait looks again by itself: a signal's flag is no word of an agent."""
 
 
 class Member:
@@ -46,6 +48,9 @@ class Crew:
         self._broken: BaseException | None = None
         self._leaving = False
         self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._told = 0
+        """How often there was something that somebody may be waiting for."""
         self._door = Door(address, self._admit)
         self.place = Place(address, self._door.port, self._door.token)
         self._ear, self._bell = socket.socketpair()
@@ -63,14 +68,23 @@ class Crew:
 
     def gather(self, tasks: int, seconds: float, given_up: Callable[[], bool]) -> bool:
         """Wait until ``tasks`` agents have come; False if time is up or ``given_up()``."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not given_up():
+
+        def here() -> bool:
             self._check()
-            with self._lock:
-                if len(self.members) >= tasks:
-                    return True
-            time.sleep(0.05)
-        return False
+            return len(self.members) >= tasks
+
+        self.wait_for(lambda: given_up() or here(), seconds)
+        return not given_up() and here()
+
+    def wait_for(self, what: Callable[[], bool], seconds: float) -> None:
+        """Return as soon as ``what()`` holds, which is asked at every word of an agent and at every loss."""
+        end = time.monotonic() + seconds
+        told = self._told
+        while not what() and (left := end - time.monotonic()) > 0 and self._broken is None:
+            with self._news:
+                if told == self._told:
+                    self._news.wait(min(left, GLANCE_S))
+                told = self._told
 
     def reports(self) -> list[Report]:
         """What the agents said of themselves, in the order of ranks: node by node, in blocks.
@@ -114,12 +128,7 @@ class Crew:
                     member.outbox.append({"do": "end"})
                     self._addressed.add(task)
             self._ring()
-            end = time.monotonic() + END_S
-            while time.monotonic() < end:
-                with self._lock:
-                    if all(member.lost or member.ended for member in self.members.values()):
-                        break
-                time.sleep(0.02)
+            self.wait_for(lambda: all(one.lost or one.ended for one in list(self.members.values())), END_S)
         self._over = True
         self._ring()
         self._thread.join(END_S)
@@ -140,6 +149,8 @@ class Crew:
                 self._serve(selector)
         except BaseException as error:
             self._broken = error
+            with self._news:
+                self._tell()
             raise
         finally:
             self._door.close()
@@ -175,14 +186,20 @@ class Crew:
         except Lost as lost:
             self._drop(link, str(lost), selector)
 
+    def _tell(self) -> None:
+        """Wake whoever waits; the lock is held."""
+        self._told += 1
+        self._news.notify_all()
+
     def _take(self, task: int, messages: list[Message]) -> None:
-        with self._lock:
+        with self._news:
             for message in messages:
                 if message.get("say") == "signal":
                     if message["number"] == signal.SIGTERM:
                         self.terminated = self.members[task].report.node
                 elif message.get("say") != "beat":
                     self._inbox.append((task, message))
+            self._tell()
 
     def _speak(self, selector: selectors.BaseSelector) -> None:
         """Pass on what is to be said, and twice a beat look at everybody: with many ranks a look has its price."""
@@ -225,21 +242,23 @@ class Crew:
         if task is None:  # a stranger
             return
         del self._link_of[task]
-        with self._lock:
+        with self._news:
             if self._leaving:
                 self.members[task].ended = True
             else:
                 self.members[task].lost = why
+            self._tell()
 
     def _admit(self, hello: Message) -> Message | str:
         try:
             report = Report(**hello["report"])
         except (KeyError, TypeError):
             return "no report of its node"
-        with self._lock:
+        with self._news:
             if report.task in self.members:
                 return f"task {report.task} is here already"
             self.members[report.task] = Member(report)
+            self._tell()
         return self._welcome
 
 
