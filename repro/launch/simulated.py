@@ -8,10 +8,7 @@ that the record does not depend on the machine.
 
 from __future__ import annotations
 
-import gc
 import os
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +23,13 @@ from repro.config.system import Device, Link, Quantity, System
 from repro.launch.interrupt import Interrupt
 from repro.launch.locks import Locks
 from repro.launch.progress import Progress
-from repro.launch.rank import describe, die_with_parent
+from repro.launch.rank import describe
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.summary import conclude, summarise
 from repro.measure.provenance import memory, usable_cores
 from repro.results.simulated import facts, failed_record, simulated_record
 from repro.results.store import CONCLUSIVE, DISK_FULL, SIMULATED, Store
+from repro.simulate.workers import prepare
 from repro.suites import Entry, Suite
 
 WAIT_S = 0.5
@@ -193,7 +191,7 @@ def _attempts(work: list[tuple[Experiment, System, str]], count: int) -> Iterato
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
-    pool = ProcessPoolExecutor(count, get_context("spawn"), _prepare, (os.getpid(),))
+    pool = ProcessPoolExecutor(count, get_context("spawn"), prepare, (os.getpid(),))
     try:
         for future in as_completed([pool.submit(attempt, *task) for task in work]):
             yield future.result()
@@ -201,18 +199,3 @@ def _attempts(work: list[tuple[Experiment, System, str]], count: int) -> Iterato
         raise WorkerDied("a worker process died: killed, perhaps for want of memory") from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _prepare(parent: int) -> None:
-    """A worker lives no longer than ``parent``, leaves Ctrl-C to it, and takes one core."""
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
-
-    import repro.simulate.step  # noqa: F401
-
-    torch.set_num_threads(1)
-    # A trace begins with a collection, which would go through all of torch every time.
-    gc.collect()
-    gc.freeze()
-    sys.stdout = sys.stderr  # the parent's output is one document

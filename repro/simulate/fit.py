@@ -157,9 +157,6 @@ def _next(values: Sequence[int], found: dict[int, Trial], limit: int, low: int, 
 
 def simulated(question: Question) -> Answer:
     """By simulation: every trial is a full trace of its model."""
-    from repro.simulate.shallow import freeze
-
-    freeze()
     values = question.values()
     deep = question.layout.pp > 1 or question.search != LAYERS
     few = [values[i] for i in ((0, 1) if deep else (2, 5)) if i < len(values)]

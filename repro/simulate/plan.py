@@ -226,10 +226,8 @@ def _partitioned(request: Request, rows: Iterable[Row]) -> list[Layout]:
 
 def _full(request: Request, layout: Layout, time: bool) -> Row:
     """A row from a full trace; runs in a worker.  ``time``: predict the step's seconds as well."""
-    from repro.simulate.shallow import freeze
     from repro.simulate.step import simulate
 
-    freeze()
     found = simulate(
         experiment(request, layout),
         request.system,

@@ -23,7 +23,7 @@ from repro.kernels.flops import FORMULAS, cost
 from repro.parallel import storage
 from repro.parallel.ledger import Ledger
 from repro.simulate.events import Alloc, Event, Free, Mark, Message, Operator, Phase
-from repro.simulate.shapes import Shapes
+from repro.simulate.shapes import Call, Shapes, call_of
 
 
 class RecordingLedger(Ledger):
@@ -92,12 +92,20 @@ class Recorder(TorchDispatchMode):
         kind, name = _kind(func)
         if kind == _VIEW:
             return func(*args, **kwargs)
-        out = _SHAPES.call(func, args, kwargs)
+        key = call_of(func, args, kwargs)
+        out = _SHAPES.call(func, args, kwargs, key)
         results = _tensors(out)
         for result in results:
             self._see(result.untyped_storage(), name)
         if kind != _ALLOCATION and not self._quiet:
-            self.events.append(_operator(func, kind, name, args, kwargs, out, results))
+            event = _OPERATORS.get(key) if key is not None else None
+            if event is None:
+                event = _operator(func, kind, name, args, kwargs, out, results)
+                if key is not None:
+                    _OPERATORS[key] = event
+            if name == "aten.copy_" and _on_host(args):
+                event = event._replace(name=HOST_COPY)
+            self.events.append(event)
         return out
 
     def resized(self, seen: torch.UntypedStorage, size: int) -> None:
@@ -153,6 +161,8 @@ class Recorder(TorchDispatchMode):
 
 
 _SHAPES = Shapes()
+_OPERATORS: dict[Call, Operator] = {}
+"""What operators cost, by their operands: layers and micro-batches are alike."""
 HOST_COPY = "host copy"
 """A copy between host and device."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
@@ -188,10 +198,6 @@ def _operator(
         flops, read, written = cost(name.removeprefix("repro."), *args, **kwargs)
         return Operator(name, flops, read, written, (), itemsize)
     operands = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-    if name == "aten.copy_" and any(
-        storage.category_of(tensor.untyped_storage()) == storage.HOST for tensor in operands
-    ):
-        name = HOST_COPY
     written, read = sum(map(_bytes, results)), sum(map(_bytes, operands))
     if "out" in kwargs and kwargs.get("beta", 0) == 0:
         read -= _bytes(kwargs["out"])  # written, not read
@@ -199,6 +205,11 @@ def _operator(
         return Operator(name, 0, read, written, (), itemsize)
     flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
     return Operator(name, flops, read, written, tuple(tuple(t.shape) for t in operands), itemsize)
+
+
+def _on_host(args: tuple[Any, ...]) -> bool:
+    """Whether an operand is in host memory, which its shape does not say."""
+    return any(storage.category_of(tensor.untyped_storage()) == storage.HOST for tensor in _tensors(args))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -7,7 +7,6 @@ family of layouts is traced at the few points that these lines take; :mod:`repro
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -88,7 +87,6 @@ def trace_family(
 
     ``narrowest`` and ``widest``: the smallest and the largest micro-batch that will be asked for.
     """
-    freeze()
     made = 0
 
     def profiles(
@@ -234,13 +232,3 @@ def _moments(events: Iterable[Event]) -> dict[str, tuple[dict[str, int], ...]]:
                 if total + weight * kept > most[phase][i]:
                     most[phase][i], found[phase][i] = total + weight * kept, dict(now)
     return {phase: tuple(moments) for phase, moments in found.items()}
-
-
-@cache
-def freeze() -> None:
-    """Once a process: what is imported by now is not looked through by the collector that every trace runs."""
-    from repro.simulate import trace
-
-    trace.load()
-    gc.collect()
-    gc.freeze()

@@ -11,25 +11,25 @@ from torch import Tensor
 
 UNKNOWN = object()
 Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]
+Call = tuple[object, ...]
+"""An operator, and all of its operands that what it returns and costs can depend on."""
 
 
 class Shapes:
     """Calls operators, or makes what an earlier call with operands of the same shapes returned."""
 
     def __init__(self) -> None:
-        self._known: dict[object, Any] = {}
+        self._known: dict[Call, Any] = {}
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func(*args, **kwargs)`` of an operator that is no view."""
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Call | None) -> Any:
+        """``func(*args, **kwargs)`` of an operator that is no view.  ``key``: :func:`call_of` it."""
         out = kwargs.get("out")
         if isinstance(out, Tensor):
             return out
         if _in_place(func):
             return args[0]
-        operands = [_described(value) for value in (*args, *kwargs.values())]
-        if UNKNOWN in operands:
+        if key is None:
             return func(*args, **kwargs)
-        key = (func, len(args), tuple(kwargs), *operands)
         known = self._known.get(key, UNKNOWN)
         if known is not UNKNOWN:
             return _made(known)
@@ -38,6 +38,12 @@ class Shapes:
         if self._known[key] is UNKNOWN:
             del self._known[key]
         return found
+
+
+def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """What calls that are alike share; None if an operand is of a kind that is not known here."""
+    operands = [_described(value) for value in (*args, *kwargs.values())]
+    return None if UNKNOWN in operands else (func, len(args), tuple(kwargs), *operands)
 
 
 @cache

@@ -124,8 +124,9 @@ def trace(
 
     mesh = meshes.build(layout, rank, transport_of, RecordingLedger(recorder.events))
     device = torch.device("meta")
-    # A cycle that the collector finds late would keep storages alive that a real step frees.
-    gc.collect()
+    # A cycle that the collector finds late would keep storages alive that a real step frees.  What is older than
+    # the last trace is left to the collector's own time: it holds the events of all traces.
+    gc.collect(1)
     gc.disable()
     try:
         with recorder:
@@ -163,8 +164,14 @@ def trace(
 
 @cache
 def load() -> None:
-    """Import now what torch's shape functions import when first called, which would keep tensors alive."""
+    """Import now what torch's shape functions import when first called, which would keep tensors alive.
+
+    What is imported by then is not looked through by the collections that every trace begins with.
+    """
     import torch._dynamo  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def shortened(layout: Layout, stage: int) -> Layout:

@@ -47,12 +47,12 @@ class Workers:
             from concurrent.futures import ProcessPoolExecutor
             from multiprocessing import get_context
 
-            self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), _prepare, (os.getpid(),))
+            self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), prepare, (os.getpid(),))
         futures = [self._pool.submit(function, *task) for task in tasks]
         return [future.result() for future in futures]
 
 
-def _prepare(parent: int) -> None:
+def prepare(parent: int) -> None:
     """A worker lives no longer than ``parent``, leaves Ctrl-C to it, and takes one core."""
     from repro.launch.rank import die_with_parent
 
