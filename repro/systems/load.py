@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,17 @@ def load(name: str | Path) -> System:
             raise ConfigError(
                 "system", str(name), f"{hint}known are {', '.join(names())}, or the path of a .toml file"
             )
-        path = FILES / f"{name}.toml"
+        return _known(FILES / f"{name}.toml")
+    return _read(path)
+
+
+@cache
+def _known(path: Path) -> System:
+    """One of ours, read once: every experiment of a suite names its system."""
+    return _read(path)
+
+
+def _read(path: Path) -> System:
     return parse(read_toml(path), name=path.stem, file=str(path))
 
 

@@ -9,12 +9,15 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
+from repro.report.figures.style import settle
+
 SLACK = 1.0
 """Dots by which boxes may touch: they hold the space around the letters too."""
 
 
 def troubles(figure: Figure) -> list[str]:
     """One line for every pair of texts that overlap and every text that is cut; empty where all can be read."""
+    settle(figure)
     figure.draw_without_rendering()
     boxes = [(text.get_text().replace("\n", " / "), text.get_window_extent()) for text in _drawn(figure)]
     whole = figure.bbox

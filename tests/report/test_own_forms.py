@@ -128,6 +128,11 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
     assert words(drawing) == ["46.20 s", "50.00 s"]
     assert "repro run suites/megatron_2021.toml --evidence simulated" in drawing.missing
     assert readable(drawing)
+    turing = record("turing_nlg", "zero2-mp4", times)
+    with look():
+        drawing = breakdown.draw(view, [turing])
+    assert words(drawing) == ["50 s"], "its panel is the only one"
+    assert readable(drawing)
 
 
 def test_schedules_are_those_that_the_runner_executes(view: View) -> None:

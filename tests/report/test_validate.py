@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import synthetic
+from overlaps import troubles
 
 from repro import suites
 from repro.claims.judge import experiments, judge
@@ -15,6 +16,7 @@ from repro.claims.ledger import load
 from repro.cli import main
 from repro.report import validate_machine, validate_show
 from repro.report.figures import draw_all, validation
+from repro.report.figures.style import look
 from repro.report.validate import (
     A100_MEGATRON,
     BOUND,
@@ -175,6 +177,8 @@ def test_the_picture_shows_what_counts() -> None:
     assert left.get_legend() is None, "a legend inside a panel would lie on what is named there"
     (legend,) = drawing.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [V100_MEGATRON, V100_ZERO]
+    with look():
+        assert troubles(drawing.figure) == []
     assert validation.draw([]).missing == validation.RUN
 
 

@@ -68,26 +68,13 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
         return Drawing(
             ID, TITLE, "No simulated step of a published layout has a time.", (), missing, evidence=SIMULATED
         )
-    figure, (left, right) = canvas(3.9, 1, 2, width_ratios=[1, 2.1])
-    seen: dict[str, str] = {}
+    widths = [width for width, shown in ((1, yuan), (2.1, others)) if shown]
+    figure, grid = canvas(3.9, 1, len(widths), squeeze=False, width_ratios=widths)
+    seen: set[str] = set()
     if yuan is not None:
-        seen |= _yuan(left, view, yuan)
-    left.set_visible(yuan is not None)
-    for y, record in enumerate(others.values()):
-        found = parts(record)
-        whole, start = sum(found.values()), 0.0
-        for name, seconds in found.items():
-            right.barh(y, 100 * seconds / whole, 0.62, left=start, color=COLOURS[name], lw=0)
-            start += 100 * seconds / whole
-            seen[name] = COLOURS[name]
-        words = f"{record['metrics']['step_seconds.median']:.3g} s"
-        right.annotate(words, (100, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    right.set_visible(bool(others))
-    right.set_yticks(range(len(others)), list(others))
-    right.set_ylim(max(1, len(others)) - 0.5, -0.5)
-    right.set_xlim(0, 100)
-    right.set_xlabel("% of the predicted step")
-    quiet(right, "x")
+        seen |= _yuan(grid[0, 0], view, yuan)
+    if others:
+        seen |= _shares(grid[0, -1], others)
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, label=name) for name, colour in COLOURS.items() if name in seen]
@@ -120,7 +107,28 @@ def parts(record: Record) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-def _yuan(axes: Axes, view: View, record: Record) -> dict[str, str]:
+def _shares(axes: Axes, records: dict[str, Record]) -> set[str]:
+    """Draw one bar a layout; the names of its parts."""
+    seen: set[str] = set()
+    for y, record in enumerate(records.values()):
+        found = parts(record)
+        whole, start = sum(found.values()), 0.0
+        for name, seconds in found.items():
+            axes.barh(y, 100 * seconds / whole, 0.62, left=start, color=COLOURS[name], lw=0)
+            start += 100 * seconds / whole
+        seen |= set(found)
+        words = f"{record['metrics']['step_seconds.median']:.3g} s"
+        axes.annotate(words, (100, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(records)), list(records))
+    axes.set_ylim(len(records) - 0.5, -0.5)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of the predicted step")
+    quiet(axes, "x")
+    return seen
+
+
+def _yuan(axes: Axes, view: View, record: Record) -> set[str]:
+    """Draw Yuan's step beside the published one; the names of its parts."""
     printed = view.row(STEP).row.printed
     assert printed is not None
     start, step = 0.0, record["metrics"]["step_seconds.median"]
@@ -139,4 +147,4 @@ def _yuan(axes: Axes, view: View, record: Record) -> dict[str, str]:
     axes.set_ylabel("seconds of a step")
     axes.set_title("Yuan 1.0, 2128 A100")
     quiet(axes, "y")
-    return {name: COLOURS[name] for name in found}
+    return set(found)

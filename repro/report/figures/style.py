@@ -55,11 +55,13 @@ class Drawing:
 
 
 def settle(figure: Figure) -> None:
-    """Lay the figure out once: every later drawing would do it again, which takes as long as the drawing."""
+    """Lay the figure out for good: every later drawing would do it again, which takes as long as the drawing."""
     engine = figure.get_layout_engine()
     if engine is not None:
-        engine.execute(figure)
-        figure.set_layout_engine("none")
+        # Axes of a fixed aspect give back room, which only a second turn sees.
+        for _ in range(2 if any(axes.get_aspect() != "auto" for axes in figure.axes) else 1):
+            engine.execute(figure)
+        figure.set_layout_engine(None)  # "none" leaves an engine for whose sake savefig draws twice
 
 
 def svg(drawing: Drawing) -> str:
