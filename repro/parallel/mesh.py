@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -103,11 +104,9 @@ def distributed(layout: Layout, device_type: str) -> Mesh:
 
     def transport_of(ranks: tuple[int, ...]) -> Transport:
         if ranks not in members:
-            everyone = len(ranks) == dist.get_world_size()
-            group = dist.group.WORLD if everyone else dist.new_group(list(ranks))
+            group = _group(ranks)
             # NCCL has no tags: each stream of messages between two stages gets a communicator of its own.
             channels = _channels(ranks) if device_type == "cuda" and ranks in pipelines else {}
-            assert group is not None
             if dist.get_rank() not in ranks:
                 members[ranks] = NoTransport()
             elif device_type == "cuda":
@@ -119,14 +118,37 @@ def distributed(layout: Layout, device_type: str) -> Mesh:
     return build(layout, dist.get_rank(), transport_of)
 
 
+_Made = dict[tuple[tuple[int, ...], tuple[int, ...]], dist.ProcessGroup]
+_made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
+"""Of each default group the groups beside it, by their ranks and purpose."""
+
+
+def _group(ranks: tuple[int, ...], purpose: tuple[int, ...] = ()) -> dist.ProcessGroup:
+    """The process group of ``ranks``, made once and used by every later mesh of the same default group.
+
+    ``purpose`` is empty for collectives; of a stream of messages it is the stage that sends, the one that
+    receives, and the channel.  A group costs threads, sockets, with NCCL memory of the device, and is not
+    given back before the end: a job of many experiments, whose layouts repeat, would collect them, and each
+    makes the next slower to make.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if not purpose and len(ranks) == world.size():
+        return world
+    made = _made.setdefault(world, {})
+    if (ranks, purpose) not in made:
+        group = dist.new_group(sorted(ranks) if purpose else list(ranks))
+        assert group is not None
+        made[ranks, purpose] = group
+    return made[ranks, purpose]
+
+
 def _channels(ranks: tuple[int, ...]) -> Channels:
     """Process groups for activations (0) to the next stage and gradients (1) to the one before."""
-    found: Channels = {}
     p = len(ranks)
+    found: Channels = {}
     for channel, step in enumerate((1, -1)):
         for source in range(p):
             to = (source + step) % p
-            pair = dist.new_group(sorted((ranks[source], ranks[to])))
-            assert pair is not None
-            found[source, to, channel] = pair
+            found[source, to, channel] = _group((ranks[source], ranks[to]), (source, to, channel))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 import repro
 from repro.config import Layout
 from repro.engines.wrap import require_backend
-from tests.pool import forks
+from repro.parallel import mesh as meshes
+from tests.pool import RankPool, forks
 
 
 def train_on_the_cpu(group: str, port: int, rank: int) -> None:
@@ -43,6 +45,49 @@ def test_a_module_on_the_cpu_uses_gloo(group: str) -> None:
         rank.join(60)
         rank.kill()
     assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+GRID = Layout(tp=2, dp=2, micro_batch=1)
+
+
+def groups_made(times: int) -> list[int]:
+    """Groups of this rank that exist after each of ``times`` meshes of one layout, beyond those before."""
+    world = dist.distributed_c10d._world
+    before = len(world.pg_map)
+    found = []
+    for _ in range(times):
+        mesh = meshes.distributed(GRID, "cpu")
+        total = torch.ones(1)
+        mesh.tp.all_reduce(total).wait()
+        assert total.item() == 2
+        found.append(len(world.pg_map) - before)
+    return found
+
+
+def test_experiments_of_one_job_share_their_groups(four: RankPool) -> None:
+    """Each would cost threads and sockets, or a communicator's memory, until the job ends."""
+    for found in four.run(groups_made, 3):
+        assert found in ([2, 2, 2], [0, 0, 0]), (
+            "this rank's of tp and of dp, which an earlier test may have made"
+        )
+
+
+def start_twice(folder: str, rank: int) -> None:
+    for turn in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{turn}", rank=rank, world_size=4)
+        assert groups_made(2) == [2, 2]
+        dist.destroy_process_group()
+
+
+def test_another_default_group_has_groups_of_its_own(tmp_path: Path) -> None:
+    context = forks()
+    ranks = [context.Process(target=start_twice, args=(str(tmp_path), rank)) for rank in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0] * 4
 
 
 def test_the_process_group_serves_the_device() -> None:
