@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,11 +86,13 @@ def _both(
     """Forward with what it saves for backward, and backward of a graph that is kept."""
 
     def backward(who: str) -> Callable[[Inputs], Any]:
-        graph = forward.get(who) or torch.compile(forward[EAGER])
+        @cache
+        def graph() -> Forward:  # not before it is asked for: the compiler takes seconds to import
+            return forward.get(who) or torch.compile(forward[EAGER])
 
         def run(i: Inputs) -> Any:
             if who not in i:
-                i[who] = graph(i)
+                i[who] = graph()(i)
             return torch.autograd.grad(i[who], [i[leaf] for leaf in leaves], i["grad"], retain_graph=True)
 
         return run

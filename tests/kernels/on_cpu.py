@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,21 @@ class Host:
         """Of the compiler, besides the usual ones."""
         self._loaded: dict[Program, HostProgram] = {}
 
+    @cached_property
+    def header(self) -> Path:
+        """What every source begins with: the headers, parsed once, which takes longer than most sources."""
+        path = self.folder / "headers.h"
+        path.write_text("".join(f'#include "{header}"\n' for header in self.headers))
+        self.compile(path, path.with_suffix(".h.gch"), "-xc++-header")
+        return path
+
+    def compile(self, source: Path, target: Path, *options: str) -> None:
+        """By the host's compiler, always in the same way, or a header could not be used parsed."""
+        command = [COMPILER or "g++", "-std=c++17", "-O1", "-w", "-fPIC", "-fno-strict-aliasing"]
+        command += ["-U_FORTIFY_SOURCE", *self.options, *options, "-o", str(target), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:3000]
+
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A binding on tensors of the CPU."""
         return function(self, *arguments)
@@ -60,15 +76,10 @@ class HostProgram:
     def __init__(self, host: Host, program: Program, path: Path):
         self.host = host
         entries = "".join(_ENTRY.format(name=name) for name in program.kernels)
-        includes = "\n".join(f'#include "{header}"' for header in host.headers)
-        path.with_suffix(".cpp").write_text(f"{includes}\n{program.text}\n{entries}")
-        command = [COMPILER or "g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
-        command += ["-U_FORTIFY_SOURCE", f"-I{SOURCES / 'cuda'}", "-o", str(path.with_suffix(".so"))]
-        done = subprocess.run(
-            [*command, *host.options, str(path.with_suffix(".cpp"))], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[:3000]
-        self.library = ctypes.CDLL(str(path.with_suffix(".so")))
+        source, library = path.with_suffix(".cpp"), path.with_suffix(".so")
+        source.write_text(f'#include "{host.header.name}"\n{program.text}\n{entries}')
+        host.compile(source, library, "-shared", f"-I{SOURCES / 'cuda'}")
+        self.library = ctypes.CDLL(str(library))
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
         assert blocks > 0
