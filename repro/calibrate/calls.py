@@ -19,6 +19,7 @@ from repro import kernels
 from repro.config import Experiment
 from repro.simulate.events import Operator
 from repro.simulate.recorder import Recorder
+from repro.simulate.shapes import call_of
 from repro.simulate.trace import roles, trace
 
 ATTENTION = "aten._scaled_dot_product_flash_attention"
@@ -64,23 +65,26 @@ class CallRecorder(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[object, Call] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        key = call_of(func, args, kwargs)
+        if key in self.calls:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         shapes = _map(args, _shape_of), _map(kwargs, _shape_of)
         before = len(self.events)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.events) > before and isinstance(last := self.events[-1], Operator):
-            self.calls.setdefault(f"{func} {shapes}", Call(func, *shapes, last))
+            self.calls.setdefault(key or f"{func} {shapes}", Call(func, *shapes, last))
         return out
 
 
 def calls_of(experiment: Experiment, *, gloo: bool) -> list[Call]:
     """The different calls of every role of ``experiment``, in the order in which they are first made."""
-    found: dict[str, Call] = {}
+    found: dict[object, Call] = {}
     for role in roles(experiment):
         recorder = CallRecorder()
         trace(experiment, role, gloo=gloo, recorder=recorder)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 UNKNOWN = object()
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Operands that are what they say."""
 Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]
 Call = tuple[object, ...]
 """An operator, and all of its operands that what it returns and costs can depend on."""
@@ -66,7 +68,7 @@ def _described(value: Any) -> Any:
         if value.device.type != "meta":
             return UNKNOWN
         return (Tensor, value.shape, value.stride(), value.dtype)
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.layout)):
+    if value is None or isinstance(value, PLAIN):
         return (type(value), value)
     if isinstance(value, (list, tuple)):
         inside = tuple(_described(entry) for entry in value)

@@ -11,9 +11,14 @@ import pytest
 from repro import cli, systems
 from repro.calibrate import plan
 from repro.calibrate.fit import rate_of
+from repro.calibrate.machines import Here
+from repro.calibrate.target import run_rank
 from repro.config import Layout
 from repro.config.links import OPERATIONS
 from repro.launch import local
+from repro.launch.beacon import Beacon, Lookout
+from repro.launch.interrupt import Interrupt
+from repro.launch.job import Job
 from repro.simulate.trace import roles, trace
 from tests.training import tiny
 
@@ -24,7 +29,11 @@ pytestmark = pytest.mark.timeout(300)
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a quick calibration with two ranks."""
     path = tmp_path_factory.mktemp("calibrate") / "here.toml"
-    assert cli.main(["calibrate", "--system", "local", "--gpus", "2", "--output", str(path), "--quick"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("repro.calibrate.machines.TARGET", "tests.calibrate.small_cache:run_rank")
+        assert (
+            cli.main(["calibrate", "--system", "local", "--gpus", "2", "--output", str(path), "--quick"]) == 0
+        )
     return path
 
 
@@ -81,7 +90,21 @@ def test_nothing_private_is_written(calibrated: Path) -> None:
     assert getpass.getuser() == "root" or getpass.getuser() not in text
 
 
-def test_one_rank_has_no_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_has_no_collectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rank is this process, and measures the operators of one step."""
+
+    def measure(self: Here, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+        first = job.experiments[0]
+        Lookout(tmp_path / "beacon", 1)
+        beacon = Beacon(tmp_path / "beacon", 0)
+        found = run_rank(
+            Job(experiments=[first]), rank=0, world=1, device="cpu", rendezvous="", beacon=beacon
+        )
+        return {"outcome": "ok", "results": [found[first.key]], "load": 0.0}
+
+    monkeypatch.setattr(Here, "measure", measure)
     path = tmp_path / "one.toml"
     asked = ["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick", "--json"]
     assert cli.main(asked) == 0

@@ -101,7 +101,7 @@ def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_m
 
 
 def test_fit_json_and_page(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [*FIT, "--zero", "1", "--memory-limit", "1.8GB"]
+    asked = [*FIT, "--zero", "1", "--memory-limit", "1.76GB"]
     code, out = run(capsys, *asked, "--json")
     assert code == 0
     found = json.loads(out)
@@ -128,13 +128,13 @@ def test_plan_json_and_page(capsys: pytest.CaptureFixture[str], tiny_model: str)
     assert found[0]["evidence"] == "full"
     assert {row["layout"]["zero"] for row in found} == {1}
     assert {"step_s", "samples_per_s", "flops_per_device", "exposed_s", "bubble_s"} <= set(found[0]["time"])
-    code, out = run(capsys, *asked, "--tokens", "1e9", "--price-per-gpu-hour", "2.5")
+    code, out = run(capsys, *asked, "--tp", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2.5")
     assert code == 0
     shown = ("layouts fit", "TFLOP/s", "bubble", "predicted", "tp x pp x dp")
     for words in (*shown, "trained", "in days", "millions"):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80
-    code, out = run(capsys, *asked, "--pp", "1")
+    code, out = run(capsys, *asked, "--tp", "2", "--pp", "1")
     assert code == 0
     assert "samples" in out
     assert max(map(len, out.splitlines())) <= 80

@@ -22,7 +22,7 @@ LAYOUTS = {
     "tp2-pa": replace(BASE, tp=2, recompute=True, pa=True, zero=2),
     "pp3": replace(BASE, pp=3, dp=4, zero=1, micro_batch=1),
     "pp6-tp2": replace(BASE, pp=6, tp=2, dp=2, recompute=True),
-    "interleaved": replace(BASE, pp=2, dp=4, schedule="interleaved", chunks=3, recompute=True),
+    "interleaved": replace(BASE, pp=2, dp=4, schedule="interleaved", chunks=2, recompute=True),
 }
 
 

@@ -79,7 +79,7 @@ def test_no_layout_at_all(given: dict[str, Any], gpus: int, message: str) -> Non
 
 def test_a_plan() -> None:
     shallow = replace(SMALL, layers=2)
-    asked = request(4, 62_000_000, shallow, global_batch=8, micro_batch=2, sp=False, recompute=False)
+    asked = request(2, 80_000_000, shallow, global_batch=8, sp=False, recompute=False)
     with Workers(1) as workers:
         found = plan(asked, workers)
     rows = found.rows
@@ -89,7 +89,7 @@ def test_a_plan() -> None:
     assert [order(row) for row in rows] == sorted(order(row) for row in rows)
     outcomes = [row.outcome for row in rows]
     assert outcomes == sorted(outcomes, key=(OK, UNDECIDED, OOM).index)
-    assert {OK, OOM} <= set(outcomes)
+    assert set(outcomes) == {OK, UNDECIDED, OOM}
     fits = [row for row in rows if row.outcome == OK]
     assert all(row.evidence == FULL for row in fits[:3])
     assert all(row.memory["reserved_bytes"] <= asked.allocatable for row in fits[:3])
@@ -107,7 +107,7 @@ def test_a_plan() -> None:
     described = document(replace(asked, tokens=1e9, price_per_gpu_hour=2.0), rows[0])
     trained, speed = described["training"], 8 * 64 / seconds[0]
     assert trained["days"] == pytest.approx(1e9 / speed / 86400)
-    assert trained["cost"] == pytest.approx(2 * 4 * 24 * trained["days"])
+    assert trained["cost"] == pytest.approx(2 * 2 * 24 * trained["days"])
     assert described["params"] > 0
     assert {"peak_bytes", "reserved_bytes", "by_category", "by_role"} <= set(described["memory"])
     assert {"bytes_by_group", "bytes_by_link"} <= set(described["comm"])
@@ -156,7 +156,7 @@ def test_the_order() -> None:
 
 
 def test_without_numbers_for_times_the_order_is_that_of_peak_rates() -> None:
-    asked = request(2, global_batch=4, micro_batch=1, sp=False, recompute=False)
+    asked = request(2, global_batch=4, pp=1, micro_batch=1, sp=False, recompute=False)
     bandwidth = asked.system.device.memory_bandwidth
     device = replace(asked.system.device, memory_bandwidth=replace(bandwidth, value=None))
     with Workers(1) as workers:

@@ -23,7 +23,7 @@ LAYOUTS = {
     "pp3-z2": replace(BASE, pp=3, dp=4, zero=2, micro_batch=4),
     "pp12-tp2": replace(BASE, pp=12, tp=2, dp=2, zero=1),
     "pp12-tp2-few": replace(BASE, pp=12, tp=2, dp=2, global_batch=48, recompute=True),
-    "interleaved": replace(BASE, pp=2, dp=4, schedule="interleaved", chunks=3),
+    "interleaved": replace(BASE, pp=2, dp=4, schedule="interleaved", chunks=2),
 }
 
 

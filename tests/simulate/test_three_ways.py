@@ -104,11 +104,11 @@ def test_three_ways_equal(request: pytest.FixtureRequest, name: str) -> None:
 
 
 def test_copies_of_the_ordinary_micro_batch() -> None:
-    """What is not run is counted: a step of 16 micro-batches sends what 16 send, however few were traced."""
+    """What is not run is counted: a step of 8 micro-batches sends what 8 send, however few were traced."""
     for layout in (
-        replace(BASE, pp=2, micro_batch=1, global_batch=16, tp=2),
-        replace(BASE, dp=2, zero=2, micro_batch=1, global_batch=32),
-        replace(BASE, pp=2, micro_batch=1, global_batch=16, schedule="interleaved", chunks=2),
+        replace(BASE, pp=2, micro_batch=1, global_batch=8, tp=2),
+        replace(BASE, dp=2, zero=2, micro_batch=1, global_batch=16),
+        replace(BASE, pp=2, micro_batch=1, global_batch=8, schedule="interleaved", chunks=2),
     ):
         experiment = tiny(layout, MODEL)
         for role in roles(experiment):
