@@ -51,11 +51,11 @@ POOLS = {"two", "four", "eight", "ranks"}
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker of pytest-xdist gets whole files, and one of them all that shares the pools of ranks."""
+    """A worker of pytest-xdist gets whole files, and one of them all that shares pools of ranks, or one report."""
     for item in items:
         named = {*getattr(item, "fixturenames", ()), *_asked_for(item)}
-        pooled = POOLS.intersection(named)
-        item.add_marker(pytest.mark.xdist_group("ranks" if pooled else str(item.path)))
+        shared = "ranks" if POOLS.intersection(named) else "report" if "report" in named else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(shared))
     _need_gpu([item for item in items if item.get_closest_marker("gpu")])
 
 

@@ -51,13 +51,12 @@ class Cost:
 
 def command(output: Path | None) -> int:
     """Write the appendix to ``output``, or print it; 0.  Raises ``ConfigError``."""
-    made = text()
     if output is None:
-        sys.stdout.write(made)
+        sys.stdout.write(text())
         return 0
     if not output.parent.is_dir():
         raise ConfigError("--output", str(output), "a file in a folder that exists")
-    output.write_text(made, encoding="utf-8")
+    output.write_text(text(), encoding="utf-8")
     return 0
 
 

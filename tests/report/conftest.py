@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from repro.report.build import Report
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,10 +22,20 @@ def synthetic_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def built(synthetic_results: Path) -> Path:
-    """The folder of the report on the synthetic store."""
+def report(synthetic_results: Path) -> Report:
+    """What `repro report` made of the synthetic store."""
     from repro.report.build import build
 
-    out = synthetic_results.parent / "out"
-    build(synthetic_results, out)
-    return out
+    return build(synthetic_results, synthetic_results.parent / "out")
+
+
+@pytest.fixture(scope="session")
+def built(report: Report) -> Path:
+    """The folder of that report."""
+    return report.page.parent
+
+
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports draw nothing, which is most of their work: for what a page says beside its figures."""
+    monkeypatch.setattr("repro.report.figures.draw_all", lambda *of: [])

@@ -7,7 +7,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 
 from repro.report.figures.style import settle
 
@@ -19,19 +18,18 @@ def troubles(figure: Figure) -> list[str]:
     """One line for every pair of texts that overlap and every text that is cut; empty where all can be read."""
     settle(figure)
     figure.draw_without_rendering()
-    boxes = [(text.get_text().replace("\n", " / "), text.get_window_extent()) for text in _drawn(figure)]
-    whole = figure.bbox
+    boxes = [
+        (text.get_text().replace("\n", " / "), tuple(text.get_window_extent().extents.tolist()))
+        for text in _drawn(figure)
+    ]
+    left, bottom, right, top = figure.bbox.extents
     found = [
         f"{words!r} leaves the picture"
-        for words, box in boxes
-        if box.x0 < whole.x0 - SLACK
-        or box.x1 > whole.x1 + SLACK
-        or box.y0 < whole.y0 - SLACK
-        or box.y1 > whole.y1 + SLACK
+        for words, (x0, y0, x1, y1) in boxes
+        if x0 < left - SLACK or x1 > right + SLACK or y0 < bottom - SLACK or y1 > top + SLACK
     ]
-    for (one, first), (other, second) in combinations(boxes, 2):
-        common = Bbox.intersection(first, second)
-        if common is not None and common.width > SLACK and common.height > SLACK:
+    for (one, (x0, y0, x1, y1)), (other, (left, bottom, right, top)) in combinations(boxes, 2):
+        if min(x1, right) - max(x0, left) > SLACK and min(y1, top) - max(y0, bottom) > SLACK:
             found.append(f"{one!r} overlaps {other!r}")
     return found
 

@@ -61,7 +61,10 @@ def test_globs_are_short_and_exact(names: set[str], every: list[str], expected: 
     assert globs(names, every) == expected
 
 
-def test_it_is_written_where_it_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_written_where_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(artifact, "text", appendix)
     assert cli.main(["artifact", "--output", str(tmp_path / "artifact.md")]) == 0
     assert (tmp_path / "artifact.md").read_text(encoding="utf-8") == appendix()
     assert cli.main(["artifact", "--output", str(tmp_path / "no" / "artifact.md")]) == 2

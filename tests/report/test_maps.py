@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import synthetic
 
 from repro.report.build import build
@@ -78,7 +79,8 @@ def test_an_incomplete_map_says_what_runs_the_rest() -> None:
     assert drawn([*one, record(1, 1, 9e9, LARGE), record(2, 1, 5e9, LARGE)]).missing == ""
 
 
-def test_the_page_leads_to_the_simulated_records(tmp_path: Path) -> None:
+def test_the_page_leads_to_the_simulated_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("repro.report.figures.draw_all", lambda _, __, simulated, *of: [drawn(simulated)])
     with Store(tmp_path / "results") as store:
         for made in both(2, 2, 2e9):
             store.append(made | {"provenance": synthetic.PROVENANCE})

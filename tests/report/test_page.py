@@ -14,7 +14,7 @@ from repro.claims.judge import judge
 from repro.claims.ledger import load
 from repro.claims.table import table
 from repro.config import ConfigError
-from repro.report.build import build, command
+from repro.report.build import Report, build, command
 from repro.results.store import Store
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
@@ -116,9 +116,10 @@ def test_every_figure_is_in_the_page_and_beside_it(text: str, built: Path) -> No
 
 
 def test_json_is_one_document(
-    synthetic_results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    report: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(synthetic_results, tmp_path, json=True) == 0
+    monkeypatch.setattr("repro.report.build.build", lambda *of, **options: report)
+    assert command(json=True) == 0
     document = json.loads(capsys.readouterr().out)
     assert Path(document["page"]).is_file()
     assert sum(document["verdicts"].values()) == document["claims"] > 0
@@ -140,6 +141,7 @@ def test_empty_store_gives_the_ledger_and_says_what_to_run(
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_torn_lines_and_other_protocols_are_said(synthetic_results: Path, tmp_path: Path) -> None:
     shutil.copytree(synthetic_results, tmp_path / "results")
     file = next((tmp_path / "results" / "records").glob("*.jsonl"))

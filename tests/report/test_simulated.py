@@ -59,6 +59,7 @@ def test_rows(traced: list[dict[str, object]]) -> None:
     assert experiment_row(traced[2])["peak"] == "–"
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_page(traced: list[dict[str, object]], tmp_path: Path) -> None:
     with Store(tmp_path / "results") as store:
         for record in [*synthetic.records()[:6], *traced]:

@@ -73,6 +73,7 @@ def test_every_command_that_reads_says_something_clear(
         assert "writer.jsonl:3: metrics: missing in a record of kind experiment; skipped" in err
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_store_of_failures_only_has_a_page_that_says_so(tmp_path: Path) -> None:
     kinds = ("hang", "error", "timeout")
     lines(tmp_path, *(good(name=k, outcome=k, reason=f"it was {k}", metrics={}, series={}) for k in kinds))
@@ -108,6 +109,7 @@ def test_a_line_that_is_no_record_is_named_and_the_rest_is_read(
     assert found.torn[0].startswith(f"{path}:2: {said}")
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_bad_lines_and_other_protocols_are_on_the_page_counted_where_there_are_many(tmp_path: Path) -> None:
     others = [good(protocol=PROTOCOL + 1), good(protocol=None)]
     path = lines(tmp_path, *["{"] * 25, *others, good(name="now"))
@@ -122,6 +124,7 @@ def test_bad_lines_and_other_protocols_are_on_the_page_counted_where_there_are_m
     assert list(evidence.read(tmp_path / "results").provenance()["judged"]) == [False, False, True]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_results_that_are_a_file_are_an_empty_store_or_a_clear_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from repro.report.figures.style import (
     BLUE,
     GREEN,
@@ -29,9 +31,6 @@ FLOOR = 1e-9
 
 def draw(records: list[Record]) -> Drawing:
     """Left: the curves, one over the other.  Right: relative difference at every step, a line a strategy."""
-    import pandas as pd
-    import seaborn as sns
-
     shown = [r for r in succeeded(records, PREFIX) if r["series"].get("loss")]
     single = next((r for r in shown if r["name"] == SINGLE), None)
     if single is None:
@@ -48,19 +47,14 @@ def draw(records: list[Record]) -> Drawing:
 
     rows = max(3.2, 1.1 + 0.24 * len(others))
     figure, (left, right) = canvas(rows, 1, 2, width_ratios=(1, 1.35))
-    curves = pd.DataFrame(
-        {"step": step + 1, "loss": loss, "strategy": _kind(r), "name": r["name"]}
-        for r in [single, *others]
-        for step, loss in enumerate(r["series"]["loss"])
-        if loss is not None
-    )
-    sns.lineplot(
-        curves, x="step", y="loss", hue="strategy", style="strategy", units="name", estimator=None, ax=left,
-        palette=COLOURS, hue_order=list(COLOURS), style_order=list(COLOURS), linewidth=1.6,
-    )  # fmt: skip
-    present = [kind for kind in COLOURS if kind in set(curves["strategy"])]
-    handles = dict(zip(COLOURS, left.get_legend_handles_labels()[0], strict=False))
-    left.legend([handles[kind] for kind in present], present, loc="upper right")
+    named: dict[str, Any] = {}
+    for record in [single, *others]:
+        kind = _kind(record)
+        seen = [(step, loss) for step, loss in enumerate(record["series"]["loss"], 1) if loss is not None]
+        steps, losses = [step for step, _ in seen], [loss for _, loss in seen]
+        (line,) = left.plot(steps, losses, color=COLOURS[kind], linestyle=DASHES[kind], linewidth=1.6)
+        named.setdefault(kind, line)
+    left.legend(named.values(), named.keys(), loc="upper right")
     left.xaxis.get_major_locator().set_params(integer=True)
     left.set_xlabel("optimizer step")
     left.set_ylabel("loss (nats per token)")
@@ -89,10 +83,9 @@ def draw(records: list[Record]) -> Drawing:
 
     differences = [d for r in others for d in relative_differences(r["series"]["loss"], reference)]
     absent = sum(loss is None for r in [single, *others] for loss in r["series"]["loss"])
-    steps = len(reference)
     caption = (
         f"Loss of {single['experiment']['model']['name']} from the same seed, text and global batch over "
-        f"{steps} steps: {len(others)} strategies against one process. Largest relative difference at any "
+        f"{len(reference)} steps: {len(others)} strategies against one process. Largest relative difference at any "
         f"step: {max(differences, default=0):.1e} (tolerance {TOLERANCE:.0e} in fp32)."
     )
     if absent:
@@ -110,6 +103,17 @@ COLOURS = {
     "recomputation": PURPLE,
     "other": GREY,
 }
+
+"""By kind, in the order of the lines."""
+DASHES = {
+    "one process": "-",
+    "ZeRO 0-3": (0, (4, 1.5)),
+    "tensor parallel": (0, (1, 1)),
+    "tensor x ZeRO": (0, (3, 1.25, 1.5, 1.25)),
+    "recomputation": (0, (5, 1, 1, 1)),
+    "other": (0, (3, 1.25, 1.25, 1.25, 1.25, 1.25)),
+}
+"""Curves that lie on each other are told apart by what shows between the dashes."""
 
 
 def relative_differences(losses: list[float | None], reference: list[float | None]) -> list[float]:

@@ -83,6 +83,7 @@ def _stage(axes: Axes, stage: int, slots: list[Slot], chunks: int) -> None:
         cells.setdefault(fill, []).append((start, stop - start))
         size = 7 if slot.action.kind == FORWARD and chunks > 1 else 7.5
         words = str(slot.action.micro_batch + 1)
-        axes.text((start + stop) / 2, stage, words, ha="center", va="center", color=ink, fontsize=size)
+        at = ((start + stop) / 2, stage)
+        axes.text(*at, words, ha="center", va="center", color=ink, fontsize=size, in_layout=False)
     for fill, spans in cells.items():
         axes.broken_barh(spans, (stage - 0.42, 0.84), facecolors=fill, edgecolors="white", lw=0.7)

@@ -95,11 +95,10 @@ def png(drawing: Drawing) -> bytes:
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Seaborn's ticks style with our font and colours, for drawing and for saving alike."""
+    """Thin frames, our font and colours, for drawing and for saving alike."""
     import matplotlib
-    import seaborn as sns
 
-    own: dict[str, Any] = {
+    settings: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": "repro",
         "font.family": "DejaVu Sans",
@@ -124,9 +123,12 @@ def look() -> Iterator[None]:
         "axes.axisbelow": True,
         "axes.spines.top": False,
         "axes.spines.right": False,
+        "axes.facecolor": "white",
         "figure.facecolor": "white",
+        "lines.solid_capstyle": "round",
+        "patch.edgecolor": "white",
+        "patch.force_edgecolor": True,
     }
-    settings: Any = {**sns.axes_style("ticks"), **own}
     with matplotlib.rc_context(settings):
         yield
 
