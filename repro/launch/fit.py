@@ -41,6 +41,9 @@ def command(
     system, gpus = asked.system, asked.gpus
     if system not in local.DEVICES:
         raise ConfigError("--system", system, f"one of {', '.join(local.DEVICES)} with --measure")
+    if asked.expandable:
+        what = "not with --measure, where torch itself allocates: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True asks it"
+        raise ConfigError("--expandable", expected=what)
     limit = options.size(asked.memory_limit)
     on = _this_machine(system, limit)
     world = gpus
@@ -50,7 +53,7 @@ def command(
         require(0 <= as_rank < of, "--as-rank", as_rank, f"a rank from 0 to {of - 1}")
         world = of
     known = models.load(model) if model else None
-    question = fit.question_of(on, replace(asked, gpus=world, expandable=False), known, sizes, search)
+    question = fit.question_of(on, replace(asked, gpus=world), known, sizes, search)
     if local.DEVICES[system] == "cuda" and gpus > local.cuda_devices():
         raise ConfigError(
             "--gpus", gpus, f"at most the {local.cuda_devices()} CUDA devices that are visible here"

@@ -173,6 +173,7 @@ BAD = [
     ["fit", "--system", "dgx2", "--gpus", "8", "--hidden", "100", "--heads", "3"],
     ["fit", "--measure", "--system", "dgx2", "--gpus", "8"],
     ["fit", "--measure", "--system", "local", "--gpus", "1"],
+    ["fit", "--measure", "--system", "local", "--gpus", "1", "--memory-limit", "1GB", "--expandable"],
     ["fit", "--measure", "--system", "local", "--gpus", "1", "--as-rank", "4", "--of", "4",
      "--memory-limit", "1GB"],
     ["plan", "--model", "gpt2-1.5b", "--system", "yuan", "--gpus", "8"],
