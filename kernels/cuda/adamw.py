@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import struct
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import Launcher, Program, Unavailable, packed, type_of
+from repro.kernels.cuda.lists import packed, parts
+from repro.kernels.cuda.program import Launcher, Program, Unavailable, type_of
 
 SHARDS = 48
 """Shards in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
 CHUNK = 8192
 """Elements that a block takes at once."""
-BLOCKS = 8
-"""Blocks on a multiprocessor that fill it."""
 ENDS = struct.Struct("@PPPP6fi0P")
 """What follows the shards in the arguments."""
 
@@ -58,16 +58,10 @@ def adamw_(
 ) -> None:
     """One launch for every 48 shards of the same types."""
     states, scalars = [*masters, *exp_avgs, *exp_avg_sqs], [step, lr, grad_scale, found_inf]
-    if any(t.dtype != torch.float32 for t in [*states, *scalars] if t is not None):
+    if {t.dtype for t in [*states, *scalars] if t is not None} != {torch.float32}:
         raise Unavailable("adamw_ needs masters, moments and scalars in fp32")
     if not all(t.is_contiguous() for t in [*states, *grads, *copies]):
         raise Unavailable("adamw_ needs contiguous shards")
-    groups: dict[Program, list[int]] = {}
-    for i, grad in enumerate(grads):
-        if masters[i].numel():
-            kind = program(type_of(grad), type_of(copies[i]) if copies else "")
-            groups.setdefault(kind, []).append(i)
-    loaded = [(on.load(kind), members) for kind, members in groups.items()]
     tail = (
         step.data_ptr(),
         lr.data_ptr(),
@@ -75,22 +69,16 @@ def adamw_(
         0 if found_inf is None else found_inf.data_ptr(),
         *(beta1, beta2, _log(beta1), _log(beta2), eps, weight_decay),
     )
-    for kernel, members in loaded:
-        for start in range(0, len(members), SHARDS):
-            part = members[start : start + SHARDS]
-            shards: list[int] = []
-            chunks: list[int] = []
-            total = 0
-            for i in part:
-                count = masters[i].numel()
-                total += -(-count // CHUNK)
-                chunks.append(total)
-                copy = copies[i].data_ptr() if copies else 0
-                shards += (masters[i].data_ptr(), grads[i].data_ptr(), exp_avgs[i].data_ptr())
-                shards += (exp_avg_sqs[i].data_ptr(), copy, count)
-            arguments = packed("Q", shards, 6 * SHARDS) + packed("i", chunks, SHARDS)
-            arguments += ENDS.pack(*tail, len(part))
-            kernel.launch("adamw", min(total, BLOCKS * on.processors), arguments)
+    shards: list[tuple[Program, tuple[int, ...]]] = []
+    for i, grad in enumerate(grads):
+        kind = program(type_of(grad), type_of(copies[i]) if copies else "")
+        pointers = (masters[i].data_ptr(), grad.data_ptr(), exp_avgs[i].data_ptr(), exp_avg_sqs[i].data_ptr())
+        copy = copies[i].data_ptr() if copies else 0
+        shards.append((kind, (*pointers, copy, masters[i].numel())))
+    for loaded, part, chunks, blocks in parts(on, shards, SHARDS, CHUNK):
+        arguments = packed("Q", list(chain.from_iterable(part)), 6 * SHARDS)
+        arguments += packed("i", chunks, SHARDS) + ENDS.pack(*tail, len(part))
+        loaded.launch("adamw", blocks, arguments)
 
 
 def _log(beta: float) -> float:

@@ -9,13 +9,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import TYPES, Launcher, Program
+from repro.kernels.cuda.program import Launcher, Loaded, Program
+
+ARGUMENTS = struct.Struct("@PPiii0q")
 
 
 @cache
 def program(kind: str) -> Program:
     """For sums of this type."""
-    return Program("column_sums", (("TYPE", kind),), struct.Struct("@PPiii0q"), ("column_sums",), 512)
+    return Program("column_sums", (("TYPE", kind),), ARGUMENTS, ("column_sums",), 512)
 
 
 def examples() -> list[Program]:
@@ -23,13 +25,12 @@ def examples() -> list[Program]:
     return [program("half")]
 
 
-def column_sums(on: Launcher, partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 [n, R, C] -> [n, C] in the dtype, [C] where n is 1."""
+def column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 [n, R, C] -> [n, C] in the dtype, [C] where n is 1; `loaded` is the program of that type."""
     count, rows, columns = partials.shape
-    sums = partials.new_empty((count, columns) if count > 1 else (columns,), dtype=dtype)
-    kind = program(TYPES[dtype])
-    arguments = kind.arguments.pack(partials.data_ptr(), sums.data_ptr(), rows, columns, count)
-    on.load(kind).launch("column_sums", count * -(-columns // 32), arguments)
+    sums = partials.new_empty(*((count, columns) if count > 1 else (columns,)), dtype=dtype)
+    arguments = ARGUMENTS.pack(partials.data_ptr(), sums.data_ptr(), rows, columns, count)
+    loaded.launch("column_sums", count * -(-columns // 32), arguments)
     return sums
 
 

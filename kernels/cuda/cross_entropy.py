@@ -38,7 +38,7 @@ def cross_entropy_sums(
     on: Launcher, logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int
 ) -> Tensor:
     """fp32 [2, n]."""
-    sums = torch.empty((2, logits.shape[0]), dtype=torch.float32, device=logits.device)
+    sums = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     _launch(on, "sums", logits.contiguous(), maximum, sums, targets, None, vocab_start)
     return sums
 
@@ -70,7 +70,7 @@ def _launch(
 ) -> None:
     kind = program(type_of(logits))
     vectors = [t if t is None else t.contiguous() for t in (maximum, sums, targets, grad)]
-    if any(t is not None and t.dtype != torch.float32 for t in (maximum, sums, grad)):
+    if {t.dtype for t in (maximum, sums, grad) if t is not None} != {torch.float32}:
         raise Unavailable("cross-entropy needs maxima, sums and gradients of the loss in fp32")
     if targets is not None and targets.dtype != torch.int64:
         raise Unavailable("cross-entropy needs targets in int64")

@@ -45,12 +45,15 @@ def bias_dropout_residual(
         raise Unavailable("bias_dropout_residual needs a residual of the dtype of x")
     y, kind_of_bias = torch.empty_like(x), "" if bias is None else type_of(bias)
     if x.numel():
-        width, operands = 16 // x.element_size(), [t for t in (x, bias, residual, y) if t is not None]
-        width = width if aligned(x.shape[-1], operands, width) else 1
+        columns, width = x.shape[-1], 16 // x.element_size()
+        if not aligned(columns, [t for t in (x, bias, residual, y) if t is not None], width):
+            width = 1
         kind = program(type_of(x), kind_of_bias, residual is not None, p > 0, width)
-        place = (p, key, first_sample, seq, first_position)
-        blocks, arguments = _arguments(on, kind, width, x, bias, residual, y, None, *place)
-        on.load(kind).launch("forward", blocks, arguments)
+        loaded, rows = on.load(kind), _rows(x)
+        blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
+        pointers = [0 if t is None else t.data_ptr() for t in (x, bias, residual, y)]
+        place = _place(p, key, first_sample * seq + first_position, rows, x.shape[1], seq, columns, at_once)
+        loaded.launch("forward", blocks, kind.arguments.pack(*pointers, 0, *place))
     return y
 
 
@@ -72,39 +75,25 @@ def bias_dropout_residual_backward(
     width = 16 // grad.element_size()
     width = width if aligned(columns, [grad, dx], width) else 1
     kind = program(type_of(grad), type_of(grad) if has_bias else "", False, True, width)
-    loaded = on.load(kind)
-    partials = None
-    if has_bias:
-        on.load(sums.program(type_of(grad)))
-        _, at_once = sums.spread(on, grad.numel() // columns, columns, width, kind.threads)
-        partials = torch.empty((1, at_once, columns), dtype=torch.float32, device=grad.device)
-    place = (p, key, first_sample, seq, first_position)
-    blocks, arguments = _arguments(on, kind, width, grad, None, None, dx, partials, *place)
-    loaded.launch("backward", blocks, arguments)
-    return dx, grad.new_empty(0) if partials is None else sums.column_sums(on, partials, grad.dtype)
+    loaded, rows = on.load(kind), _rows(grad)
+    adding = on.load(sums.program(type_of(grad))) if has_bias else None
+    blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
+    partials = None if adding is None else grad.new_empty(1, at_once, columns, dtype=torch.float32)
+    pointers = (grad.data_ptr(), 0, 0, dx.data_ptr(), 0 if partials is None else partials.data_ptr())
+    place = _place(p, key, first_sample * seq + first_position, rows, grad.shape[1], seq, columns, at_once)
+    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, *place))
+    if adding is None or partials is None:
+        return dx, grad.new_empty(0)
+    return dx, sums.column_sums(adding, partials, grad.dtype)
 
 
-def _arguments(
-    on: Launcher,
-    kind: Program,
-    width: int,
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
-    partials: Tensor | None,
-    p: float,
-    key: int,
-    first_sample: int,
-    seq: int,
-    first_position: int,
-) -> tuple[int, bytes]:
-    """Blocks, and the packed arguments."""
-    columns = x.shape[-1]
-    rows = x.numel() // columns
+def _rows(x: Tensor) -> int:
+    rows = x.numel() // x.shape[-1]
     if rows >= 2**31:
         raise Unavailable(f"bias_dropout_residual counts rows in 31 bits, and there are {rows}")
-    blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
-    pointers = [0 if t is None else t.data_ptr() for t in (x, bias, residual, y, partials)]
-    place = (random.mixed(key), first_sample * seq + first_position, rows, x.shape[1], seq, columns, at_once)
-    return blocks, kind.arguments.pack(*pointers, *place, random.threshold(p), 1 / (1 - p))
+    return rows
+
+
+def _place(p: float, key: int, *place: int) -> tuple[int | float, ...]:
+    """What follows the pointers in the arguments."""
+    return (random.mixed(key), *place, random.threshold(p), 1 / (1 - p))

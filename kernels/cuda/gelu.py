@@ -53,10 +53,10 @@ def bias_gelu_backward(on: Launcher, grad: Tensor, x: Tensor, bias: Tensor) -> t
     if not x.numel():
         return dx, torch.zeros_like(bias)
     kind, width = _program(x, bias, (grad, dx), columns)
-    loaded, _ = on.load(kind), on.load(sums.program(type_of(bias)))
+    loaded, adding = on.load(kind), on.load(sums.program(type_of(bias)))
     rows = x.numel() // columns
     blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
-    partials = torch.empty((1, at_once, columns), dtype=torch.float32, device=x.device)
+    partials = x.new_empty(1, at_once, columns, dtype=torch.float32)
     pointers = (x.data_ptr(), bias.data_ptr(), grad.data_ptr(), dx.data_ptr(), partials.data_ptr())
     loaded.launch("backward", blocks, kind.arguments.pack(*pointers, rows, columns, at_once))
-    return dx, sums.column_sums(on, partials, bias.dtype)
+    return dx, sums.column_sums(adding, partials, bias.dtype)

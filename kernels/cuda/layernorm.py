@@ -71,17 +71,18 @@ def _forward(
         raise Unavailable("layer_norm needs weight and bias of one dtype")
     if residual is not None and residual.dtype != x.dtype:
         raise Unavailable("add_layer_norm needs a residual of the dtype of x")
-    rows = x.numel() // max(1, x.shape[-1])
+    *shape, columns = x.shape
     y = torch.empty_like(x)
     total = y if residual is None else torch.empty_like(x)
-    mean = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    mean = x.new_empty(*shape, 1, dtype=torch.float32)
     rstd = torch.empty_like(mean)
-    if x.numel():
+    if size := x.numel():
         added = [] if residual is None else [residual.contiguous(), total]
         kind = _program(x, weight, [bias, y, *added], backward=False, residual=bool(added))
         places = [t.data_ptr() for t in added] or [0, 0]
         pointers = (x.data_ptr(), 0, y.data_ptr(), *places, weight.data_ptr(), bias.data_ptr())
-        ends = (mean.data_ptr(), rstd.data_ptr(), 0, rows, x.shape[-1], eps)
+        rows = size // columns
+        ends = (mean.data_ptr(), rstd.data_ptr(), 0, rows, columns, eps)
         blocks = min(rows, BLOCKS_FORWARD * on.processors)
         on.load(kind).launch("forward", blocks, kind.arguments.pack(*pointers, *ends))
     return total, y, mean, rstd
@@ -112,7 +113,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     added = [] if grad_sum is None else [grad_sum.contiguous()]
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
-    if any(t.dtype != x.dtype for t in (grad, *added)) or mean.dtype != torch.float32:
+    if {t.dtype for t in (grad, *added)} != {x.dtype} or mean.dtype != torch.float32:
         raise Unavailable("layer_norm_backward needs gradients of the dtype of x and statistics in fp32")
     mean, rstd = mean.contiguous(), rstd.contiguous()
     dx, columns = torch.empty_like(x), x.shape[-1]
@@ -120,12 +121,12 @@ def _backward(
         return dx, torch.zeros_like(weight), torch.zeros_like(weight)
     kind = _program(x, weight, [grad, dx, *added], backward=True, residual=bool(added))
     loaded, rows = on.load(kind), x.numel() // columns
-    on.load(sums.program(type_of(weight)))
+    adding = on.load(sums.program(type_of(weight)))
     blocks = min(rows, max(1, THREADS_BACKWARD // kind.threads) * on.processors)
-    partials = torch.empty((2, blocks, columns), dtype=torch.float32, device=x.device)
+    partials = mean.new_empty(2, blocks, columns)
     place = added[0].data_ptr() if added else 0
     pointers = (x.data_ptr(), grad.data_ptr(), dx.data_ptr(), place, 0, weight.data_ptr(), 0)
     ends = (mean.data_ptr(), rstd.data_ptr(), partials.data_ptr(), rows, columns, 0.0)
     loaded.launch("backward", blocks, kind.arguments.pack(*pointers, *ends))
-    dweight, dbias = sums.column_sums(on, partials, weight.dtype).unbind()
+    dweight, dbias = sums.column_sums(adding, partials, weight.dtype).unbind()
     return dx, dweight, dbias

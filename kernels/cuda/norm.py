@@ -8,13 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import Launcher, Program, packed, type_of
+from repro.kernels.cuda.lists import packed, parts
+from repro.kernels.cuda.program import Launcher, Program, type_of
 
 TENSORS = 160
 """Tensors in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
 CHUNK = 16384
-BLOCKS = 8
-"""Blocks on a multiprocessor that fill it."""
 ENDS = struct.Struct("@iiPP0q")
 """What follows the arrays in the arguments."""
 NONE = bytes(20 * TENSORS)
@@ -36,33 +35,22 @@ def examples() -> list[Program]:
 
 def norm_squared(on: Launcher, tensors: list[Tensor]) -> Tensor:
     """One launch for every 160 tensors of a type, and one that adds up; every block leaves one number."""
-    groups: dict[Program, list[Tensor]] = {}
-    for tensor in tensors:
-        kind = program(type_of(tensor))
-        if tensor.numel():
-            groups.setdefault(kind, []).append(tensor.contiguous())
-    result = torch.empty((), dtype=torch.float32, device=tensors[0].device)
-    if not groups:
+    tensors = [tensor.contiguous() for tensor in tensors]
+    sources = [(program(type_of(t)), (t.data_ptr(), t.numel())) for t in tensors]
+    launches = parts(on, sources, TENSORS, CHUNK)
+    result = tensors[0].new_empty((), dtype=torch.float32)
+    if not launches:
         return result.zero_()
-    loaded = {kind: on.load(kind) for kind in groups}
-    launches: list[tuple[Program, list[int], int, list[int], list[int]]] = []
-    for kind, members in groups.items():
-        for start in range(0, len(members), TENSORS):
-            part = members[start : start + TENSORS]
-            counts = [t.numel() for t in part]
-            chunks: list[int] = []
-            for count in counts:
-                chunks.append((chunks[-1] if chunks else 0) - (-count // CHUNK))
-            blocks = min(chunks[-1], BLOCKS * on.processors)
-            launches.append((kind, [t.data_ptr() for t in part], blocks, counts, chunks))
-    total = sum(blocks for _, _, blocks, _, _ in launches)
+    total = sum([blocks for _, _, _, blocks in launches])
     partials = torch.empty(total, dtype=torch.float64, device=result.device)
     place = partials.data_ptr()
-    for kind, pointers, blocks, counts, chunks in launches:
-        arrays = packed("Q", pointers, TENSORS) + packed("q", counts, TENSORS) + packed("i", chunks, TENSORS)
-        ends = ENDS.pack(len(pointers), 0, place, result.data_ptr())
-        loaded[kind].launch("partial", blocks, arrays + ends)
+    for loaded, part, chunks, blocks in launches:
+        pointers, counts = zip(*part, strict=True)
+        arguments = packed("Q", pointers, TENSORS) + packed("q", counts, TENSORS)
+        arguments += packed("i", chunks, TENSORS)
+        arguments += ENDS.pack(len(pointers), 0, place, result.data_ptr())
+        loaded.launch("partial", blocks, arguments)
         place += 8 * blocks
     ends = ENDS.pack(0, total, partials.data_ptr(), result.data_ptr())
-    next(iter(loaded.values())).launch("total", 1, NONE + ends)
+    launches[0][0].launch("total", 1, NONE + ends)
     return result

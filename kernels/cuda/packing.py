@@ -7,13 +7,12 @@ from functools import cache
 
 from torch import Tensor
 
-from repro.kernels.cuda.program import Launcher, Program, Unavailable, packed, type_of
+from repro.kernels.cuda.lists import packed, parts
+from repro.kernels.cuda.program import Launcher, Program, Unavailable, type_of
 
 COPIES = 128
 """Copies in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
 CHUNK = 16384
-BLOCKS = 8
-"""Blocks on a multiprocessor that fill it."""
 ENDS = struct.Struct("@if0q")
 """What follows the arrays in the arguments."""
 
@@ -47,23 +46,15 @@ def _copy(on: Launcher, tensors: list[Tensor], flat: Tensor, scale: float, *, in
     if not flat.is_contiguous():
         raise Unavailable("pack and unpack need a contiguous buffer")
     whole, place, size = type_of(flat), flat.data_ptr(), flat.element_size()
-    groups: dict[Program, list[tuple[int, int, int]]] = {}
+    copies = []
     for tensor in tensors:
         kind = program(type_of(tensor), whole) if into_flat else program(whole, type_of(tensor))
+        ends = (tensor.data_ptr(), place) if into_flat else (place, tensor.data_ptr())
         count = tensor.numel()
-        if count:
-            ends = (tensor.data_ptr(), place) if into_flat else (place, tensor.data_ptr())
-            groups.setdefault(kind, []).append((*ends, count))
-            place += count * size
-    loaded = [(on.load(kind), members) for kind, members in groups.items()]
-    for kernel, members in loaded:
-        for start in range(0, len(members), COPIES):
-            sources, targets, counts = map(list, zip(*members[start : start + COPIES], strict=True))
-            chunks: list[int] = []
-            for count in counts:
-                chunks.append((chunks[-1] if chunks else 0) - (-count // CHUNK))
-            arguments = (
-                packed("Q", sources, COPIES) + packed("Q", targets, COPIES) + packed("q", counts, COPIES)
-            )
-            arguments += packed("i", chunks, COPIES) + ENDS.pack(len(counts), scale)
-            kernel.launch("copies", min(chunks[-1], BLOCKS * on.processors), arguments)
+        copies.append((kind, (*ends, count)))
+        place += count * size
+    for loaded, part, chunks, blocks in parts(on, copies, COPIES, CHUNK):
+        sources, targets, counts = zip(*part, strict=True)
+        arguments = packed("Q", sources, COPIES) + packed("Q", targets, COPIES)
+        arguments += packed("q", counts, COPIES) + packed("i", chunks, COPIES)
+        loaded.launch("copies", blocks, arguments + ENDS.pack(len(counts), scale))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,14 +86,9 @@ def aligned(columns: int, tensors: Sequence[Tensor], width: int) -> bool:
     """Whether `width` elements from any multiple of `width` on are one aligned access in rows of `columns`."""
     if columns % width:
         return False
+    places = 0
     for tensor in tensors:
-        place = tensor.data_ptr()
-        if place & 15 and place % min(16, width * tensor.element_size()):
-            return False
-    return True
-
-
-def packed(code: str, values: list[int], room: int) -> bytes:
-    """An array of `room` elements of which the first are `values`; `code` as in `array`."""
-    filled = array(code, values)
-    return filled.tobytes().ljust(filled.itemsize * room, b"\0")
+        places |= tensor.data_ptr()
+    if not places & 15:
+        return True
+    return all(t.data_ptr() % min(16, width * t.element_size()) == 0 for t in tensors)

@@ -14,7 +14,7 @@ from repro.kernels import dropout, gelu, random
 from repro.kernels.cuda import columns
 from repro.kernels.cuda import dropout as cuda_dropout
 from repro.kernels.cuda import gelu as cuda_gelu
-from repro.kernels.cuda.program import Unavailable
+from repro.kernels.cuda.program import TYPES, Unavailable
 from tests.kernels.on_cpu import Host, placed
 
 KINDS = [torch.float32, torch.float16, torch.bfloat16]
@@ -155,4 +155,6 @@ def test_a_grid_covers_every_row_and_column(rows: int, vectors: int, processors:
 
 def test_sums_of_columns(host: Host, dtype: torch.dtype, close: Callable[..., None]) -> None:
     matrices: Tensor = torch.randn(2, 45, 70)
-    close(host.call(columns.column_sums, matrices, dtype), matrices.double().sum(1), 2)
+    loaded = host.load(columns.program(TYPES[dtype]))
+    found = host.call(lambda on, x: columns.column_sums(loaded, x, dtype), matrices)
+    close(found, matrices.double().sum(1), 2)
