@@ -18,19 +18,25 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
 
+// Applies each(logit, in fp32) to a row.
+template <class Each>
+__device__ inline void share_row(const TYPE* logits, long long columns, Each each) {
+  share<V>(
+      columns, unaligned<V>(logits),
+      [&](long long i) {
+        float values[V];
+        load(values, logits + i);
+#pragma unroll
+        for (int k = 0; k < V; ++k) each(values[k]);
+      },
+      [&](long long i) { each(widen(logits[i])); });
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) maxima(const __grid_constant__ Arguments a) {
   for (long long row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const TYPE* logits = a.logits + row * a.columns;
     float most = -infinity();
-    share<V>(
-        a.columns, unaligned<V>(logits),
-        [&](long long i) {
-          float values[V];
-          load(values, logits + i);
-#pragma unroll
-          for (int k = 0; k < V; ++k) most = larger(most, values[k]);
-        },
-        [&](long long i) { most = larger(most, widen(logits[i])); });
+    share_row(logits, a.columns, [&](float logit) { most = larger(most, logit); });
     most = reduce<Larger>(most);
     if (threadIdx.x == 0) a.maximum[row] = most;
   }
@@ -41,15 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sums(const __grid_constant
     const TYPE* logits = a.logits + row * a.columns;
     const float most = a.maximum[row];
     float sum = 0.0f;
-    share<V>(
-        a.columns, unaligned<V>(logits),
-        [&](long long i) {
-          float values[V];
-          load(values, logits + i);
-#pragma unroll
-          for (int k = 0; k < V; ++k) sum += exponential<TYPE>(values[k] - most);
-        },
-        [&](long long i) { sum += exponential<TYPE>(widen(logits[i]) - most); });
+    share_row(logits, a.columns, [&](float logit) { sum += exponential<TYPE>(logit - most); });
     sum = reduce<Add>(sum);
     if (threadIdx.x == 0) {
       const long long target = a.targets[row] - a.vocab_start;

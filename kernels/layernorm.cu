@@ -1,6 +1,8 @@
-// Layer norm, a row a block, of x or of the sum of x and a residual, which is written too. A thread holds ITEMS groups of WIDTH elements of the row in registers, so that the row
-// is read once; statistics are fp32 and the variance is that of the differences from the mean.
-// TYPE: of rows; WEIGHT: of weight and bias; HAS_RESIDUAL: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= columns, which WIDTH divides.
+// Layer norm, a row a block, of x or of the sum of x and a residual, which is written too. A thread holds ITEMS
+// groups of WIDTH elements of the row in registers, so that the row is read once; statistics are fp32 and the
+// variance is that of the differences from the mean.
+// TYPE: of rows; WEIGHT: of weight and bias; HAS_RESIDUAL: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= columns,
+// which WIDTH divides.
 #include "block.cuh"
 #include "memory.cuh"
 
@@ -9,7 +11,7 @@ constexpr int V = WIDTH;
 struct Arguments {
   const TYPE* x;
   const TYPE* grad;
-  TYPE* y;                // dx in backward
+  TYPE* y;               // dx in backward
   const TYPE* residual;  // in backward the gradient of the sum
   TYPE* sum;
   const WEIGHT* weight;
