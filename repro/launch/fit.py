@@ -42,7 +42,7 @@ def command(
     if system not in local.DEVICES:
         raise ConfigError("--system", system, f"one of {', '.join(local.DEVICES)} with --measure")
     if asked.expandable:
-        what = "not with --measure, where torch itself allocates: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True asks it"
+        what = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in its place with --measure, where torch allocates"
         raise ConfigError("--expandable", expected=what)
     limit = options.size(asked.memory_limit)
     on = _this_machine(system, limit)
