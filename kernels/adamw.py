@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda import adamw as cuda
-from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, operator
 
 CHUNK = 2**20
@@ -105,8 +104,8 @@ adamw_operator = operator(
     " Tensor? grad_scale, Tensor? found_inf) -> ()",
     _adamw,
     _shape,
+    cuda.adamw_,
 )
-use("adamw_", cuda.adamw_, _adamw)
 
 
 def adamw_(

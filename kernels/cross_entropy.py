@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda import cross_entropy as cuda
-from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
 
 
@@ -88,21 +87,22 @@ def _backward_shape(
     return None
 
 
-max_operator = operator("cross_entropy_max(Tensor logits) -> Tensor", _max, _max_shape)
+max_operator = operator(
+    "cross_entropy_max(Tensor logits) -> Tensor", _max, _max_shape, cuda.cross_entropy_max
+)
 sums_operator = operator(
     "cross_entropy_sums(Tensor logits, Tensor maximum, Tensor targets, int vocab_start) -> Tensor",
     _sums,
     _sums_shape,
+    cuda.cross_entropy_sums,
 )
 backward_operator = operator(
     "cross_entropy_backward_(Tensor(a!) logits, Tensor maximum, Tensor sums, Tensor targets, int vocab_start,"
     " Tensor grad_loss) -> ()",
     _backward,
     _backward_shape,
+    cuda.cross_entropy_backward_,
 )
-use("cross_entropy_max", cuda.cross_entropy_max, _max)
-use("cross_entropy_sums", cuda.cross_entropy_sums, _sums)
-use("cross_entropy_backward_", cuda.cross_entropy_backward_, _backward)
 
 
 def _check(logits: Tensor, *vectors: Tensor) -> None:

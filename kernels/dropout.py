@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from repro.kernels import random
 from repro.kernels.cuda import dropout as cuda
-from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, column_sums, operator, row_chunks
 
 
@@ -119,15 +118,15 @@ forward_operator = operator(
     " int first_sample, int seq, int first_position) -> Tensor",
     _forward,
     _forward_shape,
+    cuda.bias_dropout_residual,
 )
 backward_operator = operator(
     "bias_dropout_residual_backward(Tensor grad, bool has_bias, float p, int key,"
     " int first_sample, int seq, int first_position) -> (Tensor dx, Tensor dbias)",
     _backward,
     _backward_shape,
+    cuda.bias_dropout_residual_backward,
 )
-use("bias_dropout_residual", cuda.bias_dropout_residual, _forward)
-use("bias_dropout_residual_backward", cuda.bias_dropout_residual_backward, _backward)
 
 
 class _BiasDropoutResidual(torch.autograd.Function):

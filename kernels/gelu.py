@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from repro.kernels.cuda import gelu as cuda
-from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, column_sums, operator, row_chunks
 
 _TWO_K = 2.0 * math.sqrt(2.0 / math.pi)
@@ -88,16 +87,15 @@ def _backward_shape(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tens
 
 
 forward_operator = operator(
-    "bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _forward_shape, _forward_cpu
+    "bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _forward_shape, cuda.bias_gelu, _forward_cpu
 )
 backward_operator = operator(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor dx, Tensor dbias)",
     _backward,
     _backward_shape,
+    cuda.bias_gelu_backward,
     _backward_cpu,
 )
-use("bias_gelu", cuda.bias_gelu, _forward)
-use("bias_gelu_backward", cuda.bias_gelu_backward, _backward)
 
 
 class _BiasGelu(torch.autograd.Function):

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from repro.kernels.cuda import layernorm as cuda
-from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator
 
 
@@ -81,29 +80,29 @@ forward_operator = operator(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
     _forward,
     _forward_shape,
+    cuda.layer_norm,
 )
 backward_operator = operator(
     "layer_norm_backward(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor weight)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _backward,
     _backward_shape,
+    cuda.layer_norm_backward,
 )
 add_forward_operator = operator(
     "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps)"
     " -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
     _add_forward,
     _add_forward_shape,
+    cuda.add_layer_norm,
 )
 add_backward_operator = operator(
     "add_layer_norm_backward(Tensor grad_sum, Tensor grad, Tensor sum, Tensor mean, Tensor rstd, Tensor weight)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _add_backward,
     _add_backward_shape,
+    cuda.add_layer_norm_backward,
 )
-use("layer_norm", cuda.layer_norm, _forward)
-use("layer_norm_backward", cuda.layer_norm_backward, _backward)
-use("add_layer_norm", cuda.add_layer_norm, _add_forward)
-use("add_layer_norm_backward", cuda.add_layer_norm_backward, _add_backward)
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -1,8 +1,7 @@
 """Registration of the `repro::` operators, and the few things that all kernels share.
 
-An operator is a schema, one implementation that works on every real device, and a shape function for `meta`
-and `FakeTensorMode`. A CUDA kernel slots in later by one `LIBRARY.impl(name, function, "CUDA")`; nothing
-else changes.
+An operator is a schema, one implementation that works on every real device, a shape function for `meta` and
+`FakeTensorMode`, and the binding of its CUDA kernel.
 
 Operators are defined with `torch.library.Library` and made differentiable by an explicit
 `autograd.Function` around them rather than with `torch.library.custom_op`: a call then costs 4 microseconds
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from repro.kernels.cuda.dispatch import chooser
+
 LIBRARY = torch.library.Library("repro", "DEF")
 
 CPU_CHUNK = 2**17
@@ -31,17 +32,19 @@ def operator(
     schema: str,
     implementation: Callable[..., Any],
     shape: Callable[..., Any],
+    binding: Callable[..., Any],
     cpu: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
     """Define `repro::<schema>` and return its overload (call it like the implementation).
 
-    `implementation` serves CPU and CUDA, `cpu` replaces it on CPU where another order of work is much
-    faster there, `shape` returns empty tensors of the right shape and dtype. None of them records
-    gradients.
+    `binding(launcher, *arguments)` serves CUDA and `implementation` the CPU and a GPU on which the kernel is not
+    to be had; `cpu` replaces it on CPU where another order of work is much faster there; `shape` returns empty
+    tensors of the right shape and dtype. None of them records gradients.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, chooser(name, binding, implementation), "CUDA")
     if cpu is not None:
         LIBRARY.impl(name, cpu, "CPU")
     torch.library.register_fake(f"repro::{name}", shape, lib=LIBRARY)

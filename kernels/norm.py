@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda import norm as cuda
-from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, operator
 
 CHUNK = 2**18
@@ -45,8 +44,9 @@ def _shape(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty((), dtype=torch.float32)
 
 
-norm_operator = operator("norm_squared(Tensor[] tensors) -> Tensor", _norm_squared, _shape, _norm_squared_cpu)
-use("norm_squared", cuda.norm_squared, _norm_squared)
+norm_operator = operator(
+    "norm_squared(Tensor[] tensors) -> Tensor", _norm_squared, _shape, cuda.norm_squared, _norm_squared_cpu
+)
 
 
 def norm_squared(tensors: list[Tensor], *, plain: bool = False) -> Tensor:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda import packing as cuda
-from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator
 
 
@@ -54,10 +53,12 @@ def _shape(*_: object) -> None:
     return None
 
 
-pack_operator = operator("pack(Tensor[] tensors, Tensor(a!) flat, float scale) -> ()", _pack, _shape)
-unpack_operator = operator("unpack(Tensor flat, Tensor(a!)[] tensors, float scale) -> ()", _unpack, _shape)
-use("pack", cuda.pack, _pack)
-use("unpack", cuda.unpack, _unpack)
+pack_operator = operator(
+    "pack(Tensor[] tensors, Tensor(a!) flat, float scale) -> ()", _pack, _shape, cuda.pack
+)
+unpack_operator = operator(
+    "unpack(Tensor flat, Tensor(a!)[] tensors, float scale) -> ()", _unpack, _shape, cuda.unpack
+)
 
 
 def _fits(flat: Tensor, tensors: list[Tensor]) -> None:

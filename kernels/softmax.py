@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from repro.kernels.cuda import softmax as cuda
-from repro.kernels.cuda.dispatch import use
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
 
 
@@ -63,12 +62,15 @@ def _backward_shape(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     return y.new_empty(y.shape)
 
 
-forward_operator = operator("causal_softmax(Tensor scores, float scale) -> Tensor", _forward, _forward_shape)
-backward_operator = operator(
-    "causal_softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor", _backward, _backward_shape
+forward_operator = operator(
+    "causal_softmax(Tensor scores, float scale) -> Tensor", _forward, _forward_shape, cuda.causal_softmax
 )
-use("causal_softmax", cuda.causal_softmax, _forward)
-use("causal_softmax_backward", cuda.causal_softmax_backward, _backward)
+backward_operator = operator(
+    "causal_softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor",
+    _backward,
+    _backward_shape,
+    cuda.causal_softmax_backward,
+)
 
 
 class _CausalSoftmax(torch.autograd.Function):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from repro.kernels.cuda.device import device
 from repro.kernels.cuda.program import Unavailable
-from repro.kernels.library import LIBRARY
 
 CUDA = "cuda"
 
@@ -31,13 +30,8 @@ def ran() -> Counter[tuple[str, str]]:
     return _ran.copy()
 
 
-def use(name: str, binding: Callable[..., Any], instead: Callable[..., Any]) -> None:
-    """Register `binding(launcher, *arguments)` for CUDA tensors, with `instead` where it is unavailable."""
-    LIBRARY.impl(name, chooser(name, binding, instead), "CUDA")
-
-
 def chooser(name: str, binding: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """What `use` registers."""
+    """An operator on CUDA tensors: `binding(launcher, *arguments)`, or `instead` where it is unavailable."""
     done = (name, CUDA)
 
     def call(*arguments: Any) -> Any:
