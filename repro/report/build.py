@@ -85,6 +85,10 @@ def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
     from repro.report.figures import draw_all
     from repro.report.notebooks import write as write_notebooks
 
+    try:
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("out", str(out), f"a folder that can be written: {error.strerror}") from None
     found = evidence.read(results)
     chosen = measured.select(found.records)
     points = validate.points(found.judged, found.records)
@@ -92,10 +96,6 @@ def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
     remarks = _remarks(found, chosen)
     counts = summary(found.judged)["verdicts"]
 
-    try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("out", str(out), f"a folder that can be written: {error.strerror}") from None
     report = Report(
         page=out / "index.html",
         claims=len(found.judged),

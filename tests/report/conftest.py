@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from repro.claims import reader
+from repro.report import evidence
+from repro.report.evidence import Evidence
 
 if TYPE_CHECKING:
     from repro.report.build import Report
@@ -33,6 +39,20 @@ def report(synthetic_results: Path) -> Report:
 def built(report: Report) -> Path:
     """The folder of that report."""
     return report.page.parent
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_ledger() -> Iterator[None]:
+    """The ledger's files, which no test here changes, are read and checked once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "read_ledger", functools.cache(reader.read_ledger))
+        yield
+
+
+@pytest.fixture(scope="session")
+def found(synthetic_results: Path) -> Evidence:
+    """The synthetic store and its judged ledger."""
+    return evidence.read(synthetic_results)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from repro.report import evidence
+from repro.report.evidence import Evidence
 
 pytestmark = pytest.mark.timeout(300)  # a page is drawn by one core, which others may share
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -107,8 +107,7 @@ def test_loads_alone_and_without_complaint(
     assert picture.stat().st_size > 10_000
 
 
-def test_every_filter_leaves_what_the_ledger_says(visit: Any, synthetic_results: Path) -> None:
-    found = evidence.read(synthetic_results)
+def test_every_filter_leaves_what_the_ledger_says(visit: Any, found: Evidence) -> None:
     page, about = visit(), found.ledger.about
     everything = [result.claim.id for result in found.judged]
     assert page.shown() == everything
@@ -152,9 +151,7 @@ def test_a_verdict_s_tile_and_a_system_s_name_filter_and_let_go(visit: Any) -> N
 
 
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_a_line_opens_in_place_to_everything_about_its_claim(
-    visit: Any, size: dict[str, int], tmp_path: Path
-) -> None:
+def test_a_line_opens_in_place_to_everything_about_its_claim(visit: Any, size: dict[str, int]) -> None:
     seen = visit(size)
     claim = seen.page.locator("#claim-zero-mem-formula-stages")
     inside = claim.locator(".inside")
@@ -168,8 +165,8 @@ def test_a_line_opens_in_place_to_everything_about_its_claim(
     assert "repro claims zero-mem-formula-stages" in text
     assert "records that it reads are in the store" in text
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-    folder = Path(os.environ.get("REPRO_SCREENSHOTS") or tmp_path)
-    claim.screenshot(path=folder / f"claim-{size['width']}.png")
+    if os.environ.get("REPRO_SCREENSHOTS"):
+        claim.screenshot(path=Path(os.environ["REPRO_SCREENSHOTS"]) / f"claim-{size['width']}.png")
     claim.locator("> summary").click()
     assert not inside.is_visible()
 

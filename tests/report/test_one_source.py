@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -11,17 +12,30 @@ import pandas as pd
 import pytest
 
 from repro import cli
-from repro.report import evidence
-from repro.report.evidence import KINDS
+from repro.report.evidence import KINDS, Evidence
 from tests.report.test_page import Page
 
 
-@pytest.fixture
-def claims(synthetic_results: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def said(*command: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main([*command]) == 0
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def claims(synthetic_results: Path) -> list[dict[str, Any]]:
     """What `repro claims --json` says."""
-    assert cli.main(["claims", "--json", "--results", str(synthetic_results)]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["claims"]
+    found: list[dict[str, Any]] = json.loads(said("claims", "--json", "--results", str(synthetic_results)))[
+        "claims"
+    ]
     return found
+
+
+@pytest.fixture(scope="module")
+def exported(synthetic_results: Path) -> pd.DataFrame:
+    """What `repro export --table values` writes."""
+    command = ["export", "--table", "values", "--format", "csv", "--results", str(synthetic_results)]
+    return pd.read_csv(io.StringIO(said(*command)), keep_default_na=False, dtype=str)
 
 
 def rows(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -44,8 +58,7 @@ def test_the_page(claims: list[dict[str, Any]], built: Path) -> None:
     assert [row["data-about"] for row in page.rows] == [claim["about"] for claim in claims]
 
 
-def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], synthetic_results: Path) -> None:
-    found = evidence.read(synthetic_results)
+def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], found: Evidence) -> None:
     frame = found.values()
     assert list(frame["verdict"]) == [row["verdict"] for row in rows(claims)]
     assert list(found.claims()["verdict"]) == [claim["verdict"] for claim in claims]
@@ -69,23 +82,16 @@ def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], synthetic_res
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_exports(
-    claims: list[dict[str, Any]], synthetic_results: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
-    command = ["export", "--table", "values", "--format", "csv", "--results", str(synthetic_results)]
-    assert cli.main(command) == 0
-    frame = pd.read_csv(io.StringIO(capsys.readouterr().out), keep_default_na=False, dtype=str)
-    for (_, line), row in zip(frame.iterrows(), rows(claims), strict=True):
+def test_the_exports(claims: list[dict[str, Any]], exported: pd.DataFrame, kind: str) -> None:
+    for (_, line), row in zip(exported.iterrows(), rows(claims), strict=True):
         seen = next((finding for finding in row["evidence"] if finding["kind"] == kind), {})
         value = seen.get("value")
         same = float(line[kind]) == value if isinstance(value, int | float) else line[kind] == number(value)
         assert same, (line["claim"], line["value"])
 
 
-def test_the_summary_counts_what_the_claims_say(
-    claims: list[dict[str, Any]], synthetic_results: Path
-) -> None:
-    frame = evidence.read(synthetic_results).summary().set_index("about")
+def test_the_summary_counts_what_the_claims_say(claims: list[dict[str, Any]], found: Evidence) -> None:
+    frame = found.summary().set_index("about")
     assert frame.loc["all", "claims"] == len(claims) == frame["claims"].iloc[:-1].sum()
     for about, line in frame.iloc[:-1].iterrows():
         verdicts = [claim["verdict"] for claim in claims if claim["about"] == about]

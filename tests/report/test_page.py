@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from repro.claims.judge import judge
-from repro.claims.ledger import load
 from repro.claims.table import table
 from repro.config import ConfigError
 from repro.report.build import Report, build, command
-from repro.results.store import Store
+from repro.report.evidence import Evidence
+from repro.report.figures import states
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
 
@@ -86,8 +86,8 @@ def test_needs_nothing_but_itself(text: str, page: Page) -> None:
     assert "@import" not in text
 
 
-def test_says_what_the_judge_says(page: Page, text: str, synthetic_results: Path) -> None:
-    judged = judge(load(), Store(synthetic_results).records())
+def test_says_what_the_judge_says(page: Page, text: str, found: Evidence) -> None:
+    judged = judge(found.ledger, found.records)
     assert [row["data-verdict"] for row in page.rows] == [result.verdict for result in judged]
     for line in table(judged):
         assert f'id="claim-{line.id}"' in text
@@ -127,8 +127,9 @@ def test_json_is_one_document(
 
 
 def test_empty_store_gives_the_ledger_and_says_what_to_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("repro.report.figures.draw_all", lambda measured, *of: [states.draw(measured)])
     (tmp_path / "out" / "figures").mkdir(parents=True)
     stale = tmp_path / "out" / "figures" / "states.svg"
     stale.touch()

@@ -135,9 +135,9 @@ def test_results_that_are_a_file_are_an_empty_store_or_a_clear_error(
 
 
 def test_a_large_store_has_a_page_of_a_sane_size(tmp_path: Path) -> None:
-    """3,000 records, without figures; `make benchmarks` has 10,000, figures and the clock."""
-    found = evidence.read(large.store(tmp_path / "results", 3_000))
-    assert len(found.records) == 3_000
+    """2,100 records, without figures; `make benchmarks` has 10,000, figures and the clock."""
+    found = evidence.read(large.store(tmp_path / "results", 2_100))
+    assert len(found.records) == 2_100
     chosen = select(found.records)
     assert min(len(chosen.experiments), len(chosen.simulated)) > 2 * MOST
     values = page.context(found, chosen, [], [], Catalogue())
