@@ -23,13 +23,18 @@ from tests.parallel.stock_models import Tied, optimizer_of, train_stock
 from tests.parallel.test_parity import BATCH, alone, assert_same, run
 from tests.parallel.test_wrap import assert_trained_like_one
 from tests.pool import RankPool
-from tests.training import micro_batches, tiny, train
+from tests.training import LEARNING, micro_batches, smallest, tiny, train
 
 LONG = Model(name="long", layers=2, hidden=16, heads=2, vocab=32, seq=256)
 """Little but scores."""
 SCORES = 2 * 2 * 256 * 256 * 2
 """Bytes of the scores of two samples in 16 bits."""
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+
+
+def assert_same_training(pool: RankPool, layout: Layout) -> None:
+    model = smallest(layout)
+    assert_same(run(pool, tiny(layout, model, **LEARNING)), alone(model=model, **LEARNING), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("training", [{}, DROPOUT], ids=["", "dropout"])
@@ -53,8 +58,9 @@ def test_one_process_equals_the_fused_kernels(kernels: str, training: dict[str, 
 def test_two_processes_equal_one(two: RankPool, layout: Layout, kernels: str) -> None:
     """With dropout: what is dropped depends on the place in the global batch and the head, nothing else."""
     layout = replace(layout, kernels=kernels)
-    found = run(two, tiny(layout, **DROPOUT))
-    expected = alone(**DROPOUT)
+    model, training = smallest(layout), {**DROPOUT, **LEARNING}
+    found = run(two, tiny(layout, model, **training))
+    expected = alone(model=model, **training)
     if layout.pp == 1:
         assert_same(found, expected, 1e-5, 1e-5)
     else:
@@ -75,15 +81,14 @@ def test_without_overlap(two: RankPool, zero: int, cb: bool) -> None:
     layout = Layout(
         dp=2, zero=zero, cb=cb, overlap=False, micro_batch=2, global_batch=BATCH, bucket_bytes=3000
     )
-    assert_same(run(two, tiny(layout)), alone(), 1e-5, 1e-5)
+    assert_same_training(two, layout)
 
 
 @pytest.mark.parametrize("zero1_reduce", ["reduce-scatter", "all-reduce"])
 def test_february_2020(four: RankPool, zero1_reduce: str) -> None:
     """What DeepSpeed's first release ran: unfused operators, all-reduce and all-gather, nothing hidden."""
     layout = Layout(tp=2, dp=2, zero=1, zero1_reduce=zero1_reduce, micro_batch=4, recompute=True)
-    layout = replace(layout, kernels="unfused", overlap=False)
-    assert_same(run(four, tiny(layout)), alone(), 1e-5, 1e-5)
+    assert_same_training(four, replace(layout, kernels="unfused", overlap=False))
 
 
 def order(layout: Layout) -> list[str]:
@@ -261,24 +266,24 @@ def test_a_stock_module_brings_its_own_operators() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(pp=2, micro_batch=1, global_batch=BATCH),
-        Layout(pp=2, micro_batch=1, global_batch=BATCH, schedule="gpipe"),
-        Layout(pp=2, micro_batch=1, global_batch=BATCH, schedule="interleaved", chunks=2),
+        Layout(pp=2, micro_batch=2, global_batch=BATCH),
+        Layout(pp=2, micro_batch=2, global_batch=BATCH, schedule="gpipe"),
+        Layout(pp=2, micro_batch=2, global_batch=BATCH, schedule="interleaved", chunks=2),
     ],
     ids=["1f1b", "gpipe", "interleaved"],
 )
 def test_pipelines_that_wait_for_their_messages(two: RankPool, layout: Layout) -> None:
     """No two stages wait for each other for ever, and the loss is that of one process."""
     model = Model(name="four", layers=4, hidden=16, heads=2, vocab=32, seq=16)
-    found = two.run(train, tiny(replace(layout, overlap=False), model))
-    expected = train(tiny(Layout(micro_batch=BATCH), model))
+    found = two.run(train, tiny(replace(layout, overlap=False), model, **LEARNING))
+    expected = alone(model=model, **LEARNING)
     torch.testing.assert_close(found[-1].loss, expected.loss, rtol=1e-5, atol=0.0)
 
 
 def test_parameters_gathered_before_the_step(two: RankPool) -> None:
     """The same training; and no forward pass waits for parameters, since a step ends when they are there."""
     layout = Layout(dp=2, zero=2, micro_batch=2, global_batch=BATCH, bucket_bytes=3000, gather_overlap=False)
-    assert_same(run(two, tiny(layout)), alone(), 1e-5, 1e-5)
+    assert_same_training(two, layout)
 
     def waits(layout: Layout) -> dict[str, int]:
         """Phases in which something waits for parameters."""

@@ -73,7 +73,7 @@ def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout)
     model = smallest(layout)
     expected = alone(model=model, **LEARNING)
     assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
-    assert sum(norm > 0.3 for norm in expected.norm) > 10, "clipping must act, or a wrong norm goes unseen"
+    assert sum(norm > 0.3 for norm in expected.norm) > 6, "clipping must act, or a wrong norm goes unseen"
     assert_same(run(pool_of(request, layout), tiny(layout, model, **LEARNING)), expected, 1e-5, 1e-5)
 
 
@@ -85,7 +85,7 @@ VARIED = {
 }
 EVERYTHING = (
     {"recompute": True, "bucket_bytes": 3000},
-    {"dropout": 0.1, "attention_dropout": 0.1, "steps": 10},
+    {"dropout": 0.1, "attention_dropout": 0.1, "steps": 6},
 )
 
 
@@ -108,8 +108,8 @@ def test_each_alone(two: RankPool, zero: int, varied: str) -> None:
     settings, training = VARIED[varied]
     layout = replace(Layout(dp=2, zero=zero, micro_batch=4, global_batch=BATCH), **settings)
     model = smallest(layout)
-    found = run(two, tiny(layout, model, steps=10, **training))
-    assert_same(found, alone(model=model, steps=10, **training), 1e-5, 1e-5)
+    found = run(two, tiny(layout, model, steps=6, **training))
+    assert_same(found, alone(model=model, steps=6, **training), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -121,8 +121,8 @@ def test_mixed_precision_equals_one_process_within_its_rounding(
     parameters as one vector (a single bias that starts at zero is mostly the rounding of its gradients)."""
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     model = smallest(layout)
-    expected = alone(precision, model)
-    found = run(pool_of(request, layout), tiny(replace(layout, precision=precision), model))
+    expected = alone(precision, model, steps=10)
+    found = run(pool_of(request, layout), tiny(replace(layout, precision=precision), model, steps=10))
     reference = torch.cat([p.float().flatten() for p in expected.parameters.values()])
     for trained in found:
         torch.testing.assert_close(

@@ -21,15 +21,17 @@ from tests.training import LEARNING, TINY, Trained, micro_batches, smallest, tin
 BATCH = 8
 PP2 = Layout(pp=2, micro_batch=1, global_batch=BATCH)
 PP4 = replace(PP2, pp=4)
+FOUR = replace(PP2, micro_batch=2)
+"""Four micro-batches for two stages, as each of two replicas has with one sample each: filled, steady, drained."""
 LAYOUTS = [
-    replace(PP2, schedule="gpipe"),
-    PP2,
-    replace(PP2, schedule="interleaved", chunks=2),
+    replace(FOUR, schedule="gpipe"),
+    FOUR,
+    replace(FOUR, schedule="interleaved", chunks=2),
     replace(PP4, schedule="gpipe"),
     PP4,
-    replace(PP2, tp=2, micro_batch=2),
-    replace(PP2, tp=2, sp=True, micro_batch=2),
-    replace(PP2, tp=2, scatter_gather=True, micro_batch=2, schedule="interleaved", chunks=2),
+    replace(FOUR, tp=2),
+    replace(FOUR, tp=2, sp=True),
+    replace(FOUR, tp=2, scatter_gather=True, schedule="interleaved", chunks=2),
     *(replace(PP2, dp=2, zero=z) for z in range(3)),
     replace(PP2, dp=2, zero=1, zero1_reduce="all-reduce", schedule="interleaved", chunks=2),
     replace(PP2, dp=2, zero=1, order="pp-tp-dp", stage_layers=(1, 3)),
@@ -73,7 +75,7 @@ def ranks_of(request: pytest.FixtureRequest, experiment: Experiment) -> list[Tra
     return RAN[experiment]
 
 
-def twelve_steps(layout: Layout) -> Experiment:
+def all_steps(layout: Layout) -> Experiment:
     """The experiment whose losses are those of one process, and whose last step shows the layout's traffic."""
     return tiny(layout, smallest(layout), **LEARNING)
 
@@ -85,7 +87,7 @@ def two_steps(layout: Layout) -> Experiment:
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *EIGHT], ids=name_of)
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
-    found, expected = ranks_of(request, twelve_steps(layout)), alone(model=smallest(layout), **LEARNING)
+    found, expected = ranks_of(request, all_steps(layout)), alone(model=smallest(layout), **LEARNING)
     assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
     assert_same(whole(found), expected, 1e-5, 1e-5)
 
@@ -169,7 +171,7 @@ def _live_activations(experiment: Experiment) -> dict[str, Any]:
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, recompute: bool) -> None:
     """2104.04473 sec. 3.2: bsh per boundary, direction and micro-batch; tp and dp as without a pipeline."""
-    experiment = two_steps(layout) if recompute else twelve_steps(layout)
+    experiment = two_steps(layout) if recompute else all_steps(layout)
     found, layout = ranks_of(request, experiment), experiment.layout
     m, v, t = layout.accumulation, layout.chunks, layout.tp
     b, s, h = layout.micro_batch, experiment.seq, TINY.hidden
