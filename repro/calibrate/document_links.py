@@ -8,9 +8,8 @@ from typing import Any
 from repro.calibrate.numbers import middle, quantity, rounded
 from repro.calibrate.spans import BETWEEN, INSIDE, Kind
 from repro.measure.statistics import quantile
+from repro.parallel.ledger import SEND
 from repro.simulate.placement import BETWEEN_NODES
-
-SEND = "send"
 
 
 def tables(ranks: Sequence[dict[str, Any]], links: dict[str, Any], together: str) -> dict[str, Any]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from repro.config import Layout
-from repro.parallel import mesh as meshes
-from repro.parallel.comm import Group
+from repro.simulate.measured import Span
+
+if TYPE_CHECKING:
+    from repro.parallel.comm import Group
 
 INSIDE, BETWEEN = "inside", "between"
 """Groups of ranks of one node, and groups that reach over nodes."""
 
 
-class Kind(NamedTuple):
+class Kind(Span):
     """Groups that lie alike; together they hold all ranks and work at the same time."""
-
-    ranks: int
-    per_node: int
-    """Members on one node."""
-    stride: int
-    """Ranks from one member to the next."""
 
     @property
     def place(self) -> str:
@@ -33,6 +29,8 @@ def kinds(world: int, per_node: int, device_type: str) -> dict[Kind, Group]:
     Neighbours work inside a node, as tensor parallelism does, and ranks one tp apart all over, as its replicas
     do: with ``tp = per_node`` these are one rank of each node.
     """
+    from repro.parallel import mesh as meshes
+
     if world == 1:
         return {}
     found = {Kind(world, per_node, 1): meshes.distributed(Layout(dp=world), device_type).world}
@@ -47,6 +45,8 @@ def kinds(world: int, per_node: int, device_type: str) -> dict[Kind, Group]:
 
 def pipelines(world: int, per_node: int, device_type: str) -> dict[str, Group]:
     """Groups whose neighbours send to each other, by place: of the ranks of a node, and of one rank of each node."""
+    from repro.parallel import mesh as meshes
+
     found = {}
     if per_node > 1:
         layout = Layout(pp=per_node, dp=world // per_node, order="pp-dp-tp")

@@ -29,13 +29,11 @@ from repro.launch.summary import conclude, summarise
 from repro.measure.provenance import memory, usable_cores
 from repro.results.simulated import facts, failed_record, simulated_record
 from repro.results.store import CONCLUSIVE, DISK_FULL, SIMULATED, Store
-from repro.simulate.workers import prepare
+from repro.simulate.workers import WORKER_BYTES, prepare
 from repro.suites import Entry, Suite
 
 WAIT_S = 0.5
 """How often the store is tried again that another ``repro run`` is simulating for."""
-WORKER_BYTES = 2 * 2**30
-"""Host memory that one trace may take, at most."""
 
 
 def run(suite: Suite, entries: list[Entry], results: Path, system: str, rerun: bool, json: bool) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +170,9 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert out.err.startswith("error: ")
     assert len(out.err.splitlines()) == 1
     assert said in out.err
+
+
+def test_a_wrong_question_needs_no_torch() -> None:
+    code = "import sys, repro.cli\nprint(repro.cli.main(['calibrate', '--system', 'dgx2']), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "2 False", done.stderr
