@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from repro import suites
-from repro.claims.judge import experiments, judge
+from repro.claims.judge import experiments, judge, judge_claim
 from repro.claims.ledger import load
 from repro.claims.records import Missing, Records
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.claims.tolerance import accepted
-from repro.config import PROTOCOL, Experiment, Layout, Model
+from repro.config import Experiment, Layout, Model
 from repro.launch.simulated import attempt, system_of
+from tests.claims import made_up
 
 LEDGER = load()
 SIZES = {"a": 1e9, "b": 2e9, "c": 4e9}
@@ -24,18 +25,8 @@ def record(name: str, outcome: str = "ok", evidence: str = "simulated", **metric
     size = SIZES.get(name, 1.0)
     model = Model(name=name, layers=2, hidden=16, heads=16, vocab=64, seq=16, published_params=size)
     layout = Layout(tp={"a": 2, "b": 4, "c": 8}.get(name, 1))
-    return {
-        "protocol": PROTOCOL,
-        "written": "2026-01-01T00:00:00Z",
-        "kind": "experiment",
-        "suite": "s",
-        "name": name,
-        "evidence": evidence,
-        "outcome": outcome,
-        "reason": "" if outcome == "ok" else "the device is full",
-        "metrics": metrics,
-        "experiment": Experiment(name=name, model=model, layout=layout).as_dict(),
-    }
+    conditions = Experiment(name=name, model=model, layout=layout).as_dict()
+    return made_up.record(name, outcome=outcome, **metrics) | {"evidence": evidence, "experiment": conditions}
 
 
 def call(name: str, *arguments: str, of: list[dict[str, Any]], kind: str = "simulated") -> Any:
@@ -49,7 +40,9 @@ def limit(*outcomes: str) -> list[dict[str, Any]]:
 def test_needs_are_known_where_it_does_not_fit() -> None:
     records = [record("a", "oom", **{"memory.peak_bytes": 7}), record("b", "oom", "measured", x=1)]
     assert call("metric", "s/a", "memory.peak_bytes", of=records) == 7
-    with pytest.raises(Missing, match=r"no metric memory.reserved_bytes \(ended oom: the device is full\)"):
+    with pytest.raises(
+        Missing, match=r"no metric memory.reserved_bytes \(ended oom: rank 1 ran out of memory\)"
+    ):
         call("metric", "s/a", "memory.reserved_bytes", of=records)
     with pytest.raises(Missing, match="ended oom"):
         call("metric", "s/b", "x", of=records, kind="measured")
@@ -101,7 +94,7 @@ def test_names_put_together_lead_to_their_experiments() -> None:
 
 
 def test_what_is_missing_says_how_to_simulate_it() -> None:
-    (result,) = (r for r in judge(LEDGER, []) if r.claim.id == "zero-fig1-7p5b")
+    result = judge_claim(LEDGER.claim("zero-fig1-7p5b"), Records([]))
     finding = next(f for f in result.rows[0].findings if f.kind == "simulated")
     assert finding.verdict == NOT_RUN
     assert finding.reason.endswith("`repro run suites/zero_memory.toml --evidence simulated`")
@@ -120,7 +113,7 @@ def test_table_1_comes_out_with_the_papers_own_digits() -> None:
         *("1t-z1-n64", "1t-z2-n256", "1t-z3-n256"),
     )
     records = simulated("zero_memory", *names)
-    (result,) = (r for r in judge(LEDGER, records) if r.claim.id == "zero-table1-per-device-memory")
+    result = judge_claim(LEDGER.claim("zero-table1-per-device-memory"), Records(records))
     seen = 0
     for row in result.rows:
         for finding in row.findings:
@@ -163,19 +156,19 @@ def test_mp_16_to_4() -> None:
 
 
 def test_a_calibrated_value_is_shown_and_judged_by_nothing_simulated() -> None:
-    ledger = LEDGER.claim("meg1-baseline-39tf")
+    claim = LEDGER.claim("meg1-baseline-39tf")
     made = record("meg1-1.2b-mp1", "ok") | {
         "suite": "megatron_2019",
         "metrics": {"hardware_flops_per_s.device": 39e12},
     }
-    (result,) = (r for r in judge(LEDGER, [made]) if r.claim.id == ledger.id)
+    result = judge_claim(claim, Records([made]))
     row = next(row for row in result.rows if row.row.calibrates)
     (finding,) = row.findings
     assert (finding.verdict, finding.text) == (NOT_COMPARABLE, "39")
     assert row.row.calibrates in finding.reason
     assert (row.verdict, row.basis, row.reason) == (NOT_RUN, "", row.row.needs)
     assert result.kind("simulated") is None
-    (empty,) = (r for r in judge(LEDGER, []) if r.claim.id == ledger.id)
+    empty = judge_claim(claim, Records([]))
     assert [f.verdict for row in empty.rows for f in row.findings if f.kind == "simulated"] == [
         NOT_COMPARABLE
     ]
@@ -195,5 +188,5 @@ def test_an_order_is_rising_or_not() -> None:
             | {"suite": "zero_throughput", "metrics": {"hardware_flops_per_s.device": rate}}
             for number, rate in enumerate(rates, 1)
         ]
-        (result,) = (r for r in judge(LEDGER, records) if r.claim.id == "zero-table9-fig8-ablation")
+        result = judge_claim(LEDGER.claim("zero-table9-fig8-ablation"), Records(records))
         assert next(row for row in result.rows if row.row.label == "60B").verdict == verdict

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from repro.claims.judge import judge
+from repro.claims.judge import judge_claim
 from repro.claims.ledger import Ledger, load
+from repro.claims.records import Records
 from repro.claims.results import NOT_REPRODUCED, REPRODUCED
 from tests.claims.made_up import record
 
@@ -64,7 +65,7 @@ MEMORY = [
 
 @pytest.mark.parametrize("claim_id", MEMORY)
 def test_the_smoke_records_of_a_right_implementation_reproduce(ledger: Ledger, claim_id: str) -> None:
-    result = next(r for r in judge(ledger, smoke()) if r.claim.id == claim_id)
+    result = judge_claim(ledger.claim(claim_id), Records(smoke()))
     assert (result.verdict, result.disagreements) == (REPRODUCED, ())
     assert result.basis.startswith("measured, scaled twin")
 
@@ -80,7 +81,7 @@ def test_the_smoke_records_of_a_right_implementation_reproduce(ledger: Ledger, c
 )
 def test_a_wrong_implementation_does_not(ledger: Ledger, name: str, bytes_wrong: float) -> None:
     records = smoke(**{name: bytes_wrong})
-    result = next(r for r in judge(ledger, records) if r.claim.id == "zero-mem-formula-stages")
+    result = judge_claim(ledger.claim("zero-mem-formula-stages"), Records(records))
     assert result.verdict == NOT_REPRODUCED
     assert result.disagreements, "the formula alone says reproduced"
 
@@ -89,10 +90,10 @@ def test_parity_compares_every_layout_with_one_process(ledger: Ledger) -> None:
     names = [row.variables["experiment"] for row in ledger.claim("repro-parity").rows]
     records = [record("smoke/parity-single", **{"loss.last": 3.0})]
     records += [record(str(name), **{"loss.last": 3.00001}) for name in names]
-    result = next(r for r in judge(ledger, records) if r.claim.id == "repro-parity")
+    result = judge_claim(ledger.claim("repro-parity"), Records(records))
     assert (result.verdict, len(result.rows)) == (REPRODUCED, 16)
     records[-1]["metrics"]["loss.last"] = 3.0001
-    result = next(r for r in judge(ledger, records) if r.claim.id == "repro-parity")
+    result = judge_claim(ledger.claim("repro-parity"), Records(records))
     assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 15/16")
 
 
@@ -104,6 +105,6 @@ def test_all_reduces_are_counted_exactly(ledger: Ledger) -> None:
     ):
         for value, verdict in ((right, REPRODUCED), (right + 0.5, NOT_REPRODUCED)):
             records = [record(f"smoke/{name}", **{calls: value})]
-            result = next(r for r in judge(ledger, records) if r.claim.id == claim_id)
+            result = judge_claim(ledger.claim(claim_id), Records(records))
             finding = next(f for f in result.rows[0].findings if f.kind == "measured")
             assert finding.verdict == verdict
