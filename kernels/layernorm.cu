@@ -1,8 +1,8 @@
 // Layer norm, a row a block, of x or of the sum of x and a residual, which is written too. A thread holds ITEMS
 // groups of WIDTH elements of the row in registers, so that the row is read once; statistics are fp32 and the
 // variance is that of the differences from the mean.
-// TYPE: of rows; WEIGHT: of weight and bias; HAS_RESIDUAL: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= columns,
-// which WIDTH divides.
+// TYPE: of rows; WEIGHT: of weight and bias; HAS_RESIDUAL, BACKWARD: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >=
+// columns, which WIDTH divides.
 #include "block.cuh"
 #include "memory.cuh"
 
@@ -27,6 +27,7 @@ static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other argument
 
 __device__ inline int column(int item) { return (item * THREADS + (int)threadIdx.x) * V; }
 
+#if !BACKWARD
 extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ Arguments a) {
   for (long long row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const TYPE* x = a.x + row * a.columns;
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     }
   }
 }
-
+#else
 // dx = rstd (g w - mean(g w) - xhat mean(g w xhat)). A block takes many rows and keeps its sums over them for the
 // gradients of weight and bias in registers: grad and x are read once, and `column_sums` adds up few partial sums.
 extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ Arguments a) {
@@ -126,3 +127,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
     store(of_bias + column(i), dbias[i]);
   }
 }
+#endif

@@ -1,6 +1,6 @@
 // Softmax of scaled scores over the past, a row a block: row i of a matrix has i + 1 scores that count, and only
 // those are read. A thread holds ITEMS groups of WIDTH elements of the row in registers.
-// TYPE: of scores; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= size, which WIDTH divides.
+// TYPE: of scores; BACKWARD: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= size, which WIDTH divides.
 #include "block.cuh"
 #include "memory.cuh"
 
@@ -18,6 +18,7 @@ static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other argument
 
 __device__ inline int column(int item) { return (item * THREADS + (int)threadIdx.x) * V; }
 
+#if !BACKWARD
 extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ Arguments a) {
   for (long long row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const int last = (int)(row % a.size);
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     }
   }
 }
-
+#else
 // dx = scale y (grad - sum(grad y)).
 extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ Arguments a) {
   for (long long row = blockIdx.x; row < a.rows; row += gridDim.x) {
@@ -83,3 +84,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
     }
   }
 }
+#endif

@@ -16,9 +16,7 @@ BLOCKS_FORWARD, THREADS_BACKWARD = 64, 1024
 
 
 @cache
-def program(
-    kind: str, weight: str, columns: int, width: int, backward: bool, residual: bool = False
-) -> Program:
+def program(kind: str, weight: str, columns: int, width: int, backward: bool, residual: bool) -> Program:
     """For rows of so many columns, read by `width` elements at once; with a residual or without.
 
     In backward a thread also holds two sums for each element of its own, hence half as many.
@@ -28,18 +26,24 @@ def program(
     if shape is None:
         name = "layer_norm_backward" if backward else "layer_norm"
         raise Unavailable(f"{name} holds rows of up to {most * threads} columns, not {columns}")
-    sizes = (("HAS_RESIDUAL", int(residual)), ("WIDTH", width), ("ITEMS", shape[1]))
-    definitions = (("TYPE", kind), ("WEIGHT", weight), *sizes)
-    return Program("layernorm", definitions, struct.Struct("@10Pqif"), ("forward", "backward"), shape[0])
+    flags = (("HAS_RESIDUAL", int(residual)), ("BACKWARD", int(backward)))
+    definitions = (("TYPE", kind), ("WEIGHT", weight), *flags, ("WIDTH", width), ("ITEMS", shape[1]))
+    kernel = "backward" if backward else "forward"
+    return Program("layernorm", definitions, struct.Struct("@10Pqif"), (kernel,), shape[0])
 
 
 def examples() -> list[Program]:
     """Turing-NLG 17B in bf16, Megatron 8.3B in fp16, and a row of odd length."""
+    usual = [
+        ("bfloat16", "bfloat16", 4256, 8, False),
+        ("half", "float", 3072, 8, False),
+        ("float", "float", 8192, 4, False),
+        ("bfloat16", "bfloat16", 4096, 8, True),
+    ]
     return [
-        program("bfloat16", "bfloat16", 4256, 8, True),
-        program("half", "float", 3072, 8, True),
-        program("float", "float", 8192, 4, True),
-        program("bfloat16", "bfloat16", 4096, 8, True, True),
+        program(kind, weight, columns, width, backward, residual)
+        for kind, weight, columns, width, residual in usual
+        for backward in (False, True)
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -69,6 +69,7 @@ class Launcher(Protocol):
         ...
 
 
+@cache
 def headers() -> dict[str, str]:
     """Name in `#include` -> text of the headers that the sources share."""
     return {path.name: path.read_text() for path in sorted((SOURCES / "cuda").glob("*.cuh"))}

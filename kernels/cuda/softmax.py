@@ -23,13 +23,15 @@ def program(kind: str, size: int, width: int, backward: bool) -> Program:
     if shape is None:
         name = "causal_softmax_backward" if backward else "causal_softmax"
         raise Unavailable(f"{name} holds rows of up to {most * threads} scores, not {size}")
-    definitions = (("TYPE", kind), ("WIDTH", width), ("ITEMS", shape[1]))
-    return Program("softmax", definitions, struct.Struct("@PPPqif"), ("forward", "backward"), shape[0])
+    definitions = (("TYPE", kind), ("BACKWARD", int(backward)), ("WIDTH", width), ("ITEMS", shape[1]))
+    kernel = "backward" if backward else "forward"
+    return Program("softmax", definitions, struct.Struct("@PPPqif"), (kernel,), shape[0])
 
 
 def examples() -> list[Program]:
     """A sequence of 1024, and one of odd length."""
-    return [program("half", 1024, 8, True), program("float", 2047, 1, True)]
+    usual = [("half", 1024, 8), ("float", 2047, 1)]
+    return [program(*rows, backward) for rows in usual for backward in (False, True)]
 
 
 def causal_softmax(on: Launcher, scores: Tensor, scale: float) -> Tensor:

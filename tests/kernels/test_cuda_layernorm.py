@@ -127,7 +127,7 @@ def test_empty_and_refused(host: Host) -> None:
     with pytest.raises(Unavailable, match="float64"):
         host.call(binding.layer_norm, torch.ones(2, 8).double(), one.double(), one.double(), 1e-5)
     with pytest.raises(Unavailable, match="up to 8192 columns, not 12288"):
-        binding.program("half", "half", 12288, 8, True)
+        binding.program("half", "half", 12288, 8, True, False)
     with pytest.raises(Unavailable, match="one dtype"):
         host.call(binding.layer_norm, torch.ones(2, 8), one, one.half(), 1e-5)
     assert not host.launched
