@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 UNKNOWN = object()
-PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 """Operands that are what they say."""
 Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]
 Call = tuple[object, ...]
@@ -65,10 +65,10 @@ def _in_place(func: Any) -> bool:
 def _described(value: Any) -> Any:
     """All of an operand that the shape of a result can depend on."""
     if isinstance(value, Tensor):
-        if value.device.type != "meta":
+        if not value.is_meta:
             return UNKNOWN
         return (Tensor, value.shape, value.stride(), value.dtype)
-    if value is None or isinstance(value, PLAIN):
+    if type(value) in PLAIN:
         return (type(value), value)
     if isinstance(value, (list, tuple)):
         inside = tuple(_described(entry) for entry in value)
