@@ -123,11 +123,12 @@ def _read(evidence: Evidence, row: Row) -> list[str]:
 
 def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Finding:
     """Evaluate one piece of evidence and compare it."""
-    common = {
+    common: dict[str, Any] = {
         "kind": evidence.kind,
         "scale": evidence.scale,
         "expression": evidence.value.text,
         "tolerance": tolerance(row, evidence, claim),
+        "experiments": () if evidence.kind == "analytic" else tuple(_read(evidence, row)),
     }
     functions: dict[str, Any] = {**FORMULAS, **_INPUTS}
     if evidence.kind != "analytic":
@@ -143,7 +144,7 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         return Finding(
             verdict=NOT_COMPARABLE if calibration else NOT_RUN,
             reason=calibration
-            or f"{missing.experiment}: {missing.reason}; `{_command(missing.suite, evidence.kind)}`",
+            or f"{missing.experiment}: {missing.reason}; `{how_to_run(missing.suite, evidence.kind)}`",
             **common,
         )
     except ExpressionError as error:
@@ -201,8 +202,8 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
     )
 
 
-def _command(suite: str, kind: str) -> str:
-    """What would bring the record that is missing."""
+def how_to_run(suite: str, kind: str) -> str:
+    """What would bring the records of a suite that are missing."""
     return f"repro run suites/{suite}.toml" + (f" --evidence {kind}" if kind == SIMULATED else "")
 
 

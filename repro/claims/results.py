@@ -32,6 +32,8 @@ class Finding:
     expression: str = ""
     tolerance: str = ""
     """What is accepted, in words; known before anything was run."""
+    experiments: tuple[str, ...] = ()
+    """``suite/name`` of those that the value comes from, each once; none of a closed form."""
 
     @property
     def decided(self) -> bool:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from repro.claims.expression import parse
-from repro.claims.judge import experiments
 from repro.claims.published import UNITS
 from repro.claims.results import ClaimResult, Finding, RowResult
 from repro.results.store import CONCLUSIVE, SIMULATED
@@ -134,7 +132,7 @@ def _point(
     value, unit = finding.value, row.row.unit
     if not isinstance(value, int | float) or row.row.printed is None or not value:
         return None
-    runs = tuple(experiments(parse(finding.expression), row.row.variables))
+    runs = finding.experiments
     predicted, published = float(value), row.row.printed.value
     left_out = CALIBRATION if row.row.calibrates else BOUND if row.row.bound else ""
     if unit in DIRECT:

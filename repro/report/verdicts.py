@@ -77,15 +77,12 @@ def experiments_of(claim: Claim) -> list[tuple[str, str]]:
 
 def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
     """Experiments that the ledger has as simulated only, and that the store has as measured too."""
-    from repro.claims.expression import parse
-    from repro.claims.judge import experiments
-
     return [
         (finding.kind, name)
         for row in result.rows
         for finding in row.findings
         if finding.kind == "measured" and finding.scale == PUBLISHED_SCALE
-        for name in experiments(parse(finding.expression), row.row.variables)
+        for name in finding.experiments
     ]
 
 

@@ -50,7 +50,8 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
             ID, TITLE, "No simulated record of Turing-NLG in the store.", (), RUN, evidence=SIMULATED
         )
     figure, (left, right) = canvas(3.7, 1, 2, width_ratios=[1.7, 1])
-    _memory(left, found)
+    whole = max(map(_whole, found.values()))
+    _memory(left, found, whole)
     _node(right, found)
     published = {prefix: view.row(name).row.printed for prefix, name in ROWS.items()}
     for number, (prefix, (_, colour)) in enumerate(SYSTEMS.items()):
@@ -69,7 +70,7 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
                 fontsize=8,
                 annotation_clip=False,
             )
-    _legend(figure, max(map(_whole, found.values())))
+    _legend(figure, whole)
     missing = RUN if len(found) < len(SYSTEMS) * len(DEGREES) else ""
     return Drawing(
         ID, TITLE, _caption(found), tuple(sorted(map(label, found.values()))), missing, figure, SIMULATED
@@ -92,10 +93,7 @@ def _whole(record: Record) -> float:
     return float(record["metrics"]["memory.limit_bytes"] + record["metrics"]["memory.context_bytes"])
 
 
-def _memory(axes: Axes, found: Found) -> None:
-    whole = max(
-        r["metrics"]["memory.limit_bytes"] + r["metrics"]["memory.context_bytes"] for r in found.values()
-    )
+def _memory(axes: Axes, found: Found, whole: float) -> None:
     top = TOP * whole / 1e9
     for (prefix, degree), record in found.items():
         number = list(SYSTEMS).index(prefix)
@@ -119,12 +117,7 @@ def _memory(axes: Axes, found: Found) -> None:
         )
     axes.axhline(whole / 1e9, color=VERMILION, lw=1.4, zorder=3)
     axes.set_ylim(0, top)
-    axes.set_xlim(-0.55, len(DEGREES) - 0.45)
-    axes.set_xticks(range(len(DEGREES)), [f"{degree}" for degree in DEGREES])
-    axes.tick_params(axis="x", length=0, pad=9)
-    axes.set_xlabel("model-parallel degree (▲ published)")
-    axes.set_ylabel("GB per GPU, simulated")
-    quiet(axes, "y")
+    _across(axes, "model-parallel degree (▲ published)", "GB per GPU, simulated")
 
 
 def _node(axes: Axes, found: Found) -> None:
@@ -147,11 +140,16 @@ def _node(axes: Axes, found: Found) -> None:
         }
         axes.annotate(words, (x, samples), (0, 3), fontsize=7.5, **place)
     axes.set_ylim(0, 1.3 * max(axes.dataLim.y1, 1))
+    _across(axes, "model-parallel degree", "samples at a time on a node")
+
+
+def _across(axes: Axes, what: str, height: str) -> None:
+    """The degrees, and what both axes are."""
     axes.set_xlim(-0.55, len(DEGREES) - 0.45)
     axes.set_xticks(range(len(DEGREES)), [f"{degree}" for degree in DEGREES])
     axes.tick_params(axis="x", length=0, pad=9)
-    axes.set_xlabel("model-parallel degree")
-    axes.set_ylabel("samples at a time on a node")
+    axes.set_xlabel(what)
+    axes.set_ylabel(height)
     quiet(axes, "y")
 
 

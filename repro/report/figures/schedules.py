@@ -41,7 +41,7 @@ def draw(view: View) -> Drawing:
                 f"twin of {row.row.label.partition(': ')[0].partition(', ')[2]}: measured {measured.text} %"
             )
             twin += f", formula {float(measured.expected or 0):.3g} %"
-            records += [text for text in _runs(measured.expression, row.row.variables) if text not in records]
+            records += [name for name in measured.experiments if name not in records]
         missing = missing or twin == "twin not measured"
         kept = max(in_flight(actions) for actions in schedule)
         idle = float(bubble(schedule))
@@ -65,13 +65,6 @@ def draw(view: View) -> Drawing:
         "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others."
     )
     return Drawing(ID, TITLE, caption, tuple(records), RUN if missing else "", figure)
-
-
-def _runs(expression: str, variables: object) -> list[str]:
-    from repro.claims.expression import parse
-    from repro.claims.judge import experiments
-
-    return experiments(parse(expression), variables)  # type: ignore[arg-type]
 
 
 def _stage(axes: Axes, stage: int, slots: list[Slot], chunks: int) -> None:

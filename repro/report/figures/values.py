@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from repro.claims.expression import ExpressionError, evaluate, parse
 from repro.claims.formulas import CONSTANTS, FORMULAS
-from repro.claims.judge import experiments
+from repro.claims.judge import experiments, how_to_run
 from repro.claims.ledger import OWN_NUMBERS, PUBLISHED_SCALE
 from repro.claims.published import UNITS, Printed
 from repro.claims.records import Missing, Records
@@ -111,7 +111,7 @@ class View:
         try:
             result = evaluate(parsed, self._functions, CONSTANTS)
         except Missing as missing:
-            remedy = (_command(missing.suite),)
+            remedy = (how_to_run(missing.suite, SIMULATED),)
         except ExpressionError as error:
             raise ConfigError("more", expression, str(error)) from None
         else:
@@ -135,11 +135,7 @@ class View:
         shown = [found for found in (self._ours(finding, result) for finding in result.findings) if found]
         first = {ours.kind: ours for ours in reversed(shown)}
         lacking = [f for f in result.findings if f.kind == SIMULATED and f.value is None]
-        suites = [
-            name.partition("/")[0]
-            for finding in lacking
-            for name in experiments(parse(finding.expression), row.variables)
-        ]
+        suites = [name.partition("/")[0] for finding in lacking for name in finding.experiments]
         return Value(
             at=at,
             published=row.printed,
@@ -147,7 +143,7 @@ class View:
             metric=row.metric,
             unit=row.unit,
             ours=tuple(first[kind] for kind in ("measured", SIMULATED, "analytic") if kind in first),
-            remedy=tuple(dict.fromkeys(map(_command, suites))),
+            remedy=tuple(dict.fromkeys(how_to_run(suite, SIMULATED) for suite in suites)),
         )
 
     def _ours(self, finding: Finding, result: RowResult) -> Ours | None:
@@ -161,22 +157,18 @@ class View:
         )
         if finding.scale != scale or own:
             return None
-        parsed = parse(finding.expression)
-        runs = tuple(experiments(parsed, result.row.variables))
         return Ours(
             kind=finding.kind,
             value=float(value),
             low=float(value if finding.low is None else finding.low),
             high=float(value if finding.high is None else finding.high),
             agrees=finding.verdict == "reproduced" if finding.decided else None,
-            runs=() if finding.kind == "analytic" else runs,
+            runs=finding.experiments,
             # Where what fits is the question, some runs must not.
-            fits=finding.kind != SIMULATED or bool(parsed.calls & _CHOOSE) or self._fit(runs),
+            fits=finding.kind != SIMULATED
+            or bool(parse(finding.expression).calls & _CHOOSE)
+            or self._fit(finding.experiments),
         )
 
     def _fit(self, runs: Sequence[str]) -> bool:
         return not any(run in self._oom for run in runs)
-
-
-def _command(suite: str) -> str:
-    return f"repro run suites/{suite}.toml --evidence simulated"
