@@ -68,12 +68,6 @@ class MemoryTracker(TorchDispatchMode):
         self._now, self._now_phase = self.live(), self.phase
         return out
 
-    def reset_peak(self) -> None:
-        """Start new peaks from what is live now."""
-        self._newborn.clear()
-        self._peak, self._most = self._nothing(), self._nothing()
-        self._now, self._now_phase = self.live(), self.phase
-
     def live(self) -> dict[str, int]:
         """Bytes that are live now, by category, and the device's total."""
         found = self._nothing()

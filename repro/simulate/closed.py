@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from repro.config import Layout, Model
-from repro.models.parameters import count, total
+from repro.models.parameters import count
 from repro.models.states import K
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -65,8 +65,3 @@ def suggested_width(limit: int, gpus_per_replica: int, layout: Layout) -> int:
     width = (64 * limit / per_parameter / 12) ** (1 / 3)
     step = 2048 if width >= 8192 else 1024 if width >= 3072 else 256 if width >= 512 else 64
     return max(64, round(width / step) * step)
-
-
-def model_parameters(model: Model) -> int:
-    """All parameters of the model."""
-    return total(model)
