@@ -41,11 +41,14 @@ def built(report: Report) -> Path:
     return report.page.parent
 
 
-@pytest.fixture(scope="package", autouse=True)
+READ_ONCE = functools.cache(reader.read_ledger)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def one_ledger() -> Iterator[None]:
     """The ledger's files, which no test here changes, are read and checked once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "read_ledger", functools.cache(reader.read_ledger))
+        patch.setattr(reader, "read_ledger", READ_ONCE)
         yield
 
 
