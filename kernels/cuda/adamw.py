@@ -10,21 +10,25 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.lists import packed, parts
+from repro.kernels.cuda.lists import parts
 from repro.kernels.cuda.program import Launcher, Program, Unavailable, type_of
 
 SHARDS = 48
 """Shards in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
 CHUNK = 8192
 """Elements that a block takes at once."""
-ENDS = struct.Struct("@PPPP6fi0P")
-"""What follows the shards in the arguments."""
+
+
+@cache
+def layout(count: int) -> struct.Struct:
+    """The arguments with so many shards, and zeros where there is room for more."""
+    rest = SHARDS - count
+    return struct.Struct(f"@{'PPPPPq' * count}{48 * rest}x{count}i{4 * rest}xPPPP6fi0P")
 
 
 @cache
 def program(gradient: str, copy: str) -> Program:
     """For gradients and copies of these types; no copies where `copy` is empty."""
-    layout = struct.Struct("@" + "PPPPPq" * SHARDS + f"{SHARDS}i" + ENDS.format[1:])
     definitions = (
         ("GRADIENT", gradient),
         ("COPY", copy or "float"),
@@ -32,7 +36,7 @@ def program(gradient: str, copy: str) -> Program:
         ("SHARDS", SHARDS),
         ("CHUNK", CHUNK),
     )
-    return Program("adamw", definitions, layout, ("adamw",), 256)
+    return Program("adamw", definitions, layout(SHARDS), ("adamw",), 256)
 
 
 def examples() -> list[Program]:
@@ -76,8 +80,7 @@ def adamw_(
         copy = copies[i].data_ptr() if copies else 0
         shards.append((kind, (*pointers, copy, masters[i].numel())))
     for loaded, part, chunks, blocks in parts(on, shards, SHARDS, CHUNK):
-        arguments = packed("Q", list(chain.from_iterable(part)), 6 * SHARDS)
-        arguments += packed("i", chunks, SHARDS) + ENDS.pack(*tail, len(part))
+        arguments = layout(len(part)).pack(*chain.from_iterable(part), *chunks, *tail, len(part))
         loaded.launch("adamw", blocks, arguments)
 
 

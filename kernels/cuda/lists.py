@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from repro.kernels.cuda.program import Launcher, Loaded, Program
 
@@ -39,9 +38,3 @@ def parts(
                 chunks.append(total)
             found.append((loaded, part, chunks, min(total, BLOCKS * on.processors)))
     return found
-
-
-def packed(code: str, values: Sequence[int], room: int) -> bytes:
-    """An array of `room` elements of which the first are `values`; `code` as in `array`."""
-    filled = array(code, values)
-    return filled.tobytes().ljust(filled.itemsize * room, b"\0")

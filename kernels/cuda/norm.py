@@ -8,24 +8,26 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.lists import packed, parts
+from repro.kernels.cuda.lists import parts
 from repro.kernels.cuda.program import Launcher, Program, type_of
 
 TENSORS = 160
 """Tensors in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
 CHUNK = 16384
-ENDS = struct.Struct("@iiPP0q")
-"""What follows the arrays in the arguments."""
-NONE = bytes(20 * TENSORS)
-"""The arrays of no tensors."""
+
+
+@cache
+def layout(count: int) -> struct.Struct:
+    """The arguments with so many tensors, and zeros where there is room for more."""
+    rest = TENSORS - count
+    return struct.Struct(f"@{count}P{8 * rest}x{count}q{8 * rest}x{count}i{4 * rest}xiiPP0q")
 
 
 @cache
 def program(kind: str) -> Program:
     """For tensors of this type."""
-    layout = struct.Struct(f"@{TENSORS}P{TENSORS}q{TENSORS}i" + ENDS.format[1:])
     definitions = (("TYPE", kind), ("TENSORS", TENSORS), ("CHUNK", CHUNK))
-    return Program("norm", definitions, layout, ("partial", "total"), 256)
+    return Program("norm", definitions, layout(TENSORS), ("partial", "total"), 256)
 
 
 def examples() -> list[Program]:
@@ -46,11 +48,10 @@ def norm_squared(on: Launcher, tensors: list[Tensor]) -> Tensor:
     place = partials.data_ptr()
     for loaded, part, chunks, blocks in launches:
         pointers, counts = zip(*part, strict=True)
-        arguments = packed("Q", pointers, TENSORS) + packed("q", counts, TENSORS)
-        arguments += packed("i", chunks, TENSORS)
-        arguments += ENDS.pack(len(pointers), 0, place, result.data_ptr())
+        arrays = (*pointers, *counts, *chunks)
+        arguments = layout(len(part)).pack(*arrays, len(part), 0, place, result.data_ptr())
         loaded.launch("partial", blocks, arguments)
         place += 8 * blocks
-    ends = ENDS.pack(0, total, partials.data_ptr(), result.data_ptr())
-    launches[0][0].launch("total", 1, NONE + ends)
+    arguments = layout(0).pack(0, total, partials.data_ptr(), result.data_ptr())
+    launches[0][0].launch("total", 1, arguments)
     return result

@@ -7,22 +7,27 @@ from functools import cache
 
 from torch import Tensor
 
-from repro.kernels.cuda.lists import packed, parts
+from repro.kernels.cuda.lists import parts
 from repro.kernels.cuda.program import Launcher, Program, Unavailable, type_of
 
 COPIES = 128
 """Copies in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
 CHUNK = 16384
-ENDS = struct.Struct("@if0q")
-"""What follows the arrays in the arguments."""
+
+
+@cache
+def layout(count: int) -> struct.Struct:
+    """The arguments with so many copies, and zeros where there is room for more."""
+    rest = COPIES - count
+    pointers = f"{count}P{8 * rest}x"
+    return struct.Struct(f"@{pointers}{pointers}{count}q{8 * rest}x{count}i{4 * rest}xif0q")
 
 
 @cache
 def program(source: str, target: str) -> Program:
     """From one type to another."""
-    layout = struct.Struct(f"@{COPIES}P{COPIES}P{COPIES}q{COPIES}i" + ENDS.format[1:])
     definitions = (("SOURCE", source), ("TARGET", target), ("COPIES", COPIES), ("CHUNK", CHUNK))
-    return Program("packing", definitions, layout, ("copies",), 256)
+    return Program("packing", definitions, layout(COPIES), ("copies",), 256)
 
 
 def examples() -> list[Program]:
@@ -55,6 +60,5 @@ def _copy(on: Launcher, tensors: list[Tensor], flat: Tensor, scale: float, *, in
         place += count * size
     for loaded, part, chunks, blocks in parts(on, copies, COPIES, CHUNK):
         sources, targets, counts = zip(*part, strict=True)
-        arguments = packed("Q", sources, COPIES) + packed("Q", targets, COPIES)
-        arguments += packed("q", counts, COPIES) + packed("i", chunks, COPIES)
-        loaded.launch("copies", blocks, arguments + ENDS.pack(len(counts), scale))
+        arguments = layout(len(part)).pack(*sources, *targets, *counts, *chunks, len(part), scale)
+        loaded.launch("copies", blocks, arguments)
