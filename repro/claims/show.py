@@ -19,6 +19,7 @@ from repro.claims.results import (
     RowResult,
 )
 from repro.claims.table import Line, as_dict, summary, table
+from repro.results.store import read
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +32,7 @@ def command(claim_id: str | None, json: bool, results: Path) -> int:
     ledger = load()
     if claim_id:
         ledger.claim(claim_id)
-    judged = judge(ledger, _records(results))
+    judged = judge(ledger, read(results))
     chosen = [result for result in judged if not claim_id or result.claim.id == claim_id]
     if json:
         document = {"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)}
@@ -208,13 +209,3 @@ def make_console() -> Console:
     if not console.is_terminal:
         console.width = max(console.width, 120)
     return console
-
-
-def _records(results: Path) -> list[dict[str, Any]]:
-    """The sound ones; the others are named on standard error."""
-    from repro.results.store import Store
-
-    records, remarks = Store(results).sound()
-    for remark in remarks[:10]:
-        print(f"note: {remark}", file=sys.stderr)
-    return records

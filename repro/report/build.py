@@ -14,14 +14,13 @@ from repro.claims.table import summary
 from repro.config.errors import ConfigError
 from repro.report import evidence, measured, page, validate, verdicts
 from repro.report.commands import Catalogue
+from repro.results.store import MOST_REMARKS
 
 if TYPE_CHECKING:
     from repro.report.figures.style import Drawing
 
 MOST_LINKS = 100
 """Records of a figure that the page lists and links to."""
-MOST_REMARKS = 10
-"""Lines that are no records, named one by one."""
 
 
 @dataclass

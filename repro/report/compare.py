@@ -8,7 +8,6 @@ shrugged off.
 from __future__ import annotations
 
 import json as jsonlib
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from repro.config.errors import ConfigError, require
-from repro.results.store import CONCLUSIVE, MEASURED, Store
+from repro.results.store import CONCLUSIVE, MEASURED, read
 
 Record = Mapping[str, Any]
 WORSE, SAME, BETTER = "worse", "same", "better"
@@ -59,25 +58,17 @@ def side(text: str, results: Path) -> list[dict[str, Any]]:
     """The records that ``text`` names: a store's folder, or the beginning of a commit of those in ``results``."""
     folder = Path(text)
     if folder.is_dir():
-        records = _read(folder)
+        records = read(folder)
         if not records:
             raise ConfigError("compare", text, "a folder with records")
         return records
-    records = _read(results)
+    records = read(results)
     found = [record for record in records if _commit(record).startswith(text)] if len(text) >= 4 else []
     if not found:
         known = ", ".join(sorted({_commit(record)[:9] for record in records if _commit(record)})) or "none"
         expected = f"a folder with records, or a commit of the records in {results}: {known}"
         raise ConfigError("compare", text, expected)
     return found
-
-
-def _read(folder: Path) -> list[dict[str, Any]]:
-    """The sound records of a store; the other lines are named on standard error."""
-    records, remarks = Store(folder).sound()
-    for remark in remarks[:10]:
-        print(f"note: {remark}", file=sys.stderr)
-    return records
 
 
 def compare(before: list[dict[str, Any]], after: list[dict[str, Any]], *, tolerance: float) -> list[Change]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.ledger import KINDS
 from repro.config import ConfigError
+from repro.results.store import say
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,8 +46,7 @@ def read(results: Path, table: str) -> pd.DataFrame:
     from repro.report import evidence
 
     found = evidence.read(results)
-    for remark in found.torn[:10]:
-        print(f"note: {remark}", file=sys.stderr)
+    say(found.torn)
     frames: dict[str, Callable[[], pd.DataFrame]] = {
         "summary": found.summary,
         "claims": found.claims,

@@ -20,20 +20,18 @@ RUN = "repro run suites/NAME.toml --evidence simulated"
 
 def command(results: Path, json: bool, svg: Path | None, system: str) -> int:
     """Compare what the store ``results`` predicts; 0.  ``system``: also what was measured here, predicted on it."""
-    from repro.claims.judge import judge
-    from repro.claims.ledger import load
-    from repro.results.store import Store
+    from repro.report import evidence
+    from repro.results.store import say
 
-    records, remarks = Store(results).sound()
-    for remark in remarks[:10]:
-        print(f"note: {remark}", file=sys.stderr)
-    found = points(judge(load(), records), records)
+    seen = evidence.read(results)
+    say(seen.torn)
+    found = points(seen.judged, seen.records)
     machine = None
     if system:
         from repro import systems
         from repro.report.validate_machine import compare
 
-        machine = compare(records, systems.load(system))
+        machine = compare(seen.records, systems.load(system))
     if svg is not None:
         _draw(found, svg)
     if json:

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,8 @@ MEASURED, SIMULATED = "measured", "simulated"
 """Kinds of evidence that a record can be."""
 CONCLUSIVE = ("ok", "oom", "diverged")
 """Outcomes that a further run would only repeat."""
+MOST_REMARKS = 10
+"""Lines that are no records, named one by one."""
 
 
 class Store:
@@ -161,6 +164,19 @@ class Store:
             os.unlink(self._path.with_suffix(".reserve"))
         os.close(self._reserve)
         self._reserve = None
+
+
+def read(root: Path) -> list[dict[str, Any]]:
+    """The sound records below ``root``, oldest first; the other lines are named on standard error."""
+    records, remarks = Store(root).sound()
+    say(remarks)
+    return records
+
+
+def say(remarks: list[str]) -> None:
+    """Name the first lines that are no records on standard error."""
+    for remark in remarks[:MOST_REMARKS]:
+        print(f"note: {remark}", file=sys.stderr)
 
 
 class _Reading:
