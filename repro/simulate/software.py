@@ -53,14 +53,17 @@ def generations() -> tuple[Generation, ...]:
 
 
 def generation_of(kernels: str, system: System) -> Generation | None:
-    """The generation of a layout's kernels on a system's device; None where no point is known."""
-    capability = system.device.compute_capability
+    """The generation of a layout's kernels on a system's device; None where no point is known.
+
+    Megatron-LM's two generations differ by operators, which the trace shows; where one has no point on a
+    device, the other's says how well the rest ran there (``unfused`` on an A100, for what fusing gains).
+    """
     if system.device.operators:  # what was measured needs no correction
         return None
-    for known in generations():
-        if (known.kernels, known.compute_capability) == (kernels, capability):
-            return known
-    return None
+    capability = system.device.compute_capability
+    points = {known.kernels: known for known in generations() if known.compute_capability == capability}
+    other = {"unfused": "softmax", "softmax": "unfused"}.get(kernels, "")
+    return points.get(kernels) or points.get(other)
 
 
 @cache

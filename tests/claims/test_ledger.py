@@ -86,6 +86,7 @@ IDS = [
     "meg2-table1-weak-scaling",
     "meg2-bubble",
     "meg2-train-time",
+    "meg2-fused-kernels",
     "yuan-config",
     "yuan-bubble",
     "yuan-step-time",

@@ -64,8 +64,9 @@ def test_globs_are_short_and_exact(names: set[str], every: list[str], expected: 
 def test_it_is_written_where_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(artifact, "text", appendix)
+    text = appendix()
+    monkeypatch.setattr(artifact, "text", lambda: text)
     assert cli.main(["artifact", "--output", str(tmp_path / "artifact.md")]) == 0
-    assert (tmp_path / "artifact.md").read_text(encoding="utf-8") == appendix()
+    assert (tmp_path / "artifact.md").read_text(encoding="utf-8") == text
     assert cli.main(["artifact", "--output", str(tmp_path / "no" / "artifact.md")]) == 2
     assert "a file in a folder that exists" in capsys.readouterr().err

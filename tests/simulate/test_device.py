@@ -134,3 +134,17 @@ def test_a_generation_s_point_is_met_by_its_factor(generation: software.Generati
     assert found.generation is generation
     assert found.flops_per_device == pytest.approx(generation.flops_per_device, rel=5e-3)
     assert 0.5 < found.factor < 2
+
+
+def test_a_generation_without_a_point_on_a_device_has_that_of_its_sister() -> None:
+    """Torch's operators on an A100: what fusing gains there is then what the operators alone differ by."""
+    a100 = systems.load("selene")
+    fused = software.generation_of("softmax", a100)
+    assert fused is not None
+    assert (fused.kernels, fused.compute_capability) == ("softmax", "8.0")
+    assert software.generation_of("unfused", a100) is fused
+    for kernels in ("softmax", "unfused"):  # both have one on a V100
+        own = software.generation_of(kernels, V100)
+        assert own is not None
+        assert own.kernels == kernels
+    assert software.generation_of("fused", a100) is None
