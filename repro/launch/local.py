@@ -8,15 +8,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any
 
 from repro.config import Experiment
+from repro.launch import processes, stacks
 from repro.launch import rank as rank_program
-from repro.launch import stacks
 from repro.launch.beacon import Lookout, Position
 from repro.launch.job import STOP, Job
 
@@ -78,13 +77,12 @@ class LocalLaunch:
         self.logs.mkdir(parents=True)
         device = DEVICES[self.job.experiments[0].system]
         for rank in range(self.world):
-            command = [sys.executable, "-m", rank_program.__name__, str(self.folder / "job.json")]
-            command += ["--rank", str(rank), "--device", device, "--folder", str(self.folder)]
-            command += ["--rendezvous", f"file://{self.folder}/rendezvous", "--parent", str(os.getpid())]
-            command += ["--target", self._target]
+            rendezvous = f"file://{self.folder}/rendezvous"
             with self._log(rank, "out") as out, self._log(rank, "err") as err:
                 process = subprocess.Popen(
-                    command,
+                    processes.command(
+                        self.folder, rank, device=device, rendezvous=rendezvous, target=self._target
+                    ),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
@@ -103,11 +101,7 @@ class LocalLaunch:
 
     def stopped(self, rank: int) -> bool:
         """Whether ``rank`` is stopped by a signal or a debugger."""
-        try:
-            stat = Path(f"/proc/{self._ranks[rank].pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return processes.is_stopped(self._ranks[rank].pid)
 
     def report(self, rank: int) -> dict[str, Any] | None:
         """How ``rank`` says it ended: ``{"rank", "outcome", "reason"}``; None if it could not say."""
@@ -121,13 +115,9 @@ class LocalLaunch:
         complete = [result for result in found if result is not None]
         return complete if len(complete) == self.world else None
 
-    def error_text(self, rank: int, limit: int = 4000) -> str:
-        """The last ``limit`` bytes of what ``rank`` wrote to standard error."""
-        try:
-            raw = (self.logs / f"rank-{rank}.err").read_bytes()
-        except OSError:
-            return ""
-        return raw[-limit:].decode(errors="replace")
+    def error_text(self, rank: int) -> str:
+        """The end of what ``rank`` wrote to standard error."""
+        return processes.errors(self.logs, rank)
 
     def dump_stacks(self) -> None:
         """Ask every running rank to write its Python stacks to its log, and see it done."""

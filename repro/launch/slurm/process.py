@@ -8,21 +8,19 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from repro.launch import processes, stacks
 from repro.launch import rank as rank_program
-from repro.launch import stacks
 from repro.launch.beacon import Lookout
 from repro.launch.job import STOP, write_json
 from repro.launch.local import read_json, work_parent
 from repro.launch.slurm.channel import BEAT_S, Message
 from repro.launch.supervise import kernel_oom_kills
 
-ERROR_BYTES = 4000
 FOLDER, LOCK = "repro-agent-", "lock"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """SLURM may send them to every process of a job, ranks included; they are for the controller to act on."""
@@ -66,10 +64,13 @@ class RankProcess:
         self._folder, self._lock = own_folder()
         write_json(self._folder / "job.json", message["job"])
         self._lookout = Lookout(self._folder / "beacon", message["world"])
-        command = [sys.executable, "-m", rank_program.__name__, str(self._folder / "job.json")]
-        command += ["--rank", str(self.number), "--device", message["device"], "--folder", str(self._folder)]
-        command += ["--rendezvous", f"tcp://{message['address']}:{message['port']}"]
-        command += ["--parent", str(os.getpid()), "--target", message["target"]]
+        command = processes.command(
+            self._folder,
+            self.number,
+            device=message["device"],
+            rendezvous=f"tcp://{message['address']}:{message['port']}",
+            target=message["target"],
+        )
         self._logs.mkdir(parents=True, exist_ok=True)
         stem = self._logs / f"rank-{self.number}"
         with open(f"{stem}.out", "wb") as out, open(f"{stem}.err", "wb") as err, blocked():
@@ -111,7 +112,7 @@ class RankProcess:
         if self._lookout is None:
             return
         position = self._lookout.position(self.number)
-        stopped = self._is_stopped()
+        stopped = self._process is not None and processes.is_stopped(self._process.pid)
         if position.seconds == self._said and stopped == self._stopped:
             return
         self._said, self._stopped = position.seconds, stopped
@@ -138,7 +139,9 @@ class RankProcess:
         if report is None and code == -signal.SIGKILL and kernel_oom_kills() > self._oom_kills:
             reason = "killed by the kernel, which ran out of memory"
             report = {"rank": self.number, "outcome": "oom", "reason": reason}
-        return self._message_of("ended", code=code, report=report, errors=self._errors())
+        return self._message_of(
+            "ended", code=code, report=report, errors=processes.errors(self._logs, self.number)
+        )
 
     def _failure_message(self) -> Message:
         assert self._failure is not None
@@ -147,27 +150,9 @@ class RankProcess:
     def _message_of(self, what: str, **fields: Any) -> Message:
         return {"say": what, "launch": self.launch, **fields}
 
-    def _errors(self) -> str:
-        """The end of what the rank wrote to standard error."""
-        try:
-            with open(self._errors_file, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - ERROR_BYTES))
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
-
     @property
     def _errors_file(self) -> Path:
         return self._logs / f"rank-{self.number}.err"
-
-    def _is_stopped(self) -> bool:
-        if self._process is None:
-            return False
-        try:
-            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank and its children."""

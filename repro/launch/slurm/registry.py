@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config.errors import ConfigError
+from repro.launch import processes
 from repro.launch.job import write_json
 from repro.launch.slurm.work import Work
 
@@ -161,17 +162,7 @@ def _abandoned(path: Path) -> bool:
         old = time.time() - path.stat().st_mtime > _LOCK_S
     except (OSError, ValueError):
         return False
-    return old or (note.get("host") == socket.gethostname() and _gone(int(note.get("pid", 0))))
-
-
-def _gone(pid: int) -> bool:
-    """Whether a process has ended; where nobody collects orphans it stays as a zombie (containers without an init)."""
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
-    except psutil.NoSuchProcess:
-        return True
+    return old or (note.get("host") == socket.gethostname() and not processes.state(note.get("pid", 0)))
 
 
 def _bad(path: Path, error: Exception) -> ConfigError:
