@@ -51,8 +51,8 @@ compared without the weights.
 POINTS: dict[str, float] = {"share": 3.0}
 """Absolute tolerance in percentage points, for classes whose unit is %.
 
-``share``: time that is lost, as a share of the time of the work.  What disturbs it (messages that take time,
-stages that are not quite equal, a core that is taken away) is a share of the work as well, and does not
+``share``: time that is lost or gained, as a share of the time of the work.  What disturbs it (messages that take
+time, stages that are not quite equal, a core that is taken away) is a share of the work as well, and does not
 become less where the loss is small: 12 % of a bubble of 8 % would be asking for a hundredth of the work.
 """
 NOISELESS = ("exact", "exact-padding", "parity")

@@ -25,11 +25,12 @@ DIRECT = ("TFLOP/s", "samples/s", *TIMES, "PFLOP/s")
 """Units of rates and times; of one run the first that is printed counts."""
 DEVICE = "hardware_flops_per_s.device"
 CLOSE = 0.25
-CALIBRATION, BOUND, SEVERAL, SHARE = (
+CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
     "calibration",
     "a bound",
     "several runs",
     "the same run, as a share of peak",
+    "a gain: the small difference of a ratio from 1",
 )
 V100_MEGATRON, V100_ZERO = "V100 Megatron-LM", "V100 ZeRO and DeepSpeed"
 A100_MEGATRON, YUAN, OTHER = "A100 Megatron-LM", "Yuan 1.0", "other"
@@ -141,6 +142,7 @@ def _point(
     else:
         kind = RATIO
         left_out = left_out or (SHARE if len(runs) == 1 else SEVERAL if len(runs) != 2 else "")
+        left_out = left_out or (GAIN if row.row.metric == "share" else "")
     record = seen.get(runs[0]) if runs else None
     return Point(
         claim=result.claim.id,

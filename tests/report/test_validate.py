@@ -21,6 +21,7 @@ from repro.report.validate import (
     A100_MEGATRON,
     BOUND,
     CALIBRATION,
+    GAIN,
     RATE,
     RATIO,
     V100_MEGATRON,
@@ -96,6 +97,15 @@ def test_ratios_have_two_runs_and_a_side() -> None:
         point = counted(*both)[name]
         assert (point.kind, point.family, point.right_side) == (RATIO, V100_ZERO, right)
         assert point.predicted == 100 / megatron
+
+
+def test_a_gain_is_no_ratio() -> None:
+    """+19 % against +7 % is 12 points; as ratios, 1.19 and 1.07 would be near, and as shares on one side of 1."""
+    both = [record("megatron_2021", f"gpt3-1024{kernels}", 1e12) for kernels in ("", "-unfused")]
+    both[0]["metrics"]["hardware_flops_per_s.device"] = 1.07e12
+    (gain,) = (point for point in found(*both) if point.claim == "meg2-fused-kernels")
+    assert gain.left_out == GAIN
+    assert gain.predicted == pytest.approx(7)
 
 
 def test_statistics_by_family() -> None:
