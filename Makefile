@@ -1,4 +1,5 @@
 # make smoke       install, run suites/smoke.toml on this machine, simulate published layouts, print the claims table
+# make simulate    simulate every published experiment of the claims here: about five minutes on two cores
 # make test        install with the test extra, run the test suite
 # make test-slurm  the tests on a real SLURM of one machine (root; make slurm-packages installs it)
 # make test-gpu    the kernels' tests and the whole step on a CUDA device
@@ -20,7 +21,7 @@
 #   CONSTRAINTS  pins for pip; `make CONSTRAINTS= test` keeps the torch that a GPU machine has    constraints-cpu.txt
 #   RESULTS      where records are stored                                              results
 #   N, GPUS, RATE, DBD, LAB, ...   what slurm-lab starts: slurm/lab --help
-#   REPORT_ARGS  more arguments for the report of `make smoke`, e.g. --notebooks after `make test`
+#   REPORT_ARGS  more arguments for the report of smoke and simulate, e.g. --notebooks after `make test`
 #   WORKERS      how many tests run at once in `make test`                             2
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-x -k zero'
 
@@ -41,14 +42,27 @@ NVRTC13 := $(VENV)/nvrtc13/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 	$(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
 
-# Published layouts on hundreds of GPUs without their twins (twin-*): seconds each, about two minutes in all.
-SIMULATED := zero_memory zero_r turing_nlg
+# Published layouts on hundreds of GPUs, traced without their twins (twin-*): with smoke what takes seconds, then the rest.
+QUICK := zero_memory zero_r turing_nlg
+PUBLISHED := $(QUICK) deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput zero_superlinear \
+	megatron_2019 megatron_2021 yuan
+
+# The suites of $(1), one after the other; the table and the report come even if an experiment failed.
+define simulated
+for suite in $(1); do \
+  $(BIN)/repro run suites/$$suite.toml --evidence simulated --only '?[!w]*' --results $(RESULTS) || status=$$?; \
+  case $$status in 2|130|143) exit $$status;; esac; \
+done; \
+$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
+$(BIN)/repro report --results $(RESULTS) $(REPORT_ARGS) || status=$$?; \
+exit $$status
+endef
 
 # What the README shows, and where it is drawn.
 SHOWN := zero-fig2 memory-timeline states
 PICTURES := build/pictures
 
-.PHONY: help smoke test test-slurm test-gpu bench-gpu check benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+.PHONY: help smoke simulate test test-slurm test-gpu bench-gpu check benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -84,17 +98,14 @@ $(NVRTC13): | $(INSTALLED_TEST)
 	@if $(PIP) --upgrade --target $(VENV)/nvrtc13 'nvidia-cuda-nvrtc>=13,<14' 'cuda-bindings>=13,<14'; \
 	then mkdir -p $(@D) && touch $@; else echo "note: without it one test is skipped" >&2; fi
 
-# The table and the report come even if an experiment failed; the exit code is that of the run.
+# The exit code is that of the run.
 smoke: $(INSTALLED)
 	@status=0; $(BIN)/repro run suites/smoke.toml --results $(RESULTS) || status=$$?; \
 	case $$status in 2|130|143) exit $$status;; esac; \
-	for suite in $(SIMULATED); do \
-	  $(BIN)/repro run suites/$$suite.toml --evidence simulated --only '?[!w]*' --results $(RESULTS) || status=$$?; \
-	  case $$status in 2|130|143) exit $$status;; esac; \
-	done; \
-	$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
-	$(BIN)/repro report --results $(RESULTS) $(REPORT_ARGS) || status=$$?; \
-	exit $$status
+	$(call simulated,$(QUICK))
+
+simulate: $(INSTALLED)
+	@status=0; $(call simulated,$(PUBLISHED))
 
 test: $(INSTALLED_TEST) $(NVRTC13)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)

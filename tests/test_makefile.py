@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from repro.claims.judge import experiments
+from repro.claims.ledger import load
+
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -59,6 +62,7 @@ def test_help_names_every_target(copy: Path) -> None:
     assert done.returncode == 0
     for target in (
         "smoke",
+        "simulate",
         "test",
         "test-slurm",
         "test-gpu",
@@ -175,3 +179,21 @@ def test_continuous_integration_stops_at_the_first_failure(tmp_path: Path) -> No
     assert done.returncode == 3
     assert done.stderr == "broken\n"
     assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+
+
+def test_simulate_names_every_suite_that_claims_are_simulated_from(copy: Path) -> None:
+    log = fake_environment(copy)
+    assert make(copy, "simulate").returncode == 0
+    calls = [line.split() for line in log.read_text().splitlines() if line.startswith("repro ")]
+    run = [Path(call[2]).stem for call in calls if call[1] == "run"]
+    read = {
+        name.partition("/")[0]
+        for claim in load().claims
+        for row in claim.rows
+        for evidence in row.evidence
+        if evidence.kind == "simulated"
+        for name in experiments(evidence.value, row.variables)
+    }
+    assert read <= set(run)
+    assert len(run) == len(set(run))
+    assert [call[1] for call in calls[-2:]] == ["claims", "report"]
