@@ -84,17 +84,6 @@ class Placement:
         """The index of ``rank`` along ``axis`` (tp, dp or pp); along pp it is the stage."""
         return rank // self._strides[axis] % int(getattr(self.layout, axis))
 
-    def edge_of(self, rank: int, *, forward: bool = True) -> tuple[int, str]:
-        """Whom ``rank`` sends a boundary tensor, and over which class of links.
-
-        Activations go ``forward`` to the next stage, gradients back to the one before.  The last stage's next
-        is the first: only interleaved schedules send there (2104.04473 sec. 2.2).
-        """
-        pipeline = self.ranks_of("pp", rank)
-        step = 1 if forward else -1
-        peer = pipeline[(self.index_of("pp", rank) + step) % len(pipeline)]
-        return peer, self.link_of("pp", (rank, peer))
-
     @cached_property
     def _strides(self) -> dict[str, int]:
         """How far apart neighbours along each axis are (the arithmetic of ``mesh.groups``)."""

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 
 from repro import cli
+from repro.config import Layout
+from repro.simulate.placement import Placement
+from repro.systems import load
 
 STEPS = {
     "100B on 400 (C4)": (
@@ -64,3 +67,17 @@ def test_host_memory(benchmark: Any, name: str) -> None:
     peak = benchmark.pedantic(process, rounds=1, iterations=1)
     benchmark.extra_info["peak_rss_bytes"] = peak
     assert peak < MOST_MEMORY
+
+
+def test_placing_ranks_of_3072(benchmark: Any) -> None:
+    """Which links the groups of one rank use, as every stage of a simulation asks."""
+    layout, system = Layout(tp=8, pp=64, dp=6), load("selene")
+
+    def answer() -> set[str]:
+        placement = Placement(layout, system)
+        axes = ("tp", "dp", "pp", "embedding")
+        return {
+            placement.link_of(a, placement.ranks_of(a, rank)) for rank in range(0, 3072, 48) for a in axes
+        }
+
+    assert benchmark(answer) == {"", "nvlink", "inter-node"}
