@@ -43,6 +43,7 @@ class Link:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._in, self._out = bytearray(), bytearray()
+        self._unread: list[Message] = []
         self._ended = ""
         self.heard = self.said = time.monotonic()
 
@@ -101,7 +102,7 @@ class Link:
             self._in += data
             self.heard = time.monotonic()
         *lines, rest = bytes(self._in).split(b"\n") if b"\n" in self._in else (bytes(self._in),)
-        if not lines and self._ended:
+        if not lines and not self._unread and self._ended:
             raise Lost(self._ended)
         self._in = bytearray(rest)
         try:
@@ -110,15 +111,25 @@ class Link:
             raise Lost("it sent something that is no message") from None
         if not all(isinstance(message, dict) for message in found):
             raise Lost("it sent something that is no message")
+        found, self._unread = self._unread + found, []
         return found
 
     def wait(self, seconds: float) -> list[Message]:
         """Wait until something comes, or until time is up: ``[]``.  For the side that has one connection."""
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ | (selectors.EVENT_WRITE if self.waiting else 0))
-            selector.select(max(0.0, seconds))
+            selector.select(0.0 if self._unread else max(0.0, seconds))
         self.flush()
         return self.receive()
+
+    def next(self, seconds: float) -> Message:
+        """The next message alone; what comes in with it is for later.  Raises :class:`Lost` when time is up."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := self.wait(end - time.monotonic()):
+                self._unread = found[1:]
+                return found[0]
+        raise Lost(f"no answer within {seconds:g} s")
 
     def close(self) -> None:
         """End the connection."""
@@ -157,10 +168,8 @@ def publish(path: Path, place: Place) -> None:
 
 def find(path: Path) -> Place | None:
     """What :func:`publish` wrote; None while there is nothing."""
-    with contextlib.suppress(OSError):
-        os.listdir(
-            path.parent
-        )  # NFS remembers for a while that a file is not there, unless the folder is read
+    with contextlib.suppress(OSError):  # NFS remembers that a file is not there, unless the folder is read
+        os.listdir(path.parent)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return Place(str(document["address"]), int(document["port"]), str(document["token"]))
@@ -203,12 +212,12 @@ def connect(path: Path, hello: Message, seconds: float = CONNECT_S) -> tuple[Lin
 def _greet(place: Place, hello: Message) -> tuple[Link, Message]:
     link = Link(socket.create_connection((place.address, place.port), timeout=_SHAKE_S))
     try:
-        challenge = _next(link)
+        challenge = link.next(_SHAKE_S)
         nonce = new_token()
         link.send(
             {**hello, "proof": proof(place.token, str(challenge.get("nonce")), "agent"), "nonce": nonce}
         )
-        welcome = _next(link)
+        welcome = link.next(_SHAKE_S)
         given = str(welcome.get("proof"))
         if not hmac.compare_digest(given, proof(place.token, nonce, "controller")):
             raise Lost(str(welcome.get("refused") or "it does not know the token"))
@@ -216,14 +225,6 @@ def _greet(place: Place, hello: Message) -> tuple[Link, Message]:
         link.close()
         raise
     return link, welcome
-
-
-def _next(link: Link) -> Message:
-    end = time.monotonic() + _SHAKE_S
-    while time.monotonic() < end:
-        for message in link.wait(end - time.monotonic()):
-            return message
-    raise Lost(f"no answer within {_SHAKE_S:g} s")
 
 
 class Door:

@@ -79,6 +79,11 @@ class ClusterLaunch:
         self._ranks = [_Seen() for _ in self._agents]
         self._say(0, "port", address=self._crew.address)
         self._wait_for(lambda: bool(self._port or self._lost(0)), PORT_S)
+        if not self._port and not self._lost(0):
+            reason = f"the agent on {self._agents[0].node} named no port within {PORT_S:g} s"
+            report = {"rank": 0, "outcome": "error", "reason": reason}
+            self._ranks = [_Seen(code=1, report=report) for _ in self._agents]
+            return
         nodes = [agent.node for agent in self._agents]
         document = read_json(self.logs / "job.json")
         for rank, agent in enumerate(self._agents):

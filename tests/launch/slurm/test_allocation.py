@@ -14,8 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from repro.config import Experiment, Layout, Model, Training
 from repro.launch.failures import failure
-from repro.launch.slurm import channel
+from repro.launch.job import Job
+from repro.launch.slurm import channel, cluster
 from repro.launch.slurm.crew import Crew, welcome
 from repro.launch.slurm.nodes import Report
 from tests.launch.held_session import HELD
@@ -251,6 +253,28 @@ def test_a_silent_agent_is_lost(tmp_path: Path) -> None:
         channel.connect(tmp_path / "channel.json", {"report": report.message()}, seconds=0.2)
     wait_for(lambda: crew.lost(0) == "n2: no word from its agent for 0.5 s")
     crew.close(dismiss=True)
+    link.close()
+
+
+def test_without_a_port_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that names none would leave every rank waiting at port 0 until the launch counts as a hang."""
+    monkeypatch.setattr(cluster, "PORT_S", 0.3)
+    crew = Crew("127.0.0.1", welcome(interface="", variables={}, umask=0o077), lost_s=30)
+    channel.publish(tmp_path / "channel.json", crew.place)
+    report = Report(node="n2", node_index=0, local=0, task=0, tasks=1)
+    link, _ = channel.connect(tmp_path / "channel.json", {"report": report.message()}, seconds=10)
+    assert crew.gather(1, 10, lambda: False)
+    model = Model(name="least", layers=1, hidden=1, heads=1, vocab=2, seq=1)
+    job = Job(experiments=[Experiment(name="a", model=model, layout=Layout(), training=Training())])
+    launch = cluster.ClusterLaunch(job, tmp_path / "logs", crew, target="", on_loss=lambda why: None)
+    launch.start()
+    assert launch.poll(0) == 1
+    said = launch.report(0)
+    assert said is not None
+    assert said["reason"] == "the agent on n2 named no port within 0.3 s"
+    assert [message["do"] for message in link.wait(10)] == ["port"]
+    launch.close(keep_logs=None)
+    crew.close(dismiss=False)
     link.close()
 
 
