@@ -121,7 +121,7 @@ class LocalLaunch:
 
     def dump_stacks(self) -> None:
         """Ask every running rank to write its Python stacks to its log, and see it done."""
-        logs = {rank: self.logs / f"rank-{rank}.err" for rank in range(self.world)}
+        logs = {rank: processes.errors_file(self.logs, rank) for rank in range(self.world)}
         before = {rank: stacks.count(log) for rank, log in logs.items()}
         self._signal(stacks.SIGNAL)
         end = time.monotonic() + stacks.WAIT_S

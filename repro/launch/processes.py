@@ -37,10 +37,15 @@ def is_stopped(pid: int) -> bool:
     return state(pid) in ("T", "t")
 
 
+def errors_file(logs: Path, rank: int) -> Path:
+    """Where ``rank`` writes standard error, its stacks included."""
+    return logs / f"rank-{rank}.err"
+
+
 def errors(logs: Path, rank: int) -> str:
     """The end of what ``rank`` wrote to standard error."""
     try:
-        with open(logs / f"rank-{rank}.err", "rb") as file:
+        with open(errors_file(logs, rank), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - ERROR_BYTES))
             return file.read().decode(errors="replace")
     except OSError:

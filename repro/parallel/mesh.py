@@ -137,7 +137,7 @@ def _group(ranks: tuple[int, ...], purpose: tuple[int, ...] = ()) -> dist.Proces
         return world
     made = _made.setdefault(world, {})
     if (ranks, purpose) not in made:
-        group = dist.new_group(sorted(ranks) if purpose else list(ranks))
+        group = dist.new_group(sorted(ranks))
         assert group is not None
         made[ranks, purpose] = group
     return made[ranks, purpose]

@@ -152,7 +152,7 @@ class RankProcess:
 
     @property
     def _errors_file(self) -> Path:
-        return self._logs / f"rank-{self.number}.err"
+        return processes.errors_file(self._logs, self.number)
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank and its children."""

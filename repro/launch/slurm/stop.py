@@ -115,7 +115,7 @@ def _why_requeued(job: str, restarts: int) -> str:
         accounted = len(ended) > restarts  # of this run too
         if down or accounted or not runs or time.monotonic() > until:
             break
-        time.sleep(ACCOUNTED_S / 10)
+        time.sleep(ACCOUNTED_S / 10)  # the accounting can only be asked: it has nothing to wait on
     if down:
         return f"{NODE_FAILURE} of {', '.join(down)}"
     if accounted and ended[-1] == "PREEMPTED":

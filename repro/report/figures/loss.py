@@ -103,7 +103,6 @@ COLOURS = {
     "recomputation": PURPLE,
     "other": GREY,
 }
-
 """By kind, in the order of the lines."""
 DASHES = {
     "one process": "-",
