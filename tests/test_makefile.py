@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from repro.claims.judge import experiments
-from repro.claims.ledger import load
+from repro.claims.reader import load
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

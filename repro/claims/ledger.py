@@ -1,4 +1,4 @@
-"""The ledger: every published claim, read from the TOML files beside this module.
+"""The ledger: every published claim, as the TOML files beside this module have it.
 
 A claim has rows; a row is one published value with the expressions that test it.  Rows are written one by
 one (``rows``) or as a table like the source's (``[[claim.table]]``), whose ``cells`` say which columns are
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from repro.claims.expression import Expression, Uncertain, Value
 from repro.claims.published import Printed
 from repro.config.errors import ConfigError
 
-HERE = Path(__file__).parent
 KINDS = ("analytic", "simulated", "measured")
 CERTAINTIES = {
     "confirmed": "read in the primary text",
@@ -150,10 +148,3 @@ class Ledger:
         near += [k for k in known if claim_id and claim_id in k and k not in near][: 3 - len(near)]
         hint = f"did you mean {' or '.join(near)}?" if near else "a claim's id; `repro claims` lists them"
         raise ConfigError("claim", claim_id, hint)
-
-
-def load(directory: Path = HERE) -> Ledger:
-    """Read and check every ``*.toml`` in ``directory``.  Raises ``ConfigError`` in one line."""
-    from repro.claims.reader import read_ledger
-
-    return read_ledger(directory)

@@ -17,13 +17,14 @@ from repro.claims.records import Records
 from repro.claims.tolerance import BOUNDS, POINTS, RELATIVE
 from repro.config.errors import ConfigError
 
+HERE = Path(__file__).parent
 _CLOSED = {**FORMULAS, "printed": printed, "digitised": digitised}
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured")}
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 
 
-def read_ledger(directory: Path) -> the.Ledger:
-    """See :func:`repro.claims.ledger.load`."""
+def load(directory: Path = HERE) -> the.Ledger:
+    """Read and check every ``*.toml`` in ``directory``.  Raises ``ConfigError`` in one line."""
     files = {path: read_file(path) for path in sorted(directory.glob("*.toml"))}
     sources: dict[str, the.Source] = {}
     for path, content in files.items():

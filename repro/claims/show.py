@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.claims.judge import judge
-from repro.claims.ledger import CERTAINTIES, Ledger, load
+from repro.claims.ledger import CERTAINTIES, Ledger
+from repro.claims.reader import load
 from repro.claims.results import (
     NOT_COMPARABLE,
     NOT_REPRODUCED,

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
 import shutil
 import subprocess
 import sys
-import textwrap
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from repro.measure.check import LIMITED, NO, YES, Check, answer
+from repro.measure.kernel_doctor import kernels
 from repro.measure.provenance import cpu, gpus, memory, versions
 
-YES, LIMITED, NO = "yes", "limited", "no"
 OLDEST_TORCH = (2, 6)
 SMALL_DISK_BYTES = 10**9
 _COMMAND_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line: what was looked for, whether it is here, and what that means."""
-
-    name: str
-    state: str
-    """``yes``, ``limited`` or ``no``."""
-    found: str
-    """What was found, or what is missing and how to get it."""
-    enables: str
-    """What works with it, or what stays undone without it."""
-    fatal: bool = False
-    """Nothing can be run while this is so."""
 
 
 def command(json: bool = False, results: Path = Path("results"), compile_for: str = "") -> int:
@@ -40,33 +23,12 @@ def command(json: bool = False, results: Path = Path("results"), compile_for: st
 
     ``compile_for``: the architectures for which all CUDA kernels are compiled.  Raises ``ConfigError``.
     """
-    checks = examine(results, compile_for)
-    broken = [check.name for check in checks if check.fatal]
-    if json:
-        document = {"usable": not broken, "checks": [asdict(check) for check in checks], "gpus": gpus()}
-        print(json_module.dumps(document, indent=2))
-    else:
-        print("\n".join(render(checks, shutil.get_terminal_size((100, 24)).columns)))
-        if broken:
-            print(f"\nNothing can be run here until this is mended: {', '.join(broken)}.")
-    return 1 if broken else 0
-
-
-def render(checks: list[Check], width: int) -> list[str]:
-    """The checks as aligned lines of at most ``width`` characters."""
-    name_width = max(len(check.name) for check in checks)
-    lines = []
-    for check in checks:
-        head = f"{check.state:<8}{check.name:<{name_width}}  "
-        body = textwrap.wrap(f"{check.found} - {check.enables}", max(30, width - len(head))) or [""]
-        lines += [head + body[0], *(" " * len(head) + line for line in body[1:])]
-    return lines
+    more = {"gpus": gpus()} if json else None
+    return answer(examine(results, compile_for), json=json, undone="run here", document=more)
 
 
 def examine(results: Path, compile_for: str = "") -> list[Check]:
     """Everything that is looked at, in the order in which it is needed; CUDA kernels are compiled if asked for."""
-    from repro.measure.kernel_doctor import kernels
-
     checks = [_python(), _processor(), _memory(), _disk(results)]
     try:
         import torch

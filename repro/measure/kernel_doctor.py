@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro.config.errors import ConfigError
-from repro.measure.doctor import LIMITED, NO, YES, Check
+from repro.measure.check import LIMITED, NO, YES, Check
 
 ARCHITECTURES = (70, 80, 90)
 """V100, A100 and H100: what `--kernels all` compiles for, as far as this NVRTC can."""

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from repro import systems
 from repro.claims.judge import judge
-from repro.claims.ledger import KINDS, Ledger, load
+from repro.claims.ledger import KINDS, Ledger
+from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import ConfigError, Experiment
 from repro.models import flops

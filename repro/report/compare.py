@@ -136,7 +136,7 @@ def speed(old: Record, new: Record, seed: int = 0) -> tuple[float, float, float]
 
 def _verdicts(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Change]:
     from repro.claims.judge import judge
-    from repro.claims.ledger import load
+    from repro.claims.reader import load
 
     ledger = load()
     old, new = ({r.claim.id: r.verdict for r in judge(ledger, records)} for records in (before, after))

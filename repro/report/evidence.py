@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.claims.judge import judge
-from repro.claims.ledger import KINDS, Ledger, load
+from repro.claims.ledger import KINDS, Ledger
+from repro.claims.reader import load
 from repro.claims.results import ClaimResult
 from repro.claims.table import as_dict, summary, table
 from repro.config.experiment import PROTOCOL

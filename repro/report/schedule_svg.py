@@ -14,8 +14,8 @@ from math import ceil
 from xml.sax.saxutils import escape
 
 from repro.parallel.schedule import BACKWARD, FORWARD, Slot
-from repro.report.schedule import Plan, number, share
 from repro.report.schedule_colours import paint
+from repro.report.schedule_plan import Plan, number, share
 from repro.report.schedule_text import busy_shares
 
 WIDTH, LEFT, RIGHT, HEAD = 1200, 76, 84, 104

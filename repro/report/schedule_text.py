@@ -12,8 +12,8 @@ from math import ceil, floor
 from typing import TYPE_CHECKING
 
 from repro.parallel.schedule import BACKWARD, FORWARD, Action
-from repro.report.schedule import Plan, number, summary
 from repro.report.schedule_colours import paint
+from repro.report.schedule_plan import Plan, number, summary
 
 if TYPE_CHECKING:
     from rich.console import Console

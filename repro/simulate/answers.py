@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from repro.models.show import human
-from repro.simulate.page import bar, gb, layout_words, table
+from repro.simulate.page_parts import bar, gb, layout_words, table
 from repro.simulate.terms import FRAGMENTATION, TERMS
 
 if TYPE_CHECKING:

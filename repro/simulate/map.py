@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from repro.simulate.page import gb, table
+from repro.simulate.page_parts import gb, table
 from repro.simulate.rows import FULL, OK, OOM, STATES, Row
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from repro.simulate.page import BAR, bar, table
+from repro.simulate.page_parts import BAR, bar, table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,13 +13,11 @@ from repro.config import Experiment
 from repro.config.system import System
 from repro.models import flops
 from repro.simulate import software
-from repro.simulate.collectives import Network
-from repro.simulate.device import DeviceCost
-from repro.simulate.events import Message
-from repro.simulate.program import OPTIMIZER, Program, program
+from repro.simulate.program import OPTIMIZER
 from repro.simulate.software import Generation, generation_of
 from repro.simulate.stage import StageTime
-from repro.simulate.timeline import Timeline, schedule
+from repro.simulate.timed import timed
+from repro.simulate.timeline import Timeline
 from repro.simulate.trace import Trace, roles, trace
 
 
@@ -97,41 +95,10 @@ def predict(
     ``traces`` of all its roles, if they are there.  ``factor``: what kernels take over what the model of the
     device says, by default that of the layout's generation.  ``record``: keep every span, for a drawing.
     """
-    layout = experiment.layout
-    generation = generation_of(layout.kernels, system) if factor is None else None
+    generation = generation_of(experiment.layout.kernels, system) if factor is None else None
     if factor is None:
         factor = software.factor(generation) if generation is not None else 1.0
     if traces is None:
         traces = [trace(experiment, role) for role in roles(experiment)]
-    cost = DeviceCost(system, layout.precision, factor)
-    network = Network(system, layout)
-
-    def seconds(message: Message) -> float:
-        return network.seconds(message.op, message.group, message.payload)
-
-    by_stage: list[Program | None] = [None] * layout.pp
-    programs = [program(traced, layout.accumulation, cost, seconds) for traced in traces]
-    for stage, number in enumerate(_stages(experiment, traces)):
-        by_stage[stage] = programs[number]
-    timeline = schedule(
-        layout,
-        [found for found in by_stage if found is not None],
-        network,
-        overlap_cost=network.overlap_cost,
-        crowd=system.crowd,
-        record=record,
-    )
+    timeline = timed(experiment, system, traces, factor, record=record)
     return Prediction(experiment, system, timeline, traces, generation, factor)
-
-
-def _stages(experiment: Experiment, traces: list[Trace]) -> list[int]:
-    """Which of ``traces`` each stage runs."""
-    layout = experiment.layout
-    parts = layout.parts(experiment.model.layers)
-
-    def kind(stage: int) -> tuple[bool, bool, tuple[int, ...]]:
-        sizes = tuple(len(part) for part in parts[stage :: layout.pp])
-        return stage == 0, stage == layout.pp - 1, sizes
-
-    known = {kind(traced.role.stage): number for number, traced in enumerate(traces)}
-    return [known[kind(stage)] for stage in range(layout.pp)]

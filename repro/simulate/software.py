@@ -15,6 +15,8 @@ from repro.config import Experiment, Layout, Training
 from repro.config.files import build, read_toml
 from repro.config.system import System
 from repro.models import flops
+from repro.simulate.timed import timed
+from repro.simulate.trace import roles, trace
 
 DROPOUT = Training(dropout=0.1, attention_dropout=0.1)
 """As all of these models were trained (1909.08053 sec. 4.2)."""
@@ -73,8 +75,6 @@ def factor(generation: Generation) -> float:
     A step on one device is a straight line in the number of layers, so two shallow ones say what a deep one
     takes.
     """
-    from repro.simulate.predict import predict
-
     whole, system = models.load(generation.model), systems.load(generation.system)
     few, more = 2, 4
 
@@ -87,7 +87,8 @@ def factor(generation: Generation) -> float:
             training=DROPOUT,
             system=system.name,
         )
-        return predict(experiment, system, factor=1.0).seconds
+        traces = [trace(experiment, role) for role in roles(experiment)]
+        return timed(experiment, system, traces, factor=1.0).seconds
 
     at_few = modelled(few)
     per_layer = (modelled(more) - at_few) / (more - few)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from repro.config import Experiment
-from repro.models.gpt import GPT, Part
+from repro.models.gpt import GPT, Part, Place
 from repro.models.init import initial_values
 from repro.parallel.bucket import InitialValues, Tag
 from repro.parallel.checkpoints import Checkpoints
@@ -18,10 +18,16 @@ from repro.parallel.mesh import Mesh
 from repro.parallel.precision import DTYPES
 from repro.parallel.sharding import ShardedModule, Sharding
 
-if TYPE_CHECKING:
-    from repro.train.step import MicroBatch
-
 DECAYED, NOT_DECAYED = 0, 1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tokens and targets [micro_batch, s], int64, on the engine's device."""
+
+    tokens: Tensor
+    targets: Tensor
+    place: Place
 
 
 class ModelPart:

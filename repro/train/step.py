@@ -6,33 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from repro.config import Experiment
-from repro.models.gpt import Place
 from repro.parallel.checkpoints import Checkpoints
 from repro.parallel.mesh import Mesh
 from repro.parallel.optimizer import AdamGroup, GradientShards, Norms, ShardedAdamW, divisor_for
 from repro.parallel.pipeline import Observer, Pipeline
 from repro.parallel.precision import DTYPES, LossScaler
 from repro.parallel.schedule import build, in_flight
-from repro.train.part import ModelPart
+from repro.train.part import MicroBatch, ModelPart
 from repro.train.schedule import learning_rate
 
 __all__ = ["MicroBatch", "NativeEngine", "Observer"]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Tokens and targets [micro_batch, s], int64, on the engine's device."""
-
-    tokens: Tensor
-    targets: Tensor
-    place: Place
 
 
 class NativeEngine:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from repro.claims.judge import judge
-from repro.claims.ledger import load
+from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult
 from repro.config import PROTOCOL, Experiment, Layout, Model
 from tests.claims.made_up import record

@@ -9,7 +9,8 @@ import pytest
 
 from repro import suites
 from repro.claims.judge import experiments, judge
-from repro.claims.ledger import Ledger, load
+from repro.claims.ledger import Ledger
+from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult
 from repro.claims.tolerance import RELATIVE
 from repro.config import ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.claims.ledger import load
+from repro.claims.reader import load
 from repro.config import ConfigError
 
 HEAD = """

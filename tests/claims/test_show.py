@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from repro.claims.judge import judge
-from repro.claims.ledger import Ledger, load
+from repro.claims.ledger import Ledger
+from repro.claims.reader import load
 from repro.claims.results import VERDICTS, ClaimResult
 from repro.claims.show import command, show_all, show_one
 from repro.claims.table import summary, table

@@ -9,7 +9,7 @@ import pytest
 
 from repro import suites
 from repro.claims.judge import experiments, judge, judge_claim
-from repro.claims.ledger import load
+from repro.claims.reader import load
 from repro.claims.records import Missing, Records
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.claims.tolerance import accepted

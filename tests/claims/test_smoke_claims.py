@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from repro.claims.judge import judge_claim
-from repro.claims.ledger import Ledger, load
+from repro.claims.ledger import Ledger
+from repro.claims.reader import load
 from repro.claims.records import Records
 from repro.claims.results import NOT_REPRODUCED, REPRODUCED
 from tests.claims.made_up import record

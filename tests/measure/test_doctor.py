@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from repro.measure import doctor
-from repro.measure.doctor import Check, command, examine, precisions, render, runs_on
+from repro.measure.check import Check, render
+from repro.measure.doctor import command, examine, precisions, runs_on
 
 
 def by_name(results: Path) -> dict[str, Check]:

@@ -14,7 +14,7 @@ from repro.kernels.cuda import cache, families
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda.compile import Compiled, Target
 from repro.kernels.cuda.program import Program, Unavailable
-from repro.measure.doctor import Check
+from repro.measure.check import Check
 from repro.measure.kernel_doctor import kernels
 
 LOG = """ptxas info    : Compiling entry function 'adamw' for 'sm_80'

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from repro.claims import reader
-from repro.report import evidence
+from repro.report import artifact, evidence
 from repro.report.evidence import Evidence
 
 if TYPE_CHECKING:
@@ -41,14 +41,15 @@ def built(report: Report) -> Path:
     return report.page.parent
 
 
-READ_ONCE = functools.cache(reader.read_ledger)
+READ_ONCE = functools.cache(reader.load)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ledger() -> Iterator[None]:
     """The ledger's files, which no test here changes, are read and checked once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "read_ledger", READ_ONCE)
+        for module in (reader, evidence, artifact):
+            patch.setattr(module, "load", READ_ONCE)
         yield
 
 

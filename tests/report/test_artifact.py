@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.claims.ledger import load
+from repro.claims.reader import load
 from repro.report import artifact
 from repro.report.commands import ROOT, Catalogue, globs
 from repro.report.verdicts import experiments_of

@@ -9,7 +9,7 @@ import synthetic
 from overlaps import troubles
 
 from repro.claims.judge import judge
-from repro.claims.ledger import load
+from repro.claims.reader import load
 from repro.parallel.schedule import build
 from repro.report.figures import breakdown, degrees, links, machine, memory_timeline, model_states, schedules
 from repro.report.figures.style import Drawing, look

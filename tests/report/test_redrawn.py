@@ -13,8 +13,9 @@ from overlaps import troubles
 
 from repro.claims.expression import parse
 from repro.claims.judge import experiments, judge
-from repro.claims.ledger import Ledger, load
+from repro.claims.ledger import Ledger
 from repro.claims.published import read
+from repro.claims.reader import load
 from repro.config.errors import ConfigError
 from repro.report.figures import draw_all, entries, marks, redrawn
 from repro.report.figures.style import Drawing, canvas, look

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from repro import cli
-from repro.report.schedule import make
 from repro.report.schedule_colours import paint
+from repro.report.schedule_plan import make
 from repro.report.schedule_svg import draw as draw_svg
 from repro.report.schedule_text import busy_shares
 from repro.report.schedule_text import draw as draw_text

@@ -12,7 +12,7 @@ from overlaps import troubles
 
 from repro import suites
 from repro.claims.judge import experiments, judge
-from repro.claims.ledger import load
+from repro.claims.reader import load
 from repro.cli import main
 from repro.report import validate_machine, validate_show
 from repro.report.figures import draw_all, validation

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from repro import suites
-from repro.claims.ledger import load as load_ledger
+from repro.claims.reader import load as load_ledger
 from repro.config import Experiment
 
 FOLDER = Path(__file__).parents[2] / "suites"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro import suites
-from repro.claims.ledger import load as load_ledger
+from repro.claims.reader import load as load_ledger
 
 SUITE = suites.load(Path(__file__).parents[2] / "suites" / "quality.toml")
 EXPERIMENTS = {entry.experiment.name: entry.experiment for entry in SUITE.entries}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from repro.config import ConfigError
@@ -17,7 +16,7 @@ from repro.launch.slurm.limits import clock, minutes
 from repro.launch.slurm.pack import Array, Shape
 from repro.launch.slurm.profile import CaseClass, Profile
 from repro.launch.slurm.scheduler import Partition, Scheduler, SchedulerError, call, check_partition
-from repro.measure.doctor import LIMITED, NO, YES, Check, render
+from repro.measure.check import LIMITED, NO, YES, Check, answer
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 
@@ -28,17 +27,9 @@ def command(profile_file: Path, results: Path, nodes: int, json: bool) -> int:
     Returns 1 if something keeps suites from running, else 0.  Raises ``ConfigError`` for a bad profile.
     """
     site = profile.load(profile_file)
+    hint = "" if nodes else "--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder."
     checks = list(examine(site, results.absolute(), nodes))
-    broken = [check.name for check in checks if check.fatal]
-    if json:
-        print(jsonlib.dumps({"usable": not broken, "checks": [asdict(check) for check in checks]}, indent=2))
-    else:
-        print("\n".join(render(checks, shutil.get_terminal_size((100, 24)).columns)))
-        if broken:
-            print(f"\nNothing can be submitted until this is mended: {', '.join(broken)}.")
-        elif not nodes:
-            print("\n--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder.")
-    return 1 if broken else 0
+    return answer(checks, json=json, undone="submitted", hint=hint)
 
 
 def examine(site: Profile, results: Path, nodes: int) -> Iterator[Check]:

@@ -16,7 +16,7 @@ from repro.launch.slurm import script
 from repro.launch.slurm.nodes import differs
 from repro.launch.slurm.profile import Profile
 from repro.launch.slurm.scheduler import SchedulerError, call
-from repro.measure.doctor import LIMITED, NO, YES, Check
+from repro.measure.check import LIMITED, NO, YES, Check
 
 WAIT_S = 300.0
 """How long a node is waited for."""
