@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.report.validate import CALIBRATION, FAMILIES, RATE, RATIO, Family, Point, families, points
+from repro.report.validate import (
+    CALIBRATION,
+    CLOSE,
+    FAMILIES,
+    RATE,
+    RATIO,
+    Family,
+    Point,
+    families,
+    points,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +107,28 @@ def show(found: Sequence[Point], console: Console) -> None:
     _table("Calibration: left out", [p for p in found if p.left_out == CALIBRATION], console)
     rest = [point for point in found if point.left_out not in ("", CALIBRATION)]
     _table("Not counted: bounds, means, and other rows about a run above", rest, console)
+    _explained([point for point in counted if abs(point.error) > CLOSE], console)
     _statistics(found, console)
+
+
+def _explained(missed: Sequence[Point], console: Console) -> None:
+    """What the ledger says of the points that are far off, each reason once."""
+    from rich.table import Table
+    from rich.text import Text
+
+    reasons: dict[str, list[str]] = {}
+    for point in missed:
+        reasons.setdefault(point.note or "nothing known", []).append(f"{point.claim} {point.label}")
+    if not reasons:
+        return
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0), header_style="bold")
+    grid.add_column("points", ratio=1)
+    grid.add_column("why, as far as it is known", ratio=2)
+    for note, names in reasons.items():
+        grid.add_row(", ".join(names), note)
+    console.print()
+    console.print(Text(f"Farther off than {100 * CLOSE:.0f} %", style="bold cyan"))
+    console.print(grid)
 
 
 def _table(title: str, group: Sequence[Point], console: Console) -> None:
@@ -110,8 +141,8 @@ def _table(title: str, group: Sequence[Point], console: Console) -> None:
     for name in ("claim", "row", "published", "predicted", "unit", "rate"):
         grid.add_column(name, justify="right" if name in ("published", "predicted", "rate") else "left")
     for point in group:
-        side = point.kind == RATIO and not point.right_side
-        style = "red" if abs(point.error) > 0.25 or side else "green" if abs(point.error) <= 0.10 else ""
+        side = point.kind == RATIO and not point.left_out and not point.right_side
+        style = "red" if abs(point.error) > CLOSE or side else "green" if abs(point.error) <= 0.10 else ""
         grid.add_row(
             point.claim,
             point.label,

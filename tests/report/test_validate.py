@@ -165,6 +165,22 @@ def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
+def test_what_is_far_off_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """80B and 100B for one reason, once; 8B is near, and the value that calibrates is on no side of 1."""
+    with Store(tmp_path) as opened:
+        for name, flops in (("80b-megatron", 2e12), ("100b-megatron", 2e12), ("8b-zero", 36.9e12)):
+            opened.append(record("zero_throughput", f"fig2-{name}", flops))
+        opened.append(record("megatron_2019", "dec2020-v100-1b", 71.9e12))
+    assert main(["validate", "--results", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "other side of 1" not in text
+    section = text.partition("Farther off than 25 %")[2].partition("Error of predicted rates")[0]
+    words = " ".join(section.split())
+    assert words.count("One collective over all nodes") == 1
+    assert "8B: ZeRO" not in words
+    assert {size for size in ("80B", "100B") if f"{size}: baseline" in words} == {"80B", "100B"}
+
+
 def test_nothing_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--results", str(tmp_path)]) == 0
     assert "--evidence simulated" in capsys.readouterr().out
