@@ -113,8 +113,6 @@ def limit_memory(limit_bytes: int, device: str) -> None:
         total = torch.cuda.get_device_properties(index).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
         return
-    if "torch" in sys.modules:  # which imports this with the first tensor on meta: a library, no model
-        importlib.import_module("torch._dynamo")
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit_bytes, hard))
 

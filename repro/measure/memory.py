@@ -57,6 +57,10 @@ class MemoryTracker(TorchDispatchMode):
         self._judge()
         return dict(self._most)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and guarding against it imports the compiler: seconds a rank
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
