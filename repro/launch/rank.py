@@ -53,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         module_name, function = options.target.split(":")
         module = importlib.import_module(module_name)
         diverged = getattr(module, "Diverged", FloatingPointError)
+        if job.memory_bytes and any(experiment.engine == "torch" for experiment in job.experiments):
+            importlib.import_module("torch._dynamo")  # as torch's optimizers do: a library, no part of the model
         limit_memory(job.memory_bytes, options.device)
         results = getattr(module, function)(
             job,
