@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         module = importlib.import_module(module_name)
         diverged = getattr(module, "Diverged", FloatingPointError)
         if job.memory_bytes and any(experiment.engine == "torch" for experiment in job.experiments):
-            importlib.import_module("torch._dynamo")  # as torch's optimizers do: a library, no part of the model
+            importlib.import_module("torch._dynamo")  # as its optimizers do: a library, no model
         limit_memory(job.memory_bytes, options.device)
         results = getattr(module, function)(
             job,
