@@ -167,6 +167,28 @@ def test_ranks_are_killed_and_hang(lab: Lab, tmp_path: Path) -> None:
     assert compared["name"] == "a vs b"
 
 
+def test_out_of_memory_and_time(lab: Lab, tmp_path: Path) -> None:
+    """Real ranks: what does not fit has its result, and what takes longer than it may is ended, wherever it waits."""
+    bench = Bench(lab, tmp_path, {"array_parallelism": 1}, target=HELD)
+    slow = "limits = { timeout_s = 12 }"
+    big = 'model = "limit-40m"\ntraining = { steps = 2, untimed_steps = 1, seq = 32 }'
+    big += '\nexpect = "oom"\nlimits = { memory_bytes = 300_000_000 }\n'
+    suite = bench.suite(
+        f'[[experiment]]\nname = "big"\nlayout = {{ dp = 2 }}\n{big}', case("slow", "dp = 2", more=slow)
+    )
+    bench.hold("slow")
+    bench.submit(suite)
+    status = bench.ended()
+    found = {name: (row["state"], row["failure"]) for name, row in status.items()}
+    assert found == {"big": ("done", "out-of-memory"), "slow": ("failed", "time-out")}, bench.logs()
+    assert "can't allocate memory" in bench.latest()["big"]["reason"]
+    assert "not done after 12 s (limits.timeout_s)" in status["slow"]["detail"]
+    assert f"(ranks 0, 1 at step {STEP}, forward, after all_reduce" in status["slow"]["detail"]
+    bench.release("slow")
+    assert bench.submit(suite)["cases"] == 1, "only what has no result"
+    assert bench.ended()["slow"]["state"] == "done", bench.logs()
+
+
 def test_a_long_training_is_preempted_and_goes_on(lab: Lab, tmp_path: Path) -> None:
     """A twin of the quality suite reads in its second start the checkpoint of its first: equal losses, to the bit."""
     name, quality = "twin-whole-zero3-dp2", ROOT / "suites" / "quality.toml"
