@@ -32,8 +32,6 @@ def driver() -> Any:
     return module
 
 
-_Pointer = c_char_p * 1
-"""What the driver wants of one argument: an array with its address."""
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 """torch's own, without the check whether CUDA is initialised: there are CUDA tensors already."""
@@ -104,7 +102,7 @@ class Module:
         if _current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self.launch(kernel, blocks, arguments)
-        pointer = _Pointer(arguments)  # the driver copies what it points to, before it returns
+        pointer = c_char_p(arguments)  # an array of one; the driver copies what it points to before it returns
         shape = (blocks, 1, 1, self._threads, 1, 1, 0, _current_stream(self._index), addressof(pointer), 0)
         status = self._queue(self._kernels[kernel], *shape)[0]
         if status == self._success:
