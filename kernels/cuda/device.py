@@ -102,9 +102,7 @@ class Module:
         if _current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self.launch(kernel, blocks, arguments)
-        pointer = c_char_p(
-            arguments
-        )  # an array of one, which is copied before the call returns
+        pointer = c_char_p(arguments)  # an array of one, copied before the driver returns
         shape = (blocks, 1, 1, self._threads, 1, 1, 0, _current_stream(self._index), addressof(pointer), 0)
         status = self._queue(self._kernels[kernel], *shape)[0]
         if status == self._success:
