@@ -24,6 +24,7 @@ from repro.parallel.transports import NoTransport, Transport
 from repro.simulate.events import Event, Message, Operator, Phase
 from repro.simulate.recorder import Recorder, RecordingLedger
 from repro.simulate.transport import GlooShapes, Recorded
+from repro.simulate.uncompiled import uncompiled
 from repro.train.step import MicroBatch, NativeEngine
 
 ORDINARY = 1
@@ -110,7 +111,7 @@ def trace(
     ``gloo``: count the receive buffers that gloo's transport needs, for comparison with runs on CPUs.
     ``recorder``: a new one that keeps more than events.
     """
-    load()
+    _settle()
     began = time.perf_counter()
     whole = experiment.layout.accumulation
     layout = shortened(experiment.layout, role.stage)
@@ -129,7 +130,7 @@ def trace(
     gc.collect(1)
     gc.disable()
     try:
-        with recorder:
+        with uncompiled(), recorder:
             engine = NativeEngine(short, mesh, device)
             pipeline = engine.pipeline
             recorder.micro_batch = lambda: pipeline.current.micro_batch if pipeline.current else -1
@@ -163,12 +164,12 @@ def trace(
 
 
 @cache
-def load() -> None:
+def _settle() -> None:
     """Import now what torch's shape functions import when first called, which would keep tensors alive.
 
     What is imported by then is not looked through by the collections that every trace begins with.
     """
-    import torch._dynamo  # noqa: F401
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
     gc.collect()
     gc.freeze()
