@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +11,16 @@ if TYPE_CHECKING:
     from repro.config import Experiment
     from repro.engines.base import Engine
     from repro.parallel.mesh import Mesh
+
+
+LIBRARIES = {"torch": ("torch._dynamo",)}
+"""What an engine imports beyond torch when it is built: libraries, no part of a model."""
+
+
+def load(engine: str) -> None:
+    """Import what this engine imports, so that a limit of memory that is set now leaves it out."""
+    for name in LIBRARIES.get(engine, ()):
+        importlib.import_module(name)
 
 
 def build_engine(experiment: Experiment, mesh: Mesh, device: torch.device) -> Engine:

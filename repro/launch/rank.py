@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from repro import engines
 from repro.launch import stacks
 from repro.launch.beacon import Beacon
 from repro.launch.device import own_device
@@ -53,8 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         module_name, function = options.target.split(":")
         module = importlib.import_module(module_name)
         diverged = getattr(module, "Diverged", FloatingPointError)
-        if job.memory_bytes and any(experiment.engine == "torch" for experiment in job.experiments):
-            importlib.import_module("torch._dynamo")  # as its optimizers do: a library, no model
+        if job.memory_bytes:
+            for engine in {experiment.engine for experiment in job.experiments}:
+                engines.load(engine)
         limit_memory(job.memory_bytes, options.device)
         results = getattr(module, function)(
             job,

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
 
 _Seen = tuple["weakref.ref[torch.UntypedStorage]", str]
 """A storage, and the category that it has if it has no mark."""
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(UncompiledMode):
     """Use as a context manager around initialisation and steps; ``phase`` is set from outside."""
 
     def __init__(self) -> None:
@@ -56,10 +56,6 @@ class MemoryTracker(TorchDispatchMode):
         """The most bytes of each category at any moment, and of the device's total."""
         self._judge()
         return dict(self._most)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled, and guarding against it imports the compiler: seconds a rank
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -54,7 +54,7 @@ class Machine:
 def compare(records: Iterable[Mapping[str, Any]], system: System) -> Machine:
     """Predict on ``system`` every experiment that was measured on the machine at hand and ended ok."""
     from repro.simulate.predict import predict
-    from repro.simulate.trace import roles, trace
+    from repro.simulate.trace import trace_roles
 
     newest: dict[str, Mapping[str, Any]] = {}
     for record in sorted(records, key=lambda record: str(record.get("written", ""))):
@@ -69,8 +69,7 @@ def compare(records: Iterable[Mapping[str, Any]], system: System) -> Machine:
             missing[name] = f"it has {ranks} ranks, {system.name} was measured with {system.provenance.ranks}"
             continue
         try:
-            traces = [trace(experiment, role, gloo=gloo) for role in roles(experiment)]
-            seconds = predict(experiment, system, traces).seconds
+            seconds = predict(experiment, system, trace_roles(experiment, gloo=gloo)).seconds
         except ConfigError as error:
             missing[name] = str(error)
             continue

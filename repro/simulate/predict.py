@@ -12,13 +12,13 @@ from typing import Any
 from repro.config import Experiment
 from repro.config.system import System
 from repro.models import flops
-from repro.simulate import software
+from repro.simulate import efficiency
 from repro.simulate.program import OPTIMIZER
 from repro.simulate.software import Generation, generation_of
 from repro.simulate.stage import StageTime
 from repro.simulate.timed import timed
 from repro.simulate.timeline import Timeline
-from repro.simulate.trace import Trace, roles, trace
+from repro.simulate.trace import Trace, trace_roles
 
 
 @dataclass
@@ -97,8 +97,8 @@ def predict(
     """
     generation = generation_of(experiment.layout.kernels, system) if factor is None else None
     if factor is None:
-        factor = software.factor(generation) if generation is not None else 1.0
+        factor = efficiency.factor(generation) if generation is not None else 1.0
     if traces is None:
-        traces = [trace(experiment, role) for role in roles(experiment)]
+        traces = trace_roles(experiment)
     timeline = timed(experiment, system, traces, factor, record=record)
     return Prediction(experiment, system, timeline, traces, generation, factor)

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from repro.kernels.flops import FORMULAS, cost
+from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
 from repro.parallel.ledger import Ledger
 from repro.simulate.events import Alloc, Event, Free, Mark, Message, Operator, Phase
@@ -42,7 +42,7 @@ class RecordingLedger(Ledger):
         self._events.append(Message(op, group, size, payload_bytes, sent, purpose))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(UncompiledMode):
     """Use as a context manager around initialisation and steps; :meth:`phase` is the steps' observer."""
 
     def __init__(self) -> None:
@@ -80,10 +80,6 @@ class Recorder(TorchDispatchMode):
         """All events until now; what is still live has no release, for what ends later is the engine's end."""
         events, self.events = self.events, []
         return events
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled, and guarding against it takes a third of the time
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -6,20 +6,14 @@ beyond that is one factor, published seconds over modelled seconds of one step o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from repro import models, systems
-from repro.config import Experiment, Layout, Training
+from repro.config import Layout
 from repro.config.files import build, read_toml
 from repro.config.system import System
-from repro.models import flops
-from repro.simulate.timed import timed
-from repro.simulate.trace import roles, trace
 
-DROPOUT = Training(dropout=0.1, attention_dropout=0.1)
-"""As all of these models were trained (1909.08053 sec. 4.2)."""
 FILE = Path(__file__).with_name("software.toml")
 
 
@@ -66,32 +60,3 @@ def generation_of(kernels: str, system: System) -> Generation | None:
     points = {known.kernels: known for known in generations() if known.compute_capability == capability}
     other = {"unfused": "softmax", "softmax": "unfused"}.get(kernels, "")
     return points.get(kernels) or points.get(other)
-
-
-@cache
-def factor(generation: Generation) -> float:
-    """Seconds of its kernels over seconds of the modelled ones.
-
-    A step on one device is a straight line in the number of layers, so two shallow ones say what a deep one
-    takes.
-    """
-    whole, system = models.load(generation.model), systems.load(generation.system)
-    few, more = 2, 4
-
-    def modelled(layers: int) -> float:
-        model = replace(whole, layers=layers)
-        experiment = Experiment(
-            name="calibration",
-            model=model,
-            layout=generation.layout(),
-            training=DROPOUT,
-            system=system.name,
-        )
-        traces = [trace(experiment, role) for role in roles(experiment)]
-        return timed(experiment, system, traces, factor=1.0).seconds
-
-    at_few = modelled(few)
-    per_layer = (modelled(more) - at_few) / (more - few)
-    seconds = at_few + (whole.layers - few) * per_layer
-    work = flops.hardware_flops(whole, whole.seq, generation.micro_batch, recompute=True)
-    return work / generation.flops_per_device / seconds

@@ -20,7 +20,7 @@ from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.models import flops
 from repro.parallel.schedule import FORWARD, Action
-from repro.simulate import software
+from repro.simulate import efficiency, software
 from repro.simulate.closed import ALL, FIRST, LAST, MIDDLE
 from repro.simulate.collectives import Network
 from repro.simulate.device import DeviceCost
@@ -79,7 +79,7 @@ class Times:
         key = layout.precision, layout.kernels
         if key not in self._costs:
             generation = software.generation_of(layout.kernels, self.system)
-            factor = software.factor(generation) if generation is not None else 1.0
+            factor = efficiency.factor(generation) if generation is not None else 1.0
             self._costs[key] = DeviceCost(self.system, layout.precision, factor), factor
         return self._costs[key]
 

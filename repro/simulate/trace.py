@@ -17,6 +17,7 @@ from functools import cache, cached_property
 import torch
 
 from repro.config import Experiment, Layout
+from repro.measure.uncompiled import uncompiled
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.schedule import build, in_flight
@@ -24,7 +25,6 @@ from repro.parallel.transports import NoTransport, Transport
 from repro.simulate.events import Event, Message, Operator, Phase
 from repro.simulate.recorder import Recorder, RecordingLedger
 from repro.simulate.transport import GlooShapes, Recorded
-from repro.simulate.uncompiled import uncompiled
 from repro.train.step import MicroBatch, NativeEngine
 
 ORDINARY = 1
@@ -161,6 +161,11 @@ def trace(
         engine.padding(),
         time.perf_counter() - began,
     )
+
+
+def trace_roles(experiment: Experiment, *, gloo: bool = False) -> list[Trace]:
+    """:func:`trace` of every role."""
+    return [trace(experiment, role, gloo=gloo) for role in roles(experiment)]
 
 
 @cache

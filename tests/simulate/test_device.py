@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from repro import models, systems
 from repro.config import ConfigError
 from repro.config.timing import OperatorRate, Provenance
-from repro.simulate import software
+from repro.simulate import efficiency, software
 from repro.simulate.device import DeviceCost, product_sizes
 from repro.simulate.events import Operator
 
@@ -127,7 +127,7 @@ def test_a_generation_s_point_is_met_by_its_factor(generation: software.Generati
         name="point",
         model=model,
         layout=generation.layout(),
-        training=software.DROPOUT,
+        training=efficiency.DROPOUT,
         system=generation.system,
     )
     found = predict(experiment, systems.load(generation.system))

@@ -1,4 +1,4 @@
-"""torch's shape functions without torch's compiler."""
+"""Following and tracing steps without torch's compiler, whose import takes longer than most of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 COMPILER = "torch._dynamo"
+
+
+class UncompiledMode(TorchDispatchMode):
+    """A dispatch mode that is not guarded against the compiler: that imports it, and slows every operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 @contextmanager

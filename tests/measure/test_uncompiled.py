@@ -1,0 +1,48 @@
+"""Ranks and traces do without torch's compiler, whose import takes longer than most of them, and leave it as it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+TRACE = """
+import sys
+from repro import models
+from repro.config import Experiment, Layout
+from repro.simulate.trace import roles, trace
+
+layout = Layout(tp=2, dp=2, zero=2, precision="fp16", recompute=True, micro_batch=1, global_batch=2)
+experiment = Experiment(name="x", model=models.load("tiny-parity"), layout=layout)
+(role,) = roles(experiment)
+before = trace(experiment, role)
+assert "torch._dynamo" not in sys.modules
+import torch._dynamo
+assert torch._dynamo.disable(len) is not len, "the real one"
+after = trace(experiment, role)
+assert sys.modules["torch._dynamo"] is torch._dynamo
+assert after.events == before.events
+"""
+
+
+MEMORY = """
+import sys, torch
+from repro.measure.memory import MemoryTracker
+with MemoryTracker():
+    torch.ones(2).add_(torch.empty(2))
+assert "torch._dynamo" not in sys.modules
+"""
+RECORDS = """
+import sys
+from repro import systems
+from repro.results.simulated import facts
+assert facts(systems.load("selene"))["numbers"]
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("code", [TRACE, MEMORY, RECORDS], ids=["trace", "memory", "records"])
+def test_what_is_not_imported(code: str) -> None:
+    """A trace and the mode that follows memory: no compiler.  Whether a simulated record is up to date: no torch."""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
