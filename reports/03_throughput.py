@@ -23,8 +23,8 @@ import pandas as pd
 import seaborn as sns
 
 from repro.report import evidence
-from repro.report.validate import RATE, RATIO, points
 from repro.report.what_if import simulated_step
+from repro.validate.published import RATE, RATIO, points
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)

@@ -1,7 +1,7 @@
 """Reproduce the published claims of ZeRO, DeepSpeed, Turing-NLG, Megatron-LM and Yuan 1.0.
 
-From Python most users need :func:`repro.parallelize` and :class:`repro.Layout` only; everything else is
-behind the ``repro`` command. Importing this package imports no torch.
+From Python most users need `repro.parallelize` and `repro.Layout` only; everything else is
+behind the `repro` command. Importing this package imports no torch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ __all__ = ["Layout", "__version__", "parallelize"]
 
 if TYPE_CHECKING:
     from repro.config import Layout
-    from repro.engines.wrap import parallelize
+    from repro.wrap.parallelize import parallelize
 
 
 def __getattr__(name: str) -> Any:
     if name == "parallelize":
-        from repro.engines.wrap import parallelize
+        from repro.wrap.parallelize import parallelize
 
         return parallelize
     if name == "Layout":

@@ -13,7 +13,7 @@ from typing import Any
 TIMEOUT_S = 90.0
 PRELOADED = [
     *("pytest", "torch.distributed", "torch.profiler", "torch._dynamo"),
-    *("repro.engines.wrap", "repro.measure.memory", "repro.train.step", "tests.training"),
+    *("repro.wrap.parallelize", "repro.measure.memory", "repro.engines.native", "tests.training"),
 ]
 """Imported once, by the process that every rank is a fork of; importing them costs more than most tests."""
 
@@ -43,7 +43,7 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Any) -> None:
 
 
 class RankPool:
-    """``world`` processes in one gloo group; :meth:`run` calls a module-level function on all of them."""
+    """`world` processes in one gloo group; `run` calls a module-level function on all of them."""
 
     def __init__(self, world: int):
         self.world = world
@@ -64,7 +64,7 @@ class RankPool:
         self._kill()
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """``function(*arguments)`` on every rank, results by rank.  Fails if a rank raises or does not answer."""
+        """`function(*arguments)` on every rank, results by rank.  Fails if a rank raises or does not answer."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:

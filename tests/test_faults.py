@@ -1,4 +1,4 @@
-"""``repro run`` under every fault: the right outcome in the store, no orphan, and the next run does the rest.
+"""`repro run` under every fault: the right outcome in the store, no orphan, and the next run does the rest.
 
 The ranks are stand-ins without torch that misbehave on request, and real ones in the last tests.
 """

@@ -14,7 +14,7 @@ from repro.engines import build_engine
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
-from repro.train.step import MicroBatch
+from repro.train.part import MicroBatch
 
 TINY = Model(name="tiny", layers=4, hidden=32, heads=4, vocab=96, seq=16)
 
@@ -49,7 +49,7 @@ class Trained:
 def tiny(layout: Layout, model: Model = TINY, engine: str = "native", **training: Any) -> Experiment:
     """A small experiment: 20 steps of AdamW at a rate that moves the weights, gradients clipped.
 
-    ``eps`` is above rounding: the gradient of the keys' bias is zero but for it (softmax does not see a
+    `eps` is above rounding: the gradient of the keys' bias is zero but for it (softmax does not see a
     shift), and with a tiny eps Adam would blow that noise up to full steps.
     """
     settings: dict[str, Any] = {

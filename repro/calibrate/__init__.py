@@ -1,4 +1,4 @@
-"""``repro calibrate``: how fast this machine does each thing that a step does, as a system file.
+"""`repro calibrate`: how fast this machine does each thing that a step does, as a system file.
 
 Operators, copies and collectives are measured one by one, and the host on a step of width 8, which has nothing to
 compute.  No step of a size that anybody trains is timed: what is predicted from the file was not seen by it.

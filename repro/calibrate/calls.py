@@ -17,10 +17,10 @@ from torch import Tensor
 
 from repro import kernels
 from repro.config import Experiment
-from repro.simulate.events import Operator
-from repro.simulate.recorder import Recorder
-from repro.simulate.shapes import call_of
-from repro.simulate.trace import roles, trace
+from repro.simulate.trace.events import Operator
+from repro.simulate.trace.recorder import Recorder
+from repro.simulate.trace.roles import roles, trace
+from repro.simulate.trace.shapes import call_of
 
 ATTENTION = "aten._scaled_dot_product_flash_attention"
 
@@ -43,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: its arguments with a :class:`Shape` for each tensor, and what the trace counts."""
+    """One call of an operator: its arguments with a `Shape` for each tensor, and what the trace counts."""
 
     function: Any
     args: tuple[Any, ...]
@@ -83,7 +83,7 @@ class CallRecorder(Recorder):
 
 
 def calls_of(experiment: Experiment, *, gloo: bool) -> list[Call]:
-    """The different calls of every role of ``experiment``, in the order in which they are first made."""
+    """The different calls of every role of `experiment`, in the order in which they are first made."""
     found: dict[object, Call] = {}
     for role in roles(experiment):
         recorder = CallRecorder()
@@ -93,7 +93,7 @@ def calls_of(experiment: Experiment, *, gloo: bool) -> list[Call]:
 
 
 def choose(calls: Sequence[Call], most: int) -> list[Call]:
-    """At most ``most`` of the calls of one operator: the smallest, the largest, and those farthest from others.
+    """At most `most` of the calls of one operator: the smallest, the largest, and those farthest from others.
 
     Distance is that of the logarithms of bytes, FLOP and sizes of the operands.
     """
@@ -176,7 +176,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    """``value`` with ``function`` of every leaf of its tuples, lists and dictionaries."""
+    """`value` with `function` of every leaf of its tuples, lists and dictionaries."""
     if isinstance(value, (tuple, list)):
         return type(value)(_map(entry, function) for entry in value)
     if isinstance(value, dict):

@@ -49,7 +49,7 @@ class OperatorClock:
     """Times calls on one device while the group's other ranks do the same."""
 
     def __init__(self, device: torch.device, group: Group, repeats: int, neighbours: int = 1):
-        """``neighbours``: ranks of this node, this one too."""
+        """`neighbours`: ranks of this node, this one too."""
         self.device, self.group, self.repeats = device, group, repeats
         self.crowded = device.type == "cpu" and neighbours > usable_cores()
         self.cache = cache_bytes(device)
@@ -67,7 +67,7 @@ class OperatorClock:
             torch.cuda.synchronize(self.device)
 
     def time(self, make: Callable[[], Callable[[], object]], nbytes: int) -> Timing:
-        """Seconds of one call of what ``make`` returns, which reads and writes ``nbytes``.
+        """Seconds of one call of what `make` returns, which reads and writes `nbytes`.
 
         Calls go round among several sets of arguments, as many as the cache does not hold: a step does not
         find its operands in the cache either, unless all of them fit.
@@ -96,8 +96,8 @@ class OperatorClock:
         return timing(found)
 
     def for_long(self, call: Callable[[int], object]) -> float:
-        """Seconds of one of as many calls as ``CROWDED_S`` takes: all ranks are busy until the end, whoever is
-        faster.  ``call`` gets the number of the call."""
+        """Seconds of one of as many calls as `CROWDED_S` takes: all ranks are busy until the end, whoever is
+        faster.  `call` gets the number of the call."""
         began, count = time.perf_counter(), 0
         while (now := time.perf_counter()) - began < CROWDED_S:
             call(count)
@@ -105,7 +105,7 @@ class OperatorClock:
         return (now - began) / count
 
     def _run(self, functions: Sequence[Callable[[], object]], calls: int) -> float:
-        """Seconds of one of ``calls`` calls, which go round among ``functions``."""
+        """Seconds of one of `calls` calls, which go round among `functions`."""
         if self.device.type != "cuda":
             began = time.perf_counter()
             for i in range(calls):

@@ -1,4 +1,4 @@
-"""``repro calibrate``: check what is asked, start the ranks, write the file, say what came out."""
+"""`repro calibrate`: check what is asked, start the ranks, write the file, say what came out."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from repro.systems.load import names, parse
 def command(
     system: str, gpus: int, output: Path | None, profile: Path | None, nodes: int, quick: bool, json: bool
 ) -> int:
-    """Measure this machine, or nodes of a cluster with a ``profile``, and write a system file.
+    """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
 
-    ``gpus``: ranks, of each node.  Returns 1 if a rank or the job fails, 130 if interrupted.
+    `gpus`: ranks, of each node.  Returns 1 if a rank or the job fails, 130 if interrupted.
     """
     path = _checked(output or Path(f"{system}-calibrated.toml"))
     if profile is None and nodes:
@@ -62,7 +62,7 @@ def command(
 
 
 def _checked(path: Path) -> Path:
-    """``path``, or the error that would come after the minute that measuring takes."""
+    """`path`, or the error that would come after the minute that measuring takes."""
     require(path.suffix == ".toml", "--output", str(path), "a file that ends in .toml")
     require(
         path.stem not in names(), "--output", str(path), f"not the name of a packaged system, {path.stem}"

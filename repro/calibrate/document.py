@@ -26,8 +26,8 @@ def tables(
     quick: bool,
     site: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The system file of the ranks' machine as plain data, in the file's own order.  ``ranks``: a result of each;
-    ``load``: of the machine before they began, which none of the numbers should hold; ``site``: of an allocation,
+    """The system file of the ranks' machine as plain data, in the file's own order.  `ranks`: a result of each;
+    `load`: of the machine before they began, which none of the numbers should hold; `site`: of an allocation,
     its job and its nodes."""
     on_cpu = system == "local"
     count, here = len(ranks), ranks[0]["machine"]
@@ -153,7 +153,7 @@ def _later(rate: OperatorRate, seconds: float) -> OperatorRate:
 
 
 def _processor(here: dict[str, Any], count: int) -> dict[str, Any]:
-    """The processor as ``count`` devices that share its memory."""
+    """The processor as `count` devices that share its memory."""
     state = here["memory"]
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
     machine = "operating system and cgroup limit, rank 0's node"

@@ -13,7 +13,7 @@ from repro.simulate.placement import BETWEEN_NODES
 
 
 def tables(ranks: Sequence[dict[str, Any]], links: dict[str, Any], together: str) -> dict[str, Any]:
-    """The classes of links.  ``links``: those inside a node, of which collectives use the first."""
+    """The classes of links.  `links`: those inside a node, of which collectives use the first."""
     inside = next(iter(links))
     if "host_copy" in ranks[0] and "pcie" in links:
         speed = ranks[0]["host_copy"]["nbytes"] / middle(rank["host_copy"]["median"] for rank in ranks)
@@ -50,7 +50,7 @@ def _link(
 
 
 def _collectives(ranks: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
-    """Points by operation: of the largest groups of this place, and in ``groups`` those of the others."""
+    """Points by operation: of the largest groups of this place, and in `groups` those of the others."""
     found: dict[str, Any] = {}
     for same in zip(*(rank.get("links", ()) for rank in ranks), strict=True):
         row = same[0]

@@ -58,7 +58,7 @@ def median_error(rate: OperatorRate, points: Sequence[Point]) -> float:
 
 
 def rates(points: Mapping[str, Sequence[Point]]) -> dict[str, OperatorRate]:
-    """Rates by operator: ``matmul`` and ``elementwise`` for all, and one of its own for each that differs."""
+    """Rates by operator: `matmul` and `elementwise` for all, and one of its own for each that differs."""
     pools: dict[str, list[Point]] = {MATMUL: [], ELEMENTWISE: []}
     for name, found in points.items():
         if name in PRODUCTS:

@@ -10,10 +10,11 @@ import torch
 
 from repro.calibrate.clock import OperatorClock, timing
 from repro.config import Experiment, Layout, Model
+from repro.engines.native import NativeEngine
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
-from repro.simulate.trace import roles, trace
-from repro.train.step import MicroBatch, NativeEngine
+from repro.simulate.trace.roles import roles, trace
+from repro.train.part import MicroBatch
 
 WIDTH, LAYERS = 8, 4
 

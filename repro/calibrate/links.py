@@ -28,7 +28,7 @@ class LinkBench:
     """Times what the ranks of groups send each other, all groups of a kind at the same time."""
 
     def __init__(self, clock: OperatorClock, largest: int):
-        """``largest``: payload in bytes.  All messages are parts of two buffers of that size."""
+        """`largest`: payload in bytes.  All messages are parts of two buffers of that size."""
         self.clock = clock
         world = clock.group.size
         count = max(1, largest // 4 // world) * world
@@ -43,11 +43,11 @@ class LinkBench:
         beat: Callable[[], None],
     ) -> list[dict[str, Any]]:
         """A row for every collective of every kind of group, and for a message to the next stage at every place:
-        ``op``, ``place``, of a collective the kind's numbers, and ``points``, (payload, timing) with bytes as the
+        `op`, `place`, of a collective the kind's numbers, and `points`, (payload, timing) with bytes as the
         ledger counts them.
 
         They take turns, so that what disturbs the machine for a moment disturbs one repeat of many and not all
-        of one.  ``beat`` is called at every turn.
+        of one.  `beat` is called at every turn.
         """
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}
@@ -106,7 +106,7 @@ class LinkBench:
         return min(1.0, max(0.0, quantile(lost, 0.5) / communication))
 
     def _start(self, op: str, payload: int, group: Group) -> Callable[[], Work]:
-        """What starts ``op`` on a message of ``payload`` bytes."""
+        """What starts `op` on a message of `payload` bytes."""
         part = max(1, payload // 4 // group.size)
         whole, mine = self._one[: part * group.size], self._other[:part]
         starts: dict[str, Callable[[], Work]] = {
@@ -118,7 +118,7 @@ class LinkBench:
         return starts[op]
 
     def _run(self, op: str, payload: int, group: Group) -> Callable[[], None]:
-        """``op`` and the wait for it."""
+        """`op` and the wait for it."""
         start = self._start(op, payload, group)
         return lambda: start().wait()
 
@@ -142,7 +142,7 @@ class LinkBench:
         return there_and_back
 
     def _seconds(self, run: Callable[[], None], payload: int) -> float:
-        """Seconds of ``run``, which all ranks begin together; of several in a row where one is too short to tell.
+        """Seconds of `run`, which all ranks begin together; of several in a row where one is too short to tell.
         The number follows from the payload and not from the time, since all ranks must make the same calls."""
         calls = 5 if payload <= 2**16 else 2 if payload <= SMALL else 1
         self.clock.flush()

@@ -9,13 +9,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
+from repro.cli.commands.layout_options import precision_of
 from repro.config.errors import ConfigError, require
 from repro.launch import local
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
 from repro.launch.once import run_once
 from repro.measure.provenance import usable_cores
-from repro.simulate.options import precision_of
 from repro.systems.load import HERE, LOCAL
 from repro.systems.load import load as load_system
 
@@ -33,15 +33,15 @@ class Machine(Protocol):
     precision: str
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """``outcome``, ``reason``, ``results`` of the ranks, ``load`` before they began, and ``place``, of an
-        allocation what :func:`repro.launch.slurm.nodes.place` says."""
+        """`outcome`, `reason`, `results` of the ranks, `load` before they began, and `place`, of an
+        allocation what `repro.launch.slurm.nodes.place` says."""
 
 
 class Here:
     """This machine."""
 
     def __init__(self, system: str, gpus: int):
-        """``gpus``: ranks; 0: every GPU, or 2 on cores.  Raises ``ConfigError``."""
+        """`gpus`: ranks; 0: every GPU, or 2 on cores.  Raises `ConfigError`."""
         if system not in local.DEVICES:
             expected = (
                 f"one of {', '.join(local.DEVICES)}: what can be measured is the machine at hand, or with "
@@ -59,7 +59,7 @@ class Here:
         self.precision = "fp32" if on_cpu else precision_of(load_system(LOCAL))
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """See :class:`Machine`."""
+        """See `Machine`."""
         if not quiet:
             print(f"measuring with {self.ranks} ranks; let nothing else run meanwhile", file=sys.stderr)
         load = round(os.getloadavg()[0], 2)
@@ -71,9 +71,9 @@ class Nodes:
     """Nodes of a cluster, in one job."""
 
     def __init__(self, system: str, profile_file: Path, nodes: int, per_node: int, output: Path):
-        """``per_node``: 0: all that the profile allows.  ``output``: in a folder that the nodes see.
+        """`per_node`: 0: all that the profile allows.  `output`: in a folder that the nodes see.
 
-        Raises ``ConfigError``.
+        Raises `ConfigError`.
         """
         from repro.launch.slurm import errand, profile
 
@@ -109,7 +109,7 @@ class Nodes:
         require(self.nodes <= partition.nodes, "--nodes", self.nodes, expected)
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """See :class:`Machine`."""
+        """See `Machine`."""
         from repro.launch.slurm import errand
         from repro.launch.slurm.limits import minutes
         from repro.launch.slurm.pack import Array, Shape

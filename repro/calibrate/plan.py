@@ -24,10 +24,10 @@ REPEATS, QUICK_REPEATS = 7, 3
 def experiments(
     system: str, gpus: int, precision: str, quick: bool, *, per_node: int = 0
 ) -> list[Experiment]:
-    """The steps whose operators are measured, and as ``training.steps`` the repeats.  ``gpus``: all ranks.
+    """The steps whose operators are measured, and as `training.steps` the repeats.  `gpus`: all ranks.
 
     Each size under data parallelism; all but the largest also under ZeRO 3 with recomputation, with dropout, with
-    the kernels of earlier software, and under tensor and sequence parallelism within a node (``per_node`` ranks,
+    the kernels of earlier software, and under tensor and sequence parallelism within a node (`per_node` ranks,
     by default all) and pipeline parallelism where the devices divide: these have operators of their own.
     """
     tp = per_node or gpus

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from repro.config import Layout
-from repro.simulate.measured import Span
+from repro.simulate.time.measured_collectives import Span
 
 if TYPE_CHECKING:
     from repro.parallel.comm import Group
@@ -19,7 +19,7 @@ class Kind(Span):
 
     @property
     def place(self) -> str:
-        """:data:`INSIDE` or :data:`BETWEEN`."""
+        """`INSIDE` or `BETWEEN`."""
         return INSIDE if self.per_node == self.ranks else BETWEEN
 
 
@@ -27,7 +27,7 @@ def kinds(world: int, per_node: int, device_type: str) -> dict[Kind, Group]:
     """This rank's group of each kind, the largest first: what tp x dp makes of every tp that divides a node.
 
     Neighbours work inside a node, as tensor parallelism does, and ranks one tp apart all over, as its replicas
-    do: with ``tp = per_node`` these are one rank of each node.
+    do: with `tp = per_node` these are one rank of each node.
     """
     from repro.parallel import mesh as meshes
 

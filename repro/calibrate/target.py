@@ -1,4 +1,4 @@
-"""What one rank of ``repro calibrate`` does: measure operators, copies, launches and links, all ranks at once."""
+"""What one rank of `repro calibrate` does: measure operators, copies, launches and links, all ranks at once."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def operators(
     """A row for each measured call: name, bytes, flops, shapes and timing.
 
     With dropout the same operators take far longer, for the random numbers, and a trace does not tell them
-    apart; what is measured of them is without.  ``beat`` is called often, ``between`` after each operator.
+    apart; what is measured of them is without.  `beat` is called often, `between` after each operator.
     """
     by_name: dict[str, list[Call]] = {}
     for experiment in sorted(experiments, key=lambda e: e.training.dropout):

@@ -10,7 +10,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def text(tables: dict[str, Any]) -> str:
-    """``tables`` as a TOML document: a table of numbers beside their sources on one line each, others by header."""
+    """`tables` as a TOML document: a table of numbers beside their sources on one line each, others by header."""
     return "\n".join(_table(tables, ())).strip("\n") + "\n"
 
 

@@ -1,6 +1,6 @@
 """The shape of a ledger file: one dataclass per table, and the way from TOML to them.
 
-Every mistake is one ``ConfigError`` line that names file, claim, row and key.
+Every mistake is one `ConfigError` line that names file, claim, row and key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class EvidenceEntry:
-    """``measured = { value = "...", expect = "...", scale = "scaled twin", metric = "exact" }``."""
+    """`measured = { value = "...", expect = "...", scale = "scaled twin", metric = "exact" }`."""
 
     value: str
     expect: str = ""
@@ -49,21 +49,21 @@ class Testable:
 
 @dataclass(kw_only=True)
 class RowEntry(Testable):
-    """One element of ``rows``."""
+    """One element of `rows`."""
 
     published: str
 
 
 @dataclass(kw_only=True)
 class CellEntry(Testable):
-    """One element of a table's ``cells``: the column of that name holds published values."""
+    """One element of a table's `cells`: the column of that name holds published values."""
 
     column: str
 
 
 @dataclass(kw_only=True)
 class TableEntry:
-    """``[[claim.table]]``.  Strings in ``body`` are printed values, numbers are exact; "" is no value."""
+    """`[[claim.table]]`.  Strings in `body` are printed values, numbers are exact; "" is no value."""
 
     columns: list[str]
     keys: list[str]
@@ -74,7 +74,7 @@ class TableEntry:
 
 @dataclass(kw_only=True)
 class ClaimEntry:
-    """``[[claim]]``; the fields are explained at ``ledger.Claim``."""
+    """`[[claim]]`; the fields are explained at `ledger.Claim`."""
 
     id: str
     title: str
@@ -142,9 +142,9 @@ _IS: dict[str, Callable[[Any], bool]] = {
 
 
 def _make(cls: type[T], data: Any, file: str, where: str) -> T:
-    """``cls(**data)``, inner tables first.
+    """`cls(**data)`, inner tables first.
 
-    A sound table is built at once; any other goes to :func:`repro.config.files.build`, whose pydantic words
+    A sound table is built at once; any other goes to `repro.config.files.build`, whose pydantic words
     the complaint (importing pydantic for 80 sound claims would double the time that `repro claims` takes).
     """
     if not isinstance(data, dict):

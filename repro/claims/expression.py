@@ -1,11 +1,11 @@
 """Expressions of the ledger: arithmetic and calls of named functions, and nothing else.
 
 An expression is read with Python's own parser and walked node by node: numbers, strings, names of
-constants and table columns, ``+ - * / **``, parentheses and calls of known functions.  There are no
+constants and table columns, `+ - * / **`, parentheses and calls of known functions.  There are no
 attributes, subscripts, comprehensions or lambdas, so that a ledger file from a stranger can compute and
 cannot do anything else.
 
-An input that is itself a rounded or digitised number is an :class:`Uncertain`; the result is then an
+An input that is itself a rounded or digitised number is an `Uncertain`; the result is then an
 interval, evaluated at every corner of the inputs (right for expressions monotone in each input, which
 sums, products, quotients and powers of positive numbers are).
 """
@@ -39,7 +39,7 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class Uncertain:
-    """A number known to lie in ``[low, high]``, best guess ``value``."""
+    """A number known to lie in `[low, high]`, best guess `value`."""
 
     value: float
     low: float
@@ -48,7 +48,7 @@ class Uncertain:
 
 @dataclass(frozen=True)
 class Result:
-    """What an expression came to; ``low == high == value`` for exact inputs, and for text."""
+    """What an expression came to; `low == high == value` for exact inputs, and for text."""
 
     value: Value
     low: Value
@@ -57,7 +57,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Expression:
-    """A checked expression.  ``names`` are the variables it reads, ``calls`` the functions it calls."""
+    """A checked expression.  `names` are the variables it reads, `calls` the functions it calls."""
 
     text: str
     tree: ast.expr
@@ -67,7 +67,7 @@ class Expression:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Expression:
-    """Read ``text``.  Raises :class:`ExpressionError` with one line if it is more than arithmetic."""
+    """Read `text`.  Raises `ExpressionError` with one line if it is more than arithmetic."""
     if len(text) > LONGEST:
         raise ExpressionError(f"longer than {LONGEST} characters")
     try:
@@ -105,7 +105,7 @@ def parse(text: str) -> Expression:
 
 
 def check(expression: Expression, functions: Mapping[str, Callable[..., Any]], names: frozenset[str]) -> None:
-    """Raise :class:`ExpressionError` for an unknown function, wrong arguments or an unknown name."""
+    """Raise `ExpressionError` for an unknown function, wrong arguments or an unknown name."""
     for node in ast.walk(expression.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             function = functions.get(node.func.id)
@@ -127,7 +127,7 @@ def evaluate(
 ) -> Result:
     """The value, and its interval where inputs are uncertain.
 
-    Raises :class:`ExpressionError` where the arithmetic fails (division by zero, overflow).  What a
+    Raises `ExpressionError` where the arithmetic fails (division by zero, overflow).  What a
     function raises by itself, such as a missing record, passes through.
     """
     uncertain: dict[str, Uncertain] = {}
@@ -146,7 +146,7 @@ def evaluate(
 
 
 def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
-    """The strings that ``expression`` uses, those put together with ``+`` as one."""
+    """The strings that `expression` uses, those put together with `+` as one."""
     found: list[str] = []
     todo: list[ast.AST] = [expression.tree]
     while todo:
@@ -160,7 +160,7 @@ def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
 
 
 def _text(node: ast.AST, variables: Mapping[str, Any]) -> str | None:
-    """The string that ``node`` is; None if it is none."""
+    """The string that `node` is; None if it is none."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = _text(node.left, variables), _text(node.right, variables)
         return None if left is None or right is None else left + right
@@ -175,7 +175,7 @@ def _walk(
     seen: dict[str, Uncertain],
     chosen: Mapping[str, float],
 ) -> Any:
-    """Value of ``node``.  Uncertain inputs are noted in ``seen`` and take their value from ``chosen``."""
+    """Value of `node`.  Uncertain inputs are noted in `seen` and take their value from `chosen`."""
 
     def settle(key: str, value: Any) -> Any:
         if isinstance(value, Uncertain):

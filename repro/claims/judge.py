@@ -3,8 +3,8 @@
 Every way of testing a row (analytic, simulated, measured at some scale) gets its own verdict.  A row speaks
 with its strongest decided evidence: measured at the published scale, then one rank of N, a scaled twin,
 simulated, analytic.  A simulation of a value that the time model is calibrated on is shown and decides
-nothing.  A claim is ``reproduced`` when every row that can be compared is, ``not reproduced`` when one is
-not, and ``not run`` while some rows have no evidence yet.  Weaker evidence that disagrees with the strongest
+nothing.  A claim is `reproduced` when every row that can be compared is, `not reproduced` when one is
+not, and `not run` while some rows have no evidence yet.  Weaker evidence that disagrees with the strongest
 is listed, never dropped.
 """
 
@@ -37,7 +37,7 @@ _INPUTS = {"printed": printed, "digitised": digitised}
 
 
 def judge(ledger: Ledger, records: Iterable[Mapping[str, Any]]) -> list[ClaimResult]:
-    """A result for every claim of ``ledger``, in its order."""
+    """A result for every claim of `ledger`, in its order."""
     seen = Records(records)
     return [judge_claim(claim, seen) for claim in ledger.claims]
 
@@ -239,7 +239,7 @@ def _kind(name: str, rows: tuple[RowResult, ...]) -> KindResult | None:
 
 
 def _basis(rows: list[RowResult], good: int) -> str:
-    """``measured, scaled twin 12/12``, or several: ``measured, scaled twin 9/16; analytic 7/16``."""
+    """`measured, scaled twin 12/12`, or several: `measured, scaled twin 9/16; analytic 7/16`."""
     bases: dict[str, list[RowResult]] = {}
     for row in rows:
         if row.basis:
@@ -261,5 +261,5 @@ def _name(finding: Finding) -> str:
 
 
 def experiments(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
-    """The experiments that an expression reads, as ``suite/name``."""
+    """The experiments that an expression reads, as `suite/name`."""
     return sorted({text for text in texts(expression, variables) if "/" in text})

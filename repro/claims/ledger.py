@@ -1,7 +1,7 @@
 """The ledger: every published claim, as the TOML files beside this module have it.
 
 A claim has rows; a row is one published value with the expressions that test it.  Rows are written one by
-one (``rows``) or as a table like the source's (``[[claim.table]]``), whose ``cells`` say which columns are
+one (`rows`) or as a table like the source's (`[[claim.table]]`), whose `cells` say which columns are
 claims and may use the other columns of the line by name.  `repro/claims/README.md` shows how to add one.
 """
 
@@ -42,10 +42,10 @@ second shows that a source agrees with itself, not that its machine did what it 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where claims were published; ``[[source]]`` in sources.toml."""
+    """Where claims were published; `[[source]]` in sources.toml."""
 
     key: str
-    """What claims cite, for example ``ZERO3``."""
+    """What claims cite, for example `ZERO3`."""
     title: str
     where: str
     """arXiv number, repository and commit, or publisher."""
@@ -56,15 +56,15 @@ class Evidence:
     """One way to test a row."""
 
     kind: str
-    """``analytic``, ``simulated`` or ``measured``."""
+    """`analytic`, `simulated` or `measured`."""
     scale: str
-    """``published scale``, ``one rank of N``, ``scaled twin``; analytic: ``CLOSED_FORM``, ``OWN_NUMBERS``."""
+    """`published scale`, `one rank of N`, `scaled twin`; analytic: `CLOSED_FORM`, `OWN_NUMBERS`."""
     value: Expression
     """In bytes, seconds, FLOP or plain numbers."""
     expect: Expression | None
     """What the same formula says at the twin's own scale; None: compare with the published value."""
     metric: str
-    """Class of tolerance, a key of ``tolerance.RELATIVE``."""
+    """Class of tolerance, a key of `tolerance.RELATIVE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,19 +75,19 @@ class Row:
     published: str
     """As printed, without the unit."""
     printed: Printed | None
-    """``published`` as a number; None where it is a formula or words."""
+    """`published` as a number; None where it is a formula or words."""
     unit: str
-    """A key of ``published.UNITS``."""
+    """A key of `published.UNITS`."""
     metric: str
-    """Class of tolerance, a key of ``tolerance.RELATIVE``."""
+    """Class of tolerance, a key of `tolerance.RELATIVE`."""
     bound: str
-    """How the source states it: empty (equal), ``over``, ``at least``, ``under``, ``at most``, ``up to``."""
+    """How the source states it: empty (equal), `over`, `at least`, `under`, `at most`, `up to`."""
     error: float
-    """Of digitisation, in ``unit``; 0 where nothing was digitised."""
+    """Of digitisation, in `unit`; 0 where nothing was digitised."""
     certainty: str
     evidence: tuple[Evidence, ...]
     calibrates: str
-    """What the time model takes from this value, a ``name`` of repro/simulate/software.toml: a simulation that
+    """What the time model takes from this value, a `name` of simulate/time/calibration_points.toml: a simulation that
     knows the answer is no evidence.  Empty: nothing."""
     needs: str
     """Hardware and run that would measure it."""
@@ -106,20 +106,20 @@ class Claim:
     title: str
     """The claim in one sentence."""
     family: str
-    """One of ``FAMILIES``; suites and the report group by it."""
+    """One of `FAMILIES`; suites and the report group by it."""
     published: str
     """The published value for a person, in one line."""
     conditions: str
     source: tuple[str, ...]
-    """Each is a source key and a place in it: ``ZERO3 sec. 3.1 p.8``."""
+    """Each is a source key and a place in it: `ZERO3 sec. 3.1 p.8`."""
     certainty: str
-    """A key of ``CERTAINTIES``."""
+    """A key of `CERTAINTIES`."""
     contradictions: tuple[str, ...]
     """Where sources disagree with each other or with themselves."""
     note: str
     needs: str
     steps: tuple[float, ...]
-    """Model sizes that the source tried, for class ``limit``."""
+    """Model sizes that the source tried, for class `limit`."""
     rows: tuple[Row, ...]
     file: str
     """Name of the ledger file."""
@@ -134,10 +134,10 @@ class Ledger:
     titles: Mapping[str, str]
     """Title of each ledger file, by file name."""
     about: Mapping[str, str]
-    """Whose claims a ledger file has, by file name: ``ZeRO``, ``Megatron``."""
+    """Whose claims a ledger file has, by file name: `ZeRO`, `Megatron`."""
 
     def claim(self, claim_id: str) -> Claim:
-        """The claim of that id.  Raises ``ConfigError`` with near matches."""
+        """The claim of that id.  Raises `ConfigError` with near matches."""
         for claim in self.claims:
             if claim.id == claim_id:
                 return claim

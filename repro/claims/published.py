@@ -45,11 +45,11 @@ _NUMBER = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)([KMBT]?)")
 
 @dataclass(frozen=True)
 class Printed:
-    """A published number or range.  ``step`` is the value of one unit in the last printed digit."""
+    """A published number or range.  `step` is the value of one unit in the last printed digit."""
 
     text: str
     low: float
-    """The number, or the lower end of a printed range such as ``16-20B``."""
+    """The number, or the lower end of a printed range such as `16-20B`."""
     high: float
     step: float
 
@@ -60,7 +60,7 @@ class Printed:
 
 
 def read(text: str) -> Printed:
-    """``"1.88"``, ``"4,187"``, ``"14.4B"``, ``"0.5T"`` or the range ``"3-5"``; else raises ``ValueError``."""
+    """`"1.88"`, `"4,187"`, `"14.4B"`, `"0.5T"` or the range `"3-5"`; else raises `ValueError`."""
     parts = [part.strip() for part in re.split(r"(?<=[\dKMBT])\s*-\s*", text.strip())]
     matches = [_NUMBER.fullmatch(part) for part in parts]
     if len(parts) > 2 or not all(matches):
@@ -86,18 +86,18 @@ def printed(text: str) -> Uncertain:
 
 
 def digitised(value: float, error: float) -> Uncertain:
-    """A number measured from a figure as an input of an expression: plus or minus ``error``."""
+    """A number measured from a figure as an input of an expression: plus or minus `error`."""
     return Uncertain(value, value - error, value + error)
 
 
 def magnitude(like: Printed | None) -> tuple[str, float]:
-    """The letter that a printed number ends with and what it stands for: ``("B", 1e9)``; ``("", 1)`` without."""
+    """The letter that a printed number ends with and what it stands for: `("B", 1e9)`; `("", 1)` without."""
     letter = like.text[-1] if like is not None and like.text and like.text[-1] in "KMBT" else ""
     return letter, _MAGNITUDES[letter]
 
 
 def show(value: float, like: Printed | None = None) -> str:
-    """``value`` for a person: the digits of the published number, or four significant ones."""
+    """`value` for a person: the digits of the published number, or four significant ones."""
     if math.isinf(value) or math.isnan(value):
         return str(value)
     letter, size = magnitude(like)

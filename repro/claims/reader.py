@@ -1,4 +1,4 @@
-"""Read ledger files into :mod:`repro.claims.ledger`: expressions parsed, names known, ids used once."""
+"""Read ledger files into `repro.claims.ledger`: expressions parsed, names known, ids used once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 
 
 def load(directory: Path = HERE) -> the.Ledger:
-    """Read and check every ``*.toml`` in ``directory``.  Raises ``ConfigError`` in one line."""
+    """Read and check every `*.toml` in `directory`.  Raises `ConfigError` in one line."""
     files = {path: read_file(path) for path in sorted(directory.glob("*.toml"))}
     sources: dict[str, the.Source] = {}
     for path, content in files.items():

@@ -13,7 +13,7 @@ from repro.results.store import CONCLUSIVE, SIMULATED
 
 
 class Missing(Exception):
-    """A record that an expression needs is not there.  ``str`` says which, or how its run ended."""
+    """A record that an expression needs is not there.  `str` says which, or how its run ended."""
 
     def __init__(self, experiment: str, reason: str):
         self.experiment, self.reason = experiment, reason
@@ -48,7 +48,7 @@ class Records:
         return ("measured", experiment) in self._experiments or ("measured", experiment) in self._failures
 
     def functions(self, kind: str) -> dict[str, Callable[..., Value | Uncertain]]:
-        """The functions for expressions of evidence ``kind`` (``simulated`` or ``measured``)."""
+        """The functions for expressions of evidence `kind` (`simulated` or `measured`)."""
 
         def find(experiment: str) -> Mapping[str, Any]:
             record = self._experiments.get((kind, experiment))
@@ -60,10 +60,10 @@ class Records:
             raise Missing(experiment, _ended(failed))
 
         def metric(experiment: str, name: str) -> Value | Uncertain:
-            """A metric of an experiment that ended ok: ``metric("smoke/parity-tp2", "loss.last")``.
+            """A metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
 
             A simulated one may also have run out of memory: what it needs is known then, all but what it
-            would reserve.  One that has a confidence interval (``name.low``, ``name.high``) brings it along.
+            would reserve.  One that has a confidence interval (`name.low`, `name.high`) brings it along.
             """
             record = find(experiment)
             if record["outcome"] != "ok" and kind != SIMULATED:
@@ -78,9 +78,9 @@ class Records:
             return value
 
         def setting(experiment: str, name: str) -> Value:
-            """A number from the experiment's conditions: ``setting("smoke/parity-3d", "layout.tp")``.
+            """A number from the experiment's conditions: `setting("smoke/parity-3d", "layout.tp")`.
 
-            ``name`` is a field or property of ``model``, ``layout`` or ``training``, or ``seq``.
+            `name` is a field or property of `model`, `layout` or `training`, or `seq`.
             """
             value: Any = from_dict(find(experiment)["experiment"])
             for part in name.split("."):
@@ -94,11 +94,11 @@ class Records:
             return metric(experiment, "parameters")
 
         def outcome(experiment: str) -> Value:
-            """``"ok"``, ``"oom"`` or ``"diverged"``."""
+            """`"ok"`, `"oom"` or `"diverged"`."""
             return str(find(experiment)["outcome"])
 
         def extreme(name: str, experiments: tuple[str, ...], best: Callable[..., str], what: str) -> Value:
-            """``name`` of the one that ``best`` picks among those that end ok, if one beyond it does not."""
+            """`name` of the one that `best` picks among those that end ok, if one beyond it does not."""
             if not experiments:
                 raise TypeError("needs experiments to choose from")
             values = {experiment: setting(experiment, name) for experiment in experiments}
@@ -112,23 +112,23 @@ class Records:
             return values[chosen]
 
         def largest(name: str, *experiments: str) -> Value:
-            """The largest ``setting`` among experiments that differ in it and fit; at least one must not.
+            """The largest `setting` among experiments that differ in it and fit; at least one must not.
 
-            ``largest("model.published_params", ...)`` is the largest model, as its source calls it; 0 if
+            `largest("model.published_params", ...)` is the largest model, as its source calls it; 0 if
             none fits.
             """
             return extreme(name, experiments, max, "largest")
 
         def smallest(name: str, *experiments: str) -> Value:
-            """The smallest ``setting`` among experiments that fit; at least one must not: ``layout.tp``."""
+            """The smallest `setting` among experiments that fit; at least one must not: `layout.tp`."""
             return extreme(name, experiments, min, "smallest")
 
         def rising(*values: float) -> Value:
-            """``"rising"`` if each of them is above the one before it, else ``"not rising"``."""
+            """`"rising"` if each of them is above the one before it, else `"not rising"`."""
             return "rising" if all(low < high for low, high in pairwise(values)) else "not rising"
 
         def compared(subject: str, baseline: str) -> Value | Uncertain:
-            """Throughput of ``subject`` over ``baseline`` in one interleaved run, with its 95 % interval."""
+            """Throughput of `subject` over `baseline` in one interleaved run, with its 95 % interval."""
             record = self._comparisons.get((subject, baseline))
             if record is not None:
                 return Uncertain(*_interval(record))

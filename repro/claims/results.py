@@ -33,7 +33,7 @@ class Finding:
     tolerance: str = ""
     """What is accepted, in words; known before anything was run."""
     experiments: tuple[str, ...] = ()
-    """``suite/name`` of those that the value comes from, each once; none of a closed form."""
+    """`suite/name` of those that the value comes from, each once; none of a closed form."""
 
     @property
     def decided(self) -> bool:
@@ -65,7 +65,7 @@ class KindResult:
 
     kind: str
     scale: str
-    """Of measured evidence: every scale that occurs, joined by ``, ``."""
+    """Of measured evidence: every scale that occurs, joined by `, `."""
     verdict: str
     reproduced: int
     decided: int
@@ -88,5 +88,5 @@ class ClaimResult:
     disagreements: tuple[str, ...]
 
     def kind(self, name: str) -> KindResult | None:
-        """The summary for ``analytic``, ``simulated`` or ``measured``; None if no row can be tested so."""
+        """The summary for `analytic`, `simulated` or `measured`; None if no row can be tested so."""
         return next((k for k in self.kinds if k.kind == name), None)

@@ -1,4 +1,4 @@
-"""The rule of :mod:`repro.claims.tolerance` applied to one piece of evidence for one row, and said in words.
+"""The rule of `repro.claims.tolerance` applied to one piece of evidence for one row, and said in words.
 
 Nothing here needs a record: what would be accepted is known before anything is run.
 """
@@ -28,7 +28,7 @@ def allowed(row: Row, evidence: Evidence, claim: Claim) -> Accepted | None:
 
 
 def tolerance(row: Row, evidence: Evidence, claim: Claim) -> str:
-    """What would be accepted, for a person: ``29.83 to 32.97 GB: 5% (memory)``, ``the same word``."""
+    """What would be accepted, for a person: `29.83 to 32.97 GB: 5% (memory)`, `the same word`."""
     rule = allowed(row, evidence, claim)
     if rule is not None:
         return f"{_range(rule, row)}: {rule.because}"

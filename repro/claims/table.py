@@ -29,7 +29,7 @@ class Line:
     published: str
     certainty: str
     analytic: str
-    """``54/54``: rows reproduced of rows that this kind of evidence can test; ``not run``; or ``-``."""
+    """`54/54`: rows reproduced of rows that this kind of evidence can test; `not run`; or `-`."""
     simulated: str
     measured: str
     scale: str
@@ -136,7 +136,7 @@ def _line(result: ClaimResult) -> Line:
 
 
 def _count(kind: KindResult | None, wanted: bool = False) -> str:
-    """``wanted``: no expression tests it yet, but the ledger says what would."""
+    """`wanted`: no expression tests it yet, but the ledger says what would."""
     if kind and kind.decided:
         return f"{kind.reproduced}/{kind.rows}"
     return NOT_RUN if kind or wanted else "-"

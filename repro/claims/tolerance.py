@@ -7,13 +7,13 @@
    rounded; measured counts not at all, they are equal;
 2. the error of a value digitised from a figure, where the ledger states one;
 3. the tolerance of the metric's class, below, for simulated and measured evidence.  Analytic evidence gets
-   only 1 and 2, because a closed form has no noise; but for ``size``, which is a name and not a result.
+   only 1 and 2, because a closed form has no noise; but for `size`, which is a name and not a result.
 
 A bound ("over 38", "at least 24", "less than 20", "up to 6") is met on its own side; 2 and 3 widen it.
-``up to`` asks that the best case gets there.
+`up to` asks that the best case gets there.
 
 A scaled twin is not compared with the published number but with the same formula at the twin's own scale,
-which the ledger writes as ``expect``; its class is ``exact``, ``exact-padding`` or ``parity``, or ``share`` where
+which the ledger writes as `expect`; its class is `exact`, `exact-padding` or `parity`, or `share` where
 the formula says what part of the time is idle.  Where there is noise, the measured point decides and not its
 interval, so that noise is no help.
 
@@ -41,17 +41,17 @@ RELATIVE: dict[str, float] = {
 }
 """Relative tolerance by class of metric.
 
-``exact``: counts and closed forms.  ``exact-padding``: bytes to the byte but for the padding of shards and
+`exact`: counts and closed forms.  `exact-padding`: bytes to the byte but for the padding of shards and
 the few scalars (loss, norm) that a real step adds; a missing or doubled term of any formula here is at least
-a hundred times larger.  ``parity``: the same loss from another layout in fp32.  ``size``: the name that a
-source gives a model ("100B"), against its true parameter count; as memory.  ``limit``: the largest model
-that fits, good to one step of the sizes that the source tried.  ``quality``: scores of weights; never
+a hundred times larger.  `parity`: the same loss from another layout in fp32.  `size`: the name that a
+source gives a model ("100B"), against its true parameter count; as memory.  `limit`: the largest model
+that fits, good to one step of the sizes that the source tried.  `quality`: scores of weights; never
 compared without the weights.
 """
 POINTS: dict[str, float] = {"share": 3.0}
 """Absolute tolerance in percentage points, for classes whose unit is %.
 
-``share``: time that is lost or gained, as a share of the time of the work.  What disturbs it (messages that take
+`share`: time that is lost or gained, as a share of the time of the work.  What disturbs it (messages that take
 time, stages that are not quite equal, a core that is taken away) is a share of the work as well, and does not
 become less where the loss is small: 12 % of a bubble of 8 % would be asking for a hundredth of the work.
 """
@@ -65,7 +65,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Accepted:
-    """The values that agree: ``low <= value <= high``, without the ends where open; and why."""
+    """The values that agree: `low <= value <= high`, without the ends where open; and why."""
 
     low: float
     high: float
@@ -74,7 +74,7 @@ class Accepted:
     because: str
 
     def meets(self, low: float, high: float) -> bool:
-        """Whether an evidence interval ``[low, high]`` overlaps the accepted values."""
+        """Whether an evidence interval `[low, high]` overlaps the accepted values."""
         slack = _ROUNDING * max(abs(low), abs(high))
         above = high > self.low if self.open_low else high >= self.low - slack
         below = low < self.high if self.open_high else low <= self.high + slack
@@ -90,10 +90,10 @@ def accepted(
     error: float = 0.0,
     steps: tuple[float, ...] = (),
 ) -> Accepted:
-    """The values that agree with ``published`` under the rule above, all in the published unit.
+    """The values that agree with `published` under the rule above, all in the published unit.
 
-    ``closed_form``: the evidence is analytic.  ``error``: of digitisation.  ``steps``: the sizes that the
-    source tried, for class ``limit``.
+    `closed_form`: the evidence is analytic.  `error`: of digitisation.  `steps`: the sizes that the
+    source tried, for class `limit`.
     """
     low, high = published.low, published.high
     if not closed_form and metric in NOISELESS and not bound:
@@ -128,13 +128,13 @@ def accepted(
 
 
 def agrees_at_scale(value: tuple[float, float], expected: tuple[float, float], metric: str) -> bool:
-    """Whether two intervals, of a scaled twin and of the formula at its scale, meet under ``metric``."""
+    """Whether two intervals, of a scaled twin and of the formula at its scale, meet under `metric`."""
     slack = max(RELATIVE[metric], _ROUNDING) * max(abs(expected[0]), abs(expected[1])) + POINTS.get(metric, 0)
     return value[1] >= expected[0] - slack and value[0] <= expected[1] + slack
 
 
 def room(metric: str) -> str:
-    """The tolerance of a class in words: ``exactly``, ``within 0.001 relative``, ``within 3 points``."""
+    """The tolerance of a class in words: `exactly`, `within 0.001 relative`, `within 3 points`."""
     if metric in POINTS:
         return f"within {POINTS[metric]:g} points"
     return f"within {RELATIVE[metric]:g} relative" if RELATIVE[metric] else "exactly"

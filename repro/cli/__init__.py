@@ -1,8 +1,8 @@
-"""The ``repro`` command.  It parses and calls; what a command does is in the room that it belongs to.
+"""The `repro` command.  It parses and calls; what a command does is in the room that it belongs to.
 
-Nothing but typer is imported here, so that ``--help`` and the commands that need no torch start at once: a command
+Nothing but typer is imported here, so that `--help` and the commands that need no torch start at once: a command
 imports its room when it is called.
-Exit codes: 0 done, 1 failed, 2 bad input (one ``error:`` line), 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 bad input (one `error:` line), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from repro import __version__
-from repro.cli import cluster, predict, run, show
+from repro.cli.commands import cluster, predict, run, show
 from repro.config.errors import ConfigError
 
 app = typer.Typer(

@@ -8,10 +8,10 @@ _UNSET: Any = object()
 
 
 class ConfigError(ValueError):
-    """Bad input from a person.  ``str(error)`` is one line; commands print it and exit with code 2.
+    """Bad input from a person.  `str(error)` is one line; commands print it and exit with code 2.
 
-    ``key`` and ``value`` name what was written, ``expected`` says what would be right.  Code that does
-    not know the file leaves it out; whoever reads the file adds it with :meth:`within`.
+    `key` and `value` name what was written, `expected` says what would be right.  Code that does
+    not know the file leaves it out; whoever reads the file adds it with `within`.
     """
 
     def __init__(self, key: str, value: Any = _UNSET, expected: str = "", *, file: str = "", where: str = ""):
@@ -36,6 +36,6 @@ class ConfigError(ValueError):
 
 
 def require(condition: bool, key: str, value: Any, expected: str) -> None:
-    """Raise :class:`ConfigError` unless ``condition`` holds."""
+    """Raise `ConfigError` unless `condition` holds."""
     if not condition:
         raise ConfigError(key, value, expected)

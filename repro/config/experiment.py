@@ -28,7 +28,7 @@ class Limits:
     hang_s: float = 60.0
     """A launch in which no rank makes progress for this long is a hang."""
     memory_bytes: int = 0
-    """Limit on each rank's data memory (``RLIMIT_DATA``; on CUDA a fraction of the device)."""
+    """Limit on each rank's data memory (`RLIMIT_DATA`; on CUDA a fraction of the device)."""
 
     def __post_init__(self) -> None:
         for key in ("timeout_s", "hang_s", "memory_bytes"):
@@ -40,14 +40,14 @@ class Experiment:
     """One thing that can be run, simulated or computed."""
 
     name: str
-    """Unique in its suite; what ``--only`` matches."""
+    """Unique in its suite; what `--only` matches."""
     model: Model
     layout: Layout
     training: Training = field(default_factory=Training)
     system: str = "local"
-    """Name of the system file; ``local`` is the machine at hand."""
+    """Name of the system file; `local` is the machine at hand."""
     engine: str = "native"
-    """Who executes the strategy: ``native`` (ours) or ``torch`` (DDP, ZeroRedundancyOptimizer, FSDP2)."""
+    """Who executes the strategy: `native` (ours) or `torch` (DDP, ZeroRedundancyOptimizer, FSDP2)."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Experiment:
         The experiment's name, the limits on time and the model's remarks do not change what is measured
         and are left out; a limit on memory does change it.  A field at its default is left out as well, so
         that an option that is added later, off by default, leaves the keys of older records as they are.
-        Whoever changes what a default does, or its value, raises ``PROTOCOL``.
+        Whoever changes what a default does, or its value, raises `PROTOCOL`.
         """
         content: dict[str, Any] = {
             "model": _chosen(self.model, without=_REMARKS),
@@ -137,12 +137,12 @@ class Experiment:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON data; :func:`from_dict` is the way back."""
+        """Plain JSON data; `from_dict` is the way back."""
         return asdict(self)
 
 
 def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of ``part`` that differ from their defaults; those without a default are always there."""
+    """The fields of `part` that differ from their defaults; those without a default are always there."""
     values = {f.name: (getattr(part, f.name), f.default) for f in fields(part) if f.name not in without}
     return {
         name: value for name, (value, default) in values.items() if default is MISSING or value != default
@@ -150,7 +150,7 @@ def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> d
 
 
 def from_dict(data: dict[str, Any]) -> Experiment:
-    """The experiment that :meth:`Experiment.as_dict` wrote, today or before some of the options existed."""
+    """The experiment that `Experiment.as_dict` wrote, today or before some of the options existed."""
     return Experiment(
         name=data["name"],
         model=Model(**data["model"]),

@@ -1,4 +1,4 @@
-"""Read TOML written by people into frozen dataclasses; every mistake becomes one ``ConfigError`` line."""
+"""Read TOML written by people into frozen dataclasses; every mistake becomes one `ConfigError` line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.  Raises ``ConfigError`` if it is missing or is not TOML."""
+    """The tables of a TOML file.  Raises `ConfigError` if it is missing or is not TOML."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -47,7 +47,7 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
 
 
 def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
-    """``cls(**data)`` with types checked by pydantic and unknown keys refused by name."""
+    """`cls(**data)` with types checked by pydantic and unknown keys refused by name."""
     from pydantic import ValidationError
 
     assert dataclasses.is_dataclass(cls)

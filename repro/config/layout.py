@@ -18,7 +18,7 @@ ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One product ``tp x pp x dp`` with a ZeRO stage across ``dp``.  ``world = tp * pp * dp``."""
+    """One product `tp x pp x dp` with a ZeRO stage across `dp`.  `world = tp * pp * dp`."""
 
     dp: int = 1
     """Data-parallel degree, the ZeRO paper's Nd."""
@@ -27,9 +27,9 @@ class Layout:
     pp: int = 1
     """Pipeline-parallel degree, Megatron's p: the number of stages."""
     schedule: str = "1f1b"
-    """Pipeline schedule: ``gpipe``, ``1f1b`` (with flush) or ``interleaved`` (2104.04473 sec. 2.2)."""
+    """Pipeline schedule: `gpipe`, `1f1b` (with flush) or `interleaved` (2104.04473 sec. 2.2)."""
     chunks: int = 1
-    """Model chunks of each stage under ``interleaved``, Megatron's v."""
+    """Model chunks of each stage under `interleaved`, Megatron's v."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each of the pp * chunks parts, in the order of the model; empty: the same number each."""
     scatter_gather: bool = False
@@ -39,7 +39,7 @@ class Layout:
     zero: int = 0
     """0: plain data parallelism; 1: P_os; 2: P_os+g; 3: P_os+g+p (1910.02054 sec. 5)."""
     zero1_reduce: str = "reduce-scatter"
-    """Stage 1 only.  ``all-reduce`` is the February 2020 release: all-reduce, then all-gather, 1.5x."""
+    """Stage 1 only.  `all-reduce` is the February 2020 release: all-reduce, then all-gather, 1.5x."""
     sp: bool = False
     """Megatron sequence parallelism: norms and dropouts split along the sequence; needs tp > 1."""
     micro_batch: int = 1
@@ -62,23 +62,23 @@ class Layout:
     bucket_bytes: int = 25_000_000
     """Size of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
     kernels: str = "fused"
-    """What computes a layer, the loss and the optimizer.  ``fused``: each operator of ``kernels/`` is one pass over
-    memory, on CUDA by a kernel of its own, and attention never writes its scores.  ``reference``: the same
-    operators, each by torch's own, on every device; on a CPU ``fused`` runs the same.  Two more generations of a
-    layer's operators, with the kernels that CUDA has for them: ``softmax``: Megatron-LM of December 2020 and 2021
-    (2104.04473 sec. 4.2), which writes the scores, with scale, mask and softmax in one operator; ``unfused``:
+    """What computes a layer, the loss and the optimizer.  `fused`: each operator of `kernels/` is one pass over
+    memory, on CUDA by a kernel of its own, and attention never writes its scores.  `reference`: the same
+    operators, each by torch's own, on every device; on a CPU `fused` runs the same.  Two more generations of a
+    layer's operators, with the kernels that CUDA has for them: `softmax`: Megatron-LM of December 2020 and 2021
+    (2104.04473 sec. 4.2), which writes the scores, with scale, mask and softmax in one operator; `unfused`:
     Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with scale, mask, softmax,
     biases, dropouts and residuals as operators of their own.  Both wait for sums over tp where they are issued;
-    ``fused`` and ``reference`` compute weight gradients meanwhile."""
+    `fused` and `reference` compute weight gradients meanwhile."""
     overlap: bool = True
     """Data-parallel communication runs beside computation.  Without, as in Megatron-LM's own data parallelism of
     2019 and DeepSpeed of February 2020: under stages 0 and 1 gradients are reduced when the step's last backward
     pass has ended; stage 2, which cannot keep them all, waits for each bucket as it is reduced (DeepSpeed's
-    ``overlap_comm = false``); updated parameters (1 and 2) are complete before the next step begins.  Pipeline
+    `overlap_comm = false`); updated parameters (1 and 2) are complete before the next step begins.  Pipeline
     stages wait until a message has been sent (but for interleaved ones)."""
     gather_overlap: bool = True
     """Stages 1 and 2 gather updated parameters beside the next forward pass.  Without, as DeepSpeed does, they are
-    complete before the next step begins; ``overlap = false`` implies it."""
+    complete before the next step begins; `overlap = false` implies it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage_layers", tuple(self.stage_layers))
@@ -197,7 +197,7 @@ class Layout:
 
     @property
     def generation(self) -> str:
-        """Of a layer's operators: ``fused``, ``softmax`` or ``unfused``."""
+        """Of a layer's operators: `fused`, `softmax` or `unfused`."""
         return "fused" if self.kernels == "reference" else self.kernels
 
     @property
@@ -231,7 +231,7 @@ class Layout:
         return [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
     def check(self, model: Model) -> None:
-        """Raise ``ConfigError`` if ``model`` cannot be spread this way."""
+        """Raise `ConfigError` if `model` cannot be spread this way."""
         for key, what in (("heads", "heads"), ("ffn_width", "ffn"), ("vocab", "vocab")):
             size = getattr(model, key)
             require(size % self.tp == 0, "tp", self.tp, f"a divisor of {what} = {size} ({model.name})")

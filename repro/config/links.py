@@ -8,7 +8,7 @@ from repro.config.errors import require
 from repro.config.quantity import UNSAID, Quantity, check_fraction, check_positive, check_whole
 
 LINKS = ("memory", "nvlink", "pcie", "inter-node")
-"""Classes of links, from the inside of a node outwards.  ``memory`` joins processes that share one processor
+"""Classes of links, from the inside of a node outwards.  `memory` joins processes that share one processor
 as their device; nvlink and pcie join the devices of a node, which use the first of them that they have."""
 PER = ("device", "node")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
@@ -31,7 +31,7 @@ ASSUMED_LINKS: dict[str, dict[str, tuple[float, str]]] = {
         "efficiency": (0.96, "12 of 12.5 GB/s of a 100 Gb/s adapter, NVIDIA/nccl src/graph/topo.h"),
     },
 }
-"""What is taken for a key of a :class:`Link` that a system does not know, by class of links, and why."""
+"""What is taken for a key of a `Link` that a system does not know, by class of links, and why."""
 ASSUMED_ANY: dict[str, tuple[float, str]] = {
     "start_s": (
         8.4e-6,
@@ -42,14 +42,14 @@ ASSUMED_ANY: dict[str, tuple[float, str]] = {
     "adapters": (1.0, "a node's devices share all of its bandwidth"),
     "overlap_cost": (0.0, "compute loses nothing to a collective beside it"),
 }
-"""As :data:`ASSUMED_LINKS`, for every class."""
+"""As `ASSUMED_LINKS`, for every class."""
 KEYS = ("latency_s", "start_s", "efficiency", "half_bytes", "adapters", "rings", "overlap_cost")
 """The optional numbers of a link."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """``[links.CLASS.collectives.OP]`` of a calibrated file."""
+    """`[links.CLASS.collectives.OP]` of a calibrated file."""
 
     points: tuple[tuple[float, float], ...]
     """(payload in bytes, seconds), by payload, all groups of this kind at the same time."""
@@ -84,7 +84,7 @@ class Link:
     """One class of links."""
 
     per: str
-    """``device``: every device has this bandwidth; ``node``: a node's devices share it."""
+    """`device`: every device has this bandwidth; `node`: a node's devices share it."""
     bandwidth: Quantity
     """Peak bytes/s in one direction."""
     latency_s: Quantity = UNSAID
@@ -117,6 +117,6 @@ class Link:
             require(operation in OPERATIONS, "collectives", operation, f"operations among {known}")
 
     def used(self, name: str, key: str) -> Quantity:
-        """``key`` of this link of class ``name``, or where it is unknown what is assumed, saying so."""
+        """`key` of this link of class `name`, or where it is unknown what is assumed, saying so."""
         known: Quantity = getattr(self, key)
         return known.or_assumed(ASSUMED_LINKS.get(name, {}).get(key) or ASSUMED_ANY.get(key))

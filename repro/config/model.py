@@ -1,4 +1,4 @@
-"""A model: architecture and sizes only, read from a data file in ``repro/models/files``."""
+"""A model: architecture and sizes only, read from a data file in `repro/models/files`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ ARCHITECTURES = ("gpt", "bert", "t5")
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Sizes of one transformer.  Only ``gpt`` can be trained; ``bert`` and ``t5`` are counted."""
+    """Sizes of one transformer.  Only `gpt` can be trained; `bert` and `t5` are counted."""
 
     name: str
-    """The file's name without its ending, for example ``gpt2-1.5b``."""
+    """The file's name without its ending, for example `gpt2-1.5b`."""
     layers: int
-    """Transformer blocks (the encoder's, for ``t5``)."""
+    """Transformer blocks (the encoder's, for `t5`)."""
     hidden: int
     """Width h of the residual stream."""
     heads: int
-    """Attention heads; ``hidden`` must divide by it unless ``head_dim`` is given."""
+    """Attention heads; `hidden` must divide by it unless `head_dim` is given."""
     vocab: int
     """Rows of the token embedding V, padding included."""
     seq: int
@@ -28,13 +28,13 @@ class Model:
     ffn: int = 0
     """Width of the MLP; 0 means 4h."""
     architecture: str = "gpt"
-    """``gpt`` (decoder-only, pre-LayerNorm, tied embedding), ``bert`` or ``t5`` (counted only)."""
+    """`gpt` (decoder-only, pre-LayerNorm, tied embedding), `bert` or `t5` (counted only)."""
     head_dim: int = 0
     """Width of one head where it is not hidden/heads (T5-11B); 0 means hidden/heads."""
     decoder_layers: int = 0
-    """Blocks of the decoder (``t5`` only)."""
+    """Blocks of the decoder (`t5` only)."""
     published_name: str = ""
-    """The size as the source prints it, for example ``1.38B``; the true count may differ."""
+    """The size as the source prints it, for example `1.38B`; the true count may differ."""
     published_params: float = 0.0
     """That size as a number of parameters; 0 where the source prints none."""
     source: str = ""

@@ -16,7 +16,7 @@ __all__ = ["Device", "Link", "Quantity", "System"]
 
 FLOP_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
 ASSUMED_CONTEXT_BYTES = 1_400_000_000
-"""What is taken for ``context_bytes`` where a system does not know it: the median of the reports that the
+"""What is taken for `context_bytes` where a system does not know it: the median of the reports that the
 other systems quote (0.84, 1.06, 1.40, 1.54 and 1.74 GB)."""
 
 
@@ -27,13 +27,13 @@ class Device:
     name: str
     """As its vendor calls it."""
     memory_bytes: Quantity
-    """Memory of one device as programs see it, ``total_memory`` in torch."""
+    """Memory of one device as programs see it, `total_memory` in torch."""
     memory_bandwidth: Quantity
     """Peak bytes/s between the device and its memory."""
     peak_flops: dict[str, Quantity] = field(default_factory=dict)
     """Dense peak FLOP/s by precision; a precision that is not listed is not there (V100: no bf16)."""
     compute_capability: str = ""
-    """CUDA compute capability, ``7.0``; empty where there is none."""
+    """CUDA compute capability, `7.0`; empty where there is none."""
     time: DeviceTime = field(default_factory=DeviceTime)
     """What it reaches of these peaks."""
     operators: dict[str, OperatorRate] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One cluster or machine, read from ``repro/systems/files``."""
+    """One cluster or machine, read from `repro/systems/files`."""
 
     name: str
     """The file's name without its ending."""
@@ -91,14 +91,14 @@ class System:
 
     @property
     def context_used(self) -> Quantity:
-        """``context_bytes``, or where it is unknown :data:`ASSUMED_CONTEXT_BYTES` with a source that says so."""
+        """`context_bytes`, or where it is unknown `ASSUMED_CONTEXT_BYTES` with a source that says so."""
         if self.context_bytes.value is not None:
             return self.context_bytes
         source = f"assumed, the median of the other systems' reports: {self.context_bytes.source}"
         return Quantity(value=ASSUMED_CONTEXT_BYTES, source=source)
 
     def context(self) -> int:
-        """Bytes of each device that torch's allocator cannot have, known or assumed: :attr:`context_used`."""
+        """Bytes of each device that torch's allocator cannot have, known or assumed: `context_used`."""
         return int(self.context_used.known("context_bytes", system=self.name))
 
     def allocatable_bytes(self) -> int:
@@ -106,7 +106,7 @@ class System:
         return int(self.device.memory_bytes.known("device.memory_bytes", system=self.name)) - self.context()
 
     @property
-    def crowd(self) -> float:
+    def oversubscription(self) -> float:
         """Ranks for each processor core that they shared while they were measured; 1 where each had its own."""
         ranks = self.devices_per_node.value
         if self.provenance is None or not self.provenance.cores or ranks is None:
@@ -126,7 +126,7 @@ class System:
         raise ConfigError("links", list(self.links), f"one of {', '.join(LINKS[:-1])}", file=self.name)
 
     def link_per_device(self, link: str) -> float:
-        """Bytes/s in one direction that one device gets when all devices of its node use ``link``."""
+        """Bytes/s in one direction that one device gets when all devices of its node use `link`."""
         if link not in self.links:
             known = ", ".join(self.links) or "none"
             raise ConfigError("links", link, f"a class that the system has: {known}", file=self.name)
@@ -136,7 +136,7 @@ class System:
         return bandwidth / self.devices_per_node.known("devices_per_node", system=self.name)
 
     def peak(self, precision: str) -> float:
-        """Dense peak FLOP/s of one device at ``precision``; ``ConfigError`` where it has none."""
+        """Dense peak FLOP/s of one device at `precision`; `ConfigError` where it has none."""
         if precision not in self.device.peak_flops:
             known = ", ".join(self.device.peak_flops) or "none known"
             raise ConfigError(

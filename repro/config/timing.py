@@ -1,6 +1,6 @@
 """How fast a device really is: the part of a system that only the model of time needs.
 
-Every key may be left out or ``"unknown"``; then a constant of :data:`ASSUMED` stands in, which ``repro systems``
+Every key may be left out or `"unknown"`; then a constant of `ASSUMED` stands in, which `repro systems`
 shows as assumed.  None of them is fitted to a run of a model: they come from benchmarks of single products,
 copies and kernels.
 """
@@ -29,18 +29,18 @@ ASSUMED: dict[str, tuple[float, str]] = {
         "(meta-pytorch/autoparallel#146)",
     ),
 }
-"""What is taken for a key of :class:`DeviceTime` that a system does not know, and why.  ``unaligned_flops`` has
+"""What is taken for a key of `DeviceTime` that a system does not know, and why.  `unaligned_flops` has
 none: where it is unknown, no size is slower for want of alignment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTime:
-    """``[device.time]``: what a device reaches of its peaks, and what an operator costs beside them."""
+    """`[device.time]`: what a device reaches of its peaks, and what an operator costs beside them."""
 
     matmul_efficiency: Quantity = UNSAID
-    """Fraction of ``peak_flops`` that the largest matrix products reach (fp16 or bf16 on tensor cores)."""
+    """Fraction of `peak_flops` that the largest matrix products reach (fp16 or bf16 on tensor cores)."""
     memory_efficiency: Quantity = UNSAID
-    """Fraction of ``memory_bandwidth`` that a streaming kernel reaches."""
+    """Fraction of `memory_bandwidth` that a streaming kernel reaches."""
     multiprocessors: Quantity = UNSAID
     """Streaming multiprocessors: a product runs in waves of this many tiles."""
     kernel_s: Quantity = UNSAID
@@ -57,7 +57,7 @@ class DeviceTime:
         check_positive("unaligned_flops", self.unaligned_flops)
 
     def used(self, key: str) -> Quantity:
-        """The number of ``key``, or where it is unknown the one of :data:`ASSUMED` with a source that says so."""
+        """The number of `key`, or where it is unknown the one of `ASSUMED` with a source that says so."""
         known: Quantity = getattr(self, key)
         return known.or_assumed(ASSUMED.get(key))
 
@@ -69,7 +69,7 @@ class DeviceTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """The numbers of :class:`DeviceTime`, known or assumed; see there."""
+    """The numbers of `DeviceTime`, known or assumed; see there."""
 
     matmul_efficiency: float
     memory_efficiency: float
@@ -81,9 +81,9 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorRate:
-    """``[device.operators.NAME]`` of a calibrated file: seconds = fixed + bytes * per_byte + flops * per_flop.
+    """`[device.operators.NAME]` of a calibrated file: seconds = fixed + bytes * per_byte + flops * per_flop.
 
-    NAME is an operator's as a trace names it (``aten.mm``, ``repro.adamw_``, ...); ``matmul`` and ``elementwise``
+    NAME is an operator's as a trace names it (`aten.mm`, `repro.adamw_`, ...); `matmul` and `elementwise`
     stand for all others.  Bytes are those read and written.
     """
 
@@ -96,13 +96,13 @@ class OperatorRate:
             require(getattr(self, key) >= 0, key, getattr(self, key), "seconds, 0 or more")
 
     def seconds(self, flops: float, nbytes: float) -> float:
-        """Seconds of one call that does ``flops`` and reads and writes ``nbytes``."""
+        """Seconds of one call that does `flops` and reads and writes `nbytes`."""
         return self.fixed_s + nbytes * self.per_byte_s + flops * self.per_flop_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """``[provenance]`` of a calibrated file: what was measured where; names only of a cluster's nodes."""
+    """`[provenance]` of a calibrated file: what was measured where; names only of a cluster's nodes."""
 
     date: str
     """When, ISO 8601."""

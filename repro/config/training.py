@@ -28,9 +28,9 @@ class Training:
     warmup_steps: int = 0
     """Steps of linear learning-rate warm-up."""
     decay_steps: int = 0
-    """Steps after which the cosine ends; 0 means ``steps``."""
+    """Steps after which the cosine ends; 0 means `steps`."""
     schedule: str = "constant"
-    """``constant`` or ``cosine`` after the warm-up."""
+    """`constant` or `cosine` after the warm-up."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
     beta1: float = 0.9
@@ -56,7 +56,7 @@ class Training:
     continues: str = ""
     """Name of the experiment of the same training whose newest checkpoint this one starts from; empty: its own."""
     data: str = "synthetic"
-    """``synthetic``, ``shakespeare`` (bytes), ``shakespeare-gpt2`` (BPE), or a .txt or .bin file's path."""
+    """`synthetic`, `shakespeare` (bytes), `shakespeare-gpt2` (BPE), or a .txt or .bin file's path."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "untimed_steps", "loss_scale_window", "loss_scale_hysteresis"):

@@ -14,7 +14,7 @@ from repro.config import ConfigError
 SHAKESPEARE = Path(__file__).parent / "files" / "shakespeare.txt"
 """Plays by William Shakespeare (public domain), 1.5 MB of ASCII."""
 LLM_C_MAGIC = 20240520
-"""First word of llm.c's ``.bin`` files, which have a header and are not flat."""
+"""First word of llm.c's `.bin` files, which have a header and are not flat."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class Corpus:
     """Token ids in order."""
 
     name: str
-    """What ``Training.data`` says."""
+    """What `Training.data` says."""
     tokens: npt.NDArray[Any]
-    """uint8, uint16 or uint32 ``[tokens]``; mapped from the file where there is one."""
+    """uint8, uint16 or uint32 `[tokens]`; mapped from the file where there is one."""
     largest: int
     """No id is larger; the type's largest where the ids have not been read."""
 
 
 def open_corpus(data: str, vocab: int) -> Corpus:
-    """``shakespeare`` (bytes), ``shakespeare-gpt2`` (BPE), a ``.txt`` (bytes) or a ``.bin`` file's path.
+    """`shakespeare` (bytes), `shakespeare-gpt2` (BPE), a `.txt` (bytes) or a `.bin` file's path.
 
-    A ``.bin`` file is flat, without a header, little-endian: ids of 4 bytes if its name ends in ``.u32.bin``,
+    A `.bin` file is flat, without a header, little-endian: ids of 4 bytes if its name ends in `.u32.bin`,
     else of 2 bytes, as nanoGPT writes them.  Text is taken byte by byte, so its encoding does not matter.
     """
     if data == "shakespeare":

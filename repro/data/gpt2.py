@@ -22,18 +22,18 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def encode(text: str) -> npt.NDArray[np.uint16]:
-    """Token ids of ``text``, uint16 ``[tokens]``; ``<|endoftext|>`` in it becomes id 50256."""
+    """Token ids of `text`, uint16 `[tokens]`; `<|endoftext|>` in it becomes id 50256."""
     return np.array(tokenizer().encode(text).ids, dtype=np.uint16)
 
 
 def decode(ids: npt.NDArray[np.uint16] | list[int]) -> str:
-    """The text of ``ids``; ``decode(encode(text)) == text`` for any text."""
+    """The text of `ids`; `decode(encode(text)) == text` for any text."""
     return str(tokenizer().decode([int(i) for i in ids], skip_special_tokens=False))
 
 
 @cache
 def tokenizer() -> Tokenizer:
-    """The tokenizer.  Raises ``ConfigError`` if one of the two packages it needs is not installed."""
+    """The tokenizer.  Raises `ConfigError` if one of the two packages it needs is not installed."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError:

@@ -39,9 +39,9 @@ def key(*words: int | U64) -> U64:
 
 
 def permute(position: U64, n: int, keys: U64) -> U64:
-    """Where each ``position`` (uint64, under ``n``) goes under the permutation that its key selects.
+    """Where each `position` (uint64, under `n`) goes under the permutation that its key selects.
 
-    ``keys`` has the shape of ``position``; all positions under one key form a bijection of 0 .. n - 1.
+    `keys` has the shape of `position`; all positions under one key form a bijection of 0 .. n - 1.
     """
     assert n >= 1
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))

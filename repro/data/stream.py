@@ -20,7 +20,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class TokenStream(ABC):
-    """An endless sequence of samples of ``seq + 1`` tokens: inputs and, shifted by one, targets."""
+    """An endless sequence of samples of `seq + 1` tokens: inputs and, shifted by one, targets."""
 
     def __init__(self, seq: int, vocab: int, seed: int):
         self.seq, self.vocab, self.seed = seq, vocab, seed
@@ -31,9 +31,9 @@ class TokenStream(ABC):
         """Samples after which the data repeats in another order; 0 if it never does."""
 
     def samples(self, first: int, count: int) -> torch.Tensor:
-        """Samples ``first .. first + count - 1`` as int64 ``[count, seq + 1]`` on the CPU.
+        """Samples `first .. first + count - 1` as int64 `[count, seq + 1]` on the CPU.
 
-        Raises ``ConfigError`` if a file holds an id that the model's vocabulary has not.
+        Raises `ConfigError` if a file holds an id that the model's vocabulary has not.
         """
         assert min(first, count) >= 0, (first, count)
         numbers = np.arange(first, first + count, dtype=np.uint64)
@@ -41,7 +41,7 @@ class TokenStream(ABC):
 
     @abstractmethod
     def _tokens(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """int64 ``[len(numbers), seq + 1]``."""
+        """int64 `[len(numbers), seq + 1]`."""
 
 
 class SyntheticStream(TokenStream):
@@ -61,7 +61,7 @@ class SyntheticStream(TokenStream):
 class WindowStream(TokenStream):
     """Windows of a finite corpus; each epoch visits every window once, in an order of its own.
 
-    Window w holds tokens ``w * seq .. w * seq + seq``: its last token is the next window's first, so every
+    Window w holds tokens `w * seq .. w * seq + seq`: its last token is the next window's first, so every
     token but the corpus's first is a target once an epoch.  Tokens that fill no window are left out.
     """
 
@@ -96,10 +96,10 @@ class WindowStream(TokenStream):
 
 
 def open_stream(training: Training, model: Model) -> TokenStream:
-    """The stream that ``training.data`` names, in samples of ``training.seq or model.seq`` tokens.
+    """The stream that `training.data` names, in samples of `training.seq or model.seq` tokens.
 
-    Raises ``ConfigError`` with key ``data`` if a file is missing, holds too little for one sample, is not
-    of whole tokens, or holds ids that ``model.vocab`` has not (``.bin`` files: when such an id is read).
+    Raises `ConfigError` with key `data` if a file is missing, holds too little for one sample, is not
+    of whole tokens, or holds ids that `model.vocab` has not (`.bin` files: when such an id is read).
     """
     seq = training.seq or model.seq
     if training.data == "synthetic":

@@ -1,4 +1,4 @@
-"""One small adapter per engine, one interface (:class:`repro.engines.base.Engine`)."""
+"""One small adapter per engine, one interface (`repro.engines.base.Engine`)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def load(engine: str) -> None:
 def build_engine(experiment: Experiment, mesh: Mesh, device: torch.device) -> Engine:
     """The engine that the experiment names, with its model built on this rank."""
     if experiment.engine == "torch":
-        from repro.engines.stock import StockEngine
+        from repro.engines.torch import TorchEngine
 
-        return StockEngine(experiment, mesh, device)
-    from repro.train.step import NativeEngine
+        return TorchEngine(experiment, mesh, device)
+    from repro.engines.native import NativeEngine
 
     return NativeEngine(experiment, mesh, device)

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from repro.parallel.optimizer import Norms
-from repro.train.step import MicroBatch, Observer
+from repro.parallel.pipeline.runner import Observer
+from repro.parallel.zero.optimizer import Norms
+from repro.train.part import MicroBatch
 
 
 class Engine(Protocol):
@@ -33,4 +34,4 @@ class Engine(Protocol):
         """Elements that flat buffers hold beyond the parameters."""
 
     def pipeline_report(self) -> dict[str, Any]:
-        """``stage`` and ``in_flight``, the most micro-batches (per chunk) alive at once; {} without stages."""
+        """`stage` and `in_flight`, the most micro-batches (per chunk) alive at once; {} without stages."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PHASES = ("start", "init", "forward", "backward", "idle", "optimizer", "measure", "done", "checkpoint")
-"""``start`` is everything before the rank's first word: interpreter, imports, rendezvous."""
+"""`start` is everything before the rank's first word: interpreter, imports, rendezvous."""
 
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _PHASE = struct.Struct("=iiqd")  # experiment, phase, step, seconds
@@ -34,7 +34,7 @@ class Position(NamedTuple):
     op: str
     group: str
     seconds: float
-    """``time.monotonic()`` of its last word; 0.0 if it has said nothing."""
+    """`time.monotonic()` of its last word; 0.0 if it has said nothing."""
 
     @property
     def begun(self) -> bool:
@@ -58,17 +58,17 @@ class Beacon:
         self._keep = keep
 
     def phase(self, experiment_index: int, step: int, phase: str) -> None:
-        """The rank enters ``phase`` (one of ``PHASES``) of ``step`` of an experiment of its job."""
+        """The rank enters `phase` (one of `PHASES`) of `step` of an experiment of its job."""
         _PHASE.pack_into(self._map, self._phase_at, experiment_index, _NUMBER[phase], step, time.monotonic())
 
     def collective(self, sequence: int, op: str, group: str) -> None:
-        """The rank issues its ``sequence``-th collective: ``op`` over ``group``."""
+        """The rank issues its `sequence`-th collective: `op` over `group`."""
         _COLLECTIVE.pack_into(
             self._map, self._collective_at, sequence, time.monotonic(), op.encode(), group.encode()
         )
 
     def finished(self, experiment_index: int, result: dict[str, Any]) -> None:
-        """Hand in one experiment's ``RankResult`` early: a later failure in the job then cannot lose it."""
+        """Hand in one experiment's `RankResult` early: a later failure in the job then cannot lose it."""
         if self._keep is not None:
             self._keep(experiment_index, result)
 
@@ -82,7 +82,7 @@ class Lookout:
         self._map = _open(path)
 
     def position(self, rank: int) -> Position:
-        """Where ``rank`` is."""
+        """Where `rank` is."""
         experiment, number, step, said = _PHASE.unpack_from(self._map, rank * _SLOT)
         sequence, issued, op, group = _COLLECTIVE.unpack_from(self._map, rank * _SLOT + _PHASE.size)
         return Position(

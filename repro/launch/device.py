@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def own_device(kind: str) -> torch.device:
-    """The device of this rank: ``cpu``, or on ``cuda`` the GPU of its place in its node (``LOCAL_RANK``)."""
+    """The device of this rank: `cpu`, or on `cuda` the GPU of its place in its node (`LOCAL_RANK`)."""
     import torch
 
     if kind != "cuda":
@@ -19,9 +19,9 @@ def own_device(kind: str) -> torch.device:
 
 
 def cuda_index(local_rank: int, visible: int) -> int:
-    """Index of a rank's GPU among the ``visible`` ones: all of the node's, or just its own.
+    """Index of a rank's GPU among the `visible` ones: all of the node's, or just its own.
 
-    Never ``rank % visible``: ranks of a node need not start at a multiple of its GPUs.
+    Never `rank % visible`: ranks of a node need not start at a multiple of its GPUs.
     """
     if visible == 1:  # a scheduler that binds each task to a GPU shows it nothing else
         return 0

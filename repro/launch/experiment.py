@@ -12,8 +12,9 @@ import torch
 from repro.config import Experiment
 from repro.data import open_stream
 from repro.engines import build_engine
+from repro.engines.native import NativeEngine
 from repro.launch.interrupt import Stopped
-from repro.launch.resume import Keeper
+from repro.launch.resume import CheckpointManager
 from repro.launch.resume import Place as CheckpointPlace
 from repro.launch.series import Diverged, Series
 from repro.measure.kernels import KernelTally
@@ -23,7 +24,7 @@ from repro.models import flops
 from repro.models.gpt import Place
 from repro.parallel import storage
 from repro.parallel.mesh import Mesh
-from repro.train.step import MicroBatch, NativeEngine
+from repro.train.part import MicroBatch
 
 __all__ = ["Diverged", "Run"]
 
@@ -32,7 +33,7 @@ Report = Callable[[int, str], None]
 
 
 class Run:
-    """One experiment's life on one rank: :meth:`prelude`, then :meth:`steps` once or often, then :meth:`result`."""
+    """One experiment's life on one rank: `prelude`, then `steps` once or often, then `result`."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Run:
         report: Report,
         checkpoints: CheckpointPlace | None = None,
     ):
-        """With ``checkpoints``: go on from the newest one there, and write more."""
+        """With `checkpoints`: go on from the newest one there, and write more."""
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
         self.index = 0
         self.series = Series()
@@ -59,23 +60,23 @@ class Run:
         with self.tracker or nullcontext():
             self.engine = build_engine(experiment, mesh, device)
         self.init_peak = self.tracker.peak["total"] if self.tracker else 0
-        self.keeper: Keeper | None = None
+        self.checkpoints: CheckpointManager | None = None
         self.resumed: list[dict[str, Any]] = []
         """Where each start of this training but the first went on from."""
         if checkpoints is not None:
             assert isinstance(self.engine, NativeEngine)
-            self.keeper = Keeper(
+            self.checkpoints = CheckpointManager(
                 experiment, mesh, self.engine, device, checkpoints, lambda: report(self.index, "checkpoint")
             )
-            self._resume(self.keeper)
+            self._resume(self.checkpoints)
 
     @property
     def left(self) -> int:
         """Steps that are still to be done."""
         return self.experiment.training.steps - self.index
 
-    def _resume(self, keeper: Keeper) -> None:
-        found = keeper.resume()
+    def _resume(self, checkpoints: CheckpointManager) -> None:
+        found = checkpoints.resume()
         if found is None:
             return
         self.index, series, history = found.step, self.series, found.history
@@ -132,10 +133,10 @@ class Run:
 
         Whether it was time.
         """
-        keeper = self.keeper
-        if keeper is None:
+        checkpoints = self.checkpoints
+        if checkpoints is None:
             return False
-        stop = keeper.asked_to_stop() and self.left > 0
+        stop = checkpoints.asked_to_stop() and self.left > 0
         if not stop and self.left and self.index % self.experiment.training.checkpoint_every:
             return False
         self._read()
@@ -147,7 +148,7 @@ class Run:
             "skipped_steps": self.series.skipped,
             "resumed": self.resumed,
         }
-        kept = keeper.write(self.index, history)
+        kept = checkpoints.write(self.index, history)
         if stop:
             goes_on = "the next run goes on from there" if kept else "no checkpoint could be written"
             raise Stopped(f"stopped on request after step {self.index}; {goes_on}")
@@ -229,14 +230,14 @@ class Run:
 
     def _checkpoints(self) -> dict[str, Any]:
         """What was read and written; empty without checkpoints."""
-        keeper = self.keeper
-        if keeper is None:
+        checkpoints = self.checkpoints
+        if checkpoints is None:
             return {}
         return {
             "resumed": self.resumed,
-            "written": keeper.written,
-            "write_seconds": keeper.seconds,
-            "failures": keeper.failures,
+            "written": checkpoints.written,
+            "write_seconds": checkpoints.seconds,
+            "failures": checkpoints.failures,
         }
 
     def _layers(self) -> int:

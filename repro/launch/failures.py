@@ -17,7 +17,7 @@ CLASSES = (
     ),
     *("cancelled", "preempted", "rank-killed", "error"),
 )
-"""All that :func:`failure` says of a failure; an experiment that has its result has none: ``""``."""
+"""All that `failure` says of a failure; an experiment that has its result has none: `""`."""
 
 WRONG_HARDWARE = "wrong hardware: "
 LOST_NODE = "lost node "
@@ -47,10 +47,10 @@ _KILLED = re.compile(r"rank \d+ was killed by signal")
 
 
 def failure(outcome: str, reason: str, state: str = "") -> str:
-    """One of ``CLASSES``; ``""`` for a result (``ok``, ``diverged``) and for what has not ended.
+    """One of `CLASSES`; `""` for a result (`ok`, `diverged`) and for what has not ended.
 
-    ``outcome`` and ``reason`` are a record's, empty where there is none; ``state`` is what SLURM says of the
-    job (``NODE_FAIL``, ``CANCELLED by 0``): it counts where the record does not know better.
+    `outcome` and `reason` are a record's, empty where there is none; `state` is what SLURM says of the
+    job (`NODE_FAIL`, `CANCELLED by 0`): it counts where the record does not know better.
     """
     if outcome in ("ok", "diverged"):
         return ""

@@ -1,4 +1,4 @@
-"""``repro fit --measure``: the largest model that fits the devices of this machine, by trying.
+"""`repro fit --measure`: the largest model that fits the devices of this machine, by trying.
 
 Every trial is a launch of its own: what one leaves behind in an allocator or a driver cannot help or hurt the
 next, and a rank that the kernel kills is an outcome like the others.  The simulation says where to begin.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from repro import models, systems
+from repro.cli.commands import layout_options
 from repro.config import Limits, Training
 from repro.config.errors import ConfigError, require
 from repro.config.system import System
@@ -20,8 +21,8 @@ from repro.launch import local
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
 from repro.launch.once import run_once
-from repro.simulate import fit, options
-from repro.simulate.terms import FRAGMENTATION
+from repro.simulate.plan import fit
+from repro.simulate.plan.terms import FRAGMENTATION
 
 ALLOCATION, HOST = "allocation", "host memory"
 TARGET = "repro.launch.trial:run_rank"
@@ -29,7 +30,7 @@ LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
 def command(
-    asked: options.Asked,
+    asked: layout_options.Asked,
     model: str,
     sizes: dict[str, int],
     search: str,
@@ -44,7 +45,7 @@ def command(
     if asked.expandable:
         what = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in its place with --measure, where torch allocates"
         raise ConfigError("--expandable", expected=what)
-    limit = options.size(asked.memory_limit)
+    limit = layout_options.size(asked.memory_limit)
     on = _this_machine(system, limit)
     world = gpus
     if as_rank is not None:
@@ -58,7 +59,7 @@ def command(
         raise ConfigError(
             "--gpus", gpus, f"at most the {local.cuda_devices()} CUDA devices that are visible here"
         )
-    from repro.simulate.answers import show_fit
+    from repro.cli.views.fit_and_plan import show_fit
 
     began = time.perf_counter()
     with Interrupt() as interrupt:
@@ -82,7 +83,7 @@ def command(
 
 
 def _this_machine(system: str, limit: int | None) -> System:
-    """The system that the trials run on; its processor is one device with as much memory as ``limit`` says."""
+    """The system that the trials run on; its processor is one device with as much memory as `limit` says."""
     on = systems.load("local")
     on_cpu = local.DEVICES[system] == "cpu"
     if on_cpu:
@@ -152,9 +153,9 @@ _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
 
 
 def kind(reason: str, device: str, limit: int) -> str:
-    """Whether a rank ran out of device memory (by ``allocation`` or ``fragmentation``) or of ``host memory``.
+    """Whether a rank ran out of device memory (by `allocation` or `fragmentation`) or of `host memory`.
 
-    By fragmentation: what was allocated and what was asked for are together within ``limit`` bytes.
+    By fragmentation: what was allocated and what was asked for are together within `limit` bytes.
     """
     if "the kernel ran out of memory" in reason:
         return HOST

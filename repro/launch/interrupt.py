@@ -8,11 +8,11 @@ from typing import Any
 
 
 class Stopped(Exception):
-    """A rank ended between two steps because its launcher asked for it; ``str`` says after which."""
+    """A rank ended between two steps because its launcher asked for it; `str` says after which."""
 
 
 class Interrupt:
-    """While entered, SIGINT, SIGTERM and SIGHUP only set ``signal``; a signal that is ignored stays so."""
+    """While entered, SIGINT, SIGTERM and SIGHUP only set `signal`; a signal that is ignored stays so."""
 
     STOP_S = 300.0
 

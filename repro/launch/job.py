@@ -1,4 +1,4 @@
-"""A job: one launch of ``world`` processes that runs one or more experiments of that world."""
+"""A job: one launch of `world` processes that runs one or more experiments of that world."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Job:
     checkpoints: str = ""
     """Folder of the checkpoints of all experiments of the store; empty where nothing is stored."""
     folder: str = ""
-    """The launch's own on this machine, as a rank is told; a file ``stop`` in it asks for a checkpoint and an end."""
+    """The launch's own on this machine, as a rank is told; a file `stop` in it asks for a checkpoint and an end."""
     as_rank: int = -1
     """With 0 or more: one process is this rank of the layout, and its messages carry nothing."""
 
@@ -49,7 +49,7 @@ class Job:
         return self.experiments[0].limits.memory_bytes
 
     def save(self, path: Path) -> None:
-        """Write the job as JSON; :meth:`load` is the way back."""
+        """Write the job as JSON; `load` is the way back."""
         document = {
             "rounds": self.rounds,
             "compare": self.compare,
@@ -62,7 +62,7 @@ class Job:
 
     @staticmethod
     def load(path: Path) -> Job:
-        """The job that :meth:`save` wrote."""
+        """The job that `save` wrote."""
         document = json.loads(path.read_text(encoding="utf-8"))
         return Job(
             experiments=[from_dict(data) for data in document["experiments"]],

@@ -26,7 +26,7 @@ LOOK_S = 0.05
 
 
 def needs(experiment: Experiment) -> str:
-    """What ``experiment`` needs and this machine has not, for a person; empty if it can run here."""
+    """What `experiment` needs and this machine has not, for a person; empty if it can run here."""
     world = experiment.layout.world
     if experiment.system not in DEVICES:
         return f"{world} GPUs of system {experiment.system}"
@@ -92,23 +92,23 @@ class LocalLaunch:
             self._ranks.append(process)
 
     def poll(self, rank: int) -> int | None:
-        """Exit code of ``rank``, negative for a signal; None while it runs."""
+        """Exit code of `rank`, negative for a signal; None while it runs."""
         return self._ranks[rank].poll()
 
     def position(self, rank: int) -> Position:
-        """What ``rank``'s beacon says."""
+        """What `rank`'s beacon says."""
         return self._lookout.position(rank)
 
     def stopped(self, rank: int) -> bool:
-        """Whether ``rank`` is stopped by a signal or a debugger."""
+        """Whether `rank` is stopped by a signal or a debugger."""
         return processes.is_stopped(self._ranks[rank].pid)
 
     def report(self, rank: int) -> dict[str, Any] | None:
-        """How ``rank`` says it ended: ``{"rank", "outcome", "reason"}``; None if it could not say."""
+        """How `rank` says it ended: `{"rank", "outcome", "reason"}`; None if it could not say."""
         return read_json(rank_program.rank_file(self.folder, rank))
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
-        """All ranks' results of the job's experiment ``index``; None unless every rank finished it."""
+        """All ranks' results of the job's experiment `index`; None unless every rank finished it."""
         found = [
             read_json(rank_program.finished_file(self.folder, index, rank)) for rank in range(self.world)
         ]
@@ -116,7 +116,7 @@ class LocalLaunch:
         return complete if len(complete) == self.world else None
 
     def error_text(self, rank: int) -> str:
-        """The end of what ``rank`` wrote to standard error."""
+        """The end of what `rank` wrote to standard error."""
         return processes.errors(self.logs, rank)
 
     def dump_stacks(self) -> None:
@@ -145,7 +145,7 @@ class LocalLaunch:
                 process.wait(REAP_S)
 
     def close(self, *, keep_logs: Path | None) -> None:
-        """Remove the launch's files; the logs move to ``keep_logs`` where something failed."""
+        """Remove the launch's files; the logs move to `keep_logs` where something failed."""
         self.kill()
         self._lookout.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -185,7 +185,7 @@ def environment(rank: int, world: int, *, limited: bool = False) -> dict[str, st
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A file that ``write_json`` wrote; None if it is not there."""
+    """A file that `write_json` wrote; None if it is not there."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:

@@ -1,6 +1,6 @@
-"""Locks on experiment keys, so that two ``repro run`` on one store share the work instead of doubling it.
+"""Locks on experiment keys, so that two `repro run` on one store share the work instead of doubling it.
 
-A lock is an ``flock`` on ``root/locks/<key>``: the kernel lets go of it when its holder dies, however it
+A lock is an `flock` on `root/locks/<key>`: the kernel lets go of it when its holder dies, however it
 dies.  The file's text says where the holder keeps its short-lived files; whoever takes over a lock whose
 holder was killed removes them.
 """
@@ -24,7 +24,7 @@ class Locks:
         self._held: list[int] = []
 
     def take(self, keys: list[str]) -> bool:
-        """Lock all ``keys`` without waiting; False, and none is held, if another process has one of them."""
+        """Lock all `keys` without waiting; False, and none is held, if another process has one of them."""
         assert not self._held, "one set of keys at a time"
         self._folder.mkdir(parents=True, exist_ok=True)
         for key in sorted(keys):

@@ -14,9 +14,9 @@ from repro.launch.local import LocalLaunch
 
 
 def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[supervise.Ending, list[dict[str, Any]]]:
-    """How ``job`` ended, and each rank's result of its first experiment; none unless all ranks have one.
+    """How `job` ended, and each rank's result of its first experiment; none unless all ranks have one.
 
-    ``target``: what a rank calls, ``module:function``.  An interrupt ends the job.
+    `target`: what a rank calls, `module:function`.  An interrupt ends the job.
     """
     logs = Path(tempfile.mkdtemp(prefix="repro-once-"))
     launch = LocalLaunch(job, logs / "logs", target=target)

@@ -24,7 +24,7 @@ class Task:
 
 
 def select(suite: Suite, only: list[str]) -> list[Entry]:
-    """Entries whose name matches any glob of ``only``; all without one.  ``ConfigError`` if none does."""
+    """Entries whose name matches any glob of `only`; all without one.  `ConfigError` if none does."""
     names = [entry.experiment.name for entry in suite.entries]
     for glob in only:
         if not any(fnmatchcase(name, glob) for name in names):
@@ -36,7 +36,7 @@ def select(suite: Suite, only: list[str]) -> list[Entry]:
 
 
 def tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool = False) -> list[Task]:
-    """What the store lacks of ``entries``, in the order of the file."""
+    """What the store lacks of `entries`, in the order of the file."""
     todo: list[Task] = []
     compared: set[str] = set()
     experiments = {entry.experiment.name: entry.experiment for entry in entries}
@@ -62,7 +62,7 @@ def tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool = Fal
 
 
 def lacking(task: Task, store: Store) -> list[Task]:
-    """What the store still lacks of ``task``: nothing, a smaller task, or all of it.
+    """What the store still lacks of `task`: nothing, a smaller task, or all of it.
 
     A comparison needs its baseline beside every subject, even where the baseline alone is known; it cannot
     be had with one that runs out of memory or diverges.

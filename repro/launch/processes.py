@@ -12,7 +12,7 @@ ERROR_BYTES = 4000
 
 
 def command(folder: Path, rank: int, *, device: str, rendezvous: str, target: str) -> list[str]:
-    """What starts ``rank`` of the job in ``folder/job.json``, as a child that ends with this process."""
+    """What starts `rank` of the job in `folder/job.json`, as a child that ends with this process."""
     return [
         *(sys.executable, "-m", rank_program.__name__, str(folder / "job.json")),
         *("--rank", str(rank), "--device", device, "--folder", str(folder)),
@@ -21,7 +21,7 @@ def command(folder: Path, rank: int, *, device: str, rendezvous: str, target: st
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for what a process does, ``T`` if it is stopped; empty if there is none, or a zombie.
+    """The kernel's letter for what a process does, `T` if it is stopped; empty if there is none, or a zombie.
 
     Where nobody collects orphans (containers without an init) one that has ended stays as a zombie.
     """
@@ -38,12 +38,12 @@ def is_stopped(pid: int) -> bool:
 
 
 def errors_file(logs: Path, rank: int) -> Path:
-    """Where ``rank`` writes standard error, its stacks included."""
+    """Where `rank` writes standard error, its stacks included."""
     return logs / f"rank-{rank}.err"
 
 
 def errors(logs: Path, rank: int) -> str:
-    """The end of what ``rank`` wrote to standard error."""
+    """The end of what `rank` wrote to standard error."""
     try:
         with open(errors_file(logs, rank), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - ERROR_BYTES))

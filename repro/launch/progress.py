@@ -65,7 +65,7 @@ class Progress:
         self.say(f"start {names},{how} {world} rank{'s' if world > 1 else ''} ({self._left()})")
 
     def tick(self, position: Position) -> None:
-        """Rank 0 of the running launch is at ``position``."""
+        """Rank 0 of the running launch is at `position`."""
         if not position.begun:
             return
         experiment = self._experiments[position.experiment]
@@ -95,7 +95,7 @@ class Progress:
             self._bars.update(self._one, visible=False)
 
     def elsewhere(self, count: int) -> None:
-        """``count`` experiments were finished by another ``repro run`` in the meantime."""
+        """`count` experiments were finished by another `repro run` in the meantime."""
         self.done += count
         if self._bars is not None:
             self._bars.update(self._all, completed=self.done)

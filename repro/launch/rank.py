@@ -1,4 +1,4 @@
-"""One rank: ``python -m repro.launch.rank JOB.json --rank R ...``, started by a launcher, never by hand.
+"""One rank: `python -m repro.launch.rank JOB.json --rank R ...`, started by a launcher, never by hand.
 
 Whatever happens, the rank leaves a result file that says what and why, unless it is killed outright;
 then its beacon says where.  The process needs torch and the standard library only.
@@ -36,7 +36,7 @@ _NO_MEMORY = re.compile(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one rank of a job to its end and return the exit code (``EXIT``)."""
+    """Run one rank of a job to its end and return the exit code (`EXIT`)."""
     options = _parse(arguments)
     die_with_parent(options.parent)
     faulthandler.enable()
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def classify(error: BaseException, diverged: type[BaseException] = FloatingPointError) -> str:
-    """``oom``, ``diverged``, ``interrupted`` or ``error``."""
+    """`oom`, `diverged`, `interrupted` or `error`."""
     if isinstance(error, Stopped):
         return "interrupted"
     if isinstance(error, (diverged, FloatingPointError)):
@@ -101,10 +101,10 @@ def describe(error: BaseException) -> str:
 
 
 def limit_memory(limit_bytes: int, device: str) -> None:
-    """Let this rank take ``limit_bytes`` on top of what interpreter and libraries hold now; 0 means no limit.
+    """Let this rank take `limit_bytes` on top of what interpreter and libraries hold now; 0 means no limit.
 
-    On the CPU that is ``RLIMIT_DATA`` at the present size of the data segment (``VmData``: heap and private
-    writable mappings, thread stacks included) plus ``limit_bytes``: what torch itself needs differs from
+    On the CPU that is `RLIMIT_DATA` at the present size of the data segment (`VmData`: heap and private
+    writable mappings, thread stacks included) plus `limit_bytes`: what torch itself needs differs from
     build to build by more than a small model, and a GPU's memory does not hold it either.  On CUDA it is
     the fraction of the device that torch's caching allocator may use.
     """
@@ -122,13 +122,13 @@ def limit_memory(limit_bytes: int, device: str) -> None:
 
 
 def lift_memory_limit() -> None:
-    """Undo :func:`limit_memory`, so that the report of an out-of-memory does not run out of memory."""
+    """Undo `limit_memory`, so that the report of an out-of-memory does not run out of memory."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def data_bytes() -> int:
-    """Present size of this process's data segment in bytes, as ``RLIMIT_DATA`` counts it."""
+    """Present size of this process's data segment in bytes, as `RLIMIT_DATA` counts it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -148,12 +148,12 @@ def die_with_parent(parent: int) -> None:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """The file in which ``rank`` says how it ended."""
+    """The file in which `rank` says how it ended."""
     return folder / f"rank-{rank}.json"
 
 
 def finished_file(folder: Path, index: int, rank: int) -> Path:
-    """The file that holds ``rank``'s result of the job's experiment ``index``."""
+    """The file that holds `rank`'s result of the job's experiment `index`."""
     return folder / f"finished-{index}-{rank}.json"
 
 

@@ -16,11 +16,11 @@ from repro.suites import Entry, Suite
 
 
 class DiskFull(Exception):
-    """There is no room for results; ``str`` says where."""
+    """There is no room for results; `str` says where."""
 
 
 class Recorder:
-    """Writes the records of one ``repro run``, all of one kind of evidence."""
+    """Writes the records of one `repro run`, all of one kind of evidence."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Recorder:
         evidence: str = MEASURED,
         place: dict[str, Any] | None = None,
     ):
-        """``place``: what the provenance of every record says besides, of failures too: the job, its nodes."""
+        """`place`: what the provenance of every record says besides, of failures too: the job, its nodes."""
         self.suite, self.store, self.progress, self.evidence = suite, store, progress, evidence
         self._place = place or {}
         self._source: dict[str, Any] = {}
@@ -52,7 +52,7 @@ class Recorder:
         outcome: str = "ok",
         reason: str = "",
     ) -> None:
-        """Record how one experiment ended.  Raises ``DiskFull``."""
+        """Record how one experiment ended.  Raises `DiskFull`."""
         from repro.results.record import experiment_record
 
         def record(results: list[dict[str, Any]], outcome: str, reason: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Recorder:
                 )
 
     def simulated(self, experiment: Experiment, record: dict[str, Any]) -> None:
-        """Write the record of a simulated ``experiment``, with where it comes from.  Raises ``DiskFull``."""
+        """Write the record of a simulated `experiment`, with where it comes from.  Raises `DiskFull`."""
         from repro.results.simulated import failed_record
 
         if record["outcome"] in CONCLUSIVE:
@@ -94,7 +94,7 @@ class Recorder:
         )
 
     def _write(self, written: dict[str, Any], failed: Callable[[str], dict[str, Any]]) -> None:
-        """Append a record and say so; where the disk is full, that of its failure, which ``failed`` makes."""
+        """Append a record and say so; where the disk is full, that of its failure, which `failed` makes."""
         full = ""
         try:
             self.store.append(written)
@@ -112,7 +112,7 @@ class Recorder:
             raise DiskFull(full)
 
     def ratios(self, job: Job, finished: dict[int, list[dict[str, Any]]]) -> None:
-        """Record the ratios of a compared job whose experiments have finished.  Raises ``DiskFull``."""
+        """Record the ratios of a compared job whose experiments have finished.  Raises `DiskFull`."""
         from repro.results.record import comparison_record
 
         for index in range(1, len(job.experiments)):

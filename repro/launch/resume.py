@@ -1,8 +1,8 @@
 """When a run writes its state, where it goes on from, and how all ranks agree about it.
 
-Below the store, ``checkpoints/<key>/`` has ``training.json``, which says what is trained there, and a folder for
-each checkpoint (:mod:`repro.train.checkpoint.index`).  A run goes on from the newest checkpoint of its own name
-and course (:attr:`repro.config.Experiment.course`), under whatever layout that was written.
+Below the store, `checkpoints/<key>/` has `training.json`, which says what is trained there, and a folder for
+each checkpoint (`repro.checkpoint.index`).  A run goes on from the newest checkpoint of its own name
+and course (`repro.config.Experiment.course`), under whatever layout that was written.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from repro.checkpoint import files, index, state
+from repro.checkpoint.index import Index
 from repro.config import ConfigError, Experiment
+from repro.engines.native import NativeEngine
 from repro.launch.job import STOP, Job, write_json
 from repro.parallel.comm import MAX
 from repro.parallel.mesh import Mesh
-from repro.train.checkpoint import files, index, state
-from repro.train.checkpoint.index import Index
-from repro.train.step import NativeEngine
 
 ABOUT = "training.json"
 
@@ -55,7 +55,7 @@ class Place:
         return Place(Path(job.checkpoints), Path(job.folder) / STOP)
 
 
-class Keeper:
+class CheckpointManager:
     """Writes and finds the checkpoints of one run; every rank has one and calls the same methods in the same order."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Keeper:
         place: Place,
         progress: Callable[[], None],
     ):
-        """``progress`` is called while a checkpoint is written, so that nobody takes the time for a hang."""
+        """`progress` is called while a checkpoint is written, so that nobody takes the time for a hang."""
         self.experiment, self.mesh, self.engine, self.device = experiment, mesh, engine, device
         self.place, self.progress = place, progress
         self.root = place.root / experiment.key
@@ -82,7 +82,7 @@ class Keeper:
     def resume(self) -> Index | None:
         """Bring the engine to where the newest checkpoint is; None, and it stays new, if there is none.
 
-        Raises ``ConfigError`` if the checkpoint is damaged, or if ``continues`` names a run without one.
+        Raises `ConfigError` if the checkpoint is damaged, or if `continues` names a run without one.
         """
         found = self._choose()
         if found is None:
@@ -122,7 +122,7 @@ class Keeper:
         return self._any(self.mesh.rank == 0 and self.place.stop.exists())
 
     def write(self, step: int, history: Mapping[str, Any]) -> bool:
-        """Write a checkpoint after ``step`` steps.
+        """Write a checkpoint after `step` steps.
 
         False, and everything is as it was before, if a rank could not: the disk is full, say.
         """
@@ -181,7 +181,7 @@ class Keeper:
         index.prune(self.root, 1 if step == e.training.steps else index.KEPT)
 
     def _all_could(self, action: Callable[[], None], step: int) -> bool:
-        """Whether no rank's ``action`` met an error of its disk."""
+        """Whether no rank's `action` met an error of its disk."""
         failed = False
         try:
             action()
@@ -200,9 +200,9 @@ class Keeper:
 
 
 def newest(root: Path, experiment: Experiment) -> Found | None:
-    """The newest complete checkpoint that ``experiment`` may go on from, its own first; None without one.
+    """The newest complete checkpoint that `experiment` may go on from, its own first; None without one.
 
-    One at or beyond its last step is of no use to it: it ran before, and is wanted again.  Raises ``ConfigError``
+    One at or beyond its last step is of no use to it: it ran before, and is wanted again.  Raises `ConfigError`
     if the run that it continues left none.
     """
     names = {experiment.name, experiment.training.continues} - {""}
@@ -236,7 +236,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _same(wanted: Mapping[str, Any], written: Mapping[str, Any], file: str) -> None:
-    """Raise ``ConfigError`` unless the checkpoint is of the same training; it names the first thing that differs."""
+    """Raise `ConfigError` unless the checkpoint is of the same training; it names the first thing that differs."""
     for key in wanted:
         mine, theirs = wanted[key], written.get(key)
         if isinstance(mine, dict) and isinstance(theirs, dict):

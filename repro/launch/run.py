@@ -1,4 +1,4 @@
-"""``repro run``: bring the store to where it holds a conclusive record of every selected experiment."""
+"""`repro run`: bring the store to where it holds a conclusive record of every selected experiment."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def command(
     evidence: str = MEASURED,
     system: str = "",
 ) -> int:
-    """Run what the store lacks of ``suite`` and print a summary.
+    """Run what the store lacks of `suite` and print a summary.
 
     Experiments that need more than this machine are listed and not started.  Returns 0 if every other one
     has the outcome that the suite expects, 1 if not, and 128 plus the signal's number if it was interrupted.
-    ``evidence`` simulated: nothing is started, and all of it can be had here, see :mod:`.simulated`.
-    Raises ``ConfigError`` before anything is started.
+    `evidence` simulated: nothing is started, and all of it can be had here, see `.simulated`.
+    Raises `ConfigError` before anything is started.
     """
     loaded = suites.load(suite)
     if evidence not in (MEASURED, SIMULATED):
@@ -61,7 +61,7 @@ def command(
 
 
 def _needs(experiment: Experiment) -> str:
-    """What keeps ``experiment`` from being measured on this machine, and that it can be simulated instead."""
+    """What keeps `experiment` from being measured on this machine, and that it can be simulated instead."""
     needs = local.needs(experiment)
     hint = f"; `--evidence {SIMULATED}` traces it here" if not simulated.needs(experiment) else ""
     return needs and needs + hint

@@ -21,11 +21,11 @@ from repro.launch.recorder import DiskFull, Recorder
 from repro.results.store import DISK_FULL
 
 WAIT_S = 0.5
-"""How often a key is tried again that another ``repro run`` is working on."""
+"""How often a key is tried again that another `repro run` is working on."""
 
 
 class Stop(Protocol):
-    """True when nothing further is to be started and what runs is to end; ``reason`` then says who wants it."""
+    """True when nothing further is to be started and what runs is to end; `reason` then says who wants it."""
 
     @property
     def stop_s(self) -> float: ...  # how long a rank may take to write its checkpoint then
@@ -57,11 +57,11 @@ class Launcher(Protocol):
         """Let others have them."""
 
     def launch(self, job: Job, logs: Path) -> Launch:
-        """A launch of ``job`` that is not yet started."""
+        """A launch of `job` that is not yet started."""
 
 
 class LocalLauncher:
-    """Jobs as processes of this machine, under locks that other ``repro run`` on the same store respect."""
+    """Jobs as processes of this machine, under locks that other `repro run` on the same store respect."""
 
     def __init__(self, root: Path):
         self.logs = root / "logs"
@@ -99,7 +99,7 @@ class Runner:
         self.interrupt, self.rerun = interrupt, rerun
 
     def run(self, tasks: list[Task]) -> None:
-        """Run all tasks; what another process is working on comes last.  Raises ``DiskFull``."""
+        """Run all tasks; what another process is working on comes last.  Raises `DiskFull`."""
         waiting = list(tasks)
         told = False
         while waiting and not self.interrupt:
@@ -112,7 +112,7 @@ class Runner:
                 time.sleep(WAIT_S)
 
     def _claim(self, task: Task) -> bool:
-        """Run ``task`` under the locks of its keys; False if another process has one of them."""
+        """Run `task` under the locks of its keys; False if another process has one of them."""
         try:
             self.store.prepare()
             if not self.launcher.take(task.keys):

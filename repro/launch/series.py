@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from repro.parallel.optimizer import Norms
+from repro.parallel.zero.optimizer import Norms
 
 SKIPPED_IN_A_ROW = 50
 """Consecutive skipped steps after which fp16 training counts as diverged."""
@@ -30,7 +30,7 @@ class Series:
     skipped: list[int] = field(default_factory=list)
 
     def read(self, fp16: bool) -> None:
-        """Bring what has accumulated to the host; raises :class:`Diverged`."""
+        """Bring what has accumulated to the host; raises `Diverged`."""
         if self.norms:
             shape = [torch.stack((n.loss, n.gradient, n.overflow)) for n in self.norms]
             for loss, gradient, overflow in torch.stack(shape).tolist():

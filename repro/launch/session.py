@@ -28,7 +28,7 @@ NEVER = timedelta(days=7)
 
 @contextmanager
 def process_group(rank: int, world: int, device: torch.device, rendezvous: str) -> Iterator[None]:
-    """The default process group of a job, on this rank's own ``device``; one process needs none."""
+    """The default process group of a job, on this rank's own `device`; one process needs none."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world == 1:
@@ -53,10 +53,10 @@ def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
 def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
 ) -> dict[str, dict[str, Any]]:
-    """Run the job's experiments on this rank; a ``RankResult`` per experiment key.
+    """Run the job's experiments on this rank; a `RankResult` per experiment key.
 
     Compared experiments take turns in rounds (A B A B ...), so that what disturbs the machine disturbs
-    both; others run one after the other.  Compared ``apart``, each turn builds its experiment anew.
+    both; others run one after the other.  Compared `apart`, each turn builds its experiment anew.
     """
     place = own_device(device)
     with process_group(rank, world, place, rendezvous):

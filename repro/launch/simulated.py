@@ -1,8 +1,8 @@
-"""``repro run --evidence simulated``: trace every selected experiment at its own scale, on this machine.
+"""`repro run --evidence simulated`: trace every selected experiment at its own scale, on this machine.
 
 Nothing but a few worker processes is started, an experiment each at a time, and every one takes seconds:
-see :mod:`repro.simulate`.  The records are of their own kind, and the measured ones of a key stay as they
-are.  An experiment of the machine at hand (``local``) is simulated without a limit on memory but its own, so
+see `repro.simulate`.  The records are of their own kind, and the measured ones of a key stay as they
+are.  An experiment of the machine at hand (`local`) is simulated without a limit on memory but its own, so
 that the record does not depend on the machine.
 """
 
@@ -33,13 +33,13 @@ from repro.simulate.workers import WORKER_BYTES, prepare
 from repro.suites import Entry, Suite
 
 WAIT_S = 0.5
-"""How often the store is tried again that another ``repro run`` is simulating for."""
+"""How often the store is tried again that another `repro run` is simulating for."""
 
 
 def run(suite: Suite, entries: list[Entry], results: Path, system: str, rerun: bool, json: bool) -> int:
-    """Simulate what the store lacks of ``entries`` and print a summary; the exit code.
+    """Simulate what the store lacks of `entries` and print a summary; the exit code.
 
-    ``system``: simulate all of them on this one.  Raises ``ConfigError`` before anything is simulated.
+    `system`: simulate all of them on this one.  Raises `ConfigError` before anything is simulated.
     """
     if system:
         entries = moved(entries, system)
@@ -70,12 +70,12 @@ def run(suite: Suite, entries: list[Entry], results: Path, system: str, rerun: b
 
 
 def needs(experiment: Experiment) -> str:
-    """What ``experiment`` would need to be simulated; empty if it can be."""
+    """What `experiment` would need to be simulated; empty if it can be."""
     return "" if experiment.engine == "native" else "engine native: only the suite's own step can be traced"
 
 
 def system_of(experiment: Experiment) -> System:
-    """The system that ``experiment`` is simulated on.  Raises ``ConfigError``."""
+    """The system that `experiment` is simulated on.  Raises `ConfigError`."""
     return _anywhere() if experiment.system in systems.HERE else systems.load(experiment.system)
 
 
@@ -94,7 +94,7 @@ def attempt(experiment: Experiment, system: System, suite: str) -> dict[str, Any
 
 
 class WorkerDied(Exception):
-    """A worker process is gone without a word; ``str`` says so."""
+    """A worker process is gone without a word; `str` says so."""
 
 
 def _anywhere() -> System:
@@ -112,7 +112,7 @@ def _anywhere() -> System:
 
 
 def moved(entries: list[Entry], system: str) -> list[Entry]:
-    """``entries`` on another system, under names that no claim mistakes for the suite's own."""
+    """`entries` on another system, under names that no claim mistakes for the suite's own."""
     name = systems.load(system).name
 
     def move(experiment: Experiment) -> Experiment:
@@ -136,7 +136,7 @@ def _lacking(entries: list[Entry], store: Store, on: dict[str, System], rerun: b
 
 @contextmanager
 def _alone(store: Store, progress: Progress, interrupt: Interrupt, needed: bool) -> Iterator[None]:
-    """Hold the store's lock on simulations, which are too short to be shared out.  Raises ``DiskFull``."""
+    """Hold the store's lock on simulations, which are too short to be shared out.  Raises `DiskFull`."""
     if not needed:
         yield
         return
@@ -162,7 +162,7 @@ def _alone(store: Store, progress: Progress, interrupt: Interrupt, needed: bool)
 
 
 def _simulate(entries: list[Entry], on: dict[str, System], recorder: Recorder, interrupt: Interrupt) -> None:
-    """Simulate and record ``entries``, until done or interrupted."""
+    """Simulate and record `entries`, until done or interrupted."""
     if not entries or interrupt:
         return
     recorder.begin()

@@ -1,4 +1,4 @@
-"""Stacks of a rank that hangs: it writes those of all its threads to its log when it gets ``SIGNAL``.
+"""Stacks of a rank that hangs: it writes those of all its threads to its log when it gets `SIGNAL`.
 
 Python's faulthandler writes them from the signal handler, so that a rank that waits inside a collective does too;
 one that is stopped does not.

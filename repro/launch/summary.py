@@ -19,10 +19,10 @@ def summarise(
     needs: dict[str, str],
     evidence: str = MEASURED,
 ) -> dict[str, Any]:
-    """Plain JSON data on every selected experiment; ``ran`` names those that this run had to do.
+    """Plain JSON data on every selected experiment; `ran` names those that this run had to do.
 
-    ``needs`` says of each by name what it needs and this machine has not.  Where that is something and the
-    store has no record from elsewhere, ``expected`` is null: there is nothing to expect here.
+    `needs` says of each by name what it needs and this machine has not.  Where that is something and the
+    store has no record from elsewhere, `expected` is null: there is nothing to expect here.
     """
     latest = store.latest(evidence)
     rows = []
@@ -64,7 +64,7 @@ def summarise(
 
 
 def conclude(summary: dict[str, Any], *, failure: str, signal: int, json: bool) -> int:
-    """Print how a run ended and return its exit code; ``signal`` is the one that stopped it, 0 for none."""
+    """Print how a run ended and return its exit code; `signal` is the one that stopped it, 0 for none."""
     summary["stopped"] = failure or (f"by signal {signal}" if signal else "")
     if json:
         print(jsonlib.dumps(summary))
@@ -76,7 +76,7 @@ def conclude(summary: dict[str, Any], *, failure: str, signal: int, json: bool) 
 
 
 def show(summary: dict[str, Any]) -> None:
-    """Print what :func:`summarise` found, ratios and surprises first, the totals last."""
+    """Print what `summarise` found, ratios and surprises first, the totals last."""
     rows = summary["experiments"]
     for remark in summary["skipped_lines"]:
         print(f"note: {remark}", file=sys.stderr)

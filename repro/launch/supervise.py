@@ -55,7 +55,7 @@ class Launch(Protocol):
 
 @dataclass
 class Ending:
-    """How a launch ended.  ``experiment`` is the index of the one that was running, -1 if none had begun."""
+    """How a launch ended.  `experiment` is the index of the one that was running, -1 if none had begun."""
 
     outcome: str = "ok"
     reason: str = ""
@@ -83,11 +83,11 @@ def watch(
     stop_s: Callable[[], float] = lambda: STOP_S,
     tick: Callable[[Position, list[float]], None] = lambda position, spent_s: None,
 ) -> Ending:
-    """Wait for all ranks; kill and reap them if one fails, all stall, time is up or ``interrupted()`` says why.
+    """Wait for all ranks; kill and reap them if one fails, all stall, time is up or `interrupted()` says why.
 
-    An interrupted experiment with checkpoints is first asked to write one and to end, and has ``stop_s()`` for it.
+    An interrupted experiment with checkpoints is first asked to write one and to end, and has `stop_s()` for it.
 
-    ``tick`` is called about twenty times a second with the position of rank 0 and the seconds that each
+    `tick` is called about twenty times a second with the position of rank 0 and the seconds that each
     experiment has had so far.
     """
     watcher = _Watcher(launch, stop_s)
@@ -271,7 +271,7 @@ def behind(positions: list[Position], job: Job) -> list[int]:
 
 
 def _stage(layout: Layout, rank: int) -> int:
-    """The pipeline stage of ``rank``: its index along pp in the grid (``repro.parallel.mesh`` builds it)."""
+    """The pipeline stage of `rank`: its index along pp in the grid (`repro.parallel.mesh` builds it)."""
     stride = 1
     for axis in layout.order.split("-"):
         if axis == "pp":
@@ -281,7 +281,7 @@ def _stage(layout: Layout, rank: int) -> int:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
+    """`SIGKILL` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

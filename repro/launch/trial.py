@@ -1,7 +1,7 @@
-"""A trial: does an experiment's step fit the memory of this rank's device?  The target of ``repro fit --measure``.
+"""A trial: does an experiment's step fit the memory of this rank's device?  The target of `repro fit --measure`.
 
 Initialisation and two steps run as they would in training; the second has everything that an ordinary step has.
-As one rank of many (``job.as_rank``) the process allocates what that rank of the layout would and computes its
+As one rank of many (`job.as_rank`) the process allocates what that rank of the layout would and computes its
 share; messages carry nothing, so the numbers mean nothing and only memory and outcome are handed in.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from repro.config import Experiment
+from repro.engines.native import NativeEngine
 from repro.launch.beacon import Beacon
 from repro.launch.device import own_device
 from repro.launch.experiment import process_memory
@@ -20,8 +21,8 @@ from repro.launch.job import Job
 from repro.launch.session import mesh_of, process_group
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
-from repro.simulate.trace import shortened
-from repro.train.step import MicroBatch, NativeEngine
+from repro.simulate.trace.roles import shortened
+from repro.train.part import MicroBatch
 
 TARGET = f"{__name__}:run_rank"
 STEPS = 2
@@ -30,7 +31,7 @@ STEPS = 2
 def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
 ) -> dict[str, dict[str, Any]]:
-    """Try the job's experiments on this rank; ``{"memory", "parameters"}`` per experiment key, in bytes."""
+    """Try the job's experiments on this rank; `{"memory", "parameters"}` per experiment key, in bytes."""
     place = own_device(device)
     found = {}
     with process_group(rank, world, place, rendezvous):

@@ -2,7 +2,7 @@
 
 A dispatch mode sees every tensor that an operator returns and notes its storage until it is freed, so the
 numbers are those of real allocations, whoever made them.  What is for parameters, gradients, optimizer
-states, checkpoints and communication says so itself (:mod:`repro.parallel.storage`); of the rest, what the
+states, checkpoints and communication says so itself (`repro.parallel.storage`); of the rest, what the
 forward pass allocates is activations.  Bytes are those of storages: a view costs nothing, an allocator's
 rounding is not counted, and temporaries inside one operator are not seen.  Totals are the device's: what
 lies in host memory is a category of its own and no part of them.
@@ -25,17 +25,17 @@ _Seen = tuple["weakref.ref[torch.UntypedStorage]", str]
 
 
 class MemoryTracker(UncompiledMode):
-    """Use as a context manager around initialisation and steps; ``phase`` is set from outside."""
+    """Use as a context manager around initialisation and steps; `phase` is set from outside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = "init"
-        """``forward`` makes unmarked storages activations; other phases make them ``other``."""
+        """`forward` makes unmarked storages activations; other phases make them `other`."""
         self._live: dict[int, _Seen] = {}
         self._now = self._nothing()
         """Bytes by category after the last operator."""
         self._newborn: list[tuple[_Seen, str, int]] = []
-        """Storages that it made, with the category under which ``_now`` counts them and their bytes."""
+        """Storages that it made, with the category under which `_now` counts them and their bytes."""
         self._now_phase = self.phase
         self._peak, self._most, self._peak_phase = self._nothing(), self._nothing(), ""
 
@@ -130,7 +130,7 @@ class MemoryTracker(UncompiledMode):
 
 
 def _with_total(found: dict[str, int]) -> dict[str, int]:
-    """Sum the device's categories under ``total``."""
+    """Sum the device's categories under `total`."""
     found["total"] = 0
     found["total"] = sum(found.values()) - found[storage.HOST]
     return found

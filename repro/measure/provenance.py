@@ -1,7 +1,7 @@
 """Where a record comes from: source, packages, machine and environment, without importing torch.
 
-``provenance()`` is called once per record, so it costs milliseconds (git and NVML are the slow parts) and
-never fails: what cannot be found out is ``None`` or absent.  Names of users, hosts and directories are left
+`provenance()` is called once per record, so it costs milliseconds (git and NVML are the slow parts) and
+never fails: what cannot be found out is `None` or absent.  Names of users, hosts and directories are left
 out; the host appears as a hash, which still tells whether two records come from one machine.
 """
 
@@ -49,8 +49,8 @@ _LARGEST_HASHED_BYTES = 1_000_000
 
 
 def provenance() -> dict[str, Any]:
-    """Plain JSON data: ``git``, ``packages``, ``torch``, ``python``, ``os``, ``cpu``, ``memory``, ``gpus``,
-    ``environment``, ``host`` (a hash).  Sizes in bytes, clocks in MHz, power in W."""
+    """Plain JSON data: `git`, `packages`, `torch`, `python`, `os`, `cpu`, `memory`, `gpus`,
+    `environment`, `host` (a hash).  Sizes in bytes, clocks in MHz, power in W."""
     return {
         "git": git_state(Path(__file__).resolve().parents[2]),
         "packages": versions(),
@@ -72,7 +72,7 @@ def provenance() -> dict[str, Any]:
 def git_state(root: Path) -> dict[str, Any] | None:
     """Commit, whether the tree differs from it, and a hash of the difference (untracked files included).
 
-    ``None`` where ``root`` is not the top of a git checkout (an installed package) or git is missing.
+    `None` where `root` is not the top of a git checkout (an installed package) or git is missing.
     """
 
     def git(*arguments: str) -> bytes | None:
@@ -113,7 +113,7 @@ def _content(path: Path) -> bytes:
 
 
 def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Installed distributions among ``names`` and their versions."""
+    """Installed distributions among `names` and their versions."""
     found = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -122,7 +122,7 @@ def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def torch_build() -> dict[str, str | None]:
-    """``cuda``, ``hip`` and ``git`` that torch was built with, read from its files; empty where unknown."""
+    """`cuda`, `hip` and `git` that torch was built with, read from its files; empty where unknown."""
     build: dict[str, str | None] = {}
     with contextlib.suppress(ImportError, OSError, ValueError):
         spec = importlib.util.find_spec("torch")
@@ -207,7 +207,7 @@ def memory() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """The initialised ``pynvml`` module, or ``None`` where there is no NVIDIA driver."""
+    """The initialised `pynvml` module, or `None` where there is no NVIDIA driver."""
     try:
         import pynvml
     except ImportError:
@@ -225,7 +225,7 @@ def nvml() -> Iterator[Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Every NVIDIA GPU in the machine; a value that the driver does not give (MIG, old cards) is ``None``."""
+    """Every NVIDIA GPU in the machine; a value that the driver does not give (MIG, old cards) is `None`."""
     with nvml() as n:
         return [_gpu(n, n.nvmlDeviceGetHandleByIndex(i)) for i in range(n.nvmlDeviceGetCount())] if n else []
 

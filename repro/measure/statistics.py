@@ -30,7 +30,7 @@ class Summary(NamedTuple):
 
 
 class RatioInterval(NamedTuple):
-    """Median ratio subject/baseline with its confidence interval; ``None`` where none can be given."""
+    """Median ratio subject/baseline with its confidence interval; `None` where none can be given."""
 
     ratio: float
     low: float | None
@@ -38,7 +38,7 @@ class RatioInterval(NamedTuple):
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The ``q`` quantile (0..1) of ``values`` with linear interpolation (type 7, numpy's default)."""
+    """The `q` quantile (0..1) of `values` with linear interpolation (type 7, numpy's default)."""
     if not values:
         raise ValueError("quantile of no values")
     ordered = sorted(values)
@@ -49,12 +49,12 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def summary(seconds: Sequence[float]) -> Summary:
-    """Median and 20 % / 80 % quantiles; a single value is all three.  ``ValueError`` if there is none."""
+    """Median and 20 % / 80 % quantiles; a single value is all three.  `ValueError` if there is none."""
     return Summary(quantile(seconds, 0.5), quantile(seconds, 0.2), quantile(seconds, 0.8))
 
 
 def round_ratios(pairs: Sequence[Sequence[float]]) -> list[float]:
-    """subject/baseline of every round ``(baseline, subject)``; both must be positive and finite."""
+    """subject/baseline of every round `(baseline, subject)`; both must be positive and finite."""
     if not pairs:
         raise ValueError("ratio of no rounds")
     for pair in pairs:
@@ -66,10 +66,10 @@ def round_ratios(pairs: Sequence[Sequence[float]]) -> list[float]:
 def ratio_interval(pairs: Sequence[Sequence[float]], seed: int = 0) -> RatioInterval:
     """Median over rounds of subject/baseline and its 95 % BCa bootstrap interval.
 
-    ``pairs``: one ``(baseline, subject)`` a round, e.g. samples/s.  Deterministic for a given ``seed``.
-    Fewer than three rounds: ``low`` and ``high`` are ``None``.  All rounds equal: the interval is that point.
+    `pairs`: one `(baseline, subject)` a round, e.g. samples/s.  Deterministic for a given `seed`.
+    Fewer than three rounds: `low` and `high` are `None`.  All rounds equal: the interval is that point.
     Where BCa is undefined (its jackknife or its bias term degenerates) the percentile bootstrap stands in;
-    :func:`interval_method` says which of these applies.
+    `interval_method` says which of these applies.
     """
     ratios = round_ratios(pairs)
     low, high, _ = _interval(ratios, seed)
@@ -77,7 +77,7 @@ def ratio_interval(pairs: Sequence[Sequence[float]], seed: int = 0) -> RatioInte
 
 
 def interval_method(pairs: Sequence[Sequence[float]], seed: int = 0) -> str:
-    """One phrase that says how :func:`ratio_interval` got its interval for these rounds, and its limits."""
+    """One phrase that says how `ratio_interval` got its interval for these rounds, and its limits."""
     return _interval(round_ratios(pairs), seed)[2]
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 PHASES = ("forward", "backward", "idle", "optimizer")
-"""``idle`` is waiting for other pipeline stages."""
+"""`idle` is waiting for other pipeline stages."""
 COMPUTING = ("forward", "backward")
 CORE = "core"
 """Processor time of the thread while it computed: less than the phases took if it was kept from its core."""
@@ -17,7 +17,7 @@ CORE = "core"
 
 @dataclass
 class StepClock:
-    """Marks of consecutive steps.  On CUDA nothing waits until :meth:`read`."""
+    """Marks of consecutive steps.  On CUDA nothing waits until `read`."""
 
     device: torch.device
     _marks: list[list[tuple[str, float | torch.cuda.Event, float]]] = field(default_factory=list)
@@ -27,7 +27,7 @@ class StepClock:
         self._marks.append([])
 
     def mark(self, phase: str) -> None:
-        """A phase begins (one of ``PHASES``) or the step ends (``end``)."""
+        """A phase begins (one of `PHASES`) or the step ends (`end`)."""
         self._marks[-1].append((phase, self._now(), time.thread_time()))
 
     def _now(self) -> float | torch.cuda.Event:
@@ -38,7 +38,7 @@ class StepClock:
         return event
 
     def read(self) -> list[dict[str, float]]:
-        """Seconds of every step since the last call: by phase, ``step`` for the whole, and :data:`CORE`."""
+        """Seconds of every step since the last call: by phase, `step` for the whole, and `CORE`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found = []

@@ -23,7 +23,7 @@ class UncompiledMode(TorchDispatchMode):
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside, operators on ``meta`` do not import the compiler.
+    """Inside, operators on `meta` do not import the compiler.
 
     torch has most of their shape functions, which are Python, left alone by its compiler, and imports it at the first
     call to say so: seconds, and tensors that live on meanwhile.  Nothing here is compiled, so a stand-in hears it.

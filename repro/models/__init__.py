@@ -1,6 +1,6 @@
 """Model files: every model that a claim names, and small ones for one CPU.
 
-A file holds one family: ``[[model]]`` tables, and a ``[defaults]`` table with what they share.
+A file holds one family: `[[model]]` tables, and a `[defaults]` table with what they share.
 A person's own file may also be one model with its keys at the top; its name is then the file's.
 """
 
@@ -30,9 +30,9 @@ def names() -> list[str]:
 
 
 def load(name: str | Path) -> Model:
-    """The packaged model called ``name``, or the one model of a ``.toml`` file given by its path.
+    """The packaged model called `name`, or the one model of a `.toml` file given by its path.
 
-    Raises ``ConfigError`` for an unknown name (with the nearest ones) and for a file that is missing,
+    Raises `ConfigError` for an unknown name (with the nearest ones) and for a file that is missing,
     is not TOML, holds several models or a wrong key or value.
     """
     text = str(name)

@@ -26,9 +26,9 @@ FORMULA = (
 
 
 def layers_forward(model: Model, seq: int, samples: int) -> int:
-    """FLOP of all layers' forward pass over ``samples`` of ``seq`` tokens.
+    """FLOP of all layers' forward pass over `samples` of `seq` tokens.
 
-    Raises ``ConfigError`` for an architecture other than gpt.
+    Raises `ConfigError` for an architecture other than gpt.
     """
     require(model.architecture == "gpt", "model", model.name, "a gpt; other models are only counted")
     inner = model.heads * model.head_width
@@ -42,11 +42,11 @@ def logits_forward(model: Model, seq: int, samples: int) -> int:
 
 
 def model_flops(model: Model, seq: int, samples: int) -> int:
-    """FLOP of forward and backward over ``samples`` of ``seq`` tokens, whatever is recomputed."""
+    """FLOP of forward and backward over `samples` of `seq` tokens, whatever is recomputed."""
     return 3 * (layers_forward(model, seq, samples) + logits_forward(model, seq, samples))
 
 
 def hardware_flops(model: Model, seq: int, samples: int, recompute: bool) -> int:
-    """FLOP that the devices execute: with ``recompute`` the layers run forward twice."""
+    """FLOP that the devices execute: with `recompute` the layers run forward twice."""
     repeated = layers_forward(model, seq, samples) if recompute else 0
     return model_flops(model, seq, samples) + repeated

@@ -1,11 +1,11 @@
 """One layer as the software of three years ran it: the same function, in more or fewer operators.
 
-``fused``    no operator writes the scores, [b, a/t, s, s]; the rest of a layer as in ``softmax`` (a layout's
-             ``reference`` is this generation too, without the CUDA kernels of ``kernels/``)
-``softmax``  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): q k^T and p v are batched
+`fused`    no operator writes the scores, [b, a/t, s, s]; the rest of a layer as in `softmax` (a layout's
+             `reference` is this generation too, without the CUDA kernels of `kernels/`)
+`softmax`  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): q k^T and p v are batched
              products that write and read the scores; scale, mask and softmax are one operator; so are bias and
              GELU, and bias, dropout and residual
-``unfused``  Megatron-LM of September 2019 (a0368ddf, ``mpu/transformer.py``), on which DeepSpeed of February
+`unfused`  Megatron-LM of September 2019 (a0368ddf, `mpu/transformer.py`), on which DeepSpeed of February
              2020 ran: every line of it an operator of its own, but GELU, which was compiled into one
 
 Samples come first here.  Where there are several, q, k and v are copied for the batched products, as in 2019;
@@ -31,7 +31,7 @@ MASKED = 10000.0
 
 
 def past(s: int, like: Tensor) -> Tensor:
-    """1 where key j is no later than query i, else 0: [1, 1, s, s] in the dtype of ``like``."""
+    """1 where key j is no later than query i, else 0: [1, 1, s, s] in the dtype of `like`."""
     return torch.ones(1, 1, s, s, dtype=like.dtype, device=like.device).tril_()
 
 
@@ -60,7 +60,7 @@ class WeightDropout:
         return dropped.view(b, a, s, s)
 
     def keep(self, weights: Tensor) -> Tensor:
-        """What is kept, as a mask like ``weights``."""
+        """What is kept, as a mask like `weights`."""
         b, a, s, _ = weights.shape
         samples = self.first_sample + torch.arange(b, device=weights.device)
         heads = self.first_head + torch.arange(a, device=weights.device)
@@ -72,7 +72,7 @@ class WeightDropout:
 def attention(
     generation: str, q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor | None
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, causal, on [b, a/t, s, d]; ``mask`` from :func:`past` where it is unfused."""
+    """softmax(q k^T / sqrt(d)) v, causal, on [b, a/t, s, d]; `mask` from `past` where it is unfused."""
     if generation == FUSED:
         return kernels.causal_attention(q, k, v) if dropout is None else _explicit(q, k, v, dropout)
     if generation == SOFTMAX:
@@ -111,7 +111,7 @@ def add_bias(y: Tensor, bias: Tensor) -> Tensor:
 
 
 def unfused_gelu(y: Tensor, bias: Tensor) -> Tensor:
-    """gelu(y + bias) in two operators; ``y`` is overwritten by the sum."""
+    """gelu(y + bias) in two operators; `y` is overwritten by the sum."""
     return F.gelu(add_bias(y, bias), approximate="tanh")
 
 

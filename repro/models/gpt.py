@@ -1,6 +1,6 @@
 """The one model of the suite: GPT, decoder-only, pre-LayerNorm, learned positions, GELU, tied embedding.
 
-Built on ``meta``; whoever shards it makes the values.  Every matrix is written in the tensor-parallel form
+Built on `meta`; whoever shards it makes the values.  Every matrix is written in the tensor-parallel form
 of 1909.08053 sec. 3, which on one rank is the plain model.  Symbols: b samples, s tokens, h hidden, a
 heads, t tensor-parallel ranks, V vocabulary.
 """
@@ -17,10 +17,10 @@ from repro.config import Layout, Model, Training
 from repro.models import generations
 from repro.models.generations import UNFUSED, WeightDropout
 from repro.parallel import tensor
-from repro.parallel.checkpoints import Checkpoints
 from repro.parallel.comm import Group
 from repro.parallel.recompute import recompute
-from repro.parallel.units import Unit, Use
+from repro.parallel.zero.units import Unit, Use
+from repro.parallel.zero_r.partitioned_activations import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Setting:
     attention_dropout: float
     seed: int
     generation: str
-    """``fused``, ``softmax`` or ``unfused``: see :mod:`repro.models.generations`."""
+    """`fused`, `softmax` or `unfused`: see `repro.models.generations`."""
     plain: bool
     """torch's operators in place of CUDA kernels."""
 
@@ -61,7 +61,7 @@ def dropout_add(
     layer: int,
     site: int,
 ) -> Tensor:
-    """residual + dropout(x + bias) on x [b, s, h]; under ``sp`` the rank's part of the sequence."""
+    """residual + dropout(x + bias) on x [b, s, h]; under `sp` the rank's part of the sequence."""
     s = x.shape[1]
     first_position = setting.tp.rank * s if setting.sp else 0
     seq = s * setting.tp.size if setting.sp else s
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         self.out_bias = duplicate(m.hidden, "zeros", tp, setting.sp)
 
     def forward(self, x: Tensor, place: Place, mask: Tensor | None) -> Tensor:
-        """``mask`` is there where the generation applies one as a tensor (``unfused``)."""
+        """`mask` is there where the generation applies one as a tensor (`unfused`)."""
         tp, sp = self.setting.tp, self.setting.sp
         y = kernels.layer_norm(x, self.norm, self.norm_bias, plain=self.setting.plain)
         bias = self.qkv_bias.flatten()
@@ -188,7 +188,7 @@ class Head(nn.Module):
     """Final norm, logits with the tied embedding, loss per token: [b, s, h] and [b, s] to fp32 [b * s]."""
 
     def __init__(self, setting: Setting, tokens: nn.Parameter | None):
-        """Without ``tokens``, the embedding of the same rank, the head has a copy of its own (``tied``)."""
+        """Without `tokens`, the embedding of the same rank, the head has a copy of its own (`tied`)."""
         super().__init__()
         self.setting = setting
         self.norm, self.norm_bias = norm_parameters(setting)
@@ -203,7 +203,7 @@ class Head(nn.Module):
 
 
 def duplicate(size: int, init: str, tp: Group, sp: bool) -> nn.Parameter:
-    """A vector [size] that every tp rank holds; under ``sp`` each sees its part of the sequence only."""
+    """A vector [size] that every tp rank holds; under `sp` each sees its part of the sequence only."""
     parameter = tensor.split_parameter((size,), None, tp, init)
     parameter.partial = sp  # type: ignore[attr-defined]
     return parameter
@@ -238,7 +238,7 @@ class GPT(nn.Module):
     """A part of the model, by default all of it.
 
     Its input is tokens [b, s] (int64) if it is the first part, else [b, s, h]; its output the mean loss
-    (0-dim fp32) of targets [b, s] if it is the last, else [b, s, h] (s/t under sp).  ``checkpoints`` keeps
+    (0-dim fp32) of targets [b, s] if it is the last, else [b, s, h] (s/t under sp).  `checkpoints` keeps
     the blocks' inputs; with None nothing is recomputed.  Submodules have the same names in every part.
     """
 

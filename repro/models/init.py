@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from repro import kernels
-from repro.parallel.bucket import InitialValues
+from repro.parallel.zero.flat_buffer import InitialValues
 
 STANDARD_DEVIATION = 0.02
 
@@ -29,7 +29,7 @@ def full_index(
     ranks: int,
     device: torch.device,
 ) -> Tensor:
-    """Flat indices, in the full parameter, of elements start..stop of one tp rank's part (``shape``)."""
+    """Flat indices, in the full parameter, of elements start..stop of one tp rank's part (`shape`)."""
     local = torch.arange(start, stop, dtype=torch.int64, device=device)
     if split is None or ranks == 1:
         return local
@@ -51,7 +51,7 @@ def initial_values(
 ) -> InitialValues:
     """Values of the parameters of one tp rank, fp32, made on demand.
 
-    ``rank`` of ``ranks`` is the place in the tp group; parameters carry ``init`` and ``split``.
+    `rank` of `ranks` is the place in the tp group; parameters carry `init` and `split`.
     """
     shapes = [tuple(p.shape) for p in parameters]
     kinds = [p.init for p in parameters]  # type: ignore[attr-defined]

@@ -19,12 +19,12 @@ RELATIVE_BUCKETS = 32
 
 
 def count(model: Model) -> dict[str, int]:
-    """Parameters by part; the parts depend on the architecture and sum to :func:`total`.
+    """Parameters by part; the parts depend on the architecture and sum to `total`.
 
-    ``gpt``: biases on all linear layers, LayerNorms with weight and bias, output tied to the embedding.
-    ``bert``: the pre-training model of 1810.04805, with pooler and both heads (masked words, next sentence);
+    `gpt`: biases on all linear layers, LayerNorms with weight and bias, output tied to the embedding.
+    `bert`: the pre-training model of 1810.04805, with pooler and both heads (masked words, next sentence);
     the word head's matrix is tied to the embedding.
-    ``t5``: version 1.0 of 1910.10683: no biases, RMS norms, one relative position bias a stack, tied output.
+    `t5`: version 1.0 of 1910.10683: no biases, RMS norms, one relative position bias a stack, tied output.
     """
     return {"gpt": _gpt, "bert": _bert, "t5": _t5}[model.architecture](model)
 

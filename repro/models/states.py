@@ -7,7 +7,7 @@ K = 12
 
 
 def states_bytes(psi: int, nd: int, stage: int, k: int = K) -> float:
-    """Bytes per device of ``psi`` fp16 parameters, their fp16 gradients and Adam's states.
+    """Bytes per device of `psi` fp16 parameters, their fp16 gradients and Adam's states.
 
     Stage 0: (4 + K) Psi;  1, P_os: 4 Psi + K Psi / Nd;  2, P_os+g: 2 Psi + (2 + K) Psi / Nd;
     3, P_os+g+p: (4 + K) Psi / Nd.  Shards are not padded here, as in the paper.

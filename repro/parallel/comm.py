@@ -1,7 +1,7 @@
 """Every collective and message of the suite goes through a group of ranks, which counts it.
 
-A :class:`Group` counts, a :class:`~repro.parallel.transports.Transport` carries; nothing else calls
-``torch.distributed`` to communicate.
+A `Group` counts, a `repro.parallel.transports.Transport` carries; nothing else calls
+`torch.distributed` to communicate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Group:
         *,
         blocking: bool = False,
     ):
-        """``blocking``: wait for every collective where it is issued, as software did that overlaps nothing."""
+        """`blocking`: wait for every collective where it is issued, as software did that overlaps nothing."""
         self.name, self.ranks, self.size, self.blocking = name, ranks, len(ranks), blocking
         self.rank = ranks.index(rank)
         """Index of this rank within the group."""
@@ -48,29 +48,29 @@ class Group:
         return work
 
     def all_reduce(self, tensor: Tensor, op: str = SUM, purpose: str = "") -> Work:
-        """Reduce ``tensor`` (contiguous, any shape) in place over the group."""
+        """Reduce `tensor` (contiguous, any shape) in place over the group."""
         self._count("all_reduce", tensor, purpose)
         return self._issued(self.transport.all_reduce(tensor, op))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
-        """Sum flat ``input`` [n * k]; the rank's part comes in ``output`` [k], possibly a view of it."""
+        """Sum flat `input` [n * k]; the rank's part comes in `output` [k], possibly a view of it."""
         assert input.numel() == output.numel() * self.size
         self._count("reduce_scatter", input, purpose)
         return self._issued(self.transport.reduce_scatter(output, input))
 
     def all_gather(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
-        """Concatenate the ranks' flat ``input`` [k] in ``output`` [n * k]; ``input`` may be a part of it."""
+        """Concatenate the ranks' flat `input` [k] in `output` [n * k]; `input` may be a part of it."""
         assert output.numel() == input.numel() * self.size
         self._count("all_gather", output, purpose)
         return self._issued(self.transport.all_gather(output, input))
 
     def broadcast(self, tensor: Tensor, source: int = 0, purpose: str = "") -> Work:
-        """Copy ``tensor`` in place from the group's rank ``source``."""
+        """Copy `tensor` in place from the group's rank `source`."""
         self._count("broadcast", tensor, purpose)
         return self.transport.broadcast(tensor, source)
 
     def send(self, tensor: Tensor, to: int, channel: int, purpose: str = "") -> Work:
-        """Send contiguous ``tensor`` to the group's rank ``to``; it must stay as it is until the work is done.
+        """Send contiguous `tensor` to the group's rank `to`; it must stay as it is until the work is done.
 
         Messages of one channel between two ranks arrive in the order in which they were sent.
         """
@@ -78,7 +78,7 @@ class Group:
         return self.transport.send(tensor, to, channel)
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
-        """Receive the channel's next message from ``source`` in ``tensor``; its sender has counted it."""
+        """Receive the channel's next message from `source` in `tensor`; its sender has counted it."""
         return self.transport.receive(tensor, source, channel)
 
     def barrier(self) -> None:

@@ -1,8 +1,8 @@
 """What was communicated: calls and bytes by operation, group and purpose.
 
-``payload_bytes`` is the size of the full (unsharded) message.  ``sent_bytes`` is what one rank sends under
+`payload_bytes` is the size of the full (unsharded) message.  `sent_bytes` is what one rank sends under
 a ring algorithm, the unit of the papers' volumes (1910.02054 sec. 7.1; 2104.04473 sec. 3.2):
-``2 (n-1)/n`` of the payload for an all-reduce, ``(n-1)/n`` for a reduce-scatter or an all-gather.  A message
+`2 (n-1)/n` of the payload for an all-reduce, `(n-1)/n` for a reduce-scatter or an all-gather.  A message
 between two ranks is sent once, and counted by its sender.
 """
 
@@ -37,7 +37,7 @@ class Ledger:
     """Called with (sequence, operation, group, purpose) when a collective is issued."""
 
     def count(self, op: str, group: str, size: int, payload_bytes: int, purpose: str) -> None:
-        """Note one collective of ``payload_bytes`` over ``size`` ranks."""
+        """Note one collective of `payload_bytes` over `size` ranks."""
         self.sequence += 1
         row = self.traffic.get((op, group, purpose))
         if row is None:

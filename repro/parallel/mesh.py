@@ -1,7 +1,7 @@
 """The grid of ranks and its groups.
 
-``layout.order`` says which axis is innermost.  ``tp-dp-pp``, Megatron's order, numbers the ranks
-``(pp_index * dp + dp_index) * tp + tp_index``, so that the ranks of one tensor-parallel group are
+`layout.order` says which axis is innermost.  `tp-dp-pp`, Megatron's order, numbers the ranks
+`(pp_index * dp + dp_index) * tp + tp_index`, so that the ranks of one tensor-parallel group are
 neighbours and share a node, and pipeline stages are far apart.
 """
 
@@ -21,7 +21,7 @@ from repro.parallel.transports import Channels, GlooTransport, NcclTransport, No
 
 
 def groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
-    """The groups along ``axis`` (``dp``, ``tp`` or ``pp``): ranks that differ in their index there only.
+    """The groups along `axis` (`dp`, `tp` or `pp`): ranks that differ in their index there only.
 
     Within a group ranks are ordered by that index.
     """
@@ -46,7 +46,7 @@ class Mesh:
     dp: Group
     tp: Group
     pp: Group
-    """The stages of one pipeline; ``pp.rank`` is the stage."""
+    """The stages of one pipeline; `pp.rank` is the stage."""
     embedding: Group
     """First and last stage of the pipeline, which both hold the tied embedding; other stages are alone."""
     ledger: Ledger
@@ -58,9 +58,9 @@ def build(
     transport_of: Callable[[tuple[int, ...]], Transport],
     ledger: Ledger | None = None,
 ) -> Mesh:
-    """The mesh of ``rank`` in the layout's grid.
+    """The mesh of `rank` in the layout's grid.
 
-    ``transport_of`` is called for every group of the grid in the same order on every rank (creating a
+    `transport_of` is called for every group of the grid in the same order on every rank (creating a
     process group is itself collective).
     """
     ledger = ledger or Ledger()
@@ -93,7 +93,7 @@ def single(ledger: Ledger | None = None) -> Mesh:
 
 
 def shape_only(layout: Layout, rank: int = 0) -> Mesh:
-    """One rank's mesh for ``meta`` tensors: messages are counted and carry nothing."""
+    """One rank's mesh for `meta` tensors: messages are counted and carry nothing."""
     return build(layout, rank, lambda ranks: NoTransport())
 
 
@@ -124,9 +124,9 @@ _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 
 
 def _group(ranks: tuple[int, ...], purpose: tuple[int, ...] = ()) -> dist.ProcessGroup:
-    """The process group of ``ranks``, made once and used by every later mesh of the same default group.
+    """The process group of `ranks`, made once and used by every later mesh of the same default group.
 
-    ``purpose`` is empty for collectives; of a stream of messages it is the stage that sends, the one that
+    `purpose` is empty for collectives; of a stream of messages it is the stage that sends, the one that
     receives, and the channel.  A group costs threads, sockets, with NCCL memory of the device, and is not
     given back before the end: a job of many experiments, whose layouts repeat, would collect them, and each
     makes the next slower to make.

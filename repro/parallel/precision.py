@@ -1,8 +1,8 @@
 """Number formats of a step, and dynamic loss scaling.
 
 The scaler follows the rules of the 2019-2021 codes: the scale starts at 2^16, an overflow anywhere makes
-all ranks skip the step, the scale halves when ``hysteresis`` overflows have come and doubles after
-``window`` steps without one.  All of its state is on the device: no decision waits for the host.
+all ranks skip the step, the scale halves when `hysteresis` overflows have come and doubles after
+`window` steps without one.  All of its state is on the device: no decision waits for the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LossScaler:
         self.good_steps, self.tolerance = scalar(0.0), scalar(float(hysteresis))
 
     def update(self, overflow: Tensor) -> None:
-        """Take one step's outcome into account; ``overflow`` is 1 or 0 (0-dim fp32), equal on all ranks."""
+        """Take one step's outcome into account; `overflow` is 1 or 0 (0-dim fp32), equal on all ranks."""
         self.tolerance.sub_(overflow)
         self.good_steps.add_(1).mul_(1 - overflow)
         halve = (overflow > 0) & (self.tolerance <= 0)

@@ -1,7 +1,7 @@
 """Activation recomputation, one checkpoint per block (1910.02054 sec. 3.2; Chen et al. 2016).
 
 Forward keeps a block's input and throws its activations away; backward runs the block's forward again.
-How the input is kept is up to :mod:`repro.parallel.checkpoints`.  The blocks' random numbers are functions
+How the input is kept is up to `zero_r.partitioned_activations`.  The blocks' random numbers are functions
 of counters, so there is no generator state to save.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from repro.parallel.checkpoints import Checkpoints, Saved
+from repro.parallel.zero_r.partitioned_activations import Checkpoints, Saved
 
 Block = Callable[[Tensor], Tensor]
 
@@ -39,7 +39,7 @@ class _Recompute(torch.autograd.Function):
 
 
 def recompute(block: Block, x: Tensor, checkpoints: Checkpoints) -> Tensor:
-    """``block(x)``, keeping only a checkpoint of ``x`` [b, s, h] for backward, which runs ``block`` again.
+    """`block(x)`, keeping only a checkpoint of `x` [b, s, h] for backward, which runs `block` again.
 
     The parameters' gradients arrive during the backward pass, as without recomputation.  Backward runs
     once.

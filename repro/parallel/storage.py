@@ -15,12 +15,12 @@ COMMUNICATION, OTHER = "communication", "other"
 HOST = "host"
 """In host memory while the device computes (P_a+cpu); no part of what the device holds."""
 SHAPE = "shape"
-"""A tensor on ``meta`` that stands for one to come, wherever it will be: it holds nothing and counts nowhere."""
+"""A tensor on `meta` that stands for one to come, wherever it will be: it holds nothing and counts nowhere."""
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CHECKPOINTS, COMMUNICATION, OTHER, HOST)
 
 
 def mark(tensor: Tensor, category: str) -> Tensor:
-    """``tensor``, its storage marked as being for ``category``."""
+    """`tensor`, its storage marked as being for `category`."""
     whole = tensor.untyped_storage()
     whole.category = category  # type: ignore[attr-defined]
     watcher = getattr(whole, "watcher", None)
@@ -35,26 +35,26 @@ def category_of(storage: torch.UntypedStorage) -> str | None:
 
 
 def empty(numel: int, like: Tensor, category: str, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised flat tensor [numel] on ``like``'s device, in its dtype unless another is given."""
+    """An uninitialised flat tensor [numel] on `like`'s device, in its dtype unless another is given."""
     return mark(torch.empty(numel, dtype=dtype or like.dtype, device=like.device), category)
 
 
 def zeros(numel: int, like: Tensor, category: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A zeroed flat tensor [numel] on ``like``'s device, in its dtype unless another is given."""
+    """A zeroed flat tensor [numel] on `like`'s device, in its dtype unless another is given."""
     return mark(torch.zeros(numel, dtype=dtype or like.dtype, device=like.device), category)
 
 
 def empty_on_host(numel: int, like: Tensor, category: str) -> Tensor:
-    """An uninitialised flat tensor [numel] in host memory, page-locked where ``like`` is on a GPU.
+    """An uninitialised flat tensor [numel] in host memory, page-locked where `like` is on a GPU.
 
-    Where ``like`` has no data (``meta``), neither has the result.
+    Where `like` has no data (`meta`), neither has the result.
     """
     device = "meta" if like.is_meta else "cpu"
     return mark(torch.empty(numel, dtype=like.dtype, device=device, pin_memory=like.is_cuda), category)
 
 
 def release(tensor: Tensor) -> None:
-    """Free the tensor's memory; it and its views keep their shapes and come back with :func:`restore`."""
+    """Free the tensor's memory; it and its views keep their shapes and come back with `restore`."""
     _resize(tensor, 0)
 
 
@@ -64,7 +64,7 @@ def restore(tensor: Tensor) -> None:
 
 
 def _resize(tensor: Tensor, size: int) -> None:
-    """Resize the tensor's storage and tell whoever follows it (``watcher``): no operator does it."""
+    """Resize the tensor's storage and tell whoever follows it (`watcher`): no operator does it."""
     whole = tensor.untyped_storage()
     if whole.nbytes() != size:
         whole.resize_(size)
@@ -74,5 +74,5 @@ def _resize(tensor: Tensor, size: int) -> None:
 
 
 def is_released(tensor: Tensor) -> bool:
-    """Whether :func:`release` freed the memory."""
+    """Whether `release` freed the memory."""
     return tensor.untyped_storage().nbytes() == 0

@@ -2,10 +2,10 @@
 
 A block's two matrix pairs are split over the tp group: the first of a pair by columns (each rank computes
 some heads, or some of the MLP's hidden units), the second by rows, so that one all-reduce per pair and
-direction is all the communication there is.  With ``sp`` that all-reduce becomes a reduce-scatter along
+direction is all the communication there is.  With `sp` that all-reduce becomes a reduce-scatter along
 the sequence and an all-gather, and what lies between the pairs is split along the sequence.
 
-A parameter knows the dimension along which it is split (``parameter.split``), or is a duplicate.
+A parameter knows the dimension along which it is split (`parameter.split`), or is a duplicate.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
 
 
 def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
-    """rows^T x, the gradient of ``weight``; None if it went straight to its place in a bucket.
+    """rows^T x, the gradient of `weight`; None if it went straight to its place in a bucket.
 
-    A weight that is used once per backward pass may have a ``gradient_sink`` (see
-    :class:`repro.parallel.data.GradientReducer`): the product is then added where gradients are reduced,
+    A weight that is used once per backward pass may have a `gradient_sink` (see
+    `repro.parallel.zero.grad_reduce.GradientReducer`): the product is then added where gradients are reduced,
     and no gradient of its own is ever allocated or copied.
     """
     sink = getattr(weight, "gradient_sink", None)
@@ -123,29 +123,29 @@ class _ReduceOutput(torch.autograd.Function):
 
 
 def reduce_output(x: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
-    """Sum the ranks' partial results x [b, s, h]: all of it, or with ``sp`` each rank's [b, s/t, h]."""
+    """Sum the ranks' partial results x [b, s, h]: all of it, or with `sp` each rank's [b, s/t, h]."""
     return x if tp.size == 1 else _ReduceOutput.apply(x, tp, sp, purpose)
 
 
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sp: bool, purpose: str
 ) -> Tensor:
-    """x [b, s, h] (``sp``: [b, s/t, h]) times the rank's rows of ``weight`` [..., h], plus bias: [b, s, o/t]."""
+    """x [b, s, h] (`sp`: [b, s/t, h]) times the rank's rows of `weight` [..., h], plus bias: [b, s, o/t]."""
     return _Linear.apply(x, weight, bias, tp if tp.size > 1 else None, sp, purpose)
 
 
 def row_linear(x: Tensor, weight: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
-    """x [b, s, i/t] times the rank's columns of ``weight`` [o, i/t], summed over tp (no bias): [b, s, o]."""
+    """x [b, s, i/t] times the rank's columns of `weight` [o, i/t], summed over tp (no bias): [b, s, o]."""
     return reduce_output(_Linear.apply(x, weight, None, None, False, purpose), tp, sp, purpose)
 
 
 def split_parameter(
     shape: tuple[int, ...], split: int | None, tp: Group, init: str, *, used_once: bool = False
 ) -> nn.Parameter:
-    """A parameter of full ``shape`` of which each tp rank holds an equal part of dimension ``split``.
+    """A parameter of full `shape` of which each tp rank holds an equal part of dimension `split`.
 
-    ``init`` names how it starts: ``normal``, ``residual`` (normal / sqrt(2 layers)), ``zeros``, ``ones``.
-    ``used_once``: one linear layer of a pass uses it, so its gradient may skip autograd's accumulation.
+    `init` names how it starts: `normal`, `residual` (normal / sqrt(2 layers)), `zeros`, `ones`.
+    `used_once`: one linear layer of a pass uses it, so its gradient may skip autograd's accumulation.
     """
     local = list(shape)
     if split is not None:
@@ -200,7 +200,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
 
-    The whole row of logits never exists on one rank.  Backward overwrites ``logits``.  ``plain``: torch's
+    The whole row of logits never exists on one rank.  Backward overwrites `logits`.  `plain`: torch's
     operators in place of CUDA kernels.
     """
     return _CrossEntropy.apply(logits, targets, tp, plain)

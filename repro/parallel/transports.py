@@ -1,4 +1,4 @@
-"""What carries the messages of a group of ranks: gloo, NCCL, or nothing at all (one rank; shapes only on ``meta``)."""
+"""What carries the messages of a group of ranks: gloo, NCCL, or nothing at all (one rank; shapes only on `meta`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUM, MAX = "sum", "max"
 
 
 class Work:
-    """A collective under way.  ``wait()`` returns when its result may be used (on CUDA: enqueued after)."""
+    """A collective under way.  `wait()` returns when its result may be used (on CUDA: enqueued after)."""
 
     __slots__ = ("_finish", "_works")
 
@@ -43,19 +43,19 @@ class Transport(Protocol):
         """Reduce in place over all ranks."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
-        """Sum ``input`` [n * k], leave the rank's part in ``output`` [k], which may be a view of it."""
+        """Sum `input` [n * k], leave the rank's part in `output` [k], which may be a view of it."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Concatenate every rank's ``input`` [k] in ``output`` [n * k]; ``input`` may be its part of it."""
+        """Concatenate every rank's `input` [k] in `output` [n * k]; `input` may be its part of it."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """Copy in place from the group's rank ``source``."""
+        """Copy in place from the group's rank `source`."""
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
-        """Send to the group's rank ``to``; messages of one channel arrive in the order of sending."""
+        """Send to the group's rank `to`; messages of one channel arrive in the order of sending."""
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
-        """Receive in place the next message of the channel from the group's rank ``source``."""
+        """Receive in place the next message of the channel from the group's rank `source`."""
 
     def barrier(self) -> None:
         """Return when all ranks have arrived."""
@@ -133,7 +133,7 @@ class GlooTransport:
     """CPU tensors through gloo.
 
     gloo's reduce-scatter costs as much as its all-reduce, and its all-gather copies everything twice.
-    Messages sent straight between the ranks' own buffers move the same ``(n-1)/n`` of the payload in
+    Messages sent straight between the ranks' own buffers move the same `(n-1)/n` of the payload in
     one half to three quarters of the time; sums are in fp32 whatever the tensors are.
     """
 

@@ -1,9 +1,9 @@
-"""``repro artifact``: claim, command, expected value and tolerance, and what it costs on which cluster.
+"""`repro artifact`: claim, command, expected value and tolerance, and what it costs on which cluster.
 
 Made of the ledger and the suites alone, without records, so that the same checkout always gives the same text.
 The cost of a measured command has two ends, both in GPU-hours: the arithmetic of its steps at the device's peak, which
 nothing undercuts, and its experiments' time limits, which nothing exceeds.  What a step takes in between is what
-``repro submit --dry-run`` predicts from simulated records.
+`repro submit --dry-run` predicts from simulated records.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Cost:
 
 
 def command(output: Path | None) -> int:
-    """Write the appendix to ``output``, or print it; 0.  Raises ``ConfigError``."""
+    """Write the appendix to `output`, or print it; 0.  Raises `ConfigError`."""
     if output is None:
         sys.stdout.write(text())
         return 0

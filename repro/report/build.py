@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
-from repro.report import evidence, measured, page, validate, verdicts
+from repro.report import evidence, measured, page, verdicts
 from repro.report.commands import Catalogue
 from repro.results.store import MOST_REMARKS
+from repro.validate import published
 
 if TYPE_CHECKING:
     from repro.report.figures.style import Drawing
@@ -53,7 +54,7 @@ def command(
     json: bool = False,
     notebooks: bool = False,
 ) -> int:
-    """Write the report on the store ``results`` to ``out`` and print where; 0, or 1 if a notebook failed."""
+    """Write the report on the store `results` to `out` and print where; 0, or 1 if a notebook failed."""
     from repro.report.notebooks import CellFailed
 
     try:
@@ -77,9 +78,9 @@ def command(
 
 
 def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
-    """Write ``out``/index.html and ``out``/figures/*.svg, *.png; with ``notebooks`` also ``out``/notebooks/*.html.
+    """Write `out`/index.html and `out`/figures/*.svg, *.png; with `notebooks` also `out`/notebooks/*.html.
 
-    Raises ``ConfigError`` if ``out`` is no folder or the notebooks' packages are not there, ``CellFailed``.
+    Raises `ConfigError` if `out` is no folder or the notebooks' packages are not there, `CellFailed`.
     """
     from repro.report.figures import draw_all
     from repro.report.notebooks import write as write_notebooks
@@ -90,7 +91,7 @@ def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
         raise ConfigError("out", str(out), f"a folder that can be written: {error.strerror}") from None
     found = evidence.read(results)
     chosen = measured.select(found.records)
-    points = validate.points(found.judged, found.records)
+    points = published.points(found.judged, found.records)
     drawings = draw_all(chosen.experiments, chosen.comparisons, chosen.simulated, points, found.judged)
     remarks = _remarks(found, chosen)
     counts = summary(found.judged)["verdicts"]
@@ -170,7 +171,7 @@ def _remarks(found: evidence.Evidence, chosen: measured.Selection) -> list[str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace ``path`` as a whole, so that a reader never sees half a page."""
+    """Replace `path` as a whole, so that a reader never sees half a page."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(content)

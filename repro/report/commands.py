@@ -1,4 +1,4 @@
-"""The commands that bring a claim's evidence: ``repro run`` here, ``repro submit`` on the system that it needs.
+"""The commands that bring a claim's evidence: `repro run` here, `repro submit` on the system that it needs.
 
 Suites are read, nothing is run.  Names are folded into globs that match just them, so that a command is short
 and asks for nothing else.
@@ -24,10 +24,10 @@ class Command:
     """One command, the evidence that it brings, and the experiments that it runs."""
 
     kind: str
-    """``simulated`` or ``measured``."""
+    """`simulated` or `measured`."""
     text: str
     needs: str
-    """Devices and system, empty where any machine does: ``400 GPUs of dgx2``."""
+    """Devices and system, empty where any machine does: `400 GPUs of dgx2`."""
     suite: str
     names: tuple[str, ...]
 
@@ -45,7 +45,7 @@ class Catalogue:
                 self._profiles.setdefault(system, f"slurm/{path.name}")
 
     def commands(self, experiments: Iterable[tuple[str, str]]) -> list[Command]:
-        """What brings the records of (kind of evidence, ``suite/name``), by suite.
+        """What brings the records of (kind of evidence, `suite/name`), by suite.
 
         What is read as simulated and belongs on a cluster can be measured there too, at the published scale.
         """
@@ -84,9 +84,9 @@ class Catalogue:
 
 
 def globs(names: set[str], every: Iterable[str]) -> list[str]:
-    """The fewest beginnings (``fig6-*``) that match ``names`` and no other of ``every``, greedily.
+    """The fewest beginnings (`fig6-*`) that match `names` and no other of `every`, greedily.
 
-    A name that has ``*``, ``?`` or ``[`` in it stays as it is.
+    A name that has `*`, `?` or `[` in it stays as it is.
     """
     others = set(every) - names
     left, found = set(names), []

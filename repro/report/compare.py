@@ -1,7 +1,7 @@
-"""``repro compare A B``: what changed between two stores or two commits, and whether it got worse.
+"""`repro compare A B`: what changed between two stores or two commits, and whether it got worse.
 
 Two sides are two sets of records of the same experiments.  They did not take turns, so what disturbed one of them
-is in the ratio too: the interval says how much of it the steps themselves explain, and ``--tolerance`` what is
+is in the ratio too: the interval says how much of it the steps themselves explain, and `--tolerance` what is
 shrugged off.
 """
 
@@ -26,19 +26,19 @@ class Change:
     """One experiment or claim on both sides."""
 
     kind: str
-    """``speed`` (samples/s, B over A), ``memory`` (peak bytes, B over A), ``outcome`` or ``verdict``."""
+    """`speed` (samples/s, B over A), `memory` (peak bytes, B over A), `outcome` or `verdict`."""
     name: str
     before: str
     after: str
     judged: str
-    """``worse``, ``same`` or ``better``."""
+    """`worse`, `same` or `better`."""
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
 
 
 def command(first: str, second: str, results: Path, tolerance: float, json: bool) -> int:
-    """Print what differs; 1 if something is worse, else 0.  Raises ``ConfigError``."""
+    """Print what differs; 1 if something is worse, else 0.  Raises `ConfigError`."""
     require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
     sides = [side(text, results) for text in (first, second)]
     changes = compare(*sides, tolerance=tolerance)
@@ -55,7 +55,7 @@ def command(first: str, second: str, results: Path, tolerance: float, json: bool
 
 
 def side(text: str, results: Path) -> list[dict[str, Any]]:
-    """The records that ``text`` names: a store's folder, or the beginning of a commit of those in ``results``."""
+    """The records that `text` names: a store's folder, or the beginning of a commit of those in `results`."""
     folder = Path(text)
     if folder.is_dir():
         records = read(folder)

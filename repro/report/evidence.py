@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 VARIABLE = "REPRO_RESULTS"
-"""Names the store where :func:`read` is not told."""
+"""Names the store where `read` is not told."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a store says of the ledger.  ``pattern``: a glob of claim ids, or of ``suite/name``."""
+    """What a store says of the ledger.  `pattern`: a glob of claim ids, or of `suite/name`."""
 
     results: Path
     records: list[Record]
@@ -55,7 +55,7 @@ class Evidence:
         return judge(self.ledger, self.records)
 
     def documents(self, pattern: str = "*") -> list[dict[str, Any]]:
-        """The claims as ``repro claims --json`` prints them."""
+        """The claims as `repro claims --json` prints them."""
         return [
             as_dict(result, self.ledger) for result in self.judged if fnmatchcase(result.claim.id, pattern)
         ]
@@ -111,7 +111,7 @@ class Evidence:
         return _frame(rows)
 
     def tidy(self, pattern: str = "*") -> pd.DataFrame:
-        """For plots: one row per published value and kind (``published`` or evidence) that has a number."""
+        """For plots: one row per published value and kind (`published` or evidence) that has a number."""
         rows = []
         for claim in self.documents(pattern):
             for row in claim["rows"]:
@@ -175,14 +175,14 @@ class Evidence:
 
 
 def read(results: Path | str | None = None) -> Evidence:
-    """The evidence in the store at ``results``; an empty or missing one has analytic evidence only."""
+    """The evidence in the store at `results`; an empty or missing one has analytic evidence only."""
     store = Store(Path(results) if results is not None else default())
     records, torn = store.sound()
     return Evidence(results=store.root, records=records, torn=torn, ledger=load())
 
 
 def default() -> Path:
-    """``$REPRO_RESULTS``; else the nearest folder ``results`` here or above, else ``results`` here."""
+    """`$REPRO_RESULTS`; else the nearest folder `results` here or above, else `results` here."""
     named = os.environ.get(VARIABLE, "")
     if named:
         return Path(named)

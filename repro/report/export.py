@@ -1,4 +1,4 @@
-"""``repro export``: claims, values, experiments or records as a table for programs, papers and pull requests."""
+"""`repro export`: claims, values, experiments or records as a table for programs, papers and pull requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records"
 
 
 def command(results: Path, table: str, form: str, output: Path | None) -> int:
-    """Write one table; to standard output without ``output``, but for parquet.  Raises ``ConfigError``."""
+    """Write one table; to standard output without `output`, but for parquet.  Raises `ConfigError`."""
     if table not in TABLES:
         raise ConfigError("--table", table, f"one of {', '.join(TABLES)}")
     if form not in FORMATS:
@@ -42,7 +42,7 @@ def command(results: Path, table: str, form: str, output: Path | None) -> int:
 
 
 def read(results: Path, table: str) -> pd.DataFrame:
-    """One of ``TABLES`` from the store at ``results``; an empty store has claims with analytic evidence only."""
+    """One of `TABLES` from the store at `results`; an empty store has claims with analytic evidence only."""
     from repro.report import evidence
 
     found = evidence.read(results)

@@ -105,7 +105,7 @@ _SWITCHES = {"pa": "P_a", "pa_cpu": "on the CPU", "md": "M_D", "scatter_gather":
 
 
 def layout(values: dict[str, Any]) -> str:
-    """A layout in a few words: ``dp 2, tp 2, sp, zero 3, bf16``; what is off is not said."""
+    """A layout in a few words: `dp 2, tp 2, sp, zero 3, bf16`; what is off is not said."""
     parts = [f"{key} {values[key]}" for key in ("dp", "tp", "pp") if values.get(key, 1) > 1]
     parts += [f"{values['chunks']} chunks"] if values.get("chunks", 1) > 1 else []
     parts += ["sp"] if values["sp"] else []
@@ -146,7 +146,7 @@ class Machines:
         self._numbers = {origin: number for number, (origin, _) in enumerate(entries, 1)}
 
     def number(self, record: Record) -> int:
-        """Of the entry that describes where ``record`` comes from."""
+        """Of the entry that describes where `record` comes from."""
         return self._numbers[_origin(record)]
 
 
@@ -155,7 +155,7 @@ def _origin(record: Record) -> tuple[str, ...]:
 
 
 def where(provenance: Record) -> dict[str, str]:
-    """A record's machine, versions and source, each in a few words; ``unknown`` where it does not say."""
+    """A record's machine, versions and source, each in a few words; `unknown` where it does not say."""
     cpu, packages = provenance.get("cpu") or {}, provenance.get("packages") or {}
     memory, gpus = provenance.get("memory") or {}, provenance.get("gpus") or []
     names = [str(gpu.get("name")) for gpu in gpus]
@@ -172,7 +172,7 @@ def where(provenance: Record) -> dict[str, str]:
 
 
 def _commit(provenance: Record) -> str:
-    """``3300ebc0a1b2``, with the hash of the uncommitted difference where there is one."""
+    """`3300ebc0a1b2`, with the hash of the uncommitted difference where there is one."""
     git = provenance.get("git") or {}
     if not git.get("commit"):
         return "not a checkout" if not git else f"no commit, tree {git.get('diff')}"

@@ -1,7 +1,7 @@
-"""``repro report --notebooks``: execute the notebooks of reports/ on a store, and write each as one HTML file.
+"""`repro report --notebooks`: execute the notebooks of reports/ on a store, and write each as one HTML file.
 
 A notebook is a Python file with cells (jupytext's percent format), so that it can be reviewed, merged and linted.
-Each runs in a kernel of its own, which reads the store that ``REPRO_RESULTS`` names.
+Each runs in a kernel of its own, which reads the store that `REPRO_RESULTS` names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from repro.report.commands import ROOT
 from repro.report.evidence import VARIABLE
 
 FOLDER = ROOT / "reports"
-HERE = Path(__file__).parent
+TEMPLATES = Path(__file__).parent / "templates"
 CELL_S = 300
 """A cell that takes longer is stopped."""
 AT_ONCE = 2
@@ -27,7 +27,7 @@ PACKAGES = "jupytext, nbclient, nbconvert and ipykernel: pip install -e '.[noteb
 
 
 class CellFailed(Exception):
-    """A cell raised; ``str`` is one line with file, cell and error."""
+    """A cell raised; `str` is one line with file, cell and error."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Rendered:
 
 
 def sources(folder: Path = FOLDER) -> list[Path]:
-    """The notebooks, in the order of their numbers.  Raises ``ConfigError`` where there is no checkout."""
+    """The notebooks, in the order of their numbers.  Raises `ConfigError` where there is no checkout."""
     found = sorted(folder.glob("[0-9][0-9]_*.py"))
     if not found:
         raise ConfigError("--notebooks", str(folder), "a checkout with reports/*.py")
@@ -48,7 +48,7 @@ def sources(folder: Path = FOLDER) -> list[Path]:
 
 
 def write(results: Path, out: Path, folder: Path = FOLDER) -> list[Rendered]:
-    """Execute every notebook on ``results`` and write ``out``/NAME.html.  Raises ``ConfigError``, ``CellFailed``."""
+    """Execute every notebook on `results` and write `out`/NAME.html.  Raises `ConfigError`, `CellFailed`."""
     paths = sources(folder)
     done = asyncio.run(_execute_all(paths, results.resolve()))
     out.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ async def _execute_all(paths: list[Path], results: Path) -> list[Any]:
 
 
 async def execute(path: Path, results: Path) -> Any:
-    """The notebook at ``path`` with its outputs.  Raises ``CellFailed``."""
+    """The notebook at `path` with its outputs.  Raises `CellFailed`."""
     try:
         from nbclient import NotebookClient
         from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -128,7 +128,7 @@ def _save(path: Path, notebook: Any, out: Path) -> Rendered:
     colours = [
         HtmlFormatter(style=style).get_style_defs(".highlight") for style in ("default", "github-dark")
     ]
-    style = (HERE / "style.css").read_text(encoding="utf-8") + (HERE / "notebook.css").read_text(
+    style = (TEMPLATES / "style.css").read_text(encoding="utf-8") + (TEMPLATES / "notebook.css").read_text(
         encoding="utf-8"
     )
     page = _PAGE.format(

@@ -1,7 +1,7 @@
 """The page: what it says of claims, figures, records and machines, and how much of a large store it lists.
 
 A page of ten thousand lines helps nobody: every record that a claim or a figure reads has its line, and beside
-them the newest ``MOST`` of each kind.  What is left out is counted on the page, and ``repro export`` has it.
+them the newest `MOST` of each kind.  What is left out is counted on the page, and `repro export` has it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from repro.report.text import interval
 if TYPE_CHECKING:
     from repro.report.measured import Machines, Selection
 
-HERE = Path(__file__).parent
+TEMPLATES = Path(__file__).parent / "templates"
 MOST = 200
 """Records of a kind that no claim and no figure reads, and comparisons, that the page lists."""
 MOST_PROVENANCES = 20
@@ -35,7 +35,7 @@ def context(
     remarks: list[str],
     catalogue: Catalogue,
 ) -> dict[str, Any]:
-    """What the template is filled with.  ``figures``: as ``build`` saved them, with ``records`` by anchor."""
+    """What the template is filled with.  `figures`: as `build` saved them, with `records` by anchor."""
     everything = [*chosen.experiments, *chosen.simulated]
     machines = measured.Machines([*everything, *chosen.comparisons])
     known = {_anchor(record): record for record in everything}
@@ -80,14 +80,14 @@ def render(values: dict[str, Any]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["code"] = _code
-    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
+    style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
     return environment.get_template("page.html").render(style=style, script=script, **values)
 
 

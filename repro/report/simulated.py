@@ -40,7 +40,7 @@ def experiment_row(record: Record) -> dict[str, Any]:
 
 
 def _where(role: Record) -> str:
-    """Where in the step the fullest rank holds most: ``backward, first stage``."""
+    """Where in the step the fullest rank holds most: `backward, first stage`."""
     if not role:
         return ""
     stage = "" if role["name"] == "all" else f", {role['name']} stage"

@@ -9,7 +9,7 @@ _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def size(count: float | None) -> str:
-    """Bytes in decimal units: ``1.53 GB``, ``512 B``."""
+    """Bytes in decimal units: `1.53 GB`, `512 B`."""
     if count is None:
         return NOTHING
     for unit, scale in _BYTES:
@@ -19,7 +19,7 @@ def size(count: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Seconds: ``1.53 s``, ``12.3 ms``, ``2 min 5 s``."""
+    """Seconds: `1.53 s`, `12.3 ms`, `2 min 5 s`."""
     if value is None:
         return NOTHING
     if value >= 100:
@@ -28,14 +28,14 @@ def seconds(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """A number with thousands separators: ``12,345``, ``87.6``."""
+    """A number with thousands separators: `12,345`, `87.6`."""
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if abs(value) >= 1000 else significant(value)
 
 
 def significant(value: float) -> str:
-    """Three significant digits without an exponent: ``1.53``, ``15.3``, ``153``, ``0.00153``."""
+    """Three significant digits without an exponent: `1.53`, `15.3`, `153`, `0.00153`."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -43,5 +43,5 @@ def significant(value: float) -> str:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """``[0.98, 1.04]``, or what is to be said where none can be given."""
+    """`[0.98, 1.04]`, or what is to be said where none can be given."""
     return "no interval" if low is None or high is None else f"[{low:.2f}, {high:.2f}]"

@@ -22,7 +22,7 @@ def slug(verdict: str) -> str:
 
 
 def anchor(kind: str, name: str) -> str:
-    """Where the page has the record of the experiment ``suite/name``."""
+    """Where the page has the record of the experiment `suite/name`."""
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.')}"
 
 
@@ -60,7 +60,7 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Catal
 
 
 def experiments_of(claim: Claim) -> list[tuple[str, str]]:
-    """Kind of evidence and ``suite/name`` of every experiment that a claim reads, each once."""
+    """Kind of evidence and `suite/name` of every experiment that a claim reads, each once."""
     from repro.claims.judge import experiments
 
     read = [
@@ -146,7 +146,7 @@ def _value(finding: Finding, result: RowResult) -> str:
 
 
 def _with_unit(text: str, unit: str) -> str:
-    """``31.4 GB``, ``44.8%``, ``9.09x [8.7, 9.5]``; nothing twice."""
+    """`31.4 GB`, `44.8%`, `9.09x [8.7, 9.5]`; nothing twice."""
     if not unit or text.endswith(unit):
         return text
     value, bracket, interval = text.partition(" [")

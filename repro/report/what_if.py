@@ -9,10 +9,10 @@ from repro.config import ConfigError, Experiment, Layout, Training
 
 
 def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
-    """Trace one step of ``model`` on ``system`` in this process: its metrics, and ``outcome`` (``ok`` or ``oom``).
+    """Trace one step of `model` on `system` in this process: its metrics, and `outcome` (`ok` or `oom`).
 
-    ``layout``: fields of :class:`repro.Layout`, as in a suite: ``dp=64, zero=2, micro_batch=8, precision="fp16"``.
-    Names of metrics are those of simulated records.  Raises ``ConfigError`` for what cannot be.
+    `layout`: fields of `repro.Layout`, as in a suite: `dp=64, zero=2, micro_batch=8, precision="fp16"`.
+    Names of metrics are those of simulated records.  Raises `ConfigError` for what cannot be.
     """
     from repro.launch.simulated import attempt
 

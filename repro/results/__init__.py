@@ -1,1 +1,1 @@
-"""Records on disk (``store``), made of the ranks' results (``record``) and viewed (``frame``)."""
+"""Records on disk (`store`), made of the ranks' results (`record`) and viewed (`frame`)."""

@@ -28,7 +28,7 @@ def experiments(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def metrics(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record and metric: columns ``metric`` and ``value``."""
+    """One row per record and metric: columns `metric` and `value`."""
     return _frame(
         {**_identity(record), "metric": metric, "value": value}
         for record in _of_kind(records, "experiment")
@@ -37,7 +37,7 @@ def metrics(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def losses(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record and training step: ``step``, ``loss``, ``grad_norm``."""
+    """One row per record and training step: `step`, `loss`, `grad_norm`."""
     return _frame(
         {**_identity(record), "step": step, "loss": loss, "grad_norm": norm}
         for record in _of_kind(records, "experiment")
@@ -48,7 +48,7 @@ def losses(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def step_seconds(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record and timed step: ``round``, ``step`` within it, ``seconds``."""
+    """One row per record and timed step: `round`, `step` within it, `seconds`."""
     return _frame(
         {**_identity(record), "round": number, "step": step, "seconds": seconds}
         for record in _of_kind(records, "experiment")
@@ -58,7 +58,7 @@ def step_seconds(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def memory(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record, rank, moment (``states`` or ``peak``) and category: ``bytes``."""
+    """One row per record, rank, moment (`states` or `peak`) and category: `bytes`."""
     return _frame(
         {**_identity(record), "rank": rank, "moment": moment, "category": category, "bytes": size}
         for record in _of_kind(records, "experiment")
@@ -70,7 +70,7 @@ def memory(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def communication(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record, rank, group and operation: ``calls``, ``payload_bytes``, ``sent_bytes``."""
+    """One row per record, rank, group and operation: `calls`, `payload_bytes`, `sent_bytes`."""
     return _frame(
         {**_identity(record), "rank": rank, **row}
         for record in _of_kind(records, "experiment")
@@ -80,7 +80,7 @@ def communication(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def comparisons(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per comparison record: ``baseline``, ``subject``, ``ratio``, ``low``, ``high``, ``rounds``."""
+    """One row per comparison record: `baseline`, `subject`, `ratio`, `low`, `high`, `rounds`."""
     return _frame(
         {
             **{

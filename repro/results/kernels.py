@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 Ran = dict[str, dict[str, int]]
-"""Operator -> ``cuda`` or ``torch: why`` -> ranks on which it ran so.
+"""Operator -> `cuda` or `torch: why` -> ranks on which it ran so.
 
-The one operator is ``every operator`` where there was no choice: on a CPU, or under ``kernels = "reference"``.
+The one operator is `every operator` where there was no choice: on a CPU, or under `kernels = "reference"`.
 """
 
 

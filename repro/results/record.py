@@ -1,21 +1,21 @@
 """Records made of what the ranks measured.  Names of metrics are fixed, since claims refer to them.
 
 Times are seconds, sizes bytes, work FLOP.  A step takes as long as its slowest rank; memory is the largest
-of any rank; communication is rank 0's, of one ordinary step.  ``memory.activations_bytes`` are those at the
-moment of the device's peak, checkpoints included; ``memory.checkpoints_bytes`` (on the device) and
-``memory.host_bytes`` (checkpoints in host memory) are the most at any moment.
+of any rank; communication is rank 0's, of one ordinary step.  `memory.activations_bytes` are those at the
+moment of the device's peak, checkpoints included; `memory.checkpoints_bytes` (on the device) and
+`memory.host_bytes` (checkpoints in host memory) are the most at any moment.
 
-``comm.purpose.GROUP.PURPOSE.*`` are summed over all ranks, as no stage of a pipeline speaks for the others.
-``pipeline.bubble`` is the time that a step's busiest rank waited for other stages over the time that it
+`comm.purpose.GROUP.PURPOSE.*` are summed over all ranks, as no stage of a pipeline speaks for the others.
+`pipeline.bubble` is the time that a step's busiest rank waited for other stages over the time that it
 computed, (t - ideal)/ideal of 2104.04473 sec. 2.2: what the others wait for because it is slower is no bubble.
-It is the median over the undisturbed timed steps, with ``.low`` and ``.high`` its 95 % bootstrap interval.  A
+It is the median over the undisturbed timed steps, with `.low` and `.high` its 95 % bootstrap interval.  A
 step is disturbed if a rank was kept from its core while it computed, by other ranks or other programs: who
 waits for that rank waits for nothing that a schedule knows.  With fewer than three undisturbed steps there is
 no interval, and no bubble is given.
 
-``kernels`` says what computed each operator: a CUDA kernel, or torch's operators and why.
+`kernels` says what computed each operator: a CUDA kernel, or torch's operators and why.
 
-A run that went on from a checkpoint says so in ``checkpoints`` and in ``series.resumed_from`` (steps): its losses
+A run that went on from a checkpoint says so in `checkpoints` and in `series.resumed_from` (steps): its losses
 are of all its steps, and its times of those since it last went on, for times are never stitched together.
 """
 
@@ -33,7 +33,7 @@ from repro.results.kernels import of_ranks
 from repro.results.store import SCHEMA
 
 RankResult = dict[str, Any]
-"""One experiment's results of one rank, as ``repro.launch.session`` returns them."""
+"""One experiment's results of one rank, as `repro.launch.session` returns them."""
 UNDISTURBED = 0.95
 """Least part of its computing time that a rank has its core for, or the step is disturbed."""
 _WORST_FIRST = ("oom", "diverged", "error", "ok")
@@ -49,7 +49,7 @@ def experiment_record(
     outcome: str = "ok",
     reason: str = "",
 ) -> dict[str, Any]:
-    """The record of one experiment.  ``results``: one of every rank, or none if it did not finish.
+    """The record of one experiment.  `results`: one of every rank, or none if it did not finish.
 
     A rank may finish and still say that it was no success; the worst rank's outcome is the record's.
     """
@@ -89,7 +89,7 @@ def comparison_record(
 ) -> dict[str, Any] | None:
     """Ratio subject/baseline of samples/s over paired rounds; None if either has a round without a time.
 
-    ``results``: the ranks' results of the baseline and of the subject, from one interleaved launch.
+    `results`: the ranks' results of the baseline and of the subject, from one interleaved launch.
     """
     rates = [_round_rates(ranks) for ranks in results]
     pairs = [list(pair) for pair in zip(*rates, strict=True)]
@@ -127,7 +127,7 @@ def _round_rates(results: list[RankResult]) -> list[float]:
 
 
 def _metrics(results: list[RankResult], counted: bool) -> dict[str, float]:
-    """``counted``: whether the engine counts what it sends; torch's own do not."""
+    """`counted`: whether the engine counts what it sends; torch's own do not."""
     first = results[0]
     metrics: dict[str, float] = {
         "parameters": first["parameters"],

@@ -1,16 +1,16 @@
 """Records made of what a simulated step says, under the names of the measured ones where they mean the same.
 
 Memory is the largest of any role, communication that of the role which holds rank 0 (the first stage), and
-``comm.purpose.*`` are summed over all ranks, as in :mod:`repro.results.record`.  A simulation knows more:
-``memory.reserved_bytes`` is what the caching allocator would reserve on the fullest device,
-``memory.used_bytes`` that and the context beside it, ``memory.communication_bytes`` the most that buffers of
-messages take, ``comm.link.CLASS.sent_bytes`` what goes over a class of links, ``time.*`` where the slowest
-stage's seconds go.  Times are there where the system says enough; ``trace_seconds`` is what the simulation
-itself took.  ``series.memory`` is what is live on the fullest role over the step
-(:mod:`repro.simulate.memory_timeline`), ``series.seconds`` the slowest stage's seconds by kind of operator and of
+`comm.purpose.*` are summed over all ranks, as in `repro.results.record`.  A simulation knows more:
+`memory.reserved_bytes` is what the caching allocator would reserve on the fullest device,
+`memory.used_bytes` that and the context beside it, `memory.communication_bytes` the most that buffers of
+messages take, `comm.link.CLASS.sent_bytes` what goes over a class of links, `time.*` where the slowest
+stage's seconds go.  Times are there where the system says enough; `trace_seconds` is what the simulation
+itself took.  `series.memory` is what is live on the fullest role over the step
+(`repro.simulate.memory.timeline`), `series.seconds` the slowest stage's seconds by kind of operator and of
 exposed communication.
 
-A step that does not fit has needs all the same: a record with the outcome ``oom`` says what would be live,
+A step that does not fit has needs all the same: a record with the outcome `oom` says what would be live,
 but not what would be reserved.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from repro.config import Experiment
 from repro.config.system import System
 from repro.models import flops, parameters
-from repro.parallel.schedule import build, in_flight
+from repro.parallel.pipeline.schedule import build, in_flight
 from repro.results.record import head
 from repro.results.store import SIMULATED
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def simulated_record(
     experiment: Experiment, simulation: Simulation, system: System, *, suite: str, wall_s: float
 ) -> dict[str, Any]:
-    """The record of one simulated experiment, ``ok`` or ``oom``; its provenance is still to come."""
+    """The record of one simulated experiment, `ok` or `oom`; its provenance is still to come."""
     first = simulation.roles[0]
     per_layer = _per_layer(experiment, first)
     return _record(experiment, suite, wall_s) | {
@@ -65,9 +65,9 @@ def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: fl
 def facts(system: System) -> dict[str, Any]:
     """What a simulation takes from a system: with other numbers, an older record is out of date.
 
-    ``numbers`` stands for all that its time depends on.
+    `numbers` stands for all that its time depends on.
     """
-    from repro.simulate.software import generations
+    from repro.simulate.time.calibration_points import calibration_points
 
     return {
         "system": system.name,
@@ -75,7 +75,7 @@ def facts(system: System) -> dict[str, Any]:
         "context_bytes": system.context(),
         "devices_per_node": system.devices_per_node.value,
         "links": sorted(system.links),
-        "numbers": hashlib.sha256(repr((system, generations())).encode()).hexdigest()[:16],
+        "numbers": hashlib.sha256(repr((system, calibration_points())).encode()).hexdigest()[:16],
     }
 
 
@@ -191,8 +191,8 @@ def _time(experiment: Experiment, simulation: Simulation) -> dict[str, float]:
 
 
 def _series(experiment: Experiment, simulation: Simulation, system: System) -> dict[str, Any]:
-    from repro.simulate.device import DeviceCost
-    from repro.simulate.memory_timeline import over_step
+    from repro.simulate.memory.timeline import over_step
+    from repro.simulate.time.device import DeviceCost
 
     prediction, fullest = simulation.time, simulation.roles.index(simulation.fullest)
     traced = simulation.traces[fullest]

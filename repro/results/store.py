@@ -1,7 +1,7 @@
-"""The store: append-only JSON lines, one file per writer, under ``root/records``.
+"""The store: append-only JSON lines, one file per writer, under `root/records`.
 
-A record is on disk when :meth:`Store.append` returns: one ``write`` to a file that only this process
-writes, then ``fsync``.  ``kill -9`` at any moment leaves at worst one torn last line, which readers skip and
+A record is on disk when `Store.append` returns: one `write` to a file that only this process
+writes, then `fsync`.  `kill -9` at any moment leaves at worst one torn last line, which readers skip and
 report.  When the disk is full, the half-written line is cut off again and a small file that was kept in
 reserve makes room for one more record, the one that says so.
 """
@@ -35,7 +35,7 @@ MOST_REMARKS = 10
 
 
 class Store:
-    """Records of all runs below ``root``.  Opening and reading create nothing; the first append does."""
+    """Records of all runs below `root`.  Opening and reading create nothing; the first append does."""
 
     def __init__(self, root: Path = Path("results")):
         self.root = root
@@ -54,7 +54,7 @@ class Store:
     def append(self, record: dict[str, Any]) -> None:
         """Write one record (finite numbers only) and wait until it is on disk.
 
-        Raises ``OSError``: nothing of the record is left then.  After ``ENOSPC`` the reserve is free, so that
+        Raises `OSError`: nothing of the record is left then.  After `ENOSPC` the reserve is free, so that
         one short record still fits.
         """
         line = json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n"
@@ -94,7 +94,7 @@ class Store:
 
     @property
     def torn(self) -> list[str]:
-        """One remark for each line that the last :meth:`records` had to skip."""
+        """One remark for each line that the last `records` had to skip."""
         return [remark for reading in self._read.values() for remark in reading.remarks()]
 
     def latest(self, evidence: str = MEASURED) -> dict[str, dict[str, Any]]:
@@ -167,7 +167,7 @@ class Store:
 
 
 def read(root: Path) -> list[dict[str, Any]]:
-    """The sound records below ``root``, oldest first; the other lines are named on standard error."""
+    """The sound records below `root`, oldest first; the other lines are named on standard error."""
     records, remarks = Store(root).sound()
     say(remarks)
     return records

@@ -1,7 +1,7 @@
 """Where a layout puts its ranks on a system's nodes, and which links its groups therefore use.
 
-Nodes are filled one after another in the order of the ranks, so ``layout.order`` decides what stays inside
-a node: with ``tp-dp-pp`` tensor parallelism does as long as tp divides the devices of a node.  Nothing is
+Nodes are filled one after another in the order of the ranks, so `layout.order` decides what stays inside
+a node: with `tp-dp-pp` tensor parallelism does as long as tp divides the devices of a node.  Nothing is
 enumerated: every question costs as much as the group that it is about has members.
 """
 
@@ -17,27 +17,27 @@ from repro.config.system import System
 
 BETWEEN_NODES = "inter-node"
 GROUPS = ("world", "tp", "dp", "pp", "embedding")
-"""The groups of a rank, as :class:`repro.parallel.mesh.Mesh` names them."""
+"""The groups of a rank, as `repro.parallel.mesh.Mesh` names them."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of ``layout`` on the nodes of ``system``.
+    """The ranks of `layout` on the nodes of `system`.
 
-    There are as many nodes as it takes, whatever the system's ``nodes`` say; the last one may be partly
-    empty.  Ranks that are processes of one processor (links of class ``memory`` alone) are all on one node.
+    There are as many nodes as it takes, whatever the system's `nodes` say; the last one may be partly
+    empty.  Ranks that are processes of one processor (links of class `memory` alone) are all on one node.
     """
 
     layout: Layout
     system: System
 
     def node_of(self, rank: int) -> int:
-        """The node of ``rank``; ``ConfigError`` if it takes devices per node to know and nobody does."""
+        """The node of `rank`; `ConfigError` if it takes devices per node to know and nobody does."""
         assert 0 <= rank < self.layout.world, f"rank {rank} of {self.layout.world}"
         return rank // self._devices_per_node
 
     def by_node(self, ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """``ranks`` that share a node, by node, in their order: who talks inside before anybody talks out."""
+        """`ranks` that share a node, by node, in their order: who talks inside before anybody talks out."""
         found: dict[int, tuple[int, ...]] = {}
         for rank in ranks:
             node = self.node_of(rank)
@@ -45,10 +45,10 @@ class Placement:
         return found
 
     def link_of(self, group: str, ranks: Sequence[int]) -> str:
-        """The slowest class of links that the members of ``group`` need to reach each other.
+        """The slowest class of links that the members of `group` need to reach each other.
 
-        ``inter-node`` if any two of them are on different nodes, else the class inside a node: the first of
-        memory, nvlink and pcie that the system has (``ConfigError`` if it has none).  ``ranks`` may be any of
+        `inter-node` if any two of them are on different nodes, else the class inside a node: the first of
+        memory, nvlink and pcie that the system has (`ConfigError` if it has none).  `ranks` may be any of
         them: two stages of a pipeline are the edge between them.  Empty for one rank, which sends nothing.
         """
         if len(set(ranks)) < 2:
@@ -63,12 +63,12 @@ class Placement:
             raise ConfigError(error.key, error.value, what, file=self.system.name) from None
 
     def links(self, rank: int) -> dict[str, str]:
-        """:meth:`link_of` every group of ``rank`` that has more than one member."""
+        """`link_of` every group of `rank` that has more than one member."""
         groups = {group: self.ranks_of(group, rank) for group in GROUPS}
         return {group: self.link_of(group, ranks) for group, ranks in groups.items() if len(ranks) > 1}
 
     def ranks_of(self, group: str, rank: int) -> tuple[int, ...]:
-        """The members of the ``group`` (one of :data:`GROUPS`) of ``rank``, as the mesh orders them."""
+        """The members of the `group` (one of `GROUPS`) of `rank`, as the mesh orders them."""
         layout = self.layout
         if group == "world":
             return tuple(range(layout.world))
@@ -81,12 +81,12 @@ class Placement:
         return tuple(start + i * stride for i in range(degree))
 
     def index_of(self, axis: str, rank: int) -> int:
-        """The index of ``rank`` along ``axis`` (tp, dp or pp); along pp it is the stage."""
+        """The index of `rank` along `axis` (tp, dp or pp); along pp it is the stage."""
         return rank // self._strides[axis] % int(getattr(self.layout, axis))
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """How far apart neighbours along each axis are (the arithmetic of ``mesh.groups``)."""
+        """How far apart neighbours along each axis are (the arithmetic of `mesh.groups`)."""
         strides, stride = {}, 1
         for axis in self.layout.order.split("-"):
             strides[axis] = stride

@@ -12,11 +12,11 @@ from repro.config.system import System
 from repro.models import flops, parameters
 from repro.parallel import mesh as meshes
 from repro.parallel.transports import NoTransport
-from repro.simulate.memory import Memory, measure
+from repro.simulate.memory.live import Memory, measure
+from repro.simulate.memory.replay import Replay, replay
 from repro.simulate.placement import Placement
-from repro.simulate.predict import Prediction, predict
-from repro.simulate.replay import Replay, replay
-from repro.simulate.trace import Role, Trace, roles, trace
+from repro.simulate.time.predict import Prediction, predict
+from repro.simulate.trace.roles import Role, Trace, roles, trace
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Simulation:
 
     @property
     def outcome(self) -> str:
-        """``ok``, or ``oom`` if some role does not fit its device."""
+        """`ok`, or `oom` if some role does not fit its device."""
         return "oom" if self.fullest.replay.out_of_memory else "ok"
 
     @property
@@ -110,7 +110,7 @@ class Simulation:
         return text
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, the document of ``repro simulate --json``."""
+        """Plain data, the document of `repro simulate --json`."""
         e, fullest, busiest = self.experiment, self.fullest, self.busiest
         return {
             "outcome": self.outcome,
@@ -187,11 +187,11 @@ def simulate(
     time: bool = False,
     record: bool = False,
 ) -> Simulation:
-    """Trace every role of ``experiment`` and replay it on a device of ``system``.
+    """Trace every role of `experiment` and replay it on a device of `system`.
 
-    ``memory_limit`` (bytes) stands for the device's memory, to make a device behave like a smaller one.
-    ``expandable``: torch's expandable segments.  ``gloo``: see :func:`repro.simulate.trace.trace`.  ``time``:
-    predict its seconds as well (``record``: with every span, for a drawing).
+    `memory_limit` (bytes) stands for the device's memory, to make a device behave like a smaller one.
+    `expandable`: torch's expandable segments.  `gloo`: see `repro.simulate.trace.roles.trace`.  `time`:
+    predict its seconds as well (`record`: with every span, for a drawing).
     """
     began = perf_counter()
     context = system.context()

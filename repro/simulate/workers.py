@@ -22,10 +22,10 @@ WORKER_BYTES = 2 * 2**30
 
 
 class Workers:
-    """Use as a context manager; :meth:`map` may be called several times and keeps the processes."""
+    """Use as a context manager; `map` may be called several times and keeps the processes."""
 
     def __init__(self, most: int = 0):
-        """``most``: processes to use, 1 for none but this one; 0: as many as there are cores and memory."""
+        """`most`: processes to use, 1 for none but this one; 0: as many as there are cores and memory."""
         room = max(1, min(usable_cores(), memory()["available_bytes"] // WORKER_BYTES))
         self.count = min(most or room, room)
         self._pool: ProcessPoolExecutor | None = None
@@ -40,7 +40,7 @@ class Workers:
             self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
     def map(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
-        """``function(*task)`` of every task, in their order."""
+        """`function(*task)` of every task, in their order."""
         if self.count == 1 or (self._pool is None and len(tasks) < WORTH):
             return [function(*task) for task in tasks]
         if self._pool is None:
@@ -53,7 +53,7 @@ class Workers:
 
 
 def prepare(parent: int) -> None:
-    """A worker lives no longer than ``parent``, leaves Ctrl-C to it, and takes one core."""
+    """A worker lives no longer than `parent`, leaves Ctrl-C to it, and takes one core."""
     from repro.launch.rank import die_with_parent
 
     die_with_parent(parent)

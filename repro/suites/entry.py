@@ -1,4 +1,4 @@
-"""One ``[[experiment]]`` table of a suite, with what it takes from ``[defaults]`` and ``[layouts]``.
+"""One `[[experiment]]` table of a suite, with what it takes from `[defaults]` and `[layouts]`.
 
 A layout may be named once and used by several experiments::
 
@@ -10,7 +10,7 @@ A layout may be named once and used by several experiments::
     layout = "C4"                                 # as it is
     layout = { use = "C4", tp = 16, dp = 25 }     # with keys of its own
 
-An experiment's own keys win over those of the layout that it names, and those over ``[defaults]``.
+An experiment's own keys win over those of the layout that it names, and those over `[defaults]`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Entry:
     launch: str = ""
     """Experiments with the same name here share one start of the processes."""
     expect: str = "ok"
-    """The outcome that is a success: ``oom`` where out-of-memory is the claim; empty: none is expected."""
+    """The outcome that is a success: `oom` where out-of-memory is the claim; empty: none is expected."""
 
 
 class Shared(NamedTuple):
@@ -52,7 +52,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One ``[[experiment]]`` table (or ``[defaults]``) as it is written."""
+    """One `[[experiment]]` table (or `[defaults]`) as it is written."""
 
     name: str = ""
     model: str = ""
@@ -73,7 +73,7 @@ class _Level(NamedTuple):
 
 
 def shared(defaults: Any, layouts: Any, file: str) -> Shared:
-    """Check the keys of ``[defaults]`` and ``[layouts]``; values are checked in the experiments they reach."""
+    """Check the keys of `[defaults]` and `[layouts]`; values are checked in the experiments they reach."""
     if not isinstance(layouts, dict):
         raise ConfigError("layouts", layouts, "tables [layouts.NAME]", file=file)
     for name, table in layouts.items():
@@ -94,7 +94,7 @@ def shared(defaults: Any, layouts: Any, file: str) -> Shared:
 
 
 def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
-    """The ``number``-th experiment of a file.  Raises ``ConfigError``."""
+    """The `number`-th experiment of a file.  Raises `ConfigError`."""
     name = data.get("name") if isinstance(data, dict) else None
     if not isinstance(name, str) or not name:
         raise ConfigError(
@@ -150,7 +150,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
 
 
 def _spelled(data: Any, place: str) -> dict[str, Any]:
-    """``layout = "C1"`` as ``layout = { use = "C1" }``."""
+    """`layout = "C1"` as `layout = { use = "C1" }`."""
     if not isinstance(data, dict):
         raise ConfigError("defaults", data, "a table", file=place)
     return {**data, "layout": {USE: data["layout"]}} if isinstance(data.get("layout"), str) else dict(data)
@@ -227,7 +227,7 @@ def _known(key: str, value: Any, cls: type[Any], *, file: str, where: str) -> No
 
 
 def unknown(key: str, known: tuple[str, ...], what: str = "key") -> str:
-    """What to say of a name that is not among ``known``."""
+    """What to say of a name that is not among `known`."""
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
     return f"unknown {what}; {hint}"

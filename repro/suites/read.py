@@ -1,7 +1,7 @@
 """Read a suite: a TOML file that names experiments, what they share, and which of them are compared.
 
 Everything that can be wrong in it is found here, before any process starts, and becomes one
-``ConfigError`` line that names file, experiment, key, value and what would be right.
+`ConfigError` line that names file, experiment, key, value and what would be right.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Suite:
     comparisons: tuple[Comparison, ...] = field(default=())
 
     def entry(self, name: str) -> Entry:
-        """The entry of the experiment called ``name``."""
+        """The entry of the experiment called `name`."""
         return next(entry for entry in self.entries if entry.experiment.name == name)
 
 
@@ -58,7 +58,7 @@ class _Compare:
 
 
 def load(path: Path) -> Suite:
-    """The suite in ``path``.  Raises ``ConfigError``."""
+    """The suite in `path`.  Raises `ConfigError`."""
     return parse(read_toml(path), file=str(path))
 
 

@@ -1,4 +1,4 @@
-"""The hardware of the reports as data files, and ``local``, the machine at hand.
+"""The hardware of the reports as data files, and `local`, the machine at hand.
 
 repro.systems.names()          ["dgx2", "dgx2h", ..., "local"]
 repro.systems.load("dgx2")     a frozen System; a path to one's own .toml works too

@@ -1,4 +1,4 @@
-"""Read system files; every mistake in one becomes one ``ConfigError`` line."""
+"""Read system files; every mistake in one becomes one `ConfigError` line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ HERE = (LOCAL, "local-gpu")
 
 
 def names() -> list[str]:
-    """Names of all systems; ``local`` is last and has no file."""
+    """Names of all systems; `local` is last and has no file."""
     return [*sorted(path.stem for path in FILES.glob("*.toml")), LOCAL]
 
 
 def load(name: str | Path) -> System:
-    """The system called ``name``, or the one in the ``.toml`` file at the path ``name``."""
+    """The system called `name`, or the one in the `.toml` file at the path `name`."""
     if str(name) == LOCAL:
         from repro.systems.local import discover
 
@@ -54,7 +54,7 @@ def _read(path: Path) -> System:
 
 
 def parse(data: dict[str, Any], *, name: str, file: str) -> System:
-    """The system in the tables of a file.  ``name`` is the file's name and is not repeated inside."""
+    """The system in the tables of a file.  `name` is the file's name and is not repeated inside."""
     if "name" in data:
         raise ConfigError("name", data["name"], "no such key: a system is called as its file", file=file)
     tables = _quantities(System, dict(data, name=name), file, "")
@@ -99,7 +99,7 @@ def _link(data: Any, file: str, where: str) -> Link:
 
 
 def _quantities(cls: type[Any], data: Any, file: str, where: str) -> dict[str, Any]:
-    """A copy of the table ``data`` in which the fields of ``cls`` that are quantities have become ones."""
+    """A copy of the table `data` in which the fields of `cls` that are quantities have become ones."""
     table = dict(_table(data, file, where))
     keys = [field.name for field in dataclasses.fields(cls) if field.type == Quantity.__name__]
     for key in keys:
@@ -109,7 +109,7 @@ def _quantities(cls: type[Any], data: Any, file: str, where: str) -> dict[str, A
 
 
 def quantity(data: Any, *, file: str, where: str) -> Quantity:
-    """``{ value = 125e12, source = "..." }``; ``value = "unknown"`` becomes None."""
+    """`{ value = 125e12, source = "..." }`; `value = "unknown"` becomes None."""
     if not isinstance(data, dict):
         head, _, key = where.rpartition(".")
         raise ConfigError(key, data, "a table { value = ..., source = ... }", file=file, where=head)

@@ -9,7 +9,7 @@ NOT_MEASURED = "the machine does not tell; it has to be measured or looked up"
 
 
 def discover() -> System:
-    """``local``: its GPUs if it has any, else one "device" that is the processor with the machine's memory.
+    """`local`: its GPUs if it has any, else one "device" that is the processor with the machine's memory.
 
     With different GPUs the first one is described and the note says so.
     """

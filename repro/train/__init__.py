@@ -1,1 +1,4 @@
-"""The training step and its schedule: one step, whatever the layout, the device or the transport."""
+"""What the native engine's step is made of beside `parallel`: a rank's part of the model, the learning rate.
+
+`engines` and `checkpoint` import it.
+"""

@@ -12,11 +12,11 @@ from torch.nn import Parameter
 from repro.config import Experiment
 from repro.models.gpt import GPT, Part, Place
 from repro.models.init import initial_values
-from repro.parallel.bucket import InitialValues, Tag
-from repro.parallel.checkpoints import Checkpoints
 from repro.parallel.mesh import Mesh
 from repro.parallel.precision import DTYPES
-from repro.parallel.sharding import ShardedModule, Sharding
+from repro.parallel.zero.flat_buffer import InitialValues, Tag
+from repro.parallel.zero.stages import ShardedModule, Sharding
+from repro.parallel.zero_r.partitioned_activations import Checkpoints
 
 DECAYED, NOT_DECAYED = 0, 1
 
@@ -31,7 +31,7 @@ class MicroBatch:
 
 
 class ModelPart:
-    """What the pipeline's runner calls: see :class:`repro.parallel.pipeline.Chunk`."""
+    """What the pipeline's runner calls: see `repro.parallel.pipeline.runner.Chunk`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ModelPart:
         parts: Sequence[range],
         checkpoints: Checkpoints | None,
     ):
-        """``parts`` are the layers of all parts of the model, in its order."""
+        """`parts` are the layers of all parts of the model, in its order."""
         layout, training = experiment.layout, experiment.training
         self.mesh = mesh
         number = chunk * mesh.pp.size + mesh.pp.rank
@@ -76,14 +76,14 @@ class ModelPart:
         )
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """The part's output for one micro-batch; ``x`` comes from the part before, None for the first."""
+        """The part's output for one micro-batch; `x` comes from the part before, None for the first."""
         batch = self.micro_batches[micro_batch]
         self.sharded.begin_forward()
         output: Tensor = self.model(batch.tokens if x is None else x, batch.targets, batch.place)
         return output
 
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
-        """The ``micro_batch``-th backward pass of the step begins."""
+        """The `micro_batch`-th backward pass of the step begins."""
         self.sharded.begin_backward(micro_batch, micro_batches)
 
     def after_backward(self) -> None:
@@ -99,7 +99,7 @@ class ModelPart:
         return {self._names[name]: value for name, value in self.sharded.full_parameters().items()}
 
     def name_in_model(self, name: str) -> str:
-        """What the whole model calls the parameter that this part calls ``name``."""
+        """What the whole model calls the parameter that this part calls `name`."""
         return self._names[name]
 
     def splits(self) -> dict[str, int | None]:

@@ -11,9 +11,9 @@ import time
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from repro.simulate.events import Alloc, Event, Free, Phase
-from repro.simulate.pools import MIB
-from repro.simulate.replay import replay
+from repro.simulate.memory.pools import MIB
+from repro.simulate.memory.replay import replay
+from repro.simulate.trace.events import Alloc, Event, Free, Phase
 
 pytestmark = pytest.mark.benchmarks
 

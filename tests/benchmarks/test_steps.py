@@ -3,7 +3,7 @@
     make benchmarks
 
 fp32, 6 layers of 256, 128 tokens x 4 per rank.  The suite records the same as ratios with intervals
-(``repro run suites/smoke.toml --only 'speed-*'``); here each strategy is one row of pytest-benchmark.
+(`repro run suites/smoke.toml --only 'speed-*'`); here each strategy is one row of pytest-benchmark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUNS: dict[str, Run] = {}
 
 
 def take_steps(engine: str, zero: int, steps: int) -> float:
-    """Mean seconds of ``steps`` steps on this rank; builds the engine on the first call."""
+    """Mean seconds of `steps` steps on this rank; builds the engine on the first call."""
     name = f"{engine}-{zero}"
     if name not in RUNS:
         layout = Layout(dp=2, zero=zero, micro_batch=4)

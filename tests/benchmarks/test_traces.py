@@ -36,7 +36,7 @@ MOST_MEMORY = 2 * 2**30
 
 @pytest.mark.parametrize("name", STEPS)
 def test_simulation(benchmark: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """``repro simulate`` after torch has been imported."""
+    """`repro simulate` after torch has been imported."""
     benchmark.group = "simulate one step"
 
     def answer() -> dict[str, Any]:

@@ -11,6 +11,6 @@ CACHE = 2**20
 
 
 def run_rank(job: Job, **place: Any) -> dict[str, dict[str, Any]]:
-    """As :func:`repro.calibrate.target.run_rank`."""
+    """As `repro.calibrate.target.run_rank`."""
     clock.cache_bytes = lambda device: CACHE
     return target.run_rank(job, **place)

@@ -11,8 +11,8 @@ from repro.calibrate.calls import bind, calls_of, choose
 from repro.calibrate.clock import OperatorClock
 from repro.config import Layout
 from repro.parallel import mesh as meshes
-from repro.simulate.events import Operator
-from repro.simulate.trace import roles, trace
+from repro.simulate.trace.events import Operator
+from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""``repro calibrate`` from the command line: a real, small calibration, what it writes, and what it refuses."""
+"""`repro calibrate` from the command line: a real, small calibration, what it writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from repro.launch import local
 from repro.launch.beacon import Beacon, Lookout
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
-from repro.simulate.trace import roles, trace
+from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
 
 pytestmark = pytest.mark.timeout(300)

@@ -46,7 +46,7 @@ def test_nothing_is_negative(rows: list[tuple[float, float, float]]) -> None:
 
 
 def test_own_rates_only_where_they_differ() -> None:
-    """Streams of one speed share ``elementwise``; what is slower, and products, have their own."""
+    """Streams of one speed share `elementwise`; what is slower, and products, have their own."""
     sizes = [2.0**k for k in range(12, 26, 2)]
     streams = {
         name: [Point(n, 0, 5e-6 + n * 1e-10) for n in sizes] for name in ("aten.add", "aten.mul", "aten.sub")

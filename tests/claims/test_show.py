@@ -1,4 +1,4 @@
-"""``repro claims``: a table, one claim in full, JSON; fast and without torch."""
+"""`repro claims`: a table, one claim in full, JSON; fast and without torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from repro.claims.judge import judge
 from repro.claims.ledger import Ledger
 from repro.claims.reader import load
 from repro.claims.results import VERDICTS, ClaimResult
-from repro.claims.show import command, show_all, show_one
 from repro.claims.table import summary, table
+from repro.cli.views.claims import command, show_all, show_one
 from repro.config import ConfigError
 
 
@@ -103,7 +103,7 @@ def test_counts_are_those_of_the_lines() -> None:
 LEAN = """
 import sys
 from pathlib import Path
-from repro.claims.show import command
+from repro.cli.views.claims import command
 command("", True, Path(sys.argv[1]))
 heavy = {"torch", "pandas", "numpy", "pydantic", "scipy"} & set(sys.modules)
 assert not heavy, heavy

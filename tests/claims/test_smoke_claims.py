@@ -36,7 +36,7 @@ def states(nd: int, stage: int) -> float:
 
 
 def smoke(**wrong: float) -> list[dict[str, Any]]:
-    """Records of a suite in which everything holds, but for the metrics in ``wrong``."""
+    """Records of a suite in which everything holds, but for the metrics in `wrong`."""
     records = []
     for nd in (1, 2, 4):
         ring = 2 * (nd - 1) / nd  # elements sent per element reduced, 2 bytes each

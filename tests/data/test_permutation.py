@@ -48,7 +48,7 @@ def test_the_order_looks_random() -> None:
 
 
 def orders(n: int, trials: int) -> list[list[int]]:
-    """The orders of n things under ``trials`` keys."""
+    """The orders of n things under `trials` keys."""
     positions = np.tile(np.arange(n, dtype=np.uint64), trials)
     keys = np.repeat(key(7, np.arange(trials, dtype=np.uint64)), n)
     rows: list[list[int]] = permute(positions, n, keys).reshape(trials, n).tolist()

@@ -1,7 +1,7 @@
 """A session without torch: ranks that beat, sum and wait through files, and misbehave on request.
 
-An experiment stays in its second step as long as a file of its name is in the folder ``FAKE_HOLD``.
-What goes wrong is said in ``FAKE_FAULT`` as ``KIND:NAME:RANK:STEP``
+An experiment stays in its second step as long as a file of its name is in the folder `FAKE_HOLD`.
+What goes wrong is said in `FAKE_FAULT` as `KIND:NAME:RANK:STEP`
 (several separated by commas) and concerns the experiment of that name, so that its key stays the same.
 """
 
@@ -21,7 +21,7 @@ class Diverged(Exception):
 
 
 class _Ring:
-    """A barrier of ``world`` processes in the rendezvous' folder; a dead peer is noticed like gloo does."""
+    """A barrier of `world` processes in the rendezvous' folder; a dead peer is noticed like gloo does."""
 
     def __init__(self, url: str, rank: int, world: int):
         if url.startswith("tcp://"):  # the address with its port is this launch's alone

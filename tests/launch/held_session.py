@@ -15,10 +15,10 @@ HELD = 3
 
 
 class _HeldBeacon:
-    """A beacon that keeps its rank in step ``HELD`` as long as the folder ``FAKE_HOLD`` says so.
+    """A beacon that keeps its rank in step `HELD` as long as the folder `FAKE_HOLD` says so.
 
-    A file ``NAME`` holds all ranks of the experiment of that name, until they are asked to stop; ``NAME.rank-R``
-    holds one, whatever it is asked.  Rank 0 writes to the file ``FAKE_LOG`` whose turn it is.
+    A file `NAME` holds all ranks of the experiment of that name, until they are asked to stop; `NAME.rank-R`
+    holds one, whatever it is asked.  Rank 0 writes to the file `FAKE_LOG` whose turn it is.
     """
 
     def __init__(self, beacon: Beacon, job: Job, rank: int):

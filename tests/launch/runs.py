@@ -1,4 +1,4 @@
-"""Suites for tests and ``repro run`` as a process of its own, with stand-in or real ranks."""
+"""Suites for tests and `repro run` as a process of its own, with stand-in or real ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ seq = 16
 
 
 def write_suite(folder: Path, body: str, *, name: str = "faults", limits: str = "hang_s = 2") -> Path:
-    """A suite in ``folder`` with a tiny model, two ranks and six steps unless ``body`` says otherwise."""
+    """A suite in `folder` with a tiny model, two ranks and six steps unless `body` says otherwise."""
     (folder / "tiny.toml").write_text(MODEL)
     path = folder / f"{name}.toml"
     path.write_text(
@@ -51,7 +51,7 @@ def write_suite(folder: Path, body: str, *, name: str = "faults", limits: str = 
 
 
 def experiments(*names: str, extra: str = "") -> str:
-    """``[[experiment]]`` tables that differ in their seed only."""
+    """`[[experiment]]` tables that differ in their seed only."""
     return "\n".join(
         f'[[experiment]]\nname = "{name}"\ntraining.seed = {seed}\n{extra}' for seed, name in enumerate(names)
     )
@@ -60,7 +60,7 @@ def experiments(*names: str, extra: str = "") -> str:
 def start(
     suite: Path, results: Path, *arguments: str, fake: bool = True, **variables: str
 ) -> subprocess.Popen[str]:
-    """``repro run`` in a session of its own."""
+    """`repro run` in a session of its own."""
     environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if fake:
         environment["REPRO_RANK_TARGET"] = FAKE
@@ -83,12 +83,12 @@ def finish(process: subprocess.Popen[str], timeout: float = 100) -> tuple[int, s
 def run(
     suite: Path, results: Path, *arguments: str, fake: bool = True, **variables: str
 ) -> tuple[int, str, str]:
-    """``repro run`` to its end."""
+    """`repro run` to its end."""
     return finish(start(suite, results, *arguments, fake=fake, **variables))
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks that a ``repro run`` has started, in order."""
+    """The ranks that a `repro run` has started, in order."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
@@ -101,7 +101,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Return as soon as ``condition`` holds; fail if it never does."""
+    """Return as soon as `condition` holds; fail if it never does."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"

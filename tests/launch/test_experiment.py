@@ -14,7 +14,7 @@ from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StepClock
 from repro.models.flops import hardware_flops, model_flops
 from repro.parallel import mesh as meshes
-from repro.train.schedule import learning_rate
+from repro.train.learning_rate import learning_rate
 from tests.training import tiny
 
 

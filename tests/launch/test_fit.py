@@ -1,4 +1,4 @@
-"""``repro fit --measure``: real processes that fit or do not, one rank of many, and what a failure was about."""
+"""`repro fit --measure`: real processes that fit or do not, one rank of many, and what a failure was about."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from repro.launch import trial
 from repro.launch.beacon import Beacon, Lookout
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
-from repro.simulate.memory import measure
-from repro.simulate.trace import Role, trace
+from repro.simulate.memory.live import measure
+from repro.simulate.trace.roles import Role, trace
 from tests.training import tiny
 
 MODEL = Model(name="tiny", layers=4, hidden=64, heads=4, vocab=512, seq=32)

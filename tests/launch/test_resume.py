@@ -1,4 +1,4 @@
-"""``repro run`` that is stopped in a long training, and run again."""
+"""`repro run` that is stopped in a long training, and run again."""
 
 from __future__ import annotations
 

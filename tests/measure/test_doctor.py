@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from repro.measure import doctor
-from repro.measure.check import Check, render
-from repro.measure.doctor import command, examine, precisions, runs_on
+from repro.doctor import machine
+from repro.doctor.check import Check, render
+from repro.doctor.machine import command, examine, precisions, runs_on
 
 
 def by_name(results: Path) -> dict[str, Check]:
@@ -81,21 +81,21 @@ def fake_torch(capability: tuple[int, int], architectures: list[str], count: int
 
 
 def test_v100_has_no_bf16_whatever_torch_says() -> None:
-    _, device = doctor._cuda(fake_torch((7, 0), ["sm_70", "sm_80"]))
+    _, device = machine._cuda(fake_torch((7, 0), ["sm_70", "sm_80"]))
     assert device.state == "yes"
     assert "no bf16" in device.enables
 
 
 def test_v100_with_a_torch_that_dropped_it() -> None:
-    _, device = doctor._cuda(fake_torch((7, 0), ["sm_80", "sm_90"]))
+    _, device = machine._cuda(fake_torch((7, 0), ["sm_80", "sm_90"]))
     assert device.state == "no"
     assert "no kernels for sm_70; builds for CUDA 12.6 still do" in device.enables
 
 
 def test_several_gpus_and_nccl() -> None:
-    checks = doctor._cuda(fake_torch((9, 0), ["sm_90"], count=4))
+    checks = machine._cuda(fake_torch((9, 0), ["sm_90"], count=4))
     assert [check.name for check in checks] == ["CUDA", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert doctor._nccl(fake_torch((9, 0), ["sm_90"])).found == "2.27.3"
+    assert machine._nccl(fake_torch((9, 0), ["sm_90"])).found == "2.27.3"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_slurm_is_found_by_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_pat
         (tmp_path / name).write_text("#!/bin/sh\necho slurm 23.11.4\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    check = doctor._slurm()
+    check = machine._slurm()
     assert (check.state, check.found.split(",")[0]) == ("yes", "slurm 23.11.4")
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from repro.config import ConfigError
+from repro.doctor.check import Check
+from repro.doctor.kernels import kernels
 from repro.kernels.cuda import cache, families
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda.compile import Compiled, Target
 from repro.kernels.cuda.program import Program, Unavailable
-from repro.measure.check import Check
-from repro.measure.kernel_doctor import kernels
 
 LOG = """ptxas info    : Compiling entry function 'adamw' for 'sm_80'
     {spilled} bytes stack frame, {spilled} bytes spill stores, 0 bytes spill loads

@@ -11,7 +11,7 @@ TRACE = """
 import sys
 from repro import models
 from repro.config import Experiment, Layout
-from repro.simulate.trace import roles, trace
+from repro.simulate.trace.roles import roles, trace
 
 layout = Layout(tp=2, dp=2, zero=2, precision="fp16", recompute=True, micro_batch=1, global_batch=2)
 experiment = Experiment(name="x", model=models.load("tiny-parity"), layout=layout)

@@ -1,4 +1,4 @@
-"""What ``repro models`` prints."""
+"""What `repro models` prints."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from repro.cli.views.models import command, gigabytes, human
 from repro.config import ConfigError
 from repro.models import load, names
 from repro.models.parameters import total
-from repro.models.show import command, gigabytes, human
 
 
 def test_the_list_names_every_model_uncut_in_80_columns(

@@ -1,4 +1,4 @@
-"""Unusual modules and passes over them, and how they train: what the tests of :func:`repro.parallelize` share."""
+"""Unusual modules and passes over them, and how they train: what the tests of `repro.parallelize` share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import repro
 from repro.config import Layout
-from repro.parallel.bucket import Bucket
 from repro.parallel.comm import Work
+from repro.parallel.zero.flat_buffer import Bucket
 
 WIDTH, ROWS, STEPS, RANKS = 8, 4, 6, 2
 
@@ -77,7 +77,7 @@ class Reentrant(nn.Module):
 
 
 class Segments(nn.Module):
-    """Two blocks a checkpoint, in keyword arguments too; ``use_reentrant`` of either kind."""
+    """Two blocks a checkpoint, in keyword arguments too; `use_reentrant` of either kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def train(
 ) -> dict[str, Tensor]:
     """Parameters after some steps; without a layout of one process that has all ranks' samples, rank by rank.
 
-    ``late``: rank 1 sends its new parameters late.
+    `late`: rank 1 sends its new parameters late.
     """
     torch.manual_seed(1)
     module = kind()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from repro.parallel.units import default_units
+from repro.parallel.zero.units import default_units
 from tests.parallel.edge_models import Containers
 
 

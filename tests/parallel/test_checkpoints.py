@@ -15,9 +15,9 @@ from repro.config import ConfigError, Layout
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
-from repro.parallel.arena import Arena
-from repro.parallel.checkpoints import Checkpoints, Saved
 from repro.parallel.recompute import recompute
+from repro.parallel.zero_r.defragmentation import Arena
+from repro.parallel.zero_r.partitioned_activations import Checkpoints, Saved
 from tests.pool import RankPool
 
 SHAPE = (2, 3, 5)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
+from repro.engines.native import NativeEngine
 from repro.parallel import mesh as meshes
-from repro.train.step import NativeEngine
 from tests.pool import RankPool
 from tests.training import TINY, micro_batches, tiny
 
@@ -164,17 +164,17 @@ def test_stage_1_publishes_under_the_next_forward(two: RankPool) -> None:
 def _pending(experiment: Experiment) -> dict[str, int]:
     mesh = meshes.distributed(experiment.layout, "cpu")
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
-    publisher = engine.parts[0].sharded.publisher
-    assert publisher is not None
+    param_gather = engine.parts[0].sharded.param_gather
+    assert param_gather is not None
     engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
-    seen = {"at step end": len(publisher._works)}
+    seen = {"at step end": len(param_gather._works)}
 
     def note(*_: object) -> None:
-        seen["when block 0 runs"] = len(publisher._works)
+        seen["when block 0 runs"] = len(param_gather._works)
 
     engine.parts[0].model.blocks["0"].register_forward_hook(note)
     batch = micro_batches(experiment, mesh.dp.rank, 1)[0]
     engine.parts[0].sharded.begin(0, 1)
     engine.parts[0].model(batch.tokens, batch.targets, batch.place)
-    seen["after forward"] = len(publisher._works)
+    seen["after forward"] = len(param_gather._works)
     return seen

@@ -11,13 +11,13 @@ import torch
 
 import repro
 from repro.config import ConfigError, Layout, Model
+from repro.engines.native import NativeEngine
 from repro.models.generations import WeightDropout, past
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Work
-from repro.simulate.events import Message, Phase, Wait
-from repro.simulate.memory import Memory, measure
-from repro.simulate.trace import Trace, roles, trace
-from repro.train.step import NativeEngine
+from repro.simulate.memory.live import Memory, measure
+from repro.simulate.trace.events import Message, Phase, Wait
+from repro.simulate.trace.roles import Trace, roles, trace
 from tests.parallel.stock_models import BATCH as STOCK_BATCH
 from tests.parallel.stock_models import Tied, optimizer_of, train_stock
 from tests.parallel.test_parity import BATCH, alone, assert_same, run
@@ -92,7 +92,7 @@ def test_february_2020(four: RankPool, zero1_reduce: str) -> None:
 
 
 def order(layout: Layout) -> list[str]:
-    """What happens in a step's backward passes and after: ``pass`` where one ends, messages of dp, and waits."""
+    """What happens in a step's backward passes and after: `pass` where one ends, messages of dp, and waits."""
     mesh = meshes.shape_only(layout)
     experiment = tiny(layout)
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Model
+from repro.engines.native import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
-from repro.parallel.partition import ALIGNMENT
-from repro.train.step import NativeEngine
+from repro.parallel.zero.partition import ALIGNMENT
 from tests.pool import RankPool
 from tests.training import micro_batches, tiny
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from repro.config import Layout
 from repro.config.layout import ORDERS
 from repro.parallel.mesh import groups, shape_only
-from repro.parallel.partition import ALIGNMENT, plan_bucket, plan_buckets
+from repro.parallel.zero.partition import ALIGNMENT, plan_bucket, plan_buckets
 
 sizes = st.lists(st.tuples(st.integers(1, 200), st.sampled_from("ab")), min_size=1, max_size=12)
 ranks = st.integers(1, 9)

@@ -13,8 +13,8 @@ from torch import nn
 
 import repro
 from repro.config import Layout
-from repro.engines.wrap import require_backend
 from repro.parallel import mesh as meshes
+from repro.wrap.parallelize import require_backend
 from tests.pool import RankPool, forks
 
 
@@ -51,7 +51,7 @@ GRID = Layout(tp=2, dp=2, micro_batch=1)
 
 
 def groups_made(times: int) -> list[int]:
-    """Groups of this rank that exist after each of ``times`` meshes of one layout, beyond those before."""
+    """Groups of this rank that exist after each of `times` meshes of one layout, beyond those before."""
     world = dist.distributed_c10d._world
     before = len(world.pg_map)
     found = []

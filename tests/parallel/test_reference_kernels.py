@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from repro.config import Layout
 from repro.engines import build_engine
 from repro.parallel import mesh as meshes
-from repro.simulate.memory import measure
-from repro.simulate.trace import roles, trace
+from repro.simulate.memory.live import measure
+from repro.simulate.trace.roles import roles, trace
 from tests.parallel.test_parity import BATCH, alone, assert_same, run
 from tests.pool import RankPool
 from tests.training import LEARNING, micro_batches, smallest, tiny, train

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.config import ConfigError
-from repro.parallel.schedule import (
+from repro.parallel.pipeline.schedule import (
     BACKWARD,
     FORWARD,
     Action,
@@ -104,7 +104,7 @@ def test_it_runs_on_channels_without_tags_whoever_is_scheduled_first(
 ) -> None:
     """Sends never block, receives do, and what arrives first on an edge is what is wanted first.
 
-    Also where activations and gradients ``shared`` one channel, as they would with p = 2 and v > 1.
+    Also where activations and gradients `shared` one channel, as they would with p = 2 and v > 1.
     """
     _, p, m, v = case
     assert run(build(*case), v, random, shared) == 2 * p * m * v
@@ -203,7 +203,7 @@ def test_a_deadlock_is_named() -> None:
 def test_it_needs_no_torch_and_large_schedules_take_seconds() -> None:
     code = (
         "import sys\n"
-        "from repro.parallel.schedule import build, bubble\n"
+        "from repro.parallel.pipeline.schedule import build, bubble\n"
         "print(bubble(build('interleaved', 64, 512, 4)), 'torch' in sys.modules)"
     )
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The same step runs on ``meta`` tensors: nothing in it needs data, and it counts what a real run counts."""
+"""The same step runs on `meta` tensors: nothing in it needs data, and it counts what a real run counts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
+from repro.engines.native import NativeEngine
 from repro.models import load
 from repro.models.gpt import Place
 from repro.models.parameters import total
 from repro.parallel import mesh as meshes
-from repro.train.step import MicroBatch, NativeEngine
+from repro.train.part import MicroBatch
 from tests.parallel.test_communication import traffic
 from tests.pool import RankPool
 from tests.training import tiny

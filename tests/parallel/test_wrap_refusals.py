@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 import repro
 from repro.config import Layout
 from repro.parallel import mesh as meshes
-from repro.parallel.bucket import Tag
-from repro.parallel.sharding import ShardedModule, Sharding
-from repro.parallel.units import default_units
+from repro.parallel.zero.flat_buffer import Tag
+from repro.parallel.zero.stages import ShardedModule, Sharding
+from repro.parallel.zero.units import default_units
 from tests.parallel.edge_models import (
     STAGES,
     WIDTH,

@@ -1,4 +1,4 @@
-"""``state_dict`` of a wrapped module: what it waits for, and what may be loaded."""
+"""`state_dict` of a wrapped module: what it waits for, and what may be loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.pool import RankPool
 
 
 def states_after_step(zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """``state_dict()`` of the module and of a submodule right after a step, and what it must be."""
+    """`state_dict()` of the module and of a submodule right after a step, and what it must be."""
     torch.manual_seed(1)
     module: nn.Module = Plain()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=1.0)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
-from repro.engines.wrap import parallelize
+from repro.engines.native import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
-from repro.parallel.data import GradientReducer
-from repro.train.step import MicroBatch, NativeEngine
+from repro.parallel.zero.grad_reduce import GradientReducer
+from repro.train.part import MicroBatch
+from repro.wrap.parallelize import parallelize
 from tests.parallel.test_parity import alone, assert_same
 from tests.parallel.test_pipeline import whole
 from tests.pool import RankPool
@@ -273,7 +274,7 @@ class Backwards(torch.nn.Module):
     ids=name_of,
 )
 def test_shape_only_counts_the_same(two: RankPool, layout: Layout) -> None:
-    """On ``meta`` the same step has the same messages and the same checkpoints, on the device and the host."""
+    """On `meta` the same step has the same messages and the same checkpoints, on the device and the host."""
     experiment = tiny(layout)
     shapes, real = look(experiment, "meta"), two.run(look, experiment)[0]
     assert shapes["rows"] == real["rows"]

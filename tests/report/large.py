@@ -31,7 +31,7 @@ def _shapes() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 
 def store(root: Path, count: int) -> Path:
-    """A store with ``count`` records: first every experiment of every suite, then others and reruns."""
+    """A store with `count` records: first every experiment of every suite, then others and reruns."""
     named = [
         (suite.name, entry.experiment.name, entry.experiment.as_dict())
         for suite in Catalogue().suites.values()

@@ -73,7 +73,7 @@ class Visit:
 
 @pytest.fixture
 def visit(browser: Any, built: Path) -> Iterator[Any]:
-    """Opens the synthetic store's page: ``visit(size, scheme, anchor)``."""
+    """Opens the synthetic store's page: `visit(size, scheme, anchor)`."""
     visits: list[Visit] = []
 
     def open_page(size: dict[str, int] = DESK, scheme: str = "light", anchor: str = "") -> Visit:

@@ -10,12 +10,12 @@ from overlaps import troubles
 
 from repro.claims.judge import judge
 from repro.claims.reader import load
-from repro.parallel.schedule import build
+from repro.parallel.pipeline.schedule import build
 from repro.report.figures import breakdown, degrees, links, machine, memory_timeline, model_states, schedules
 from repro.report.figures.style import Drawing, look
 from repro.report.figures.values import View
 from repro.results.simulated import failed_record
-from repro.simulate.stage import TRANSFER
+from repro.simulate.time.stage import TRANSFER
 
 GB = 10**9
 

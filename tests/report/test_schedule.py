@@ -1,4 +1,4 @@
-"""``repro schedule``: the terminal drawing, the JSON document, the picture and the errors."""
+"""`repro schedule`: the terminal drawing, the JSON document, the picture and the errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from repro import cli
-from repro.report.schedule_colours import paint
-from repro.report.schedule_plan import make
-from repro.report.schedule_svg import draw as draw_svg
-from repro.report.schedule_text import busy_shares
-from repro.report.schedule_text import draw as draw_text
+from repro.cli.views.schedule_plan import make
+from repro.cli.views.schedule_svg import draw as draw_svg
+from repro.cli.views.schedule_text import busy_shares
+from repro.cli.views.schedule_text import draw as draw_text
+from repro.report.figures.schedule_colours import paint
 
 SVG = "{http://www.w3.org/2000/svg}"
 YUAN = ["--pp", "38", "--micro-batches", "480"]

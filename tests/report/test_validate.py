@@ -14,10 +14,14 @@ from repro import suites
 from repro.claims.judge import experiments, judge
 from repro.claims.reader import load
 from repro.cli import main
-from repro.report import validate_machine, validate_show
+from repro.cli.views import validate
 from repro.report.figures import draw_all, validation
 from repro.report.figures.style import look
-from repro.report.validate import (
+from repro.results.simulated import failed_record
+from repro.results.store import Store
+from repro.systems import load as load_system
+from repro.validate import machine as validate_machine
+from repro.validate.published import (
     A100_MEGATRON,
     BOUND,
     CALIBRATION,
@@ -30,9 +34,6 @@ from repro.report.validate import (
     families,
     points,
 )
-from repro.results.simulated import failed_record
-from repro.results.store import Store
-from repro.systems import load as load_system
 
 LEDGER = load()
 FOLDER = Path(__file__).parents[2] / "suites"
@@ -231,4 +232,4 @@ def test_measured_runs_are_predicted_on_a_system_file(
     assert main(["validate", "--results", str(tmp_path), "--system", "dgx2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)["machine"]
     assert document["median_error"] == pytest.approx(machine.median)
-    assert validate_show.as_dict([], machine)["machine"] == document
+    assert validate.as_dict([], machine)["machine"] == document

@@ -1,7 +1,7 @@
-"""Do to torch's allocator what is asked on standard input; run in a process of its own by ``test_allocator_cuda``.
+"""Do to torch's allocator what is asked on standard input; run in a process of its own by `test_allocator_cuda`.
 
-Input: JSON ``{"fraction": share of the device or null, "actions": [[id, bytes] or [id]]}``, an allocation or a
-release.  Output: JSON ``[[allocated, reserved, num_alloc_retries, out of memory], ...]``, one row an action.
+Input: JSON `{"fraction": share of the device or null, "actions": [[id, bytes] or [id]]}`, an allocation or a
+release.  Output: JSON `[[allocated, reserved, num_alloc_retries, out of memory], ...]`, one row an action.
 """
 
 from __future__ import annotations

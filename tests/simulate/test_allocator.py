@@ -7,12 +7,12 @@ import pickle
 import pytest
 
 from repro.config import ConfigError
-from repro.simulate.allocator import CachingAllocator, OutOfMemory
-from repro.simulate.pools import LARGE_SEGMENT, MIB, SMALL, SMALL_SEGMENT, segment_size
+from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory
+from repro.simulate.memory.pools import LARGE_SEGMENT, MIB, SMALL, SMALL_SEGMENT, segment_size
 
 
 def filled(*sizes: int, **options: int | bool | None) -> CachingAllocator:
-    """An allocator that holds ``sizes`` under the names 0, 1, ..."""
+    """An allocator that holds `sizes` under the names 0, 1, ..."""
     allocator = CachingAllocator(**options)  # type: ignore[arg-type]
     for id, size in enumerate(sizes):
         allocator.malloc(id, size)

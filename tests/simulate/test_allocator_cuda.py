@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from repro.simulate.allocator import CachingAllocator, OutOfMemory
-from repro.simulate.pools import MIB, SMALL, SMALL_SEGMENT, round_up
+from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory
+from repro.simulate.memory.pools import MIB, SMALL, SMALL_SEGMENT, round_up
 
 Action = tuple[int, int] | tuple[int]
 
@@ -29,7 +29,7 @@ CASES = {
 
 
 def decided_by_address(allocator: CachingAllocator, size: int) -> bool:
-    """Whether several free blocks of one size in different segments fit ``size`` best.
+    """Whether several free blocks of one size in different segments fit `size` best.
 
     The driver's addresses decide between them, and the model does not know those.
     """

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from repro.simulate.allocator import CachingAllocator, OutOfMemory
-from repro.simulate.events import Alloc, Event, Free
-from repro.simulate.pools import (
+from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory
+from repro.simulate.memory.pools import (
     LARGE_SEGMENT,
     MIB,
     OWN_SEGMENT,
@@ -19,7 +18,8 @@ from repro.simulate.pools import (
     SMALL_SEGMENT,
     round_up,
 )
-from repro.simulate.replay import replay
+from repro.simulate.memory.replay import replay
+from repro.simulate.trace.events import Alloc, Event, Free
 
 SIZES = st.one_of(
     st.integers(0, 4096),

@@ -9,7 +9,7 @@ import pytest
 from repro import systems
 from repro.config import Experiment, Layout, Model
 from repro.results.simulated import simulated_record
-from repro.simulate.replay import replay
+from repro.simulate.memory.replay import replay
 from repro.simulate.step import Simulation, simulate
 
 EXPERIMENT = Experiment(
@@ -26,7 +26,7 @@ def roomy() -> Simulation:
 
 
 def under(found: Simulation, limit: int) -> Simulation:
-    """The same step on devices whose allocator may have ``limit`` bytes."""
+    """The same step on devices whose allocator may have `limit` bytes."""
     roles = [
         replace(role, replay=replay(trace.events, limit))
         for role, trace in zip(found.roles, found.traces, strict=True)

@@ -18,9 +18,9 @@ from repro.config.quantity import Quantity
 from repro.config.system import Link, System
 from repro.config.timing import Provenance
 from repro.parallel.ledger import RING_PASSES
-from repro.simulate.collectives import Network
-from repro.simulate.measured import interpolate
 from repro.simulate.placement import GROUPS
+from repro.simulate.time.measured_collectives import interpolate
+from repro.simulate.time.network import Network
 from repro.systems import load
 
 GB = 1e9
@@ -33,7 +33,7 @@ def number(value: float) -> Quantity:
 
 
 def with_link(system: System, name: str, **values: Any) -> System:
-    """``system`` with some numbers of one class of links replaced."""
+    """`system` with some numbers of one class of links replaced."""
     link = replace(system.links[name], **{key: number(value) for key, value in values.items()})
     return replace(system, links={**system.links, name: link})
 
@@ -235,7 +235,7 @@ def test_fewer_ranks_than_were_measured_take_fewer_and_larger_steps() -> None:
 
 
 def groups(system: System, link: str, collective: Collective) -> System:
-    """``system`` with ``all_reduce`` measured so on ``link``."""
+    """`system` with `all_reduce` measured so on `link`."""
     changed = replace(system.links["memory"], collectives={"all_reduce": collective})
     return replace(system, links=system.links | {link: changed})
 
@@ -318,5 +318,5 @@ def test_no_network_between_nodes_is_said() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, repro.simulate.collectives; sys.exit('torch' in sys.modules)"
+    code = "import sys, repro.simulate.time.network; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

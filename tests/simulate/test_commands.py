@@ -1,4 +1,4 @@
-"""``repro simulate``, ``fit`` and ``plan`` from the command line."""
+"""`repro simulate`, `fit` and `plan` from the command line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from repro import cli
+from repro.cli.commands.layout_options import LAYOUT, size
 from repro.config import ConfigError
-from repro.simulate.options import LAYOUT, size
 
 FIT = [
     "fit",

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from repro import models, systems
 from repro.config import ConfigError
 from repro.config.timing import OperatorRate, Provenance
-from repro.simulate import efficiency, software
-from repro.simulate.device import DeviceCost, product_sizes
-from repro.simulate.events import Operator
+from repro.simulate.time import calibration_points, efficiency
+from repro.simulate.time.device import DeviceCost, product_sizes
+from repro.simulate.trace.events import Operator
 
 V100 = systems.load("dgx2")
 PEAK = 125e12
@@ -116,11 +116,13 @@ def test_what_is_unknown_is_said() -> None:
         DeviceCost(V100, "bf16")
 
 
-@pytest.mark.parametrize("generation", software.generations(), ids=lambda generation: generation.name)
-def test_a_generation_s_point_is_met_by_its_factor(generation: software.Generation) -> None:
+@pytest.mark.parametrize(
+    "generation", calibration_points.calibration_points(), ids=lambda generation: generation.name
+)
+def test_a_generation_s_point_is_met_by_its_factor(generation: calibration_points.CalibrationPoint) -> None:
     """The whole model, traced in full, takes what was published: the factor comes from two shallow ones."""
     from repro.config import Experiment
-    from repro.simulate.predict import predict
+    from repro.simulate.time.predict import predict
 
     model = models.load(generation.model)
     experiment = Experiment(
@@ -139,12 +141,12 @@ def test_a_generation_s_point_is_met_by_its_factor(generation: software.Generati
 def test_a_generation_without_a_point_on_a_device_has_that_of_its_sister() -> None:
     """Torch's operators on an A100: what fusing gains there is then what the operators alone differ by."""
     a100 = systems.load("selene")
-    fused = software.generation_of("softmax", a100)
+    fused = calibration_points.calibration_point_of("softmax", a100)
     assert fused is not None
     assert (fused.kernels, fused.compute_capability) == ("softmax", "8.0")
-    assert software.generation_of("unfused", a100) is fused
+    assert calibration_points.calibration_point_of("unfused", a100) is fused
     for kernels in ("softmax", "unfused"):  # both have one on a V100
-        own = software.generation_of(kernels, V100)
+        own = calibration_points.calibration_point_of(kernels, V100)
         assert own is not None
         assert own.kernels == kernels
-    assert software.generation_of("fused", a100) is None
+    assert calibration_points.calibration_point_of("fused", a100) is None

@@ -8,9 +8,9 @@ import pytest
 
 from repro import systems
 from repro.config import Experiment, Layout, Model
-from repro.simulate import estimate
-from repro.simulate.closed import LAST, ruled_out, stage_parameters, state_bytes, suggested_width
-from repro.simulate.shallow import family_of, kept, trace_family
+from repro.simulate.plan import estimate
+from repro.simulate.plan.closed_form import LAST, ruled_out, stage_parameters, state_bytes, suggested_width
+from repro.simulate.plan.shallow import family_of, kept, trace_family
 from repro.simulate.step import simulate
 
 MODEL = Model(name="small", layers=12, hidden=128, heads=4, vocab=512, seq=64)
@@ -85,7 +85,7 @@ def test_suggested_widths_have_the_shape_of_the_papers_models() -> None:
 
 
 def test_kept_micro_batches_are_the_schedules() -> None:
-    from repro.parallel.schedule import build, in_flight
+    from repro.parallel.pipeline.schedule import build, in_flight
 
     for layout in (
         replace(BASE, pp=3, dp=4),

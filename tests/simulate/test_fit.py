@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro import systems
+from repro.cli.commands.layout_options import Asked, limit_of
 from repro.config import ConfigError, Model
-from repro.simulate import fit
-from repro.simulate.fit import Trial, search
-from repro.simulate.options import Asked, limit_of
+from repro.simulate.plan import fit
+from repro.simulate.plan.fit import Trial, search
 
 CONTEXT = 1_740_000_000
 

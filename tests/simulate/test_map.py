@@ -1,4 +1,4 @@
-"""``repro plan --map``: tp against pp, which of them fit which memory, and what rules out the others."""
+"""`repro plan --map`: tp against pp, which of them fit which memory, and what rules out the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.simulate.rows import OK, OOM
+from repro.simulate.plan.rows import OK, OOM
 
 CONTEXT = 1.74e9
 LIMITS = (CONTEXT + 3e6, CONTEXT + 1e9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from repro import systems
 from repro.config import Experiment, Layout, Model
 from repro.results.simulated import simulated_record
-from repro.simulate.memory_timeline import POINTS, STEPS, over_step
+from repro.simulate.memory.timeline import POINTS, STEPS, over_step
 from repro.simulate.step import simulate
 
 MODEL = Model(name="m", layers=4, hidden=256, heads=4, vocab=512, seq=128)

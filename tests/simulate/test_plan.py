@@ -9,10 +9,10 @@ import pytest
 
 from repro import models, systems
 from repro.config import ConfigError, Layout, Model
-from repro.simulate.grid import grid
-from repro.simulate.layouts import Request, candidates
-from repro.simulate.plan import plan
-from repro.simulate.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, document, ideal_s, order
+from repro.simulate.plan.candidates import Request, candidates
+from repro.simulate.plan.grid import grid
+from repro.simulate.plan.plan import plan
+from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, document, ideal_s, order
 from repro.simulate.workers import Workers
 
 CONTEXT = 1_740_000_000
@@ -172,7 +172,7 @@ def test_turing_nlg_needs_tp_16_on_1024_gpus_without_zero_and_4_on_256_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The report's 16 to 4 and 1024 to 256: 64 replicas of 8 samples.  Shallow: `repro run` traces it in full."""
-    monkeypatch.setattr("repro.simulate.plan.MOST_FULL", 0)
+    monkeypatch.setattr("repro.simulate.plan.plan.MOST_FULL", 0)
     model, system = models.load("turing-nlg-17b-h32"), systems.load("dgx2")
     limit = int(system.device.memory_bytes.value or 0)
     fixed = {"pp": 1, "micro_batch": 8, "global_batch": 512, "recompute": True, "sp": False, "pa": False}

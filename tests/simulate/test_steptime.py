@@ -8,10 +8,10 @@ import pytest
 
 from repro import systems
 from repro.config import Experiment, Layout, Model
-from repro.simulate.predict import predict
-from repro.simulate.shallow import family_of, trace_family
-from repro.simulate.steptime import STAGES, Times, points
-from repro.simulate.widen import widened
+from repro.simulate.plan.shallow import family_of, trace_family
+from repro.simulate.plan.steptime import STAGES, Times, points
+from repro.simulate.plan.widen import widened
+from repro.simulate.time.predict import predict
 
 MODEL = Model(name="small", layers=12, hidden=2048, heads=16, vocab=51200, seq=1024)
 BASE = Layout(dp=8, micro_batch=2, global_batch=96, precision="fp16")

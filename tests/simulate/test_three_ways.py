@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Model
+from repro.engines.native import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.models.states import states_bytes
 from repro.parallel import mesh as meshes
 from repro.parallel.storage import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
-from repro.simulate.memory import measure
-from repro.simulate.trace import roles, trace
-from repro.train.step import NativeEngine
+from repro.simulate.memory.live import measure
+from repro.simulate.trace.roles import roles, trace
 from tests.pool import RankPool
 from tests.training import micro_batches, tiny
 
@@ -118,7 +118,7 @@ def test_copies_of_the_ordinary_micro_batch() -> None:
             engine = NativeEngine(experiment, mesh, torch.device("meta"))
             tokens = torch.zeros(1, MODEL.seq, dtype=torch.int64, device="meta")
             from repro.models.gpt import Place
-            from repro.train.step import MicroBatch
+            from repro.train.part import MicroBatch
 
             engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, lambda phase: None)
             engine.synchronize()

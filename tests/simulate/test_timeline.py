@@ -15,13 +15,13 @@ from repro import systems
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.parallel.schedule import FORWARD, Action, bubble, build
-from repro.simulate import perfetto
-from repro.simulate.predict import Prediction, predict
-from repro.simulate.program import Await, Block, Issue, Program, Send
-from repro.simulate.stage import TRANSFER
-from repro.simulate.timeline import Timeline, schedule
-from repro.simulate.trace import Trace, roles, trace
+from repro.parallel.pipeline.schedule import FORWARD, Action, bubble, build
+from repro.simulate.time import perfetto
+from repro.simulate.time.predict import Prediction, predict
+from repro.simulate.time.program import Await, Block, Issue, Program, Send
+from repro.simulate.time.schedule import Timeline, schedule
+from repro.simulate.time.stage import TRANSFER
+from repro.simulate.trace.roles import Trace, roles, trace
 
 MODEL = Model(name="small", layers=4, hidden=512, heads=8, vocab=2048, seq=256)
 BASE = Layout(micro_batch=2, global_batch=16, precision="fp16", recompute=True)
@@ -56,7 +56,7 @@ def base_system() -> System:
 
 
 def faster(system: System, link: float, memory: float, peak: float) -> System:
-    """``system`` with its links, memory and arithmetic so many times as fast."""
+    """`system` with its links, memory and arithmetic so many times as fast."""
 
     def times(quantity: Quantity, factor: float) -> Quantity:
         assert quantity.value is not None
@@ -122,8 +122,8 @@ def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> 
         def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
             return 0.0
 
-    from repro.simulate.device import DeviceCost
-    from repro.simulate.program import program
+    from repro.simulate.time.device import DeviceCost
+    from repro.simulate.time.program import program
 
     layout, system = LAYOUTS[name], base_system()
     cost = DeviceCost(system, layout.precision)
@@ -241,7 +241,7 @@ class AtOnce:
         return 0.0
 
 
-def crowded(p: int, micro_batches: int, crowd: float) -> float:
+def crowded(p: int, micro_batches: int, oversubscription: float) -> float:
     """Seconds of a GPipe step whose forwards and backwards take a second each while all stages compute."""
     layout = Layout(pp=p, global_batch=micro_batches, schedule="gpipe")
     stages = []
@@ -253,7 +253,7 @@ def crowded(p: int, micro_batches: int, crowd: float) -> float:
             made.segments[action] = [Block(1.0, (("matmul", 1.0),))]
             made.segments[action] += [Send(offset, channel, 1)] if inside else []
         stages.append(made)
-    return schedule(layout, stages, AtOnce(), crowd=crowd).seconds
+    return schedule(layout, stages, AtOnce(), oversubscription=oversubscription).seconds
 
 
 def test_a_bubble_gives_its_cores_to_those_that_compute() -> None:
@@ -268,7 +268,9 @@ def test_a_bubble_gives_its_cores_to_those_that_compute() -> None:
 
 @given(st.integers(2, 5), st.integers(1, 6), st.floats(1, 8))
 @settings(max_examples=30, deadline=None)
-def test_shared_cores_never_do_more_than_they_can(p: int, micro_batches: int, crowd: float) -> None:
-    alone, shared = crowded(p, micro_batches, 1.0), crowded(p, micro_batches, crowd)
-    assert alone / crowd * (1 - 1e-9) <= shared <= alone * (1 + 1e-9)
+def test_shared_cores_never_do_more_than_they_can(
+    p: int, micro_batches: int, oversubscription: float
+) -> None:
+    alone, shared = crowded(p, micro_batches, 1.0), crowded(p, micro_batches, oversubscription)
+    assert alone / oversubscription * (1 - 1e-9) <= shared <= alone * (1 + 1e-9)
     assert shared >= 2 * micro_batches * (1 - 1e-9)

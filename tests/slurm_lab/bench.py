@@ -38,7 +38,7 @@ class Bench:
     """Environment of the ranks, by the profile."""
     target: str = STAND_IN
     """What a rank runs: stand-ins without torch, which take a tenth of the time; real ones that wait on request
-    (``HELD``); or real ones as they are (empty)."""
+    (`HELD`); or real ones as they are (empty)."""
 
     system: str = "local"
     """What the profile takes the nodes for."""

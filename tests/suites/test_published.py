@@ -155,7 +155,7 @@ def test_buckets_are_the_releases() -> None:
 
 
 def lines(claim: str, column: str) -> list[tuple[dict[str, float], str, int]]:
-    """The lines of a claim's table: its numbers, its label, and the printed value of ``column``."""
+    """The lines of a claim's table: its numbers, its label, and the printed value of `column`."""
     found = []
     for row in load_ledger().claim(claim).rows:
         if row.label.endswith(f": {column}") and row.printed is not None:

@@ -1,7 +1,7 @@
 """Every experiment of every suite can be simulated at its own size.
 
 Tracing all of them takes minutes of processor time, so a small one of every kind is traced here, and of all
-others what a trace needs before it starts; ``make smoke`` and the suites themselves trace the rest.
+others what a trace needs before it starts; `make smoke` and the suites themselves trace the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from repro import suites
 from repro.config import Experiment
 from repro.launch.simulated import attempt, needs, system_of
 from repro.simulate.placement import Placement
-from repro.simulate.trace import roles, shortened
+from repro.simulate.trace.roles import roles, shortened
 
 FOLDER = Path(__file__).parents[2] / "suites"
 EVERYTHING = {

@@ -28,7 +28,7 @@ LAB_RANKS = 8
 
 
 def ready(system: str) -> Profile:
-    """The profile for clusters of ``system``."""
+    """The profile for clusters of `system`."""
     found = [site for name, site in PROFILES.items() if site.system == system and name != "generic"]
     assert len(found) == 1, f"{len(found)} profiles for {system}"
     return found[0]

@@ -1,4 +1,4 @@
-"""What ``repro systems`` prints."""
+"""What `repro systems` prints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from repro import cli
+from repro.cli.views.systems import command
 from repro.systems import load, names
-from repro.systems.show import command
 from tests.config.system_texts import PRODUCTS, PROVENANCE
 
 SHOWN = ("latency_s", "efficiency")

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from repro.checkpoint import index
 from repro.config import Experiment, Layout, Model
 from repro.launch.experiment import Run
 from repro.launch.resume import Place
 from repro.parallel import mesh as meshes
-from repro.train.checkpoint import index
 from tests.training import TINY, tiny
 
 MODEL = replace(TINY, name="tiny-2", layers=2)
@@ -47,7 +47,7 @@ def start(experiment: Experiment, root: Path) -> Run:
 
 
 def train(experiment: Experiment, root: Path, until: int = WHOLE) -> dict[str, Any]:
-    """One start of a run; it goes on from what is in ``root`` and is broken off after step ``until``."""
+    """One start of a run; it goes on from what is in `root` and is broken off after step `until`."""
     torch.set_num_threads(1)
     run = start(experiment, root)
     run.prelude()

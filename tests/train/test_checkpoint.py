@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from repro.checkpoint import files, index
+from repro.checkpoint.region import Rectangle, matrix_rows
+from repro.checkpoint.state import STATES
 from repro.config import Experiment, Layout
 from repro.launch.interrupt import Stopped
-from repro.train.checkpoint import files, index
-from repro.train.checkpoint.region import Rectangle, matrix_rows
-from repro.train.checkpoint.state import STATES
 from tests.launch.runs import fill, small_disk
 from tests.pool import RankPool, forks
 from tests.train.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train

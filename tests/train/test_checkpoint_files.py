@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from repro.checkpoint import files, index
+from repro.checkpoint.region import Rectangle, matrix_rows, rectangles
 from repro.config import ConfigError
-from repro.train.checkpoint import files, index
-from repro.train.checkpoint.region import Rectangle, matrix_rows, rectangles
 from tests.train.saved import HALF, LAYOUTS, checkpoint, experiment, start, train
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

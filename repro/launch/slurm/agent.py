@@ -32,13 +32,13 @@ class Agent:
     """Runs one rank after the other for its controller."""
 
     def __init__(self, path: Path):
-        """``path``: the file that says where the controller is."""
+        """`path`: the file that says where the controller is."""
         self.path = path
         self.rank: RankProcess | None = None
         self._signals: list[int] = []
 
     def run(self) -> None:
-        """Serve until the controller says that all is done.  Raises :class:`Lost` if it goes without a word."""
+        """Serve until the controller says that all is done.  Raises `Lost` if it goes without a word."""
         with _noted(self._signals):
             report = nodes.report(dict(os.environ), gpus=True)
             self.link, self.welcome = channel.connect(self.path, {"report": report.message()})
@@ -119,13 +119,13 @@ class Agent:
 
 
 def free_port(address: str) -> int:
-    """A port that nobody uses on ``address`` now; the launch is tried again if somebody takes it before rank 0."""
+    """A port that nobody uses on `address` now; the launch is tried again if somebody takes it before rank 0."""
     with socket.create_server((address, 0)) as server:
         return int(server.getsockname()[1])
 
 
 def interface_of(address: str) -> str:
-    """Name of this node's interface that has ``address``: the one that reaches the controller; empty if none."""
+    """Name of this node's interface that has `address`: the one that reaches the controller; empty if none."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -136,7 +136,7 @@ def interface_of(address: str) -> str:
 
 @contextlib.contextmanager
 def _noted(into: list[int]) -> Iterator[None]:
-    """Signals that SLURM sends to the task only add to ``into``."""
+    """Signals that SLURM sends to the task only add to `into`."""
 
     def note(number: int, frame: FrameType | None) -> None:
         into.append(number)
@@ -158,7 +158,7 @@ def beside(path: Path) -> subprocess.Popen[bytes]:
 
 
 def main(arguments: list[str]) -> int:
-    """``python -m repro.launch.slurm.agent CHANNEL_FILE PARENT``, see :func:`beside`."""
+    """`python -m repro.launch.slurm.agent CHANNEL_FILE PARENT`, see `beside`."""
     path, parent = arguments
     rank_program.die_with_parent(int(parent))
     try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission
 
 AGAIN_S = 2.0
-"""After SIGTERM, how long submitit's signal may take to follow: ``scancel`` sends none, a preemption both."""
+"""After SIGTERM, how long submitit's signal may take to follow: `scancel` sends none, a preemption both."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a running bundle stands, as a file that ``repro status`` reads; the same is said on standard error."""
+"""How a running bundle stands, as a file that `repro status` reads; the same is said on standard error."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class BundleFile(Progress):
         self.write()
 
     def tick(self, position: Position) -> None:
-        """Rank 0 is at ``position``."""
+        """Rank 0 is at `position`."""
         super().tick(position)
         current, now = self._state["current"], time.monotonic()
         if not position.begun or current is None:
@@ -103,7 +103,7 @@ class BundleFile(Progress):
         self.write()
 
     def end(self, *, signal: str = "", reason: str = "") -> None:
-        """Nothing runs any more; with a ``reason``, before all was done."""
+        """Nothing runs any more; with a `reason`, before all was done."""
         self._state["current"] = None
         self._state["phase"] = "stopped" if reason else "ended"
         self._state["stopped"] = {"signal": signal, "reason": reason} if reason else None
@@ -122,7 +122,7 @@ class BundleFile(Progress):
 
 
 def _rest(task: Task, ended: dict[str, str]) -> list[Task]:
-    """What is left of ``task``; a comparison needs its baseline again beside any subject that is left."""
+    """What is left of `task`; a comparison needs its baseline again beside any subject that is left."""
     left = tuple(experiment for experiment in task.experiments if experiment.name not in ended)
     if not left or len(left) == len(task.experiments):
         return [task] if left else []

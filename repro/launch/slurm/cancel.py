@@ -1,4 +1,4 @@
-"""``repro cancel``: end the jobs of a suite, of some cases, or all."""
+"""`repro cancel`: end the jobs of a suite, of some cases, or all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from repro.results.store import Store
 
 
 def command(results: Path, what: str) -> int:
-    """Cancel the live jobs of ``what``: a suite's name or file, a submission, a case or a glob of cases; empty: all.
+    """Cancel the live jobs of `what`: a suite's name or file, a submission, a case or a glob of cases; empty: all.
 
     A job whose other cases do not match goes too, and that is said: SLURM ends jobs, not cases.
     """

@@ -1,7 +1,7 @@
 """How the controller of an allocation and its agents talk: JSON lines over TCP, proved by a shared token.
 
 The controller listens and says where in a file beside the submission that only the user can read; agents
-connect.  Each side proves that it knows the token without sending it.  Whoever says nothing for ``LOST_S``
+connect.  Each side proves that it knows the token without sending it.  Whoever says nothing for `LOST_S`
 is lost, and so is whoever's connection ends.
 """
 
@@ -32,7 +32,7 @@ _STRANGER_BYTES = 1 << 16
 
 
 class Lost(Exception):
-    """The other side is gone; ``str`` says how that was seen."""
+    """The other side is gone; `str` says how that was seen."""
 
 
 class Link:
@@ -48,7 +48,7 @@ class Link:
         self.heard = self.said = time.monotonic()
 
     def fileno(self) -> int:
-        """For ``selectors``."""
+        """For `selectors`."""
         return self._socket.fileno()
 
     @property
@@ -67,7 +67,7 @@ class Link:
         return len(self._in)
 
     def send(self, message: Message) -> None:
-        """Send ``message``, or keep what does not go now for :meth:`flush`."""
+        """Send `message`, or keep what does not go now for `flush`."""
         self._out += json.dumps(message, separators=(",", ":")).encode() + b"\n"
         self.said = time.monotonic()
         self.flush()
@@ -87,7 +87,7 @@ class Link:
                 del self._out[:sent]
 
     def receive(self) -> list[Message]:
-        """What has come in.  Raises :class:`Lost` when the connection has ended and all was handed over."""
+        """What has come in.  Raises `Lost` when the connection has ended and all was handed over."""
         while not self._ended:
             try:
                 data = self._socket.recv(1 << 18)
@@ -115,7 +115,7 @@ class Link:
         return found
 
     def wait(self, seconds: float) -> list[Message]:
-        """Wait until something comes, or until time is up: ``[]``.  For the side that has one connection."""
+        """Wait until something comes, or until time is up: `[]`.  For the side that has one connection."""
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ | (selectors.EVENT_WRITE if self.waiting else 0))
             selector.select(0.0 if self._unread else max(0.0, seconds))
@@ -123,7 +123,7 @@ class Link:
         return self.receive()
 
     def next(self, seconds: float) -> Message:
-        """The next message alone; what comes in with it is for later.  Raises :class:`Lost` when time is up."""
+        """The next message alone; what comes in with it is for later.  Raises `Lost` when time is up."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if found := self.wait(end - time.monotonic()):
@@ -154,7 +154,7 @@ def file_of(folder: Path, job: str, restarts: int) -> Path:
 
 
 def publish(path: Path, place: Place) -> None:
-    """Write ``place`` so that only the user can read it, and a reader sees all of it or nothing."""
+    """Write `place` so that only the user can read it, and a reader sees all of it or nothing."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         partial.unlink()
@@ -167,7 +167,7 @@ def publish(path: Path, place: Place) -> None:
 
 
 def find(path: Path) -> Place | None:
-    """What :func:`publish` wrote; None while there is nothing."""
+    """What `publish` wrote; None while there is nothing."""
     with contextlib.suppress(OSError):  # NFS remembers that a file is not there, unless the folder is read
         os.listdir(path.parent)
     try:
@@ -186,15 +186,15 @@ def new_token() -> str:
 
 
 def proof(token: str, nonce: str, side: str) -> str:
-    """What only someone with the token can answer to ``nonce``; ``side`` keeps one side's from serving the other."""
+    """What only someone with the token can answer to `nonce`; `side` keeps one side's from serving the other."""
     return hmac.new(token.encode(), f"{side}:{nonce}".encode(), "sha256").hexdigest()
 
 
 def connect(path: Path, hello: Message, seconds: float = CONNECT_S) -> tuple[Link, Message]:
-    """Find the controller that ``path`` names and greet it; the connection and its welcome.
+    """Find the controller that `path` names and greet it; the connection and its welcome.
 
     A stale file names a place where nobody answers, or where the token is not known: it is read again
-    until time is up.  Raises :class:`Lost`.
+    until time is up.  Raises `Lost`.
     """
     end = time.monotonic() + seconds
     problem = f"no controller has written {path}"
@@ -231,7 +231,7 @@ class Door:
     """The controller's side of the greeting: strangers come in, and go on as members or not at all."""
 
     def __init__(self, address: str, admit: Callable[[Message], Message | str]):
-        """``admit`` gets a proven hello and returns the welcome, or why the agent is refused."""
+        """`admit` gets a proven hello and returns the welcome, or why the agent is refused."""
         self.token = new_token()
         self._admit = admit
         self._listener = socket.create_server((address, 0), backlog=1024)
@@ -240,7 +240,7 @@ class Door:
         self._strangers: dict[Link, str] = {}
 
     def fileno(self) -> int:
-        """For ``selectors``."""
+        """For `selectors`."""
         return self._listener.fileno()
 
     def open(self) -> list[Link]:
@@ -259,11 +259,11 @@ class Door:
             new.append(link)
 
     def knows(self, link: Link) -> bool:
-        """Whether ``link`` is still a stranger's."""
+        """Whether `link` is still a stranger's."""
         return link in self._strangers
 
     def greet(self, link: Link) -> Message | None:
-        """The hello of the stranger behind ``link``, welcomed; None so far.  Raises :class:`Lost`: not let in."""
+        """The hello of the stranger behind `link`, welcomed; None so far.  Raises `Lost`: not let in."""
         nonce = self._strangers[link]
         try:
             messages = link.receive()

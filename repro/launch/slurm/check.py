@@ -14,7 +14,7 @@ from repro.launch.slurm.scheduler import Partition, Scheduler, check_partition
 
 
 def folder(site: Profile, results: Path) -> None:
-    """Results are below the folder that all nodes see.  Raises ``ConfigError``."""
+    """Results are below the folder that all nodes see.  Raises `ConfigError`."""
     if not site.storage.shared:
         return
     shared = Path(site.storage.shared).expanduser()
@@ -24,7 +24,7 @@ def folder(site: Profile, results: Path) -> None:
 
 
 def writable(site: Profile, results: Path) -> None:
-    """The shared folder exists and takes files.  Raises ``ConfigError``."""
+    """The shared folder exists and takes files.  Raises `ConfigError`."""
     place = Path(site.storage.shared).expanduser() if site.storage.shared else results
     try:
         if site.storage.shared and not place.is_dir():
@@ -38,7 +38,7 @@ def writable(site: Profile, results: Path) -> None:
 
 
 def cluster(intent: Intent, scheduler: Scheduler) -> None:
-    """Every array fits its partition.  Raises ``ConfigError``, or ``SchedulerError`` if SLURM is silent."""
+    """Every array fits its partition.  Raises `ConfigError`, or `SchedulerError` if SLURM is silent."""
     partitions = scheduler.partitions()
     for array in intent.arrays:
         shape = array.shape
@@ -57,7 +57,7 @@ def cluster(intent: Intent, scheduler: Scheduler) -> None:
 
 
 def fits(site: Profile, partition: Partition) -> None:
-    """The partition is up and its nodes have what the profile asks of each.  Raises ``ConfigError``."""
+    """The partition is up and its nodes have what the profile asks of each.  Raises `ConfigError`."""
     slurm = site.slurm
     if not partition.available:
         raise ConfigError(

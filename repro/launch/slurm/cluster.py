@@ -1,4 +1,4 @@
-"""A launch whose ranks are spread over the nodes of an allocation; :mod:`repro.launch.supervise` watches it as any."""
+"""A launch whose ranks are spread over the nodes of an allocation; `repro.launch.supervise` watches it as any."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class _Seen:
 
 
 class ClusterLaunch:
-    """A running job, one rank for each of the first ``job.world`` agents."""
+    """A running job, one rank for each of the first `job.world` agents."""
 
     _count = 0
 
     def __init__(self, job: Job, logs: Path, crew: Crew, *, target: str, on_loss: Callable[[str], None]):
-        """``on_loss`` is told at the end if an agent is gone: then there cannot be another launch."""
+        """`on_loss` is told at the end if an agent is gone: then there cannot be another launch."""
         self._on_loss = on_loss
         self.job, self.world, self.logs = job, job.world, logs
         self._crew, self._target = crew, target
@@ -65,7 +65,7 @@ class ClusterLaunch:
         assert len(self._agents) == self.world, "fewer agents than ranks"
 
     def start(self) -> None:
-        """Start all ranks.  Raises ``OSError`` if the shared folder has no room for their logs."""
+        """Start all ranks.  Raises `OSError` if the shared folder has no room for their logs."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         self.job.save(self.logs / "job.json")
@@ -105,7 +105,7 @@ class ClusterLaunch:
     # -- what supervise asks -----------------------------------------------------------------------
 
     def poll(self, rank: int) -> int | None:
-        """Exit code of ``rank``, negative for a signal; 1 if its agent is lost; None while it runs."""
+        """Exit code of `rank`, negative for a signal; 1 if its agent is lost; None while it runs."""
         if rank == 0:
             self._pump()
             if self._taken():
@@ -115,15 +115,15 @@ class ClusterLaunch:
         return 1 if seen.code is None and self._lost(rank) else seen.code
 
     def position(self, rank: int) -> Position:
-        """Where ``rank`` was when its agent looked last, about a second ago at most; times are this host's."""
+        """Where `rank` was when its agent looked last, about a second ago at most; times are this host's."""
         return self._ranks[rank].position
 
     def stopped(self, rank: int) -> bool:
-        """Whether ``rank`` is stopped by a signal or a debugger."""
+        """Whether `rank` is stopped by a signal or a debugger."""
         return self._ranks[rank].stopped
 
     def report(self, rank: int) -> dict[str, Any] | None:
-        """How ``rank`` says it ended, or that its node is lost."""
+        """How `rank` says it ended, or that its node is lost."""
         seen = self._ranks[rank]
         if seen.code is None and (lost := self._lost(rank)):
             return {"rank": rank, "outcome": "error", "reason": f"{LOST_NODE}{lost}"}
@@ -133,14 +133,14 @@ class ClusterLaunch:
         return seen.report
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
-        """All ranks' results of the job's experiment ``index``; None unless every rank finished it."""
+        """All ranks' results of the job's experiment `index`; None unless every rank finished it."""
         self._pump()
         found = [seen.results.get(index) for seen in self._ranks]
         complete = [result for result in found if result is not None]
         return complete if len(complete) == self.world else None
 
     def error_text(self, rank: int) -> str:
-        """The end of what ``rank`` wrote to standard error, once it has ended."""
+        """The end of what `rank` wrote to standard error, once it has ended."""
         return self._ranks[rank].errors
 
     def dump_stacks(self) -> None:
@@ -168,11 +168,11 @@ class ClusterLaunch:
         self._wait_for(lambda: all(self.poll_quietly(rank) is not None for rank in running), REAP_S)
 
     def poll_quietly(self, rank: int) -> int | None:
-        """As :meth:`poll`, without starting again what found its port taken."""
+        """As `poll`, without starting again what found its port taken."""
         return 1 if self._ranks[rank].code is None and self._lost(rank) else self._ranks[rank].code
 
     def close(self, *, keep_logs: Path | None) -> None:
-        """Have the agents remove their files; the logs move to ``keep_logs`` where something failed."""
+        """Have the agents remove their files; the logs move to `keep_logs` where something failed."""
         self.kill()
         for rank in range(self.world):
             self._say(rank, "close")
@@ -204,7 +204,7 @@ class ClusterLaunch:
         )
 
     def _wait_for(self, what: Callable[[], bool], seconds: float) -> None:
-        """Take in what the agents say until ``what()`` holds or time is up."""
+        """Take in what the agents say until `what()` holds or time is up."""
 
         def look() -> bool:
             self._pump()

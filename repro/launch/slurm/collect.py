@@ -1,4 +1,4 @@
-"""``repro collect``: write down what no job could, check the records, and bring them to another folder."""
+"""`repro collect`: write down what no job could, check the records, and bring them to another folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from repro.results.store import Store
 
 
 def command(results: Path, into: Path | None, json: bool) -> int:
-    """Record lost and cancelled cases, verify every record, and copy what ``into`` lacks.
+    """Record lost and cancelled cases, verify every record, and copy what `into` lacks.
 
     Returns 0 if every case of the last submissions is done or still under way, 1 if some failed.
     """
@@ -82,7 +82,7 @@ def lost_record(registry: Registry, case: CaseState) -> dict[str, Any]:
 
 
 def merge(records: list[dict[str, Any]], into: Path) -> int:
-    """Append to the store at ``into`` what it lacks of ``records``, by id; how many that were."""
+    """Append to the store at `into` what it lacks of `records`, by id; how many that were."""
     with Store(into) as store:
         known = {record.get("id") for record in store.records()}
         new = [record for record in records if record.get("id") not in known]
@@ -92,7 +92,7 @@ def merge(records: list[dict[str, Any]], into: Path) -> int:
 
 
 def bad_nodes(cases: list[CaseState]) -> dict[str, int]:
-    """Nodes that a failure names, with the number of cases that it cost: candidates for ``slurm.exclude``."""
+    """Nodes that a failure names, with the number of cases that it cost: candidates for `slurm.exclude`."""
     counts: dict[str, int] = {}
     for case in cases:
         if case.failure in ("node-failure", "lost-node", "wrong-hardware"):

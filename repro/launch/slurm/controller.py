@@ -32,7 +32,7 @@ FILES = 16384
 
 
 def job_of(environment: dict[str, str]) -> str:
-    """``12_3``, or ``12`` outside a job array."""
+    """`12_3`, or `12` outside a job array."""
     array, index = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{index}" if array and index else environment.get("SLURM_JOB_ID", "0")
 
@@ -44,9 +44,9 @@ def channel_of(folder: Path, environment: dict[str, str]) -> Path:
 
 
 def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -> BundleFile:
-    """Run bundle ``index`` of the submission in ``folder`` until it is done or ``stop``.
+    """Run bundle `index` of the submission in `folder` until it is done or `stop`.
 
-    Returns how the bundle stands.  Raises ``DiskFull`` and ``ConfigError``.
+    Returns how the bundle stands.  Raises `DiskFull` and `ConfigError`.
     """
     site = profile.load(folder / "profile.toml")
     umask = PRIVATE if site.private else SHARED
@@ -110,7 +110,7 @@ def crew_of(folder: Path, site: Profile, umask: int, environment: dict[str, str]
 def address_of(interface: str, environment: dict[str, str], file: str) -> str:
     """Address at which the other nodes reach this one: the interface's, or what the node's name stands for.
 
-    Raises ``ConfigError`` if the profile has to say it.
+    Raises `ConfigError` if the profile has to say it.
     """
     import psutil
 
@@ -160,6 +160,6 @@ def missing_agents(reports: list[Report], count: int) -> str:
 
 
 def _refuse(recorder: Recorder, tasks: list[Task], reason: str) -> None:
-    """Record that nothing was started, and why.  Raises ``DiskFull``."""
+    """Record that nothing was started, and why.  Raises `DiskFull`."""
     for experiment in {e.name: e for task in tasks for e in task.experiments}.values():
         recorder.outcome(experiment, 0.0, outcome="error", reason=reason)

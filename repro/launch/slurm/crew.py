@@ -39,7 +39,7 @@ class Crew:
     """All agents, by their task number."""
 
     def __init__(self, address: str, welcome: Message, *, lost_s: float = LOST_S):
-        """``welcome`` is what every agent is told first.  It listens at once; see :attr:`place`."""
+        """`welcome` is what every agent is told first.  It listens at once; see `place`."""
         self.address, self._welcome, self._lost_s = address, welcome, lost_s
         self.members: dict[int, Member] = {}
         self.terminated = ""
@@ -67,7 +67,7 @@ class Crew:
     # -- for the controller's thread ---------------------------------------------------------------
 
     def gather(self, tasks: int, seconds: float, given_up: Callable[[], bool]) -> bool:
-        """Wait until ``tasks`` agents have come; False if time is up or ``given_up()``."""
+        """Wait until `tasks` agents have come; False if time is up or `given_up()`."""
 
         def here() -> bool:
             self._check()
@@ -77,7 +77,7 @@ class Crew:
         return not given_up() and here()
 
     def wait_for(self, what: Callable[[], bool], seconds: float) -> None:
-        """Return as soon as ``what()`` holds, which is asked at every word of an agent and at every loss."""
+        """Return as soon as `what()` holds, which is asked at every word of an agent and at every loss."""
         end = time.monotonic() + seconds
         told = self._told
         while not what() and (left := end - time.monotonic()) > 0 and self._broken is None:
@@ -110,7 +110,7 @@ class Crew:
         self._ring()
 
     def lost(self, task: int) -> str:
-        """How the agent of ``task`` was lost, with its node; empty while it is there."""
+        """How the agent of `task` was lost, with its node; empty while it is there."""
         with self._lock:
             member = self.members[task]
             return f"{member.report.node}: {member.lost}" if member.lost else ""
@@ -120,7 +120,7 @@ class Crew:
         return next((text for task in sorted(self.members) if (text := self.lost(task))), "")
 
     def close(self, *, dismiss: bool) -> None:
-        """Stop listening.  ``dismiss``: the agents end well; otherwise they see their controller go."""
+        """Stop listening.  `dismiss`: the agents end well; otherwise they see their controller go."""
         if dismiss:
             with self._lock:
                 self._leaving = True

@@ -1,4 +1,4 @@
-"""``repro doctor --profile``: what a profile promises, beside what the cluster has, and what to change."""
+"""`repro doctor --profile`: what a profile promises, beside what the cluster has, and what to change."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from repro.config import ConfigError
+from repro.doctor.check import LIMITED, NO, YES, Check, answer
 from repro.launch.slurm import check, probe, profile, script
 from repro.launch.slurm.dryrun import counted
 from repro.launch.slurm.limits import clock, minutes
 from repro.launch.slurm.pack import Array, Shape
 from repro.launch.slurm.profile import CaseClass, Profile
 from repro.launch.slurm.scheduler import Partition, Scheduler, SchedulerError, call, check_partition
-from repro.measure.check import LIMITED, NO, YES, Check, answer
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 
 
 def command(profile_file: Path, results: Path, nodes: int, json: bool) -> int:
-    """Print the checks; ``nodes``: also start a short job on that many nodes and look around there.
+    """Print the checks; `nodes`: also start a short job on that many nodes and look around there.
 
-    Returns 1 if something keeps suites from running, else 0.  Raises ``ConfigError`` for a bad profile.
+    Returns 1 if something keeps suites from running, else 0.  Raises `ConfigError` for a bad profile.
     """
     site = profile.load(profile_file)
     hint = "" if nodes else "--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder."

@@ -80,7 +80,7 @@ def line(array: Array) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """``1 case``, ``2 cases``."""
+    """`1 case`, `2 cases`."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 

@@ -1,4 +1,4 @@
-"""One job on all nodes of an allocation whose results the submitting process waits for: ``repro calibrate --profile``.
+"""One job on all nodes of an allocation whose results the submitting process waits for: `repro calibrate --profile`.
 
 The same agents and the same launch as a suite's, without a store: results come back in a file.
 """
@@ -41,7 +41,7 @@ class Errand:
     folder: str
     """On a shared folder: the job, the profile, and the answer."""
     target: str
-    """What a rank calls, ``module:function``."""
+    """What a rank calls, `module:function`."""
 
     def __call__(self) -> str:
         """Run the job as its controller in the first task, and as an agent in the others; the outcome."""
@@ -87,9 +87,9 @@ def _run(folder: Path, target: str, stop: Stop, environment: dict[str, str]) -> 
 
 
 def submit(folder: Path, job: Job, site: Profile, array: Array, name: str, *, target: str) -> str:
-    """Hand the errand to submitit; SLURM's number of it.  ``folder`` exists and every node sees it.
+    """Hand the errand to submitit; SLURM's number of it.  `folder` exists and every node sees it.
 
-    ``array``: one without bundles, for its shape.  Raises ``SchedulerError``.
+    `array`: one without bundles, for its shape.  Raises `SchedulerError`.
     """
     import submitit
 
@@ -109,7 +109,7 @@ def submit(folder: Path, job: Job, site: Profile, array: Array, name: str, *, ta
 def wait(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
     """The answer of the job, once it has left the queue; an interrupt cancels it.
 
-    What the job could not say itself is an answer too, with the outcome ``error``.
+    What the job could not say itself is an answer too, with the outcome `error`.
     """
     scheduler, last, heard = Scheduler(), "", time.monotonic()
     while not interrupt:
@@ -166,7 +166,7 @@ def _how_it_ended(job_id: str, state: JobState | None, folder: Path) -> str:
 
 
 def check_place(site: Profile, folder: Path) -> None:
-    """Every node sees ``folder``.  Raises ``ConfigError``."""
+    """Every node sees `folder`.  Raises `ConfigError`."""
     if site.storage.shared:
         shared = Path(site.storage.shared).expanduser()
         if not folder.resolve().is_relative_to(shared.resolve()):

@@ -1,4 +1,4 @@
-"""What ``repro submit`` would do, before anything is asked of the cluster: cases, arrays, and what is left out."""
+"""What `repro submit` would do, before anything is asked of the cluster: cases, arrays, and what is left out."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def intend(
 ) -> Intent:
     """What is to be submitted of a suite.
 
-    ``move``: cases of other systems are run on the profile's, under names of their own.  ``running``: keys of
-    experiments that live jobs are at, with the job's name.  Raises ``ConfigError``.
+    `move`: cases of other systems are run on the profile's, under names of their own.  `running`: keys of
+    experiments that live jobs are at, with the job's name.  Raises `ConfigError`.
     """
     suite = suites.load(suite_file)
     entries = plan.select(suite, only)

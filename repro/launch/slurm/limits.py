@@ -14,9 +14,9 @@ UNLIMITED = math.inf
 
 
 def minutes(text: str) -> float:
-    """Minutes of a limit: ``90`` (minutes), ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM``, ``D-HH:MM:SS``.
+    """Minutes of a limit: `90` (minutes), `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM`, `D-HH:MM:SS`.
 
-    ``UNLIMITED`` and ``infinite`` are infinity.  Raises ``ConfigError`` for anything else.
+    `UNLIMITED` and `infinite` are infinity.  Raises `ConfigError` for anything else.
     """
     if text.upper() in ("UNLIMITED", "INFINITE", "N/A"):
         return UNLIMITED
@@ -33,7 +33,7 @@ def minutes(text: str) -> float:
 
 
 def clock(total_minutes: float) -> str:
-    """``HH:MM:SS``, with days where there are any: ``1-02:30:00``."""
+    """`HH:MM:SS`, with days where there are any: `1-02:30:00`."""
     if math.isinf(total_minutes):
         return "UNLIMITED"
     seconds = round(total_minutes * 60)

@@ -1,4 +1,4 @@
-"""``repro logs``: what the ranks of a case, or the job around it, wrote last."""
+"""`repro logs`: what the ranks of a case, or the job around it, wrote last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEW = 8
 
 
 def command(results: Path, name: str, rank: int | None) -> int:
-    """Print the end of the logs of the case ``name`` in its newest submission; of one rank, or of its job."""
+    """Print the end of the logs of the case `name` in its newest submission; of one rank, or of its job."""
     registry = Registry(results)
     submission, bundle, key = find(registry, name)
     folder = registry.path(submission)
@@ -43,7 +43,7 @@ def _folder(registry: Registry, submission: Submission, bundle: Bundle, name: st
 
 
 def find(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
-    """The newest submission and bundle of the case ``name``, and its key.  Raises ``ConfigError``."""
+    """The newest submission and bundle of the case `name`, and its key.  Raises `ConfigError`."""
     known: list[str] = []
     for submission in reversed(registry.all()):
         for bundle in registry.work(submission).bundles:
@@ -56,7 +56,7 @@ def find(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
 
 
 def some(name: str, known: list[str]) -> str:
-    """``known`` for one line: all if they are few, else those most like ``name``, and how many there are."""
+    """`known` for one line: all if they are few, else those most like `name`, and how many there are."""
     names = list(dict.fromkeys(known))
     if len(names) <= FEW:
         return ", ".join(names)

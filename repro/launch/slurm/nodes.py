@@ -27,25 +27,25 @@ class Report:
     node: str
     """As SLURM calls it."""
     node_index: int
-    """Place of the node in the allocation (``SLURM_NODEID``)."""
+    """Place of the node in the allocation (`SLURM_NODEID`)."""
     local: int
-    """Place of the task on its node (``SLURM_LOCALID``)."""
+    """Place of the task on its node (`SLURM_LOCALID`)."""
     task: int
-    """``SLURM_PROCID``."""
+    """`SLURM_PROCID`."""
     tasks: int
-    """``SLURM_NTASKS``."""
+    """`SLURM_NTASKS`."""
     pid: int = 0
     cores: int = 0
     """That the task may use."""
     memory_bytes: int = 0
     """Of the node."""
     gpus: list[dict[str, Any]] = field(default_factory=list)
-    """That the task may use: ``uuid`` and what ``repro.measure.provenance.gpus`` says of each."""
+    """That the task may use: `uuid` and what `repro.measure.provenance.gpus` says of each."""
     processor: str = ""
     switches: str = ""
-    """Above the node, from the top (:func:`.topology.switches`)."""
+    """Above the node, from the top (`.topology.switches`)."""
     links: dict[str, Any] = field(default_factory=dict)
-    """Between the GPUs of the node (:func:`.topology.gpu_links`)."""
+    """Between the GPUs of the node (`.topology.gpu_links`)."""
 
     def message(self) -> dict[str, Any]:
         """As it goes over the channel."""
@@ -53,7 +53,7 @@ class Report:
 
 
 def report(environment: dict[str, str], *, gpus: bool) -> Report:
-    """What this task sees.  ``environment`` is SLURM's; GPUs are looked at only if ``gpus``."""
+    """What this task sees.  `environment` is SLURM's; GPUs are looked at only if `gpus`."""
     import psutil
 
     from repro.measure.provenance import cpu, usable_cores
@@ -75,7 +75,7 @@ def report(environment: dict[str, str], *, gpus: bool) -> Report:
 
 
 def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
-    """The GPUs that a rank of this task will see, asked of the driver; ``visible`` is CUDA_VISIBLE_DEVICES.
+    """The GPUs that a rank of this task will see, asked of the driver; `visible` is CUDA_VISIBLE_DEVICES.
 
     NVML does not heed that variable, CUDA does: an index counts in the driver's order, a UUID may be cut short.
     """
@@ -103,7 +103,7 @@ def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
 
 
 def mismatch(reports: Iterable[Report], system: System, gpus_per_node: int) -> str:
-    """Why runs on these nodes are none of ``system``'s; empty if they are.  Starts with ``WRONG_HARDWARE``."""
+    """Why runs on these nodes are none of `system`'s; empty if they are.  Starts with `WRONG_HARDWARE`."""
     nodes: dict[str, list[Report]] = {}
     for entry in reports:
         nodes.setdefault(entry.node, []).append(entry)
@@ -164,7 +164,7 @@ def _count(gpus: list[dict[str, Any]]) -> str:
 
 
 def place(reports: list[Report], environment: dict[str, str]) -> dict[str, Any]:
-    """``provenance["slurm"]``: the job, its nodes and what they are; no address and no name of a person."""
+    """`provenance["slurm"]`: the job, its nodes and what they are; no address and no name of a person."""
     names = list(dict.fromkeys(entry.node for entry in reports))
     above = {entry.node: entry.switches for entry in reports if entry.switches}
     kinds: dict[str, dict[str, Any]] = {}

@@ -30,7 +30,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Array:
-    """Bundles of one shape: one ``sbatch``."""
+    """Bundles of one shape: one `sbatch`."""
 
     shape: Shape
     bundles: tuple[Bundle, ...]
@@ -41,7 +41,7 @@ class Array:
 
 
 def nodes_for(world: int, per_node: int, at_least: int = 0) -> int:
-    """Nodes that hold ``world`` ranks evenly, at most ``per_node`` on each; the fewest from ``at_least`` on.
+    """Nodes that hold `world` ranks evenly, at most `per_node` on each; the fewest from `at_least` on.
 
     SLURM starts the same number of tasks on every node, and the paper's layouts mean neighbours by rank.
     """
@@ -50,7 +50,7 @@ def nodes_for(world: int, per_node: int, at_least: int = 0) -> int:
 
 
 def shape_of(experiment: Experiment, profile: Profile) -> Shape:
-    """The nodes and the time that ``profile`` gives ``experiment``."""
+    """The nodes and the time that `profile` gives `experiment`."""
     case = profile.class_of(experiment.name)
     world = experiment.layout.world
     nodes = nodes_for(world, profile.ranks_per_node, case.nodes)
@@ -64,7 +64,7 @@ def shape_of(experiment: Experiment, profile: Profile) -> Shape:
 
 
 def arrays(tasks: list[Task], profile: Profile) -> list[Array]:
-    """Job arrays for ``tasks``, largest first: what needs many nodes waits longest for them."""
+    """Job arrays for `tasks`, largest first: what needs many nodes waits longest for them."""
     groups: dict[Shape, list[Task]] = {}
     for task in tasks:
         groups.setdefault(shape_of(task.experiments[0], profile), []).append(task)

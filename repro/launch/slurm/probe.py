@@ -1,4 +1,4 @@
-"""A look around from the nodes: ``python -m repro.launch.slurm.probe FOLDER`` in a short job prints JSON."""
+"""A look around from the nodes: `python -m repro.launch.slurm.probe FOLDER` in a short job prints JSON."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from repro.doctor.check import LIMITED, NO, YES, Check
 from repro.launch.slurm import script
 from repro.launch.slurm.nodes import differs
 from repro.launch.slurm.profile import Profile
 from repro.launch.slurm.scheduler import SchedulerError, call
-from repro.measure.check import LIMITED, NO, YES, Check
 
 WAIT_S = 300.0
 """How long a node is waited for."""
 
 
 def run(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
-    """What :func:`look` says on each of ``nodes`` nodes.  Raises ``SchedulerError``."""
+    """What `look` says on each of `nodes` nodes.  Raises `SchedulerError`."""
     token = secrets.token_hex(8)
     marker = results / f".probe-{token}"
     marker.write_text(token, encoding="utf-8")

@@ -47,7 +47,7 @@ class RankProcess:
         self._oom_kills = kernel_oom_kills()
 
     def start(self) -> None:
-        """Start it; what keeps it from starting is the first :meth:`news`."""
+        """Start it; what keeps it from starting is the first `news`."""
         try:
             self._start()
         except OSError as error:
@@ -161,7 +161,7 @@ class RankProcess:
                 os.killpg(self._process.pid, number)
 
     def dump_stacks(self) -> None:
-        """Have the rank write its stacks to its log; :meth:`news` says when they are there."""
+        """Have the rank write its stacks to its log; `news` says when they are there."""
         self._stacks_before = stacks.count(self._errors_file)
         self.signal(stacks.SIGNAL)
 
@@ -207,7 +207,7 @@ def own_folder() -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """What starts inside has ``SIGNALS`` blocked for life: a mask is inherited, and there is no moment without."""
+    """What starts inside has `SIGNALS` blocked for life: a mask is inherited, and there is no moment without."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

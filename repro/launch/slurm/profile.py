@@ -1,4 +1,4 @@
-"""A profile: how one site's SLURM is asked for what a suite needs.  A TOML file, ready ones are in ``slurm/``.
+"""A profile: how one site's SLURM is asked for what a suite needs.  A TOML file, ready ones are in `slurm/`.
 
 Only what the file says is asked for: an empty partition, account or constraint leaves it to the site.
 """
@@ -19,7 +19,7 @@ REQUESTS = ("gpus-per-node", "gres", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """What ``sbatch`` is asked for."""
+    """What `sbatch` is asked for."""
 
     partition: str = ""
     """Empty: the site's default."""
@@ -28,25 +28,25 @@ class Slurm:
     qos: str = ""
     """Quality of service."""
     constraint: str = ""
-    """Features that nodes must have, as ``sbatch --constraint`` writes them."""
+    """Features that nodes must have, as `sbatch --constraint` writes them."""
     exclude: list[str] = field(default_factory=list)
     """Nodes that are not to be used."""
     gpus_per_node: int = 0
     """GPUs of a node, one rank each; 0: processor cores only."""
     gpu_type: str = ""
-    """As the site calls it: ``v100``; empty: any."""
+    """As the site calls it: `v100`; empty: any."""
     gpu_request: str = "gpus-per-node"
-    """``gpus-per-node`` or ``gres``: how the site wants GPUs to be asked for; ``none``: it gives whole nodes."""
+    """`gpus-per-node` or `gres`: how the site wants GPUs to be asked for; `none`: it gives whole nodes."""
     tasks_per_node: int = 0
     """Ranks of a node where there are no GPUs; 0: as many as there are GPUs, or 1."""
     cpus_per_task: int = 0
     """Cores of a rank; 0: the site's default."""
     memory: str = ""
-    """Host memory of a node (``0``: all of it, ``64GB``); empty: the site's default."""
+    """Host memory of a node (`0`: all of it, `64GB`); empty: the site's default."""
     exclusive: bool = True
     """Whole nodes: others on it would be measured too."""
     time_limit: str = "01:00:00"
-    """Of one job: ``HH:MM:SS``, ``D-HH:MM:SS`` or minutes."""
+    """Of one job: `HH:MM:SS`, `D-HH:MM:SS` or minutes."""
     array_parallelism: int = 4
     """Elements of one job array that may run at once."""
     cases_per_job: int = 1
@@ -56,7 +56,7 @@ class Slurm:
     signal_delay_s: int = 90
     """Warning before the time limit, in seconds, in which the running case is stopped."""
     options: dict[str, str] = field(default_factory=dict)
-    """Further options of ``sbatch``: ``{ reservation = "bench" }``."""
+    """Further options of `sbatch`: `{ reservation = "bench" }`."""
 
     def __post_init__(self) -> None:
         require(
@@ -74,19 +74,19 @@ class Environment:
     """What a job sets up before its ranks start."""
 
     modules: list[str] = field(default_factory=list)
-    """``module load`` of each."""
+    """`module load` of each."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines, for example ``source /shared/venv/bin/activate``."""
+    """Shell lines, for example `source /shared/venv/bin/activate`."""
     python: str = ""
     """The interpreter on the nodes; empty: the one that submits."""
     container: str = ""
-    """Image for ``srun --container-image`` (pyxis); empty: none."""
+    """Image for `srun --container-image` (pyxis); empty: none."""
     container_mounts: str = ""
-    """``srun --container-mounts``."""
+    """`srun --container-mounts`."""
     interface: str = ""
-    """Network interface of collectives (``ib0``), for NCCL's sockets and for gloo; empty: they choose."""
+    """Network interface of collectives (`ib0`), for NCCL's sockets and for gloo; empty: they choose."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Environment variables of every rank: ``{ NCCL_IB_HCA = "mlx5" }``."""
+    """Environment variables of every rank: `{ NCCL_IB_HCA = "mlx5" }`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +101,18 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseClass:
-    """What differs for some cases: ``[[case]]`` tables, of which the first that matches counts."""
+    """What differs for some cases: `[[case]]` tables, of which the first that matches counts."""
 
     match: str
     """Glob of experiment names."""
     nodes: int = 0
     """Nodes to spread the ranks over; 0: as few as hold them."""
     time_limit: str = ""
-    """As in ``slurm.time_limit``; empty: that one."""
+    """As in `slurm.time_limit`; empty: that one."""
     partition: str = ""
-    """As in ``slurm.partition``; empty: that one."""
+    """As in `slurm.partition`; empty: that one."""
     requeues: int | None = None
-    """As in ``slurm.requeues``; left out: that many.  A training of weeks goes on from its checkpoint each time."""
+    """As in `slurm.requeues`; left out: that many.  A training of weeks goes on from its checkpoint each time."""
 
     def __post_init__(self) -> None:
         require(self.nodes >= 0, "nodes", self.nodes, "0 or more")
@@ -126,7 +126,7 @@ class Profile:
     """One site."""
 
     system: str = "local"
-    """What its nodes are, a name of `repro systems`; ``local``: processor cores, gloo."""
+    """What its nodes are, a name of `repro systems`; `local`: processor cores, gloo."""
     description: str = ""
     """One line for people."""
     slurm: Slurm = field(default_factory=Slurm)
@@ -154,18 +154,18 @@ class Profile:
         return self.storage.private
 
     def class_of(self, name: str) -> CaseClass:
-        """What the profile says of the experiment called ``name``."""
+        """What the profile says of the experiment called `name`."""
         found = (entry for entry in self.case if fnmatchcase(name, entry.match))
         return next(found, CaseClass(match="*"))
 
 
 def load(path: Path) -> Profile:
-    """The profile in ``path``.  Raises ``ConfigError``."""
+    """The profile in `path`.  Raises `ConfigError`."""
     return parse(read_toml(path), file=str(path))
 
 
 def parse(data: dict[str, Any], *, file: str) -> Profile:
-    """The profile in the tables of a file.  Raises ``ConfigError``."""
+    """The profile in the tables of a file.  Raises `ConfigError`."""
     tables = dict(data)
     for key, cls in (("slurm", Slurm), ("environment", Environment), ("storage", Storage)):
         if key in tables:

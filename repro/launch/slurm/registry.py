@@ -1,6 +1,6 @@
-"""What was submitted, under ``results/jobs``: a folder for each submission, and what SLURM calls its jobs.
+"""What was submitted, under `results/jobs`: a folder for each submission, and what SLURM calls its jobs.
 
-``submission.json`` is written before the first ``sbatch`` and after each: whoever reads it after a kill
+`submission.json` is written before the first `sbatch` and after each: whoever reads it after a kill
 knows what may be running.  Nothing here is needed to read results: those are in the store.
 """
 
@@ -32,7 +32,7 @@ class Submitted:
     """One job array as SLURM knows it."""
 
     bundles: list[int]
-    """Indices in ``work.json``, in the order of the array's elements."""
+    """Indices in `work.json`, in the order of the array's elements."""
     nodes: int
     tasks_per_node: int
     time_limit_s: float
@@ -40,10 +40,10 @@ class Submitted:
     job_name: str
     """Names submission and array, so that a job can be found whose number was never written down."""
     job_id: str = ""
-    """Empty until ``sbatch`` has answered."""
+    """Empty until `sbatch` has answered."""
 
     def element(self, place: int) -> str:
-        """SLURM's id of the array's element number ``place``."""
+        """SLURM's id of the array's element number `place`."""
         if not self.job_id:
             return ""
         return self.job_id if len(self.bundles) == 1 else f"{self.job_id}_{place}"
@@ -51,7 +51,7 @@ class Submitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One ``repro submit``."""
+    """One `repro submit`."""
 
     id: str
     created: str
@@ -59,7 +59,7 @@ class Submission:
     suite: str
     suite_file: str
     profile: str
-    """The profile's file; ``profile.toml`` beside this file is its copy."""
+    """The profile's file; `profile.toml` beside this file is its copy."""
     system: str
     arrays: list[Submitted] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class Submission:
         }
 
     def with_job(self, place: int, job_id: str) -> Submission:
-        """The same, with the number of array ``place``."""
+        """The same, with the number of array `place`."""
         arrays = [replace(a, job_id=job_id) if i == place else a for i, a in enumerate(self.arrays)]
         return replace(self, arrays=arrays)
 
@@ -93,17 +93,17 @@ class Registry:
         return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{clean}-{secrets.token_hex(2)}"
 
     def write(self, submission: Submission) -> None:
-        """Store ``submission``; its folder exists afterwards."""
+        """Store `submission`; its folder exists afterwards."""
         folder = self.path(submission)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / FILE, asdict(submission))
 
     def all(self) -> list[Submission]:
-        """Every submission, oldest first.  Raises ``ConfigError`` for a file that is none."""
+        """Every submission, oldest first.  Raises `ConfigError` for a file that is none."""
         return [self._read(path) for path in sorted(self.folder.glob(f"*/{FILE}"))]
 
     def work(self, submission: Submission) -> Work:
-        """What ``submission`` has to do.  Raises ``ConfigError`` if the file is gone or torn."""
+        """What `submission` has to do.  Raises `ConfigError` if the file is gone or torn."""
         folder = self.path(submission)
         try:
             return Work.load(folder)
@@ -111,7 +111,7 @@ class Registry:
             raise _bad(folder / "work.json", error) from None
 
     def state(self, submission: Submission, bundle: int) -> dict[str, Any]:
-        """What the allocation of ``bundle`` wrote last about itself; empty before its first word."""
+        """What the allocation of `bundle` wrote last about itself; empty before its first word."""
         try:
             text = (self.path(submission) / f"bundle-{bundle}.json").read_text(encoding="utf-8")
         except OSError:
@@ -121,10 +121,10 @@ class Registry:
 
     @contextmanager
     def submitting(self) -> Iterator[None]:
-        """Only one ``repro submit`` plans on a store at a time, or both would submit the same cases.
+        """Only one `repro submit` plans on a store at a time, or both would submit the same cases.
 
         A file made with O_EXCL, since shared file systems may be without flock.  One that was left by a
-        killed process on this host, or is old, is taken over.  Raises ``ConfigError`` if another is at work.
+        killed process on this host, or is old, is taken over.  Raises `ConfigError` if another is at work.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / ".submitting"

@@ -1,6 +1,6 @@
 """What SLURM says: jobs, partitions and nodes, asked in a few calls however many jobs there are.
 
-``squeue`` knows what waits and runs, ``sacct`` what has ended.  Where a site has no accounting, ``scontrol``
+`squeue` knows what waits and runs, `sacct` what has ended.  Where a site has no accounting, `scontrol`
 still knows jobs for a few minutes after their end (MinJobAge); later their end is unknown, which is said.
 """
 
@@ -38,11 +38,11 @@ class JobState:
     state: str
     """SLURM's word: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, PREEMPTED, ..."""
     reason: str = ""
-    """Why it waits (``Resources``), or what ended it, as far as SLURM says."""
+    """Why it waits (`Resources`), or what ended it, as far as SLURM says."""
     nodes: str = ""
-    """``n[1-2]``; empty before it runs."""
+    """`n[1-2]`; empty before it runs."""
     exit_code: str = ""
-    """``code:signal``."""
+    """`code:signal`."""
     restarts: int = 0
     """How often it was requeued."""
 
@@ -59,7 +59,7 @@ class JobState:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """One line of ``sinfo``."""
+    """One line of `sinfo`."""
 
     name: str
     default: bool
@@ -75,11 +75,11 @@ class Partition:
 
 
 class SchedulerError(RuntimeError):
-    """SLURM did not answer; ``str`` says what was asked and what it said, in one line."""
+    """SLURM did not answer; `str` says what was asked and what it said, in one line."""
 
 
 def call(command: list[str], timeout_s: float = TIMEOUT_S) -> str:
-    """Standard output of a command.  Raises ``SchedulerError`` if it is missing, fails or does not end."""
+    """Standard output of a command.  Raises `SchedulerError` if it is missing, fails or does not end."""
     if shutil.which(command[0]) is None:
         raise SchedulerError(f"{command[0]}: not found: is this a login node of the cluster?")
     try:
@@ -95,15 +95,15 @@ def call(command: list[str], timeout_s: float = TIMEOUT_S) -> str:
 
 
 class Scheduler:
-    """Asks SLURM; ``warnings`` collects what a site cannot tell."""
+    """Asks SLURM; `warnings` collects what a site cannot tell."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobState]:
-        """States of jobs by id, ``12`` or ``12_3`` for an array's element; absent: nobody knows it any more.
+        """States of jobs by id, `12` or `12_3` for an array's element; absent: nobody knows it any more.
 
-        Raises ``SchedulerError`` if not even the queue can be read.
+        Raises `SchedulerError` if not even the queue can be read.
         """
         wanted = set(ids)
         if not wanted:
@@ -135,7 +135,7 @@ class Scheduler:
         return _remembered(ids)
 
     def partitions(self) -> dict[str, Partition]:
-        """All partitions by name.  Raises ``SchedulerError``."""
+        """All partitions by name.  Raises `SchedulerError`."""
         found: dict[str, Partition] = {}
         for line in call(["sinfo", "-h", "-o", "%P|%a|%l|%D|%G|%c"]).splitlines():
             name, up, limit, nodes, gres, cores = line.split("|")
@@ -155,7 +155,7 @@ class Scheduler:
         return found
 
     def cancel(self, ids: list[str]) -> None:
-        """End jobs.  Raises ``SchedulerError``."""
+        """End jobs.  Raises `SchedulerError`."""
         for start in range(0, len(ids), _CALLS):
             call(["scancel", *ids[start : start + _CALLS]])
 
@@ -198,7 +198,7 @@ def _remembered(ids: set[str]) -> dict[str, JobState]:
 
 
 def expand(job_id: str) -> list[str]:
-    """The elements that SLURM writes as one: ``12_[0-2,5%4]`` is ``12_0 12_1 12_2 12_5``."""
+    """The elements that SLURM writes as one: `12_[0-2,5%4]` is `12_0 12_1 12_2 12_5`."""
     found = re.fullmatch(r"(\d+)_\[?([\d,\-]+)(?:%\d+)?\]?", job_id)
     if found is None:
         return [job_id]
@@ -210,7 +210,7 @@ def expand(job_id: str) -> list[str]:
 
 
 def check_partition(partitions: dict[str, Partition], name: str, *, file: str, where: str) -> Partition:
-    """The partition called ``name``, or the default one for an empty name.  Raises ``ConfigError``."""
+    """The partition called `name`, or the default one for an empty name.  Raises `ConfigError`."""
     known = ", ".join(sorted(partitions))
     if name:
         if name not in partitions:
@@ -226,7 +226,7 @@ def check_partition(partitions: dict[str, Partition], name: str, *, file: str, w
 
 
 def _gpus(gres: str) -> dict[str, int]:
-    """GPUs of a node by type, from ``gpu:v100:8(S:0-1),nic:2``; ``gpu:8`` has the type ''."""
+    """GPUs of a node by type, from `gpu:v100:8(S:0-1),nic:2`; `gpu:8` has the type ''."""
     found: dict[str, int] = {}
     for kind, count in re.findall(r"\bgpu:(?:([\w\-.]+):)?(\d+)", gres):
         found[kind] = found.get(kind, 0) + int(count)

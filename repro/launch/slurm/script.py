@@ -11,11 +11,11 @@ from repro.launch.slurm.pack import Array
 from repro.launch.slurm.profile import Profile
 
 LATE_S = 120
-"""Seconds that srun waits for the others after the first task's end; a profile's ``SLURM_WAIT`` overrides it."""
+"""Seconds that srun waits for the others after the first task's end; a profile's `SLURM_WAIT` overrides it."""
 
 
 def parameters(array: Array, profile: Profile, job_name: str) -> dict[str, Any]:
-    """submitit's parameters (``SlurmExecutor.update_parameters``) for ``array``."""
+    """submitit's parameters (`SlurmExecutor.update_parameters`) for `array`."""
     slurm, shape = profile.slurm, array.shape
     wanted: dict[str, Any] = {
         "job_name": job_name,
@@ -66,7 +66,7 @@ def python(profile: Profile) -> str:
 
 
 def text(array: Array, profile: Profile, job_name: str, folder: Path) -> str:
-    """What ``sbatch`` gets, to the letter, if submitit's folder is ``folder``."""
+    """What `sbatch` gets, to the letter, if submitit's folder is `folder`."""
     from submitit.slurm import slurm
 
     count = len(array.bundles)

@@ -40,13 +40,13 @@ class CaseState:
     key: str
     bundle: int
     job: str
-    """``12_3``; empty where ``sbatch`` never answered."""
+    """`12_3`; empty where `sbatch` never answered."""
     state: str
-    """One of ``STATES``."""
+    """One of `STATES`."""
     detail: str = ""
     """Step and rate, why it waits, or the outcome's reason."""
     outcome: str = ""
-    """Of the record in the store; for lost ones what :mod:`.collect` would record."""
+    """Of the record in the store; for lost ones what `.collect` would record."""
     job_state: str = ""
     """SLURM's word for its job; empty where nobody knows it any more."""
     nodes: str = ""
@@ -86,7 +86,7 @@ class Survey:
         self.registry, self.store, self.scheduler = registry, store, scheduler
 
     def cases(self, submissions: list[Submission] | None = None) -> list[CaseState]:
-        """All cases of ``submissions`` (default: all).  Raises ``SchedulerError`` if the queue is unreadable."""
+        """All cases of `submissions` (default: all).  Raises `SchedulerError` if the queue is unreadable."""
         chosen = self.registry.all() if submissions is None else submissions
         jobs = self.scheduler.jobs({job for s in chosen for job in s.jobs().values() if job})
         latest = self.store.latest()
@@ -117,7 +117,7 @@ def _case(
     said: dict[str, Any],
     record: dict[str, Any] | None,
 ) -> CaseState:
-    """Where ``experiment`` stands; ``said`` is what its allocation wrote last."""
+    """Where `experiment` stands; `said` is what its allocation wrote last."""
     own = record if record is not None and _at(record["written"]) >= _at(submission.created) else None
     base = CaseState(
         submission=submission.id,

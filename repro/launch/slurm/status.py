@@ -1,4 +1,4 @@
-"""``repro status``: cases x jobs in one table."""
+"""`repro status`: cases x jobs in one table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COLOURS = {
 
 
 def command(results: Path, watch: bool, every: bool, json: bool) -> int:
-    """Print where every case of the newest submission of each suite stands; ``every``: of all submissions.
+    """Print where every case of the newest submission of each suite stands; `every`: of all submissions.
 
     Returns 0 when nothing is open and nothing failed, 3 while cases wait or run, 1 if some failed.
     """
@@ -63,8 +63,8 @@ def command(results: Path, watch: bool, every: bool, json: bool) -> int:
 def read(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
     """States of the cases, and what the site could not tell.
 
-    Of a case that was submitted more than once the last submission counts, unless ``every``.  Raises
-    ``SchedulerError``.
+    Of a case that was submitted more than once the last submission counts, unless `every`.  Raises
+    `SchedulerError`.
     """
     scheduler = Scheduler()
     cases = Survey(registry, store, scheduler).cases()
@@ -128,7 +128,7 @@ def _totals(cases: list[CaseState]) -> str:
 
 
 def _watch(registry: Registry, store: Store, every: bool) -> int:
-    """Show the table again every few seconds, until nothing waits or runs.  Raises ``SchedulerError``.
+    """Show the table again every few seconds, until nothing waits or runs.  Raises `SchedulerError`.
 
     A cluster that does not answer for a while, after it has answered once, is no reason to stop.
     """

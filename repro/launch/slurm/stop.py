@@ -19,18 +19,18 @@ ASK_S = 5.0
 ACCOUNTED_S = 3.0
 """How long the accounting may lag behind."""
 KILL_S = 10.0
-"""Sites rarely give less than this between SIGTERM and SIGKILL (``KillWait``, 30 s by default)."""
+"""Sites rarely give less than this between SIGTERM and SIGKILL (`KillWait`, 30 s by default)."""
 EARLY_S = 120.0
 """SLURM warns of a time limit up to a minute before it was asked to; signals this near the end mean the limit."""
 _REASONS = {"TimeLimit": TIME_LIMIT, "NodeDown": NODE_FAILURE, "Preempted": PREEMPTED}
-"""Why a job is completing that did not end by itself; ``scancel`` leaves no reason."""
+"""Why a job is completing that did not end by itself; `scancel` leaves no reason."""
 
 
 class Stop:
-    """False until a signal comes or :meth:`give_up` is called; the watching loop acts on it."""
+    """False until a signal comes or `give_up` is called; the watching loop acts on it."""
 
     def __init__(self, job: str, restarts: int = 0):
-        """``restarts``: how often SLURM has started the job again."""
+        """`restarts`: how often SLURM has started the job again."""
         self._job, self._restarts = job, restarts
         self.delay_s = 90.0
         """How long before the time limit SLURM was asked to send its signal."""
@@ -83,7 +83,7 @@ class Stop:
 
 
 def meaning(job: str, delay_s: float, restarts: int = 0) -> str:
-    """What SLURM ends ``job`` for, as far as it says, while it has been started again ``restarts`` times."""
+    """What SLURM ends `job` for, as far as it says, while it has been started again `restarts` times."""
     fields = dict(re.findall(r"(\w+)=(\S*)", _said(["scontrol", "show", "job", "-o", job])))
     state, started = fields.get("JobState", ""), _time(fields.get("StartTime", ""))
     if state.startswith("CANCELLED"):
@@ -106,7 +106,7 @@ def meaning(job: str, delay_s: float, restarts: int = 0) -> str:
 
 
 def _why_requeued(job: str, restarts: int) -> str:
-    """Why SLURM took ``job`` back into the queue: by the accounting of its runs where there is one."""
+    """Why SLURM took `job` back into the queue: by the accounting of its runs where there is one."""
     until = time.monotonic() + ACCOUNTED_S
     while True:
         runs = _said(["sacct", "-n", "-X", "-P", "-D", "-j", job, "-o", "State"]).split()
@@ -127,7 +127,7 @@ def _why_requeued(job: str, restarts: int) -> str:
 
 
 def _down(nodes: str) -> list[str]:
-    """Which of ``nodes``, written as SLURM does, are down."""
+    """Which of `nodes`, written as SLURM does, are down."""
     lines = _said(["sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"]).splitlines() if nodes else []
     states = (line.partition(" ") for line in lines)
     return sorted({name for name, _, state in states if state.startswith(("down", "fail"))})
@@ -143,7 +143,7 @@ def _said(command: list[str]) -> str:
 
 
 def _time(text: str) -> float | None:
-    """Seconds since 1970 of a time as SLURM writes it; None for ``None``, ``Unknown`` and no answer."""
+    """Seconds since 1970 of a time as SLURM writes it; None for `None`, `Unknown` and no answer."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:

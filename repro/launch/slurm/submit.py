@@ -1,4 +1,4 @@
-"""``repro submit``: a suite becomes a few job arrays, or, with ``--dry-run``, the text of their scripts."""
+"""`repro submit`: a suite becomes a few job arrays, or, with `--dry-run`, the text of their scripts."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def command(
     rerun: bool,
     json: bool,
 ) -> int:
-    """Submit what the store lacks of ``suite`` and no live job is at.  Returns 0, or 1 if ``sbatch`` failed.
+    """Submit what the store lacks of `suite` and no live job is at.  Returns 0, or 1 if `sbatch` failed.
 
-    ``exclude``: nodes to keep away from, beside those of the profile, as ``sbatch --exclude`` writes them.
-    Raises ``ConfigError`` before anything is submitted.  ``dry``: the cluster is not asked at all.
+    `exclude`: nodes to keep away from, beside those of the profile, as `sbatch --exclude` writes them.
+    Raises `ConfigError` before anything is submitted.  `dry`: the cluster is not asked at all.
     """
     site = profile.load(profile_file)
     if exclude:
@@ -102,7 +102,7 @@ def _submit(intent: Intent, registry: Registry, profile_file: Path, json: bool) 
 def submit_array(
     folder: Path, bundles: list[int], wanted: dict[str, object], site: Profile, requeues: int
 ) -> str:
-    """Hand one array to submitit; SLURM's number of it.  Raises ``SchedulerError``."""
+    """Hand one array to submitit; SLURM's number of it.  Raises `SchedulerError`."""
     import submitit
 
     from repro.launch.slurm.allocation import Allocation

@@ -6,9 +6,9 @@ from typing import Any
 
 
 def switches(environment: dict[str, str]) -> str:
-    """The path of switches above this node, ``core.rack1``; empty where the site's SLURM knows of none.
+    """The path of switches above this node, `core.rack1`; empty where the site's SLURM knows of none.
 
-    SLURM sets ``SLURM_TOPOLOGY_ADDR`` to ``core.rack1.n1`` and its pattern to ``switch.switch.node``.
+    SLURM sets `SLURM_TOPOLOGY_ADDR` to `core.rack1.n1` and its pattern to `switch.switch.node`.
     """
     names = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
@@ -18,7 +18,7 @@ def switches(environment: dict[str, str]) -> str:
 
 
 def gpu_links() -> dict[str, Any]:
-    """``nvlinks``: active NVLinks of each GPU of this node; ``pcie``: what the PCIe paths of its pairs cross.
+    """`nvlinks`: active NVLinks of each GPU of this node; `pcie`: what the PCIe paths of its pairs cross.
 
     Empty without a driver or with one that does not say.
     """

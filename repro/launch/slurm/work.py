@@ -23,7 +23,7 @@ class Bundle:
     """Tasks that share one allocation; every experiment in them has the same world."""
 
     index: int
-    """Its place in :attr:`Work.bundles`, over all arrays of the submission."""
+    """Its place in `Work.bundles`, over all arrays of the submission."""
     tasks: tuple[Task, ...]
 
     @property
@@ -48,7 +48,7 @@ class Work:
     """Whether experiments run although the store knows them."""
 
     def save(self, folder: Path) -> None:
-        """Write it to ``folder``; :meth:`load` is the way back."""
+        """Write it to `folder`; `load` is the way back."""
         entries = [
             {"experiment": entry.experiment.as_dict(), "expect": entry.expect} for entry in self.suite.entries
         ]
@@ -61,7 +61,7 @@ class Work:
 
     @staticmethod
     def load(folder: Path) -> Work:
-        """What :meth:`save` wrote to ``folder``."""
+        """What `save` wrote to `folder`."""
         document = json.loads((folder / FILE).read_text(encoding="utf-8"))
         suite = document["suite"]
         entries = tuple(

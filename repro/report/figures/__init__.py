@@ -28,7 +28,7 @@ from repro.report.figures.values import View
 
 if TYPE_CHECKING:
     from repro.claims.results import ClaimResult
-    from repro.report.validate import Point
+    from repro.validate.published import Point
 
 
 def draw_all(
@@ -40,8 +40,8 @@ def draw_all(
 ) -> list[Drawing]:
     """Every figure, in the order of the page; one without records has no picture and says what to run.
 
-    ``simulated`` records have figures of their own: no picture mixes them with what was measured, but the one that
-    compares the two.  ``points``: published values with their predictions.  ``judged``: the ledger; without it no
+    `simulated` records have figures of their own: no picture mixes them with what was measured, but the one that
+    compares the two.  `points`: published values with their predictions.  `judged`: the ledger; without it no
     figure of a source is redrawn.
     """
     found = list(simulated)

@@ -1,4 +1,4 @@
-"""Figures of the sources that one form fits, as data: ``redrawn.toml`` beside this module, read and checked.
+"""Figures of the sources that one form fits, as data: `redrawn.toml` beside this module, read and checked.
 
     [[figure]]
     id = "zero-fig2"                        # file name and anchor
@@ -10,8 +10,8 @@
     label = "TFLOP/s per GPU"               # of the vertical axis
     series = [{ name = "ZeRO-100B", rows = "zero-fig2-throughput/*: ZeRO per GPU" }]
 
-A series takes its places on the axis from the rows that ``rows`` matches, or names them:
-``at = { "8.3B" = "meg1-mp8-77pct/weak scaling" }``.  ``more = { "2.5B" = 'metric(...)' }`` are places at which the
+A series takes its places on the axis from the rows that `rows` matches, or names them:
+`at = { "8.3B" = "meg1-mp8-77pct/weak scaling" }`.  `more = { "2.5B" = 'metric(...)' }` are places at which the
 source prints no number.
 """
 
@@ -34,9 +34,9 @@ class SeriesEntry:
 
     name: str
     rows: str = ""
-    """``claim/label`` with a ``*``."""
+    """`claim/label` with a `*`."""
     at: dict[str, str] = field(default_factory=dict)
-    """``claim/label`` by place."""
+    """`claim/label` by place."""
     more: dict[str, str] = field(default_factory=dict)
     """Expression over simulated records by place."""
 
@@ -61,13 +61,13 @@ class PanelEntry:
     order: list[str] = field(default_factory=list)
     """Of the places, where it is not that of the rows."""
     unit: str = ""
-    """Of a panel with ``more``; otherwise that of the rows."""
+    """Of a panel with `more`; otherwise that of the rows."""
     log: bool = False
     """Points on a logarithmic axis instead of bars."""
     under: str = ""
-    """``claim/*: ...`` or ``claim/*``: rows whose published words stand under the places of the axis."""
+    """`claim/*: ...` or `claim/*`: rows whose published words stand under the places of the axis."""
     words: list[str] = field(default_factory=list)
-    """Rows published as words, ``claim/label``: printed above the panel with what evidence says."""
+    """Rows published as words, `claim/label`: printed above the panel with what evidence says."""
 
     def __post_init__(self) -> None:
         if self.unit and self.unit not in UNITS:
@@ -87,7 +87,7 @@ class FigureEntry:
 
 @cache
 def load(path: Path = FILE) -> tuple[FigureEntry, ...]:
-    """The figures of ``path``, in its order.  Raises ``ConfigError`` that names file, figure and key."""
+    """The figures of `path`, in its order.  Raises `ConfigError` that names file, figure and key."""
     tables = read_toml(path)
     figures = tables.pop("figure", [])
     if tables or not isinstance(figures, list):

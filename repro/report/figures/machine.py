@@ -67,7 +67,7 @@ def draw(experiments: list[Record], simulated: list[Record]) -> Drawing:
 
 
 def pairs(experiments: list[Record], simulated: list[Record], metric: str) -> Pairs:
-    """Measured runs and the newest simulation of the same experiment: as it is, or on a calibrated file (``@NAME``).
+    """Measured runs and the newest simulation of the same experiment: as it is, or on a calibrated file (`@NAME`).
 
     One that was moved to a machine of the reports says nothing about this one.
     """

@@ -30,7 +30,7 @@ Cells = dict[tuple[int, int], Record]
 
 
 def draw(records: list[Record]) -> Drawing:
-    """One panel for each system of the ``map-*`` records, least memory first; one field for each (t, p)."""
+    """One panel for each system of the `map-*` records, least memory first; one field for each (t, p)."""
     shown = [
         record
         for record in records

@@ -29,7 +29,7 @@ class Slot:
 
 
 def slot(place: int, series: float, count: int) -> Slot:
-    """Of series number ``series`` of ``count`` at ``place``."""
+    """Of series number `series` of `count` at `place`."""
     width = GROUP / count
     return Slot(place - GROUP / 2 + (series + 0.5) * width, width * 0.94)
 
@@ -130,7 +130,7 @@ def error(axes: Axes, at: Slot, value: Value, colour: str, far: float) -> float:
 
 
 def legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, dots: bool) -> None:
-    """Series by colour, and what the fills and signs mean that occur.  ``dots``: some panel has points."""
+    """Series by colour, and what the fills and signs mean that occur.  `dots`: some panel has points."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

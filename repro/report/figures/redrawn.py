@@ -23,7 +23,7 @@ COLOURS = (BLUE, ORANGE, GREEN)
 WIDEST = 40
 """Bars in one row of panels; with more, the next panel starts a new row."""
 _NAMED = re.compile(r"\b([A-Z])_(\w+(?:\+\w+)?)")
-"""``P_os``, ``P_a+cpu``, ``C_B``."""
+"""`P_os`, `P_a+cpu`, `C_B`."""
 FAR = 1.0
 """Relative error at which the lower axes end; what lies beyond is drawn at the edge with its number."""
 
@@ -66,7 +66,7 @@ class Panel:
 
 
 def draw(entry: FigureEntry, view: View) -> Drawing:
-    """The figure of ``entry``; no picture where the store has nothing to put beside the published values."""
+    """The figure of `entry`; no picture where the store has nothing to put beside the published values."""
     panels = [_panel(panel, view) for panel in entry.panel]
     values = [value for panel in panels for value in panel.values]
     remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))
@@ -112,7 +112,7 @@ def _series(entry: SeriesEntry, panel: PanelEntry, view: View) -> list[Value]:
 
 
 def _canvas(panels: Sequence[Panel]) -> tuple[Figure, list[tuple[Axes, Axes | None]]]:
-    """Panels in rows of at most ``WIDEST`` bars, each a pair of axes that share their places."""
+    """Panels in rows of at most `WIDEST` bars, each a pair of axes that share their places."""
     from matplotlib.figure import Figure
 
     from repro.report.figures.style import WIDTH
@@ -198,7 +198,7 @@ def _places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None:
 
 
 def _short(words: str) -> str:
-    """A configuration in two lines, its names set as the paper does: ``P_os`` with an index."""
+    """A configuration in two lines, its names set as the paper does: `P_os` with an index."""
     first, _, rest = _NAMED.sub(r"$\1_{\2}$", words).partition(", ")
     return f"{first}\n{rest}" if rest else first
 

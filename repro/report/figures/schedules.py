@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from repro.parallel.schedule import FORWARD, Slot, bubble, build, in_flight, timeline
+from repro.parallel.pipeline.schedule import FORWARD, Slot, bubble, build, in_flight, timeline
+from repro.report.figures.schedule_colours import paint
 from repro.report.figures.style import Drawing, canvas
 from repro.report.figures.values import View
-from repro.report.schedule_colours import paint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -31,7 +31,7 @@ CATEGORY = {
     "other": GREY,
     "host": SKY,
 }
-"""Colours of the categories of memory, the same in every figure; ``host`` is not on the device."""
+"""Colours of the categories of memory, the same in every figure; `host` is not on the device."""
 STAGE = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
 """The ZeRO paper's names of the stages, as the paper sets them."""
 
@@ -45,7 +45,7 @@ class Drawing:
     title: str
     caption: str
     records: tuple[str, ...]
-    """``suite/name`` of every record that the figure shows."""
+    """`suite/name` of every record that the figure shows."""
     missing: str = ""
     """What would fill an empty figure, or complete one; empty where nothing is missing."""
     figure: Figure | None = None
@@ -65,7 +65,7 @@ def settle(figure: Figure) -> None:
 
 
 def svg(drawing: Drawing) -> str:
-    """The figure as an ``<svg>`` element with text as text, its ids made unique in the page."""
+    """The figure as an `<svg>` element with text as text, its ids made unique in the page."""
     assert drawing.figure is not None
     out = io.StringIO()
     with look():
@@ -142,13 +142,13 @@ def canvas(height: float, rows: int = 1, columns: int = 1, **keywords: Any) -> t
 
 
 def quiet(axes: Axes, axis: str) -> None:
-    """Grid lines across ``axis`` only."""
+    """Grid lines across `axis` only."""
     axes.grid(visible=True, axis=axis)  # type: ignore[arg-type]
     axes.tick_params(length=3)
 
 
 def label(record: Record) -> str:
-    """``suite/name``, as claims and captions cite records."""
+    """`suite/name`, as claims and captions cite records."""
     return f"{record['suite']}/{record['name']}"
 
 
@@ -163,5 +163,5 @@ def dp(record: Record) -> int:
 
 
 def succeeded(records: list[Record], prefix: str) -> list[Record]:
-    """Measured experiments that ended ok and whose names start with ``prefix``."""
+    """Measured experiments that ended ok and whose names start with `prefix`."""
     return [r for r in records if r["outcome"] == "ok" and r["name"].startswith(prefix)]

@@ -17,7 +17,8 @@ from repro.report.figures.style import (
     Drawing,
     canvas,
 )
-from repro.report.validate import (
+from repro.results.store import SIMULATED
+from repro.validate.published import (
     A100_MEGATRON,
     FAMILIES,
     OTHER,
@@ -29,7 +30,6 @@ from repro.report.validate import (
     Point,
     families,
 )
-from repro.results.store import SIMULATED
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

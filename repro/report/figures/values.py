@@ -1,6 +1,6 @@
 """Values of a figure: what a source published, and what each kind of evidence says, from the judged ledger.
 
-A figure names rows of the ledger as ``claim/label``; a ``*`` in the label stands for the places on the axis.  What
+A figure names rows of the ledger as `claim/label`; a `*` in the label stands for the places on the axis.  What
 a source draws and does not print has no row: such a place names an expression over simulated records instead, in
 the ledger's own language.
 """
@@ -29,14 +29,14 @@ class Ours:
     """What one kind of evidence says, in the row's unit."""
 
     kind: str
-    """``analytic``, ``simulated`` or ``measured``; measured at the published scale only."""
+    """`analytic`, `simulated` or `measured`; measured at the published scale only."""
     value: float
     low: float
     high: float
     agrees: bool | None
     """Whether the judge accepts it; None where it calibrates the time model or nothing is published."""
     runs: tuple[str, ...]
-    """``suite/name`` of the records behind it."""
+    """`suite/name` of the records behind it."""
     fits: bool
     """Whether all of them fit their devices when simulated."""
 
@@ -82,13 +82,13 @@ class View:
         return not self._rows
 
     def row(self, reference: str) -> RowResult:
-        """The row ``claim/label``.  Raises ``ConfigError``."""
+        """The row `claim/label`.  Raises `ConfigError`."""
         if reference not in self._rows:
             raise ConfigError("row", reference, "claim/label of a row of the ledger")
         return self._rows[reference]
 
     def matching(self, pattern: str) -> list[Value]:
-        """A value for each row that ``pattern`` matches, in the ledger's order; at what ``*`` stands for."""
+        """A value for each row that `pattern` matches, in the ledger's order; at what `*` stands for."""
         before, _, after = pattern.partition("*")
         found = [
             (name[len(before) : len(name) - len(after)], row)
@@ -100,7 +100,7 @@ class View:
         return [self._value(at, row) for at, row in found]
 
     def value(self, at: str, reference: str) -> Value:
-        """The value of one row, placed ``at``."""
+        """The value of one row, placed `at`."""
         return self._value(at, self.row(reference))
 
     def unpublished(self, at: str, expression: str, unit: str) -> Value:

@@ -56,7 +56,7 @@ class Submission:
         self.says()
 
     def says(self, *, state: str = "RUNNING", preempted: str = "2026-11-21T10:00:00") -> None:
-        """What ``scontrol show job`` answers."""
+        """What `scontrol show job` answers."""
         program = self.bin / "scontrol"
         program.write_text(SCONTROL.format(log=self.calls, state=state, preempted=preempted))
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -82,7 +82,7 @@ class Submission:
 
 
 class Srun:
-    """The tasks of one start of the job, ``per_node`` on each node."""
+    """The tasks of one start of the job, `per_node` on each node."""
 
     def __init__(
         self, submission: Submission, *, tasks: int = 2, per_node: int = 1, restarts: int = 0, **more: str
@@ -154,7 +154,7 @@ class Srun:
         return found
 
     def reach(self, name: str, step: int = 0) -> dict[int, psutil.Process]:
-        """Wait until experiment ``name`` is in its ``step``-th step or later; its ranks."""
+        """Wait until experiment `name` is in its `step`-th step or later; its ranks."""
 
         def there() -> bool:
             current = self.submission.state.get("current") or {}

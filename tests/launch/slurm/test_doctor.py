@@ -1,4 +1,4 @@
-"""``repro doctor --profile``: found, missing, what to change."""
+"""`repro doctor --profile`: found, missing, what to change."""
 
 from __future__ import annotations
 

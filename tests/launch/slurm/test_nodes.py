@@ -28,7 +28,7 @@ def card(name: str, memory: int, capability: str, number: int) -> dict[str, Any]
 def node(
     name: str, index: int, kind: tuple[str, int, str], *, tasks: int = 16, bound: bool = False
 ) -> list[Report]:
-    """All tasks of a node; ``bound``: each sees its own GPU only."""
+    """All tasks of a node; `bound`: each sees its own GPU only."""
     cards = [card(*kind, number) for number in range(tasks)]
     return [
         Report(node=name, node_index=index, local=i, task=index * tasks + i, tasks=tasks,

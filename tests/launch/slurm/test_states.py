@@ -27,7 +27,7 @@ JOB = {"state": "RUNNING", "reason": "None", "nodes": "n1", "exit": "0:0"}
 
 
 class Submitted1:
-    """A suite with the cases a, b, c as elements 12_0 to 12_2, written as ``repro submit`` writes it."""
+    """A suite with the cases a, b, c as elements 12_0 to 12_2, written as `repro submit` writes it."""
 
     def __init__(self, folder: Path, site: Path, slurm: FakeSlurm):
         self.results, self.slurm = folder / "results", slurm

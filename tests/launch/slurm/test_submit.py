@@ -1,4 +1,4 @@
-"""``repro submit`` with a SLURM that runs nothing: what sbatch gets, how often, and what is refused."""
+"""`repro submit` with a SLURM that runs nothing: what sbatch gets, how often, and what is refused."""
 
 from __future__ import annotations
 

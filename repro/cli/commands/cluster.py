@@ -1,0 +1,99 @@
+"""Suites on a SLURM cluster: submit, status, logs, cancel, collect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from repro.cli.commands.options import Json, Only, ProfileFile, Rerun, Results, SuiteFile
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example:  repro submit suites/zero_r.toml --profile slurm/dgx2.toml --dry-run")
+def submit(
+    suite: SuiteFile,
+    profile: ProfileFile,
+    only: Only = None,
+    results: Results = Path("results"),
+    exclude: Annotated[
+        str, typer.Option(help="Keep away from these nodes: n3,n[7-8].", metavar="NODES")
+    ] = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print scripts, cases and GPU-hours; ask nothing of the cluster."),
+    ] = False,
+    move: Annotated[
+        bool,
+        typer.Option("--move", help="Run cases of other systems on the profile's, named NAME@SYSTEM."),
+    ] = False,
+    rerun: Rerun = False,
+    json: Json = False,
+) -> int:
+    """Submit to SLURM what the store lacks of a suite and no job is at: a job array for each shape."""
+    from repro.launch.slurm.submit import command
+
+    return command(suite, profile, results, only or [], exclude, dry_run, move, rerun, json)
+
+
+@app.command(epilog="Example:  repro status --watch")
+def status(
+    results: Results = Path("results"),
+    watch: Annotated[bool, typer.Option("--watch", help="Look again until nothing is open.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every submission of a case, not the last alone.")
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Show where every submitted case stands.  Exit code 3: something is open; 1: something failed."""
+    from repro.launch.slurm.status import command
+
+    return command(results, watch, every, json)
+
+
+@app.command(epilog="Example:  repro logs fig6-c4-60b --rank 17")
+def logs(
+    case: Annotated[str, typer.Argument(help="A submitted case.", metavar="CASE")],
+    results: Results = Path("results"),
+    rank: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="What this rank wrote; without it, the job around the ranks.", metavar="R"),
+    ] = None,
+) -> int:
+    """Show what a case or one of its ranks wrote last."""
+    from repro.launch.slurm.logs import command
+
+    return command(results, case, rank)
+
+
+@app.command(epilog="Example:  repro cancel 'fig6-*'")
+def cancel(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="A suite, a submission, a case or a glob of cases; all by default.", metavar="WHAT"
+        ),
+    ] = "",
+    results: Results = Path("results"),
+) -> int:
+    """Cancel jobs that wait or run."""
+    from repro.launch.slurm.cancel import command
+
+    return command(results, what)
+
+
+@app.command(epilog="Example:  repro collect --into results")
+def collect(
+    results: Results = Path("results"),
+    into: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Also copy records to this folder, those that it lacks.", metavar="DIR"),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Record what was lost or cancelled without a word, and check every record."""
+    from repro.launch.slurm.collect import command
+
+    return command(results, into, json)

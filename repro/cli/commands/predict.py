@@ -1,0 +1,155 @@
+"""Commands that predict, and what predictions rest on: `repro simulate`, `fit`, `plan`, `calibrate` and
+`validate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from repro.cli.commands.layout_options import Asked, question_options
+from repro.cli.commands.options import Json, ModelName, Results
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example:  repro simulate --model turing-nlg-17b --system dgx2 --gpus 256 --tp 4 --zero 1"
+)
+@question_options
+def simulate(
+    model: ModelName,
+    asked: Asked,
+    timeline: Annotated[
+        str, typer.Option(help="Write when everything happens, for ui.perfetto.dev.", metavar="FILE.json")
+    ] = "",
+    json: Json = False,
+) -> int:
+    """Trace one step in shape only: does it fit, what fills the memory, what is sent where, how long it takes."""
+    from repro.cli.views.predictions import simulate as command
+
+    return command(model, asked, timeline, json)
+
+
+@app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --zero 1 --micro-batch 8 --recompute")
+@question_options
+def fit(
+    asked: Asked,
+    model: Annotated[str, typer.Option("--model", help="Take sizes from this model.", metavar="M")] = "",
+    hidden: Annotated[
+        int, typer.Option(help="Width.  Without: one that about hidden/64 layers fill.", show_default=False)
+    ] = 0,
+    heads: Annotated[
+        int, typer.Option(help="Attention heads; hidden/128 by default.", show_default=False)
+    ] = 0,
+    vocab: Annotated[int, typer.Option(help="Vocabulary; 51200 by default.", show_default=False)] = 0,
+    search: Annotated[str, typer.Option(help="layers, or micro-batch (of --model).")] = "layers",
+    measure: Annotated[bool, typer.Option("--measure", help="Try on the devices of this machine.")] = False,
+    as_rank: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            help="With --measure: be this rank alone, of --of; collectives are left out.", metavar="R"
+        ),
+    ] = None,
+    of: Annotated[int, typer.Option(help="The ranks of which --as-rank is one.", show_default=False)] = 0,
+    json: Json = False,
+) -> int:
+    """Find the largest model that fits, the first that does not, and the term that is too much."""
+    sizes = {"hidden": hidden, "heads": heads, "vocab": vocab}
+    if measure:
+        from repro.launch.fit import command as measured
+
+        return measured(asked, model, sizes, search, as_rank, of, json)
+    from repro.cli.views.predictions import fit as command
+
+    return command(asked, model, sizes, search, json)
+
+
+@app.command(epilog="Example:  repro plan --model turing-nlg-17b --system dgx2 --gpus 256 --global-batch 512")
+@question_options
+def plan(
+    model: ModelName,
+    asked: Asked,
+    as_map: Annotated[
+        bool,
+        typer.Option(
+            "--map", help="Draw tp against pp of one strategy; --memory-limit may be several: 40GB,80GB."
+        ),
+    ] = False,
+    tokens: Annotated[
+        float, typer.Option(help="Of a whole training: how long it takes.", metavar="N", show_default=False)
+    ] = 0.0,
+    price_per_gpu_hour: Annotated[
+        float, typer.Option(help="What training on --tokens costs.", metavar="PRICE", show_default=False)
+    ] = 0.0,
+    json: Json = False,
+) -> int:
+    """List every sensible layout: does it fit, and how long is a step; best first.  Options fix what is varied."""
+    from repro.cli.views.predictions import plan as command
+
+    return command(model, asked, json, as_map, tokens, price_per_gpu_hour)
+
+
+@app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")
+def calibrate(
+    system: Annotated[
+        str,
+        typer.Option(
+            help="local: processor cores and gloo; local-gpu: GPUs and NCCL; with --profile, its system.",
+            metavar="NAME",
+        ),
+    ],
+    gpus: Annotated[
+        int,
+        typer.Option(
+            help="Ranks of a node; by default every GPU, or 2 on processor cores.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = 0,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="The system file; by default NAME-calibrated.toml here.", metavar="FILE.toml"),
+    ] = None,
+    profile: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Measure nodes of this SLURM, in one job that is waited for.", metavar="FILE.toml"),
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option(help="How many, with --profile; by default 1.", metavar="N", show_default=False)
+    ] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: to try it out.")] = False,
+    json: Json = False,
+) -> int:
+    """Measure this machine (operators, copies, launches, collectives by size and group) and write a system file.
+
+    It takes some minutes, in which nothing else should run.  A file speaks for the number of ranks that it was
+    measured with, on this machine or, with --profile, on nodes of a cluster.
+    """
+    from repro.calibrate.command import command
+
+    return command(system, gpus, output, profile, nodes, quick, json)
+
+
+@app.command(epilog="Example:  repro validate --svg validation.svg")
+def validate(
+    results: Results = Path("results"),
+    svg: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Draw published against predicted to this file.", metavar="FILE"),
+    ] = None,
+    system: Annotated[
+        str,
+        typer.Option(
+            help="Also predict what was measured here, on this file of `repro calibrate`.",
+            metavar="FILE.toml",
+            show_default=False,
+        ),
+    ] = "",
+    json: Json = False,
+) -> int:
+    """Compare published throughput with what is predicted, by family; and predicted steps with measured ones."""
+    from repro.cli.views.validate import command
+
+    return command(results, json, svg, system)

@@ -1,0 +1,65 @@
+"""`repro run` and `repro doctor`: what is run, and what could be run on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from repro.cli.commands.options import Json, Only, Rerun, Results, SuiteFile
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example:  repro run suites/smoke.toml --only 'parity-*'")
+def run(
+    suite: SuiteFile,
+    only: Only = None,
+    results: Results = Path("results"),
+    rerun: Rerun = False,
+    evidence: Annotated[
+        str,
+        typer.Option(help="measured: run it here; simulated: trace its step in shape only, at any scale."),
+    ] = "measured",
+    system: Annotated[
+        str,
+        typer.Option(
+            help="Simulate on this system instead of the suite's; named NAME@SYSTEM then.", metavar="SYSTEM"
+        ),
+    ] = "",
+    json: Json = False,
+) -> int:
+    """Run what the store lacks of a suite on this machine and record how each experiment ended."""
+    from repro.launch.run import command
+
+    return command(suite, only or [], results, rerun, json, evidence, system)
+
+
+@app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")
+def doctor(
+    profile: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Examine a SLURM cluster through this profile instead.", metavar="FILE.toml"),
+    ] = None,
+    results: Results = Path("results"),
+    nodes: Annotated[
+        int, typer.Option(help="With --profile: also look around from this many nodes.", metavar="N")
+    ] = 0,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="Compile every CUDA kernel for these architectures, with or without a GPU: sm_70,sm_80 or all.",
+            metavar="ARCH",
+        ),
+    ] = "",
+    json: Json = False,
+) -> int:
+    """Show what works on this machine, or on a cluster, and what it enables."""
+    if profile is not None:
+        from repro.launch.slurm.doctor import command as examine
+
+        return examine(profile, results, nodes, json)
+    from repro.doctor.machine import command
+
+    return command(json, results, kernels)

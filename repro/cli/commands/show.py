@@ -1,0 +1,144 @@
+"""Commands that show what is published, known and stored: `repro claims`, `models`, `systems`, `report`,
+`export`, `artifact`, `compare` and `schedule`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from repro.cli.commands.options import Json, Results
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example:  repro claims zero-mem-formula-stages")
+def claims(
+    claim: Annotated[str, typer.Argument(help="Show this claim in full.", metavar="ID")] = "",
+    results: Results = Path("results"),
+    json: Json = False,
+) -> int:
+    """Show the ledger: published value, conditions, source, evidence and verdict."""
+    from repro.cli.views.claims import command
+
+    return command(claim, json, results)
+
+
+@app.command(epilog="Example:  repro models gpt2-1.5b")
+def models(
+    name: Annotated[str, typer.Argument(help="Show this model in full.", metavar="NAME")] = "",
+    json: Json = False,
+) -> int:
+    """Show model files with exact parameter counts and the memory of their states."""
+    from repro.cli.views.models import command
+
+    return command(name, json)
+
+
+@app.command(epilog="Example:  repro systems dgx2")
+def systems(
+    name: Annotated[
+        str, typer.Argument(help="Show this system, or the one in this file, in full.", metavar="NAME")
+    ] = "",
+    json: Json = False,
+) -> int:
+    """Show system files: devices, memory and links, each number with its source."""
+    from repro.cli.views.systems import command
+
+    return command(name, json)
+
+
+@app.command(epilog="Example:  repro report --results results --out reports/out")
+def report(
+    results: Results = Path("results"),
+    out: Annotated[Path, typer.Option(help="Where the report is written.", metavar="DIR")] = Path(
+        "reports/out"
+    ),
+    notebooks: Annotated[
+        bool,
+        typer.Option("--notebooks", help="Also execute the notebooks of reports/ and write them as HTML."),
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Write tables and plots of the stored records to index.html."""
+    from repro.report.build import command
+
+    return command(results, out, json, notebooks)
+
+
+@app.command(epilog="Example:  repro export --table values --format csv --output values.csv")
+def export(
+    results: Results = Path("results"),
+    table: Annotated[
+        str,
+        typer.Option(
+            help="summary (for a pull request), claims, values (every published one), experiments, comparisons"
+            " or records (provenance of each)."
+        ),
+    ] = "claims",
+    form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write to this file.", metavar="FILE"),
+    ] = None,
+) -> int:
+    """Write claims or records as a table for other programs, papers and pull requests."""
+    from repro.report.export import command
+
+    return command(results, table, form, output)
+
+
+@app.command(epilog="Example:  repro artifact --output reports/artifact.md")
+def artifact(
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write to this file.", metavar="FILE"),
+    ] = None,
+) -> int:
+    """Write the artifact appendix: claim, command, expected value and tolerance, cost in GPU-hours."""
+    from repro.report.artifact import command
+
+    return command(output)
+
+
+@app.command(epilog="Example:  repro compare results-before results-after --tolerance 0.03")
+def compare(
+    first: Annotated[str, typer.Argument(help="A folder of results, or a commit of --results.", metavar="A")],
+    second: Annotated[str, typer.Argument(help="The same, held against A.", metavar="B")],
+    results: Results = Path("results"),
+    tolerance: Annotated[float, typer.Option(help="A change by less is none.", metavar="PART")] = 0.05,
+    json: Json = False,
+) -> int:
+    """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
+    from repro.report.compare import command
+
+    return command(first, second, results, tolerance, json)
+
+
+@app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")
+def schedule(
+    pp: Annotated[int, typer.Option(help="Pipeline stages, p.", metavar="P")],
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step, m.", metavar="M")],
+    chunks: Annotated[int, typer.Option(help="Model chunks per stage, v.", metavar="V")] = 1,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--schedule",
+            help="gpipe, 1f1b or interleaved; 1f1b by default, interleaved with chunks.",
+            show_default=False,
+        ),
+    ] = "",
+    forward: Annotated[str, typer.Option(help="Relative time of a stage's forward.")] = "1",
+    backward: Annotated[str, typer.Option(help="Relative time of a stage's backward.")] = "2",
+    json: Json = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Draw it as an SVG picture.")] = False,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write the SVG picture to this file.", metavar="FILE"),
+    ] = None,
+) -> int:
+    """Print or draw a pipeline schedule with its bubble and what it keeps in memory."""
+    from repro.cli.views.schedule import command
+
+    return command(pp, micro_batches, chunks, name, forward, backward, json, svg, out)

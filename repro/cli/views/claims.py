@@ -1,0 +1,212 @@
+"""`repro claims [ID] [--json]`: the ledger and its verdicts on a terminal."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro.claims.judge import judge
+from repro.claims.ledger import CERTAINTIES, Ledger
+from repro.claims.reader import load
+from repro.claims.results import (
+    NOT_COMPARABLE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    REPRODUCED,
+    ClaimResult,
+    Finding,
+    RowResult,
+)
+from repro.claims.table import Line, as_dict, summary, table
+from repro.results.store import read
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STYLES = {REPRODUCED: "green", NOT_REPRODUCED: "red", NOT_COMPARABLE: "dim", NOT_RUN: "yellow"}
+
+
+def command(claim_id: str | None, json: bool, results: Path) -> int:
+    """Print all claims, or one in full.  Raises `ConfigError` for an unknown id or a bad ledger file."""
+    ledger = load()
+    if claim_id:
+        ledger.claim(claim_id)
+    judged = judge(ledger, read(results))
+    chosen = [result for result in judged if not claim_id or result.claim.id == claim_id]
+    if json:
+        document = {"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)}
+        sys.stdout.write(json_module.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    elif claim_id:
+        show_one(chosen[0], ledger, make_console())
+    else:
+        show_all(judged, ledger, make_console())
+    return 0
+
+
+def show_all(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
+    """One line per claim, grouped by ledger file, and the counts."""
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = table(results)
+    widest = max(len(line.id) for line in lines)
+    for number, file in enumerate(dict.fromkeys(line.file for line in lines)):
+        grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=not number, expand=True)
+        grid.add_column("claim", width=widest, no_wrap=True)
+        grid.add_column("published", ratio=3)
+        for kind in ("analytic", "simulated", "measured"):
+            grid.add_column(kind, width=9, justify="right")
+        grid.add_column("verdict, and what it rests on", ratio=3)
+        console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
+        for line in lines:
+            if line.file == file:
+                counts = [_count(text) for text in (line.analytic, line.simulated, line.measured)]
+                grid.add_row(Text(line.id), Text(line.published), *counts, _verdict(line))
+        console.print(grid)
+    _show_counts(results, console)
+
+
+def show_one(result: ClaimResult, ledger: Ledger, console: Console) -> None:
+    """Everything about one claim."""
+    from rich.table import Table
+    from rich.text import Text
+
+    claim = result.claim
+    console.print(Text(claim.id, style="bold cyan"), Text(claim.title, style="bold"))
+    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    facts.add_row("published", claim.published)
+    for source in claim.source:
+        key, _, place = source.partition(" ")
+        facts.add_row("source", Text(f"{key} {place} - {ledger.sources[key].title}"))
+    facts.add_row("certainty", f"{claim.certainty}: {CERTAINTIES[claim.certainty]}")
+    for name, text in (
+        ("conditions", claim.conditions),
+        ("note", claim.note),
+        *(("contradiction", text) for text in claim.contradictions),
+        ("needs", claim.needs),
+    ):
+        if text:
+            facts.add_row(name, Text(text))
+    verdict = Text(result.verdict, style=STYLES[result.verdict])
+    if result.basis:
+        verdict.append(f"  ({result.basis})", style="dim")
+    facts.add_row("verdict", verdict)
+    if result.reason and result.reason != claim.needs:
+        facts.add_row("because", Text(result.reason))
+    for text in result.disagreements:
+        facts.add_row("disagrees", Text(text, style="red"))
+    console.print(facts)
+    console.print()
+    console.print(_rows(result))
+    expressions = {f.expression: f.kind for row in result.rows for f in row.findings}
+    if expressions:
+        console.print()
+        for expression, kind in list(expressions.items())[:12]:
+            console.print(Text(f"{kind}: {expression}", style="dim"))
+        if len(expressions) > 12:
+            console.print(Text(f"and {len(expressions) - 12} more expressions, in {claim.file}", style="dim"))
+
+
+def _rows(result: ClaimResult) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("row", "published", "evidence", "value", "verdict", "why"):
+        grid.add_column(name, justify="right" if name in ("published", "value") else "left")
+    for row in result.rows:
+        first = [Text(row.row.label), Text(_published(row))]
+        findings = row.findings or (None,)
+        for finding in findings:
+            cells = _finding_cells(finding) if finding else _nothing(row, result.claim.needs)
+            grid.add_row(*first, *cells)
+            first = [Text(""), Text("")]
+        note = " ".join(
+            part
+            for part in (
+                row.row.note,
+                f"[{row.row.certainty}]" * (row.row.certainty != result.claim.certainty),
+            )
+            if part
+        )
+        if note:
+            grid.add_row("", "", "", "", "", Text(note, style="dim"))
+    return grid
+
+
+def _finding_cells(finding: Finding) -> list[Any]:
+    from rich.text import Text
+
+    return [
+        Text(f"{finding.kind}, {finding.scale}"),
+        Text(finding.text or "-"),
+        Text(finding.verdict, style=STYLES[finding.verdict]),
+        Text(finding.reason),
+    ]
+
+
+def _nothing(row: RowResult, needs: str) -> list[Any]:
+    from rich.text import Text
+
+    reason = "see needs" if row.reason == needs else row.reason
+    return [Text("-"), Text("-"), Text(row.verdict, style=STYLES[row.verdict]), Text(reason)]
+
+
+def _published(result: RowResult) -> str:
+    row = result.row
+    error = f" +-{row.error:g}" if row.error else ""
+    unit = (
+        row.unit if row.unit in ("x", "%") else f" {row.unit}" * (row.printed is not None and bool(row.unit))
+    )
+    return f"{row.bound} {row.published}{error}{unit}".strip()
+
+
+def _verdict(line: Line) -> Any:
+    from rich.text import Text
+
+    text = Text(line.verdict, style=STYLES[line.verdict])
+    if line.basis:
+        text.append(f" ({line.basis})", style="dim")
+    if line.disagreements:
+        text.append(f" ({len(line.disagreements)} disagree)", style="red")
+    return text
+
+
+def _count(text: str) -> Any:
+    from rich.text import Text
+
+    if "/" not in text:
+        return Text(text, style="dim")
+    good, total = text.split("/")
+    return Text(text, style="green" if good == total else "red")
+
+
+def _show_counts(results: list[ClaimResult], console: Console) -> None:
+    counts = summary(results)
+    verdicts = ", ".join(f"[{STYLES[v]}]{n} {v}[/]" for v, n in counts["verdicts"].items())
+    console.print()
+    console.print(f"{counts['claims']} claims with {counts['rows']} values: {verdicts}.", highlight=False)
+    for kind, found in counts["evidence"].items():
+        if found["rows_decided"]:
+            console.print(
+                f"{kind}: {found['rows_reproduced']} of {found['rows_decided']} values reproduced"
+                f" ({found['rows']} can be tested so).",
+                highlight=False,
+            )
+    console.print(
+        "`repro claims ID` shows one claim with its conditions, source and every value.", highlight=False
+    )
+
+
+def make_console() -> Console:
+    """A terminal's width, or 120 columns where there is none."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    return console

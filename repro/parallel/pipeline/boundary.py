@@ -1,0 +1,93 @@
+"""What crosses the boundary between two pipeline stages: activations one way, their gradients the other.
+
+With `split` (Megatron's scatter/gather optimisation, 2104.04473 sec. 4.1) each tp rank sends 1/t of the
+tensor, which all of them hold, to its counterpart, and the receivers all-gather it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from repro.config import Layout
+from repro.parallel import storage
+from repro.parallel.comm import Group, Work
+from repro.parallel.pipeline.schedule import FORWARD
+
+
+def waits_for_sends(layout: Layout) -> bool:
+    """Whether a message is sent completely before anything else is computed, as software without overlap did.
+
+    Interleaved stages would then wait for each other for ever, since a stage posts one receive ahead.
+    """
+    return not layout.overlap and layout.schedule != "interleaved"
+
+
+class Boundary:
+    """The wires of one rank.  Tensors are [b, s, h] (`shape`), in `like`'s dtype and on its device."""
+
+    UNDER_WAY = 2
+    """Messages of one kind to one rank that may be under way; each holds its tensor."""
+    PURPOSE = ("activations", "gradients")
+
+    def __init__(
+        self,
+        pp: Group,
+        tp: Group,
+        shape: tuple[int, int, int],
+        like: Tensor,
+        *,
+        split: bool,
+        overlap: bool = True,
+    ):
+        """Without `overlap` a message is sent completely before anything else is computed."""
+        self.pp, self.tp, self.shape, self.overlap = pp, tp, shape, overlap
+        self.split = split and tp.size > 1
+        self._like = like
+        self._expected: deque[tuple[Tensor, Work]] = deque()
+        self._sent: dict[tuple[int, int], deque[tuple[Tensor, Work]]] = {}
+
+    @staticmethod
+    def channel(kind: str) -> int:
+        """Activations and gradients between the same two ranks are two streams of messages."""
+        return 0 if kind == FORWARD else 1
+
+    def _buffer(self, parts: int) -> Tensor:
+        return storage.empty(torch.Size(self.shape).numel() // parts, self._like, storage.COMMUNICATION)
+
+    def expect(self, source: int, kind: str) -> None:
+        """Begin to receive the next tensor of `kind` from stage `source`."""
+        buffer = self._buffer(self.tp.size if self.split else 1)
+        self._expected.append((buffer, self.pp.receive(buffer, source, self.channel(kind))))
+
+    def receive(self) -> Tensor:
+        """The tensor that was expected first, [b, s, h]."""
+        buffer, work = self._expected.popleft()
+        work.wait()
+        if self.split:
+            whole = self._buffer(1)
+            self.tp.all_gather(whole, buffer, purpose="boundary").wait()
+            buffer = whole
+        # From here on it is an activation like any other, or the gradient of one.
+        return storage.mark(buffer, storage.ACTIVATIONS).view(self.shape)
+
+    def send(self, tensor: Tensor, to: int, kind: str) -> None:
+        """Begin to send `tensor` [b, s, h] to stage `to`."""
+        flat = tensor.contiguous().view(-1)
+        if self.split:
+            flat = flat.chunk(self.tp.size)[self.tp.rank].clone()
+        channel = self.channel(kind)
+        under_way = self._sent.setdefault((to, channel), deque())
+        while len(under_way) >= self.UNDER_WAY:
+            under_way.popleft()[1].wait()
+        under_way.append((flat, self.pp.send(flat, to, channel, self.PURPOSE[channel])))
+        if not self.overlap:
+            under_way.popleft()[1].wait()
+
+    def finish(self) -> None:
+        """Have everything sent."""
+        for under_way in self._sent.values():
+            while under_way:
+                under_way.popleft()[1].wait()

@@ -1,0 +1,174 @@
+"""Pipeline parallelism: one runner for every schedule (2104.04473 sec. 2.2).
+
+A rank runs its stage's actions in order.  The input of an action is received while the one before it
+runs; what it made is sent while the next one runs.  Between forward and backward of a micro-batch nothing
+is kept but what autograd saved: neither the received input nor the sent output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from repro.config import Layout
+from repro.parallel.comm import Group
+from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
+from repro.parallel.pipeline.schedule import FORWARD, Action, build, in_flight, needs
+
+Observer = Callable[[str], None]
+"""Called with the name of the phase that begins: forward, backward, idle (waiting for a stage), optimizer."""
+
+
+class Chunk(Protocol):
+    """A part of the model as the runner sees it."""
+
+    def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
+        """From boundary tensor `x` (None: from tokens) to boundary tensor, or to the mean loss (0-dim)."""
+
+    def before_backward(self, micro_batch: int, micro_batches: int) -> None:
+        """The `micro_batch`-th backward pass of the step begins."""
+
+    def after_backward(self) -> None:
+        """It is over."""
+
+
+class _Slot:
+    """Where a gradient waits that comes from, or goes to, another stage."""
+
+    __slots__ = ("gradient",)
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+
+class _Entrance(torch.autograd.Function):
+    """A received tensor enters the graph; its gradient is left in the slot, and the tensor is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, slot: _Slot) -> Tensor:
+        ctx.slot = slot
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.slot.gradient = gradients[0]
+        return None, None, None
+
+
+class _Exit(torch.autograd.Function):
+    """A tensor leaves the graph; the 0-dim result starts backward with the gradient in the slot."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, slot: _Slot) -> Tensor:
+        ctx.slot = slot
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        gradient, ctx.slot.gradient = ctx.slot.gradient, None
+        return gradient, None
+
+
+class Pipeline:
+    """One rank's stage: its actions, its chunks of the model, and the wires to its neighbours."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        pp: Group,
+        tp: Group,
+        chunks: Sequence[Chunk],
+        shape: tuple[int, int, int],
+        like: Tensor,
+    ):
+        """`shape` [b, s, h] of a boundary tensor on this rank (s/t under sp), made like `like`."""
+        self.pp, self.chunks, self.micro_batches = pp, list(chunks), layout.accumulation
+        self.actions = build(layout.schedule, pp.size, layout.accumulation, layout.chunks)[pp.rank]
+        self.boundary = Boundary(
+            pp, tp, shape, like, split=layout.scatter_gather, overlap=not waits_for_sends(layout)
+        )
+        self.in_flight = 0
+        """Most (micro-batch, chunk) pairs that were between forward and backward at once."""
+        self.current: Action | None = None
+        """The action that runs, or whose input is awaited."""
+        self._live: dict[tuple[int, int], tuple[_Slot, _Slot, Tensor]] = {}
+        self._passes = [0] * len(self.chunks)
+        # Autograd records nothing below a tensor that needs no gradient.
+        self._anchor = torch.empty(0, device=like.device, requires_grad=True)
+
+    @property
+    def planned_in_flight(self) -> int:
+        """What the schedule says about `in_flight`."""
+        return in_flight(self.actions)
+
+    def run(self, scale: Tensor | None, observe: Observer) -> Tensor:
+        """Forward and backward of all micro-batches; the mean loss (0-dim fp32; 0 but on the last stage).
+
+        Gradients are those of the mean loss, times `scale` (0-dim) if there is one.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=self._anchor.device)
+        self._passes = [0] * len(self.chunks)
+        self._expect(self.actions[0])
+        for position, action in enumerate(self.actions):
+            self.current, received = action, None
+            if self._source(action) is not None:
+                observe("idle")
+                received = self.boundary.receive()
+            if position + 1 < len(self.actions):
+                self._expect(self.actions[position + 1])
+            observe("forward" if action.kind == FORWARD else "backward")
+            if action.kind == FORWARD:
+                loss = self._forward(action, received, scale)
+                if loss is not None:
+                    total += loss
+            else:
+                self._backward(action, received)
+        self.current = None
+        self.boundary.finish()
+        return total / self.micro_batches
+
+    def _source(self, action: Action) -> int | None:
+        """The stage that sends the action's input; None if it comes from this one, or from the data."""
+        needed = needs(action, self.pp.rank, self.pp.size, len(self.chunks))
+        return None if needed is None or needed[0] == self.pp.rank else needed[0]
+
+    def _expect(self, action: Action) -> None:
+        source = self._source(action)
+        if source is not None:
+            self.boundary.expect(source, action.kind)
+
+    def _forward(self, action: Action, received: Tensor | None, scale: Tensor | None) -> Tensor | None:
+        entrance, exit_ = _Slot(), _Slot()
+        x = received
+        if received is not None:
+            x = _Entrance.apply(self._anchor, received, entrance)
+        y = self.chunks[action.chunk].forward(action.micro_batch, x)
+        loss = None
+        if self._is_last(action.chunk):
+            loss = y.detach()
+            handle = y / self.micro_batches if self.micro_batches > 1 else y
+            handle = handle if scale is None else handle * scale
+        else:
+            handle = _Exit.apply(y, exit_)
+            self.boundary.send(y.detach(), (self.pp.rank + 1) % self.pp.size, action.kind)
+        self._live[action.micro_batch, action.chunk] = (entrance, exit_, handle)
+        self.in_flight = max(self.in_flight, len(self._live))
+        return loss
+
+    def _backward(self, action: Action, received: Tensor | None) -> None:
+        entrance, exit_, handle = self._live.pop((action.micro_batch, action.chunk))
+        exit_.gradient = received
+        del received
+        chunk = self.chunks[action.chunk]
+        chunk.before_backward(self._passes[action.chunk], self.micro_batches)
+        self._passes[action.chunk] += 1
+        handle.backward()
+        if entrance.gradient is not None:
+            self.boundary.send(entrance.gradient, (self.pp.rank - 1) % self.pp.size, action.kind)
+        chunk.after_backward()
+
+    def _is_last(self, chunk: int) -> bool:
+        return self.pp.rank == self.pp.size - 1 and chunk == len(self.chunks) - 1

@@ -1,0 +1,205 @@
+"""Pipeline schedules as data: what each stage runs, in which order, and what that order costs.
+
+A schedule is a tuple of actions for every stage.  The runner executes it, `repro schedule` prints it,
+and `timeline` says exactly when everything happens if a stage's forward and backward take given times
+and messages take none (Megatron, 2104.04473 sec. 2.2).  Symbols: p stages, m micro-batches, v chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from numbers import Rational
+from typing import NamedTuple
+
+from repro.config.errors import ConfigError, require
+from repro.config.layout import SCHEDULES
+
+FORWARD, BACKWARD = "F", "B"
+
+
+@dataclass(frozen=True)
+class Action:
+    """Forward or backward of one micro-batch through one chunk of a stage's layers; all counted from 0."""
+
+    kind: str
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+Schedule = tuple[tuple[Action, ...], ...]
+"""What each stage runs: `schedule[stage][position]`."""
+
+
+class Slot(NamedTuple):
+    """When a stage is busy with an action, from `start` to `stop`."""
+
+    action: Action
+    start: Fraction
+    stop: Fraction
+
+
+def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The schedule `name`: `gpipe`, `1f1b` (with flush) or `interleaved` (2104.04473 fig. 3-4).
+
+    Raises `ConfigError` where there is none: interleaving needs p >= 2, v >= 2 and m a multiple of p.
+    """
+    _check(name, stages, micro_batches, chunks)
+    forwards = [Action(FORWARD, *pair) for pair in _order(stages, micro_batches, chunks)]
+    backwards = [Action(BACKWARD, a.micro_batch, chunks - 1 - a.chunk) for a in forwards]
+    return tuple(
+        tuple(_alternate(forwards, backwards, _warm_up(name, stage, stages, micro_batches, chunks)))
+        for stage in range(stages)
+    )
+
+
+def needs(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, Action] | None:
+    """The (stage, action) whose result `action` waits for; `None` for the forward of the first layers.
+
+    Part k = chunk * p + stage of the model: F(k) needs F(k - 1), B(k) needs B(k + 1), the last B its own F.
+    Where the other stage is not `stage` the result is a message.
+    """
+    part = action.chunk * stages + stage
+    if action.kind == FORWARD:
+        before = part - 1
+    elif part == stages * chunks - 1:
+        return stage, Action(FORWARD, action.micro_batch, action.chunk)
+    else:
+        before = part + 1
+    if before < 0:
+        return None
+    return before % stages, Action(action.kind, action.micro_batch, before // stages)
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """Most (micro-batch, chunk) pairs at once whose forward has run and whose backward has not."""
+    live = most = 0
+    for action in actions:
+        live += 1 if action.kind == FORWARD else -1
+        most = max(most, live)
+    return most
+
+
+def timeline(
+    schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2
+) -> list[list[Slot]]:
+    """When every action runs, exactly, each as early as its stage's order and its input allow.
+
+    `forward` and `backward` are the times of one micro-batch on one whole stage; an action on one of v
+    chunks takes 1/v of them.  Raises `ValueError` if stages wait for each other for ever.
+    """
+    unit, starts, durations = _starts(schedule, forward, backward)
+    times: dict[int, Fraction] = {}
+
+    def exact(ticks: int) -> Fraction:  # few are different, and making one is what takes long
+        if ticks not in times:
+            times[ticks] = Fraction(ticks, unit)
+        return times[ticks]
+
+    return [
+        [
+            Slot(action, exact(start), exact(start + durations[action.kind]))
+            for action, start in zip(actions, begin, strict=True)
+        ]
+        for actions, begin in zip(schedule, starts, strict=True)
+    ]
+
+
+def bubble(schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2) -> Fraction:
+    """Idle time over ideal time, (t - m (t_f + t_b)) / (m (t_f + t_b)), counted (2104.04473 sec. 2.2)."""
+    _, starts, durations = _starts(schedule, forward, backward)
+    busy = max(sum(durations[action.kind] for action in actions) for actions in schedule)
+    total = max(
+        begin[-1] + durations[actions[-1].kind] for actions, begin in zip(schedule, starts, strict=True)
+    )
+    return Fraction(total - busy, busy)
+
+
+def chunks_of(schedule: Schedule) -> int:
+    """v, the number of chunks of each stage."""
+    return 1 + max(action.chunk for actions in schedule for action in actions)
+
+
+def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
+    require(name in SCHEDULES, "schedule", name, f"one of {', '.join(SCHEDULES)}")
+    for key, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
+        require(value >= 1, key, value, "a whole number of at least 1")
+    if name != "interleaved":
+        require(chunks == 1, "chunks", chunks, "1 unless schedule = interleaved")
+        return
+    require(chunks >= 2, "chunks", chunks, "at least 2 with schedule = interleaved")
+    require(stages >= 2, "stages", stages, "at least 2 with schedule = interleaved")
+    expected = f"a multiple of stages = {stages} with schedule = interleaved"
+    require(micro_batches % stages == 0, "micro_batches", micro_batches, expected)
+
+
+def _order(stages: int, micro_batches: int, chunks: int) -> Iterator[tuple[int, int]]:
+    """(micro-batch, chunk) of the forwards of any stage: p micro-batches per chunk before the next chunk."""
+    group = stages if chunks > 1 else micro_batches
+    for first in range(0, micro_batches, group):
+        for chunk in range(chunks):
+            for micro_batch in range(first, first + group):
+                yield micro_batch, chunk
+
+
+def _warm_up(name: str, stage: int, stages: int, micro_batches: int, chunks: int) -> int:
+    """Forwards that `stage` runs before forward and backward take turns."""
+    everything = micro_batches * chunks
+    if name == "gpipe":
+        return everything
+    if name == "1f1b":
+        return min(stages - 1 - stage, everything)
+    if micro_batches == stages:  # as Megatron does it: one group of micro-batches leaves no steady phase
+        return everything
+    return 2 * (stages - 1 - stage) + (chunks - 1) * stages
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> Iterator[Action]:
+    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    yield from forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - warm_up :]
+
+
+def _starts(
+    schedule: Schedule, forward: Rational | int, backward: Rational | int
+) -> tuple[int, list[list[int]], dict[str, int]]:
+    """Ticks per unit of time, the tick at which each action starts, and the ticks of each kind of action."""
+    stages, chunks = len(schedule), chunks_of(schedule)
+    exact = {FORWARD: Fraction(forward) / chunks, BACKWARD: Fraction(backward) / chunks}
+    for key, time in (("forward", exact[FORWARD]), ("backward", exact[BACKWARD])):
+        if time <= 0:
+            raise ConfigError(key, str(time * chunks), "a time greater than 0")
+    unit = lcm(exact[FORWARD].denominator, exact[BACKWARD].denominator)
+    durations = {kind: int(time * unit) for kind, time in exact.items()}
+
+    starts: list[list[int]] = [[] for _ in range(stages)]
+    clock = [0] * stages
+    done: dict[tuple[int, Action], int] = {}
+    waiting: dict[tuple[int, Action], int] = {}  # what it waits for -> the stage; nobody else waits for it
+    ready = list(range(stages))
+    while ready:
+        stage = ready.pop()
+        while len(starts[stage]) < len(schedule[stage]):
+            action = schedule[stage][len(starts[stage])]
+            start, input_ = clock[stage], needs(action, stage, stages, chunks)
+            if input_ is not None:
+                if input_ not in done:
+                    waiting[input_] = stage
+                    break
+                start = max(start, done[input_])
+            starts[stage].append(start)
+            clock[stage] = done[stage, action] = start + durations[action.kind]
+            if (stage, action) in waiting:
+                ready.append(waiting.pop((stage, action)))
+    for (other, missing), stage in waiting.items():
+        action = schedule[stage][len(starts[stage])]
+        raise ValueError(f"deadlock: {action} of stage {stage} waits for {missing} of stage {other} for ever")
+    return unit, starts, durations

@@ -1,0 +1,12 @@
+"""ZeRO's model states (1910.02054 sec. 5): parameters in flat buffers, of which each data-parallel rank owns a shard.
+
+| paper | stage | what is partitioned | where |
+|---|---|---|---|
+| - | 0 | nothing: plain data parallelism | `grad_reduce` |
+| P_os | 1 | optimizer states | `optimizer`, `param_gather` |
+| P_os+g | 2 | and gradients | `grad_reduce`, `param_gather` |
+| P_os+g+p | 3 | and parameters | `unshard` |
+
+`partition` cuts parameters into buckets and shards, `flat_buffer` is one bucket, `units` says what of a module is
+gathered at once, `stages` puts the parts of a stage together for a module. `train` and `wrap` import it.
+"""

@@ -1,0 +1,255 @@
+"""A bucket: parameters that live in one flat buffer and are communicated at once.
+
+What a rank holds of a bucket of P elements depends on the ZeRO stage (1910.02054 sec. 5; n = Nd):
+
+======  ==========  =========  =================
+stage   parameters  gradients  optimizer's shard
+======  ==========  =========  =================
+0       P           P          P
+1       P           P          P / n
+2       P           P / n      P / n
+3       P / n       P / n      P / n
+======  ==========  =========  =================
+
+Full parameters (stage 3) and full gradients (stages 2 and 3) exist only while they are needed.  What a
+bucket keeps is allocated once and contiguous; M_D (sec. 6.3) gives the full gradients of stages 2 and 3 a
+place that is too.
+
+A bucket's gradients are reduced where they are, so that what is fused for communication has the bucket's
+constant size: C_B (sec. 6.2).  `fused` is what libraries did before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from repro.parallel import storage
+from repro.parallel.comm import SUM, Group, Work
+from repro.parallel.zero.partition import BucketPlan
+from repro.parallel.zero_r.defragmentation import Arena, Piece
+
+InitialValues = Callable[[int, int, int], Tensor]
+"""(parameter index, start, stop) -> fp32 values of those elements of the (tp-local) parameter, flat."""
+
+CHUNK = 1 << 22
+"""Elements that are initialised at once, so that start-up needs no more memory than a step."""
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What separates elements of a shard."""
+
+    group: int
+    """Index of the optimizer's parameter group."""
+    duplicate: bool = False
+    """Every tp rank holds the same values; the global norm counts them once."""
+    tied: bool = False
+    """The first and the last pipeline stage both hold it; their gradients are summed before the step."""
+    partial: bool = False
+    """Each tp rank's gradient covers its part of the sequence only (sp); they are summed before the step."""
+
+
+def _chunks(first: int, last: int, like: Tensor) -> Iterator[tuple[int, int]]:
+    """first..last in pieces of `CHUNK` elements; without data (`meta`) one stands for all."""
+    for start in range(first, last, CHUNK):
+        yield start, min(start + CHUNK, last)
+        if like.is_meta:
+            return
+
+
+class Bucket:
+    """Storage of one bucket.  `parameters[i]` is the parameter of `plan.slots[i]`."""
+
+    def __init__(
+        self,
+        plan: BucketPlan[Tag],
+        parameters: Sequence[Parameter],
+        values: InitialValues,
+        *,
+        stage: int,
+        group: Group,
+        device: torch.device,
+        dtype: torch.dtype,
+        master_weights: bool,
+        all_reduce_first: bool = False,
+        fused: bool = False,
+    ):
+        """`fused`: reduce an fp32 copy of the gradients, 4 bytes a parameter, made for the reduction."""
+        self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group
+        self.all_reduce_first, self.fused = all_reduce_first, fused
+        self.pool: Arena | None = None
+        """Where full gradients lie under stages 2 and 3 with M_D; without, on the heap."""
+        self._piece: Piece | None = None
+        self.part = group.rank if stage >= 1 else 0
+        """Which shard the optimizer of this rank updates."""
+        like = torch.empty(0, dtype=dtype, device=device)
+        self._place_parameters(like)
+        self.master = self._initialise(values, master_weights)
+        """What the optimizer updates: fp32 master weights, or the parameters' own shard in fp32 training."""
+        self._place_gradients(like)
+
+    # -- storage ---------------------------------------------------------------------------------
+
+    def _place_parameters(self, like: Tensor) -> None:
+        plan = self.plan
+        self.full = storage.empty(plan.padded, like, storage.PARAMETERS)
+        """All parameters of the bucket, flat [padded]; released between uses under stage 3."""
+        if self.stage == 3:
+            self.shard = storage.zeros(plan.shard, like, storage.PARAMETERS)
+        else:
+            self.full[plan.numel :].zero_()
+            size = plan.shard if self.stage else plan.padded
+            self.shard = self.full[self.part * size : (self.part + 1) * size]
+        for slot, parameter in zip(plan.slots, self.parameters, strict=True):
+            shape = parameter.shape
+            parameter.data = self.full[slot.start : slot.stop].view(shape)
+            parameter.grad = None  # of an earlier backward pass; it would be added to the first step's
+        if self.stage == 3:
+            storage.release(self.full)
+
+    def _place_gradients(self, like: Tensor) -> None:
+        plan = self.plan
+        self.gradients: Tensor | None = None
+        """All gradients of the bucket, flat [padded]; under stages 2 and 3 only while they are reduced."""
+        if self.stage < 2:
+            self.gradients = storage.zeros(plan.padded, like, storage.GRADIENTS)
+            size = plan.shard if self.stage else plan.padded
+            self.gradient_shard = self.gradients[self.part * size : (self.part + 1) * size]
+        else:
+            self.gradient_shard = storage.zeros(plan.shard, like, storage.GRADIENTS)
+
+    def _initialise(self, values: InitialValues, master_weights: bool) -> Tensor:
+        shard = self.shard
+        master = shard
+        if master_weights:
+            master = storage.zeros(shard.numel(), shard, storage.OPTIMIZER, torch.float32)
+        if self.stage in (1, 2):
+            for slot in self.plan.slots:
+                for start, stop in _chunks(0, slot.stop - slot.start, self.full):
+                    self.full[slot.start + start : slot.start + stop].copy_(values(slot.index, start, stop))
+        for index, first, last, place in self.pieces():
+            for start, stop in _chunks(first, last, shard):
+                piece = values(index, start, stop)
+                here = slice(place + start - first, place + start - first + piece.numel())
+                master[here].copy_(piece)
+                shard[here].copy_(piece)
+        return master
+
+    def pieces(self) -> list[tuple[int, int, int, int]]:
+        """What the optimizer's shard holds: (parameter index, first, last + 1, place in the shard)."""
+        if self.stage:
+            return self.plan.pieces(self.part)
+        return [(s.index, 0, s.stop - s.start, s.start) for s in self.plan.slots]
+
+    def ranges(self) -> list[tuple[Tag, int, int]]:
+        """The optimizer's shard as runs of one tag."""
+        if self.stage:
+            return self.plan.ranges(self.part)
+        whole = BucketPlan(self.plan.slots, 1)
+        return whole.ranges(0)
+
+    # -- parameters ------------------------------------------------------------------------------
+
+    def gather(self) -> Work:
+        """Make the full parameters from all ranks' shards (stages 1 to 3)."""
+        if self.stage == 3:
+            storage.restore(self.full)
+        if self.stage == 0 or self.group.size == 1:
+            if self.stage == 3:
+                self.full[: self.shard.numel()].copy_(self.shard)
+            return Work()
+        return self.group.all_gather(self.full, self.shard, purpose="parameters")
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def gradient_view(self, slot: int) -> Tensor:
+        """Where the gradient of the slot's parameter goes, flat; allocates under stages 2 and 3."""
+        if self.gradients is None:
+            if self.pool is not None:
+                self._piece = self.pool.take(self.plan.padded)
+                self.gradients = self._piece.tensor
+            else:
+                self.gradients = storage.empty(self.plan.padded, self.full, storage.GRADIENTS)
+            self.gradients[self.plan.numel :].zero_()
+        place = self.plan.slots[slot]
+        return self.gradients[place.start : place.stop]
+
+    def reduce(self, *, add: bool) -> Work:
+        """Sum the gradients over the group, leaving this rank's shard in `gradient_shard`.
+
+        `add` (stages 2 and 3): add to what earlier micro-batches left there.
+        """
+        full = self.gradients
+        assert full is not None
+        if self.fused and self.group.size > 1:
+            return self._reduce_fused(full, add)
+        if self.stage == 0 or self.all_reduce_first:
+            return self.group.all_reduce(full, purpose="gradients")
+        if self.stage == 1:
+            return self.group.reduce_scatter(self.gradient_shard, full, purpose="gradients")
+        output = self.gradient_shard
+        if add:
+            output = storage.empty(self.plan.shard, full, storage.COMMUNICATION)
+        work = self.group.reduce_scatter(output, full, purpose="gradients")
+
+        def finish() -> None:
+            work.wait()
+            if add:
+                self.gradient_shard.add_(output)
+            self._free_gradients()
+
+        return Work(finish=finish)
+
+    def _reduce_fused(self, full: Tensor, add: bool) -> Work:
+        """The same through one fp32 buffer of all gradients (1910.02054 sec. 3.2, 6.2)."""
+        buffer = storage.empty(self.plan.padded, full, storage.COMMUNICATION, torch.float32)
+        buffer.copy_(full)
+        if self.stage == 0 or self.all_reduce_first:
+            target, total = full, buffer
+            work = self.group.all_reduce(buffer, purpose="gradients")
+        else:
+            target = self.gradient_shard
+            total = buffer[self.part * self.plan.shard :][: self.plan.shard]
+            work = self.group.reduce_scatter(total, buffer, purpose="gradients")
+
+        def finish() -> None:
+            work.wait()
+            if self.stage == 2 and add:
+                target.add_(total)
+            else:
+                target.copy_(total)
+            if self.stage == 2:
+                self._free_gradients()
+
+        return Work(finish=finish)
+
+    def _free_gradients(self) -> None:
+        """Full gradients are not needed any more (stages 2 and 3)."""
+        self.gradients = None
+        if self.pool is not None and self._piece is not None:
+            self.pool.give(self._piece)
+            self._piece = None
+
+    def sum_partial_gradients(self, tp: Group) -> None:
+        """Sum over `tp` the gradients that each of its ranks knows for its part of the sequence only."""
+        self._sum_over(tp, lambda tag: tag.partial, "sequence-parallel gradients")
+
+    def sum_tied_gradients(self, ends: Group) -> None:
+        """Sum over the first and the last stage the gradients of what both hold (Megatron's embedding group)."""
+        self._sum_over(ends, lambda tag: tag.tied, "tied gradients")
+
+    def _sum_over(self, group: Group, wanted: Callable[[Tag], bool], purpose: str) -> None:
+        runs = [(start, stop) for tag, start, stop in self.ranges() if wanted(tag)]
+        if not runs or group.size == 1:
+            return
+        total = sum(stop - start for start, stop in runs)
+        packed = storage.empty(total, self.gradient_shard, storage.COMMUNICATION)
+        views = [self.gradient_shard[start:stop] for start, stop in runs]
+        torch.cat(views, out=packed)
+        group.all_reduce(packed, SUM, purpose=purpose).wait()
+        torch._foreach_copy_(views, list(packed.split([v.numel() for v in views])))

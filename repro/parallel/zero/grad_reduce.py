@@ -1,0 +1,228 @@
+"""Bucketed data parallelism: average gradients over replicas while the backward pass still runs.
+
+When all gradients of a bucket have been computed, the bucket is reduced.  Buckets are reduced in one fixed
+order on all ranks, whatever order gradients come in, so ranks that use different parameters cannot wait for
+different messages.  Under stage 3 parameters are gathered meanwhile: there the backward pass's own schedule
+says when a bucket is complete (see `repro.parallel.zero.unshard`), and all ranks must use the same modules.
+Stages differ only in what a bucket keeps (see `repro.parallel.zero.flat_buffer`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from repro.parallel import storage
+from repro.parallel.comm import Group, Work
+from repro.parallel.zero.flat_buffer import Bucket
+from repro.parallel.zero_r.defragmentation import Arena
+
+
+class GradientReducer:
+    """Collects gradients by hooks and reduces them bucket by bucket.
+
+    Call `begin` before each micro-batch's backward, `finish` after it, and `wait` before the
+    gradients are used: what is reduced last overlaps with what comes between.
+    """
+
+    IN_FLIGHT = 2
+    """Buckets of stages 1 to 3 that may be under reduction at once, with what a transport needs to receive."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        by_arrival: bool = True,
+        contiguous: bool = False,
+        overlap: bool = True,
+    ):
+        """`contiguous`: full gradients of stages 2 and 3 lie in memory set aside now (M_D).
+
+        Without `overlap` stages 0 and 1 begin to reduce in the `wait` that ends the step, and stage 2
+        waits for each bucket before the backward pass goes on.
+        """
+        self.overlap = overlap
+        self.buckets = list(buckets)
+        """In the order in which their gradients are expected, the last layers first."""
+        self.by_arrival = by_arrival
+        """Whether a bucket is complete once each of its parameters has a gradient; else `close` says so."""
+        self._index = {id(bucket): b for b, bucket in enumerate(self.buckets)}
+        self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
+        self._missing = [0] * len(self.buckets)
+        self._closed = [False] * len(self.buckets)
+        self._held = [False] * len(self.buckets)
+        self._next = 0
+        self._works: deque[Work] = deque()
+        self._first = self._last = True
+        if contiguous:
+            self._set_aside()
+        for b, bucket in enumerate(self.buckets):
+            for s, parameter in enumerate(bucket.parameters):
+                if getattr(parameter, "used_once", False):
+                    vars(parameter)["gradient_sink"] = self._sink(b, s)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(b, s))
+            for b, bucket in enumerate(self.buckets)
+            for s, parameter in enumerate(bucket.parameters)
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                vars(parameter).pop("gradient_sink", None)
+
+    def _set_aside(self) -> None:
+        """Give full gradients a pool (1910.02054 sec. 6.3): one allocation of the largest buckets' sizes.
+
+        There is room for the buckets under reduction, the one that fills, and one that is open for long (a
+        tied embedding's, from the head's gradient to the embedding's).
+        """
+        by_dtype: dict[torch.dtype, list[Bucket]] = {}
+        for bucket in self.buckets:
+            if bucket.stage >= 2:
+                by_dtype.setdefault(bucket.full.dtype, []).append(bucket)
+        for same in by_dtype.values():
+            sizes = sorted((bucket.plan.padded for bucket in same), reverse=True)[: self.IN_FLIGHT + 2]
+            memory = storage.empty(sum(sizes), same[0].full, storage.GRADIENTS)
+            pool = Arena(memory, sizes)
+            for bucket in same:
+                bucket.pool = pool
+
+    def begin(self, micro_batch: int, micro_batches: int) -> None:
+        """Prepare for the backward pass of one of the step's micro-batches; the one before must be reduced."""
+        self.wait()
+        self._first, self._last = micro_batch == 0, micro_batch == micro_batches - 1
+        self._next = 0
+        for b, bucket in enumerate(self.buckets):
+            self._arrived[b] = [False] * len(bucket.parameters)
+            self._missing[b] = len(bucket.parameters)
+            self._closed[b] = False
+
+    def hold(self, bucket: Bucket) -> None:
+        """Keep `bucket` until `finish`: its parameters may get several gradients in this pass."""
+        self._held[self._index[id(bucket)]] = True
+
+    def close(self, bucket: Bucket) -> None:
+        """No gradient of `bucket` comes any more; a parameter without one counts as having a zero one."""
+        self._close(self._index[id(bucket)])
+
+    def finish(self) -> None:
+        """The backward pass is over: begin to reduce what is left (without overlap: in `wait`)."""
+        for b in range(len(self.buckets)):
+            self._close(b)
+            self._held[b] = False
+
+    def wait(self) -> None:
+        """Have everything reduced that is complete."""
+        self._launch_closed()
+        self._await_all()
+
+    def _await_all(self) -> None:
+        while self._works:
+            self._works.popleft().wait()
+
+    def _hook(self, b: int, s: int) -> Callable[[Parameter], None]:
+        def collect(parameter: Parameter) -> None:
+            gradient = parameter.grad
+            if gradient is None:  # it went into the sink, or autograd found that it is zero
+                return
+            parameter.grad = None
+            # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
+            bucket = self.buckets[b]
+            add = self._adds(b, s)
+            view = self._view(bucket, s).view(gradient.shape)
+            if add:
+                view.add_(gradient, alpha=1 / bucket.group.size)
+            elif bucket.group.size > 1:
+                torch.mul(gradient, 1 / bucket.group.size, out=view)
+            else:
+                view.copy_(gradient)
+            self._arrive(b, s)
+
+        return collect
+
+    def _sink(self, b: int, s: int) -> Callable[[Tensor, Tensor], None]:
+        def add_product(rows: Tensor, x: Tensor) -> None:
+            """Gradient += rows^T x / n, for rows [N, o] and x [N, i]."""
+            bucket = self.buckets[b]
+            add = self._adds(b, s)
+            view = self._view(bucket, s).view(rows.shape[1], x.shape[1])
+            torch.addmm(view, rows.t(), x, beta=int(add), alpha=1 / bucket.group.size, out=view)
+            self._arrive(b, s)
+
+        return add_product
+
+    def _view(self, bucket: Bucket, s: int) -> Tensor:
+        """Where the gradient of slot `s` goes, flat; makes room for the bucket if it has none."""
+        pool, size = bucket.pool, bucket.plan.padded
+        if pool is not None and bucket.gradients is None:
+            while self._works and not pool.fits(size):
+                self._works.popleft().wait()
+            if not pool.fits(size):
+                # Gradients come so much out of order that more buckets are open than were thought of.
+                pool.grow(size)
+        return bucket.gradient_view(s)
+
+    def _adds(self, b: int, s: int) -> bool:
+        """Whether a gradient that comes for slot `s` is added to one that is there.
+
+        Reentrant checkpointing brings a gradient of its own for every use of a parameter.  Raises
+        `RuntimeError` if the bucket has been reduced without this one.
+        """
+        bucket = self.buckets[b]
+        if b < self._next and (bucket.stage >= 2 or self._last):
+            raise RuntimeError(
+                "a gradient came after its bucket had been reduced: reentrant checkpointing of modules that "
+                "share a parameter (use checkpoint(..., use_reentrant=False)), or a second backward pass"
+            )
+        return self._arrived[b][s] or (bucket.stage < 2 and not self._first)
+
+    def _arrive(self, b: int, s: int) -> None:
+        """A gradient of slot `s` is in its place."""
+        if not self._arrived[b][s]:
+            self._arrived[b][s] = True
+            self._missing[b] -= 1
+        if self.by_arrival and not self._missing[b] and not self._held[b]:
+            self._close(b)
+
+    def _close(self, b: int) -> None:
+        if self._closed[b]:
+            return
+        self._closed[b] = True
+        bucket = self.buckets[b]
+        if self._missing[b] and (self._first or bucket.stage >= 2):
+            for s, arrived in enumerate(self._arrived[b]):
+                if not arrived:
+                    self._view(bucket, s).zero_()
+        if self.overlap or bucket.stage >= 2:
+            self._launch_closed()
+
+    def _launch_closed(self) -> None:
+        """Begin to reduce the buckets whose turn it is."""
+        while self._next < len(self.buckets) and self._closed[self._next]:
+            self._launch(self.buckets[self._next])
+            self._next += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        if bucket.stage < 2 and not self._last:
+            return
+        while bucket.stage >= 1 and len(self._works) >= self.IN_FLIGHT:
+            self._works.popleft().wait()
+        self._works.append(bucket.reduce(add=not self._first))
+        if not self.overlap and bucket.stage >= 2:
+            self._await_all()
+
+
+def broadcast_parameters(tensors: Sequence[Tensor], group: Group) -> None:
+    """Give every replica the values of the group's rank 0 (parameters and buffers, before they are sharded)."""
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.numel():
+                group.broadcast(tensor, 0, purpose="initial values").wait()

@@ -1,0 +1,78 @@
+"""ZeRO stages 1 and 2, P_os and P_os+g: updated parameters reach all ranks beside the next forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from repro.parallel.comm import Work
+from repro.parallel.zero.flat_buffer import Bucket
+from repro.parallel.zero.units import Unit, parameters_of
+
+
+class ParameterAllGather:
+    """Every rank gets the updated parameters while the next forward pass already runs.
+
+    After the optimizer step all buckets are gathered, first layers first; a use of a unit waits for the buckets
+    of its own parameters only.  (A use, not each module: some modules read a child's parameters without
+    calling the child.)  What no module of the last forward pass waited for is waited for at the
+    start of the next, since a module around it may read it.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit], buckets: Sequence[Bucket]):
+        self.buckets = list(buckets)[::-1]
+        self._works: dict[int, Work] = {}
+        bucket_of = {id(p): b for b, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        modules = dict(module.named_modules())
+        self._handles = [module.register_forward_pre_hook(self._begin, prepend=True)]
+        self._used: set[int] = set()
+        """Buckets that modules of this forward pass, or of the last one, have asked for."""
+        self._all: set[int] = set()
+        """Buckets that some module would ask for."""
+        for unit, parameters in zip(units, parameters_of(module, units), strict=True):
+            of_unit = {id(p) for p in parameters if id(p) in bucket_of}
+            for use in unit.uses:
+                used = of_unit.intersection(map(id, modules[use.module].parameters()))
+                needed = sorted({bucket_of[key] for key in used})
+                self._all.update(needed)
+                self._handles.append(modules[use.module].register_forward_pre_hook(self._before(needed)))
+
+    def start(self) -> None:
+        """Begin to gather every bucket's parameters."""
+        with torch.no_grad():
+            self._works = {b: bucket.gather() for b, bucket in enumerate(self.buckets)}
+
+    def assume_used(self) -> None:
+        """Take it that the last forward pass used every module (for a trace that begins in mid-training)."""
+        self._used = set(self._all)
+
+    def wait(self) -> None:
+        """Have all parameters complete."""
+        for b in list(self._works):
+            self._works.pop(b).wait()
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        """A forward pass starts."""
+        self._await([b for b in self._works if b not in self._used])
+        self._used = set()
+
+    def _before(self, needed: list[int]) -> Callable[..., None]:
+        def await_parameters(module: nn.Module, inputs: Any) -> None:
+            self._used.update(needed)
+            self._await(needed)
+
+        return await_parameters
+
+    def _await(self, buckets: Sequence[int]) -> None:
+        for b in buckets:
+            work = self._works.pop(b, None)
+            if work is not None:
+                work.wait()

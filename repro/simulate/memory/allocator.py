@@ -1,0 +1,191 @@
+"""PyTorch's CUDA caching allocator as a model: what a device must hold when tensors come and go in this order.
+
+What torch *allocates* are the blocks in which live tensors lie: their bytes rounded up to 512, and in the large
+pool up to 1 MiB more that was not worth splitting off.  What it *reserves* is more again: whole segments from
+the driver, kept when they fall empty, split among requests of many sizes, and lost to others while any part is
+in use.  The device is full when the next segment does not fit, whatever is free inside the segments: that is
+out of memory by fragmentation.
+
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp`.  Its sizes (`repro.simulate.memory.pools`) are the
+same from pull request 17120 (early 2019), so also in the torch 1.2 to 1.4 of the ZeRO and Turing-NLG work, to
+torch 2.13; before it, small requests shared 1 MiB and large ones were rounded to 128 KiB.  `max_split` came
+with pull request 44742 (2021) and `expandable` with 96995 (2023); neither is on by default.
+
+Not modelled: other streams (what a second stream uses is free only when that stream is done, later than here),
+pools of CUDA graphs, garbage collection, rounding to powers of two, and the driver's addresses, which decide
+between free blocks of equal size: here those of the older segment are lower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from repro.config.errors import require
+from repro.simulate.memory.expandable import ExpandablePool
+from repro.simulate.memory.pools import (
+    LARGE_SEGMENT,
+    LIVE,
+    SMALL,
+    UNLIMITED,
+    UNMAPPED,
+    Block,
+    Device,
+    Pool,
+    round_up,
+)
+
+
+class OutOfMemory(Exception):
+    """A request that no free block fits, nor what the limit leaves after every empty segment was given back.
+
+    Bytes: `requested`; `allocated` and `reserved` at that moment; `free_in_blocks`, reserved but not
+    allocated; `largest_free`, the largest free block of the pool that serves the request; `limit`.
+    """
+
+    def __init__(
+        self,
+        requested: int,
+        allocated: int,
+        reserved: int,
+        free_in_blocks: int,
+        largest_free: int,
+        limit: int,
+    ) -> None:
+        super().__init__(requested, allocated, reserved, free_in_blocks, largest_free, limit)
+        self.requested, self.allocated, self.reserved = requested, allocated, reserved
+        self.free_in_blocks, self.largest_free, self.limit = free_in_blocks, largest_free, limit
+
+    @property
+    def by_fragmentation(self) -> bool:
+        """Whether the live tensors and the request are within the limit: only no stretch is long enough."""
+        return self.allocated + round_up(self.requested) <= self.limit
+
+    def __str__(self) -> str:
+        return self.because_of(self.by_fragmentation)
+
+    def because_of(self, fragmentation: bool) -> str:
+        """The numbers behind the cause: `fragmentation`, or what is live."""
+        why = "fragmentation" if fragmentation else "the live tensors"
+        return (
+            f"out of memory by {why}: {self.requested} bytes requested, {self.allocated} allocated and "
+            f"{self.reserved} reserved of {self.limit}; {self.free_in_blocks} free in segments, "
+            f"{self.largest_free} in one block"
+        )
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A block of a segment: address and size in bytes, and the `id` that lives there (None: free)."""
+
+    address: int
+    size: int
+    id: int | None
+
+
+class CachingAllocator:
+    """The allocator of one device and one stream.
+
+    limit: bytes that the driver can give (None: no end): the device's memory less the CUDA context and what
+        else the allocator cannot see.
+    expandable: `expandable_segments:True`.
+    max_split: `max_split_size_mb`, in bytes: blocks of this size and above are not split.
+    """
+
+    def __init__(
+        self, limit: int | None = None, *, expandable: bool = False, max_split: int | None = None
+    ) -> None:
+        require(limit is None or limit >= 0, "limit", limit, "bytes, 0 or more")
+        require(
+            max_split is None or max_split >= LARGE_SEGMENT,
+            "max_split",
+            max_split,
+            f"bytes, at least {LARGE_SEGMENT} (20 MiB), or nothing",
+        )
+        self._device = Device(limit)
+        pool = ExpandablePool if expandable else Pool
+        unsplit = UNLIMITED if max_split is None else max_split
+        self._small = pool(self._device, small=True, max_split=unsplit)
+        self._large = pool(self._device, small=False, max_split=unsplit)
+        self._live: dict[int, tuple[Pool, Block] | None] = {}
+        self.allocated = self.peak_allocated = 0
+        """Bytes of live blocks, now and at most."""
+        self.retries = 0
+        """How often every empty segment had to be given back (torch's `num_alloc_retries`): each costs time."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the driver has given and not got back."""
+        return self._device.reserved
+
+    @property
+    def peak_reserved(self) -> int:
+        """The most that was ever reserved: Figure 7's "max cached" of 1910.02054."""
+        return self._device.peak
+
+    def malloc(self, id: int, size: int) -> None:
+        """Allocate `size` bytes under a name; OutOfMemory where that cannot be.  0 bytes take nothing."""
+        assert id not in self._live, f"{id} is live already"
+        if size == 0:
+            self._live[id] = None
+            return
+        size, asked = round_up(size), size
+        pool = self._small if size <= SMALL else self._large
+        block = pool.find(size) or self._grow(pool, size)
+        if block is None:
+            raise OutOfMemory(
+                asked,
+                self.allocated,
+                self.reserved,
+                self.reserved - self.allocated,
+                pool.largest(),
+                self._device.limit,
+            )
+        pool.cut(block, size)
+        self._live[id] = pool, block
+        self.allocated += block.size
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+
+    def free(self, id: int) -> None:
+        """Free what is allocated under `id`; the memory stays reserved."""
+        place = self._live.pop(id)
+        if place is not None:
+            pool, block = place
+            self.allocated -= block.size
+            pool.give(block)
+
+    def empty_cache(self) -> None:
+        """Give the driver every segment that holds no live block, as `torch.cuda.empty_cache`."""
+        self._large.release()
+        self._small.release()
+
+    def fragmentation(self) -> float:
+        """Share of the reserved bytes that holds no live block, 0 to 1."""
+        return 1 - self.allocated / self.reserved if self.reserved else 0.0
+
+    def segments(self) -> list[list[Stretch]]:
+        """Every segment as the blocks that tile it, by address; of one that grows, each mapped stretch."""
+        names = {place[1].address: id for id, place in self._live.items() if place is not None}
+        found: list[list[Stretch]] = []
+        for pool in (self._small, self._large):
+            for _, head in sorted(pool.heads.items()):
+                found.append([])
+                block: Block | None = head
+                while block is not None:
+                    if block.state is UNMAPPED:
+                        found.append([])
+                    else:
+                        name = names[block.address] if block.state is LIVE else None
+                        found[-1].append(Stretch(block.address, block.size, name))
+                    block = block.next
+        return [blocks for blocks in found if blocks]
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        block = pool.grow(size)
+        if block is None and pool.release_oversize(size):
+            block = pool.grow(size)
+        if block is None:
+            self.empty_cache()
+            self.retries += 1
+            block = pool.grow(size)
+        return block

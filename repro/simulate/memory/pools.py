@@ -1,0 +1,197 @@
+"""Blocks of device memory and the pools that keep the free ones: the books of `repro.simulate.memory.allocator`.
+
+A segment is what the driver gave in one call.  It is a chain of blocks that tile it; a free block never has a
+free neighbour.  Sizes and addresses are bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+MIB = 2**20
+
+ROUND = 512
+"""Every request is rounded up to a multiple of this (`kMinBlockSize`)."""
+SMALL = MIB
+"""The largest request that is served from the small pool (`kSmallSize`)."""
+SMALL_SEGMENT = 2 * MIB
+"""What the small pool asks the driver for (`kSmallBuffer`)."""
+LARGE_SEGMENT = 20 * MIB
+"""What the large pool asks for when the request is below `OWN_SEGMENT` (`kLargeBuffer`)."""
+OWN_SEGMENT = 10 * MIB
+"""From this size on a request gets a segment of its own size (`kMinLargeAlloc`) ..."""
+ROUND_SEGMENT = 2 * MIB
+"""... rounded up to a multiple of this, the page of the device (`kRoundLarge`)."""
+UNLIMITED = 2**62
+
+LIVE, FREE, UNMAPPED = "live", "free", "unmapped"
+
+
+def round_up(size: int, unit: int = ROUND) -> int:
+    """The multiple of `unit` bytes that `size` occupies."""
+    return -(-size // unit) * unit
+
+
+def segment_size(size: int) -> int:
+    """Bytes that the driver is asked for when no free block fits a (rounded) request of `size`."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    if size < OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return round_up(size, ROUND_SEGMENT)
+
+
+class Device:
+    """The driver: bytes up to `limit`, never fragmented, at addresses that it gives once and in order."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = UNLIMITED if limit is None else limit
+        self.reserved = self.peak = 0
+        self._end = 0
+
+    def take(self, size: int) -> bool:
+        """Reserve `size` bytes; False, and nothing reserved, where the limit is in the way."""
+        if self.reserved + size > self.limit:
+            return False
+        self.reserved += size
+        self.peak = max(self.peak, self.reserved)
+        return True
+
+    def give(self, size: int) -> None:
+        self.reserved -= size
+
+    def place(self, size: int) -> int:
+        """An address with `size` bytes of address space."""
+        self._end += size
+        return self._end - size
+
+
+class Block:
+    """A stretch of a segment, and its neighbours there."""
+
+    __slots__ = ("address", "next", "prev", "size", "state")
+
+    def __init__(self, address: int, size: int, state: str = FREE) -> None:
+        self.address, self.size, self.state = address, size, state
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def split(self, size: int) -> Block:
+        """Keep the first `size` bytes; the rest is a new block behind them, in the same state."""
+        rest = Block(self.address + size, self.size - size, self.state)
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.size, self.next = size, rest
+        return rest
+
+    def absorb(self) -> None:
+        """Become one with the next block."""
+        other = self.next
+        assert other is not None
+        self.size, self.next = self.size + other.size, other.next
+        if self.next is not None:
+            self.next.prev = self
+
+
+class Pool:
+    """The free blocks of the small or of the large requests, by size and then by address."""
+
+    def __init__(self, device: Device, *, small: bool, max_split: int = UNLIMITED) -> None:
+        self.device = device
+        self.heads: dict[int, Block] = {}
+        """The first block of every segment, by its address."""
+        self._free: list[tuple[int, int, Block]] = []
+        self._max_split = max_split
+        self._least_rest = ROUND if small else SMALL + 1
+        self._cut_below = max_split
+
+    def find(self, size: int) -> Block | None:
+        """Take the free block that fits `size` best, whole; None where none fits."""
+        free = self._free
+        at = bisect_left(free, (size,))
+        if at == len(free):
+            return None
+        at = self._best(at)
+        block = free[at][2]
+        # A block that may not be split is kept for requests that nearly fill it.
+        if size < self._max_split <= block.size:
+            return None
+        if size >= self._max_split and block.size >= size + LARGE_SEGMENT:
+            return None
+        del free[at]
+        return block
+
+    def grow(self, size: int) -> Block | None:
+        """A block of at least `size` from the driver; None where the limit is in the way."""
+        span = segment_size(size)
+        if not self.device.take(span):
+            return None
+        block = Block(self.device.place(span), span)
+        self.heads[block.address] = block
+        return block
+
+    def cut(self, block: Block, size: int) -> None:
+        """Make `block` live; what it has beyond `size` stays free if it is worth a block of its own."""
+        if block.size - size >= self._least_rest and size < self._cut_below:
+            self._insert(block.split(size))
+        block.state = LIVE
+
+    def give(self, block: Block) -> None:
+        """Free `block` and join it with free neighbours."""
+        before, after = block.prev, block.next
+        if before is not None and before.state is FREE:
+            self._remove(before)
+            before.absorb()
+            block = before
+        if after is not None and after.state is FREE:
+            self._remove(after)
+            block.absorb()
+        self._insert(block)
+
+    def release(self) -> None:
+        """Give the driver every segment that holds no live block."""
+        kept = []
+        for entry in self._free:
+            block = entry[2]
+            if block.prev is None and block.next is None:
+                self._drop(block)
+            else:
+                kept.append(entry)
+        self._free = kept
+
+    def release_oversize(self, size: int) -> bool:
+        """Give the driver unsplittable free segments, enough for a request of `size`; whether it was enough."""
+        if self._max_split == UNLIMITED:
+            return False
+        wanted = max(size, self._max_split)
+        at = bisect_left(self._free, (wanted,))
+        if at < len(self._free):
+            self._drop(self._free.pop(at)[2])
+            return True
+        released = 0
+        while released < wanted and self._free and self._free[-1][0] >= self._max_split:
+            released += self._free[-1][0]
+            self._drop(self._free.pop()[2])
+        return released >= wanted
+
+    def largest(self) -> int:
+        """Bytes of the largest free block."""
+        return self._free[-1][0] if self._free else 0
+
+    def _best(self, at: int) -> int:
+        return at
+
+    def _drop(self, block: Block) -> None:
+        assert block.prev is block.next is None
+        del self.heads[block.address]
+        self.device.give(block.size)
+
+    def _insert(self, block: Block) -> None:
+        block.state = FREE
+        insort(self._free, (block.size, block.address, block))
+
+    def _remove(self, block: Block) -> None:
+        at = bisect_left(self._free, (block.size, block.address))
+        assert self._free[at][2] is block
+        del self._free[at]

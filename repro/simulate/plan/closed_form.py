@@ -1,0 +1,67 @@
+"""What is known of a layout before anything is traced: parameters and model states of each role, in closed form.
+
+The states are those of 1910.02054 sec. 3.1 and 5, per category; the parameters those of
+`repro.models.parameters` as 1909.08053 sec. 3 splits them over tp and a pipeline over its stages.
+Padding of shards is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from repro.config import Layout, Model
+from repro.models.parameters import count
+from repro.models.states import K
+
+STATES = ("parameters", "gradients", "optimizer")
+"""The categories of model states, as `repro.parallel.storage` (which needs torch) calls them."""
+FIRST, MIDDLE, LAST, ALL = "first", "middle", "last", "all"
+
+
+def state_bytes(parameters: float, layout: Layout) -> dict[str, float]:
+    """Bytes of each category of model states of a rank that has `parameters` before dp splits anything."""
+    wide = layout.precision == "fp32"
+    whole = dict(zip(STATES, (4, 4, 8) if wide else (2, 2, K), strict=True))
+    split = {0: (), 1: STATES[2:], 2: STATES[1:], 3: STATES}[layout.zero]
+    return {key: parameters * size / (layout.dp if key in split else 1) for key, size in whole.items()}
+
+
+@cache
+def _layer(model: Model, tp: int) -> float:
+    """Parameters of one layer on one tp rank: matrices are split, so are biases but those of rows' sums."""
+    one = replace(model, layers=1)
+    parts = count(one)
+    whole = 4 * model.hidden + 2 * model.hidden  # two norms; the biases after the row-split matrices
+    return (parts["attention"] + parts["mlp"] - 2 * model.hidden) / tp + whole
+
+
+def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
+    """Parameters of one rank of the first and of the last stage, or of `all` without a pipeline."""
+    tp, per_stage = layout.tp, model.layers / layout.pp
+    tokens, positions, norm = model.vocab * model.hidden / tp, model.seq * model.hidden, 2 * model.hidden
+    layers = per_stage * _layer(model, tp)
+    if layout.pp == 1:
+        return {ALL: layers + tokens + positions + norm}
+    return {FIRST: layers + tokens + positions, LAST: layers + tokens + norm}
+
+
+def ruled_out(model: Model, layout: Layout, limit: int) -> tuple[str, dict[str, float]] | None:
+    """The largest term and all states of the fullest role, if model states alone exceed `limit` bytes."""
+    fullest = max(stage_parameters(model, layout).values())
+    states = state_bytes(fullest, layout)
+    if sum(states.values()) <= limit:
+        return None
+    return max(states, key=lambda key: states[key]), states
+
+
+def suggested_width(limit: int, gpus_per_replica: int, layout: Layout) -> int:
+    """A width whose largest model has about width/64 layers, as those of the ZeRO paper (Table 4) have.
+
+    Of 12 l h^2 parameters (l = h/64) on `gpus_per_replica` devices the states take `limit`; rounded to
+    what every power of two up to 16 divides into heads of 128.
+    """
+    per_parameter = sum(state_bytes(1.0, layout).values()) / gpus_per_replica
+    width = (64 * limit / per_parameter / 12) ** (1 / 3)
+    step = 2048 if width >= 8192 else 1024 if width >= 3072 else 256 if width >= 512 else 64
+    return max(64, round(width / step) * step)

@@ -1,0 +1,283 @@
+"""The largest model (or micro-batch) that fits, and the first that does not.
+
+Memory is a straight line in the number of layers, so two shallow trials say where to look, and the trials there
+decide: the answer is a value that fits beside the next one that does not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from repro.cli.commands import layout_options
+from repro.config import Experiment, Layout, Model, Training
+from repro.config.errors import ConfigError, require
+from repro.config.system import System
+from repro.models.parameters import total
+from repro.simulate.plan.closed_form import suggested_width
+from repro.simulate.plan.terms import FRAGMENTATION, binding
+
+MOST_LAYERS = 1000
+"""A trace of more takes minutes, and nobody trained such a model: it asks for a larger width."""
+MOST_SAMPLES = 4096
+LAYERS, MICRO_BATCH = "layers", "micro-batch"
+SEARCHES = (LAYERS, MICRO_BATCH)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be fitted: a model of given width under a layout, on devices of a system."""
+
+    model: Model
+    """Its number of layers is searched, or taken with `search = micro-batch`."""
+    layout: Layout
+    system: System
+    limit: int
+    """Bytes of one device's memory, context included."""
+    search: str = LAYERS
+    seq: int = 0
+    """Tokens of a sample; 0: the model's longest."""
+    free_batch: bool = True
+    """Whether the global batch follows the micro-batch; else it stays and the micro-batch must divide it."""
+    expandable: bool = False
+
+    @property
+    def allocatable(self) -> int:
+        """Bytes that the allocator of one device can have."""
+        return self.limit - self.system.context()
+
+    def values(self) -> range | list[int]:
+        """What may be tried, ascending."""
+        layout = self.layout
+        if self.search == LAYERS:
+            step = layout.pp * layout.chunks
+            return range(step, max(MOST_LAYERS, step) + 1, step)
+        if self.free_batch:
+            return range(1, MOST_SAMPLES + 1)
+        return [size for size in range(1, layout.replica_batch + 1) if self._divides(size)]
+
+    def _divides(self, size: int) -> bool:
+        layout = self.layout
+        whole = layout.replica_batch % size == 0
+        return whole and (layout.schedule != "interleaved" or layout.replica_batch // size % layout.pp == 0)
+
+    def experiment(self, value: int) -> Experiment:
+        """The experiment that tries `value` layers, or samples of a micro-batch."""
+        model, layout = self.model, self.layout
+        if self.search == LAYERS:
+            model = replace(model, layers=value, name=f"gpt-{value}x{model.hidden}")
+        else:
+            global_batch = value * layout.dp * layout.accumulation if self.free_batch else layout.global_batch
+            layout = replace(layout, micro_batch=value, global_batch=global_batch)
+        training = Training(seq=self.seq)
+        return Experiment(name="fit", model=model, layout=layout, training=training, system=self.system.name)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One value that was tried."""
+
+    value: int
+    outcome: str
+    """`ok`, `oom`, or with real devices another way to fail."""
+    needed: int | None
+    """Bytes that it took, or would have taken; None where the failure does not tell."""
+    binding: str = ""
+    """The term that is one too much, if it failed."""
+    reason: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does."""
+        return self.outcome == "ok"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The largest value that fits (None: nothing does) and the first that does not (None: all do)."""
+
+    largest: Trial | None
+    first_failing: Trial | None
+    trials: list[Trial]
+
+
+def search(
+    values: Sequence[int], attempt: Callable[[int], Trial], limit: int, start: Sequence[int]
+) -> Answer:
+    """Try values until one that fits is beside the next one that does not.
+
+    `values` ascend, and need more memory the larger they are.  `start` are tried first; then what the
+    straight line through two of the trials makes of `limit` bytes, and between two known values that say
+    nothing, their middle.
+    """
+    found: dict[int, Trial] = {}
+    low, high = -1, len(values)
+    queue = [value for value in start if value in values]
+    halve = False
+    while high - low > 1:
+        if queue:
+            index = bisect_right(values, queue.pop(0)) - 1
+            if not low < index < high:
+                continue
+        else:
+            index = (low + high) // 2 if halve else _next(values, found, limit, low, high)
+        width, bracketed = high - low, high < len(values)
+        trial = found[values[index]] = attempt(values[index])
+        if trial.outcome not in ("ok", "oom"):  # it says nothing about memory
+            high = index
+            break
+        if trial.fits:
+            low = index
+        else:
+            high = index
+        # A line that moves one end only, and little, is left for the middle.
+        halve = bracketed and not halve and high - low > width // 2
+    largest = found[values[low]] if low >= 0 else None
+    failing = found[values[high]] if high < len(values) else None
+    return Answer(largest, failing, list(found.values()))
+
+
+def _next(values: Sequence[int], found: dict[int, Trial], limit: int, low: int, high: int) -> int:
+    """The index to try next, strictly between `low` and `high`."""
+    told = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
+    if high < len(values):  # between what fits and what does not, if both say what they need
+        told = [point for point in told if low >= 0 and point[0] in (values[low], values[high])]
+    if len(told) >= 2:
+        (a, at_a), (b, at_b) = told[-2:]
+        if at_b > at_a:
+            index = bisect_right(values, a + (limit - at_a) * (b - a) / (at_b - at_a)) - 1
+            return min(max(index, low + 1), high - 1)
+    if high == len(values):  # nothing failed yet: further up, in strides
+        return min(2 * low + 1 if low >= 0 else 0, high - 1)
+    return (low + high) // 2
+
+
+def simulated(question: Question) -> Answer:
+    """By simulation: every trial is a full trace of its model."""
+    values = question.values()
+    deep = question.layout.pp > 1 or question.search != LAYERS
+    few = [values[i] for i in ((0, 1) if deep else (2, 5)) if i < len(values)]
+
+    def attempt(value: int) -> Trial:
+        if question.search == LAYERS and value == values[-1] and len(values) > 1:
+            what = f"a larger width: about {value} layers of this one or more would fit"
+            raise ConfigError("--hidden", question.model.hidden, what)
+        return _simulate(question, value)
+
+    return search(values, attempt, question.allocatable, few)
+
+
+def _simulate(question: Question, value: int) -> Trial:
+    from repro.simulate.memory.replay import replay
+    from repro.simulate.step import simulate
+
+    found = simulate(
+        question.experiment(value),
+        question.system,
+        memory_limit=question.limit,
+        expandable=question.expandable,
+    )
+    document = found.as_dict()
+    fullest = found.fullest
+    needed = max(
+        replay(traced.events, expandable=question.expandable).peak_reserved for traced in found.traces
+    )
+    largest = binding(fullest.memory.by_category)
+    term = ""
+    if found.outcome != "ok":
+        term = FRAGMENTATION if fullest.by_fragmentation else largest
+    detail = {
+        "largest_term": largest,
+        **{key: document[key] for key in ("params", "layout", "memory", "trace_seconds")},
+        "reserved_bytes": fullest.replay.peak_reserved,
+        "traces": len(found.traces),
+    }
+    return Trial(value, found.outcome, needed, term, found.reason, detail)
+
+
+def question_of(
+    system: System, asked: layout_options.Asked, model: Model | None, sizes: dict[str, int], what: str
+) -> Question:
+    """The question that the command line asks of `system`.  Raises `ConfigError`.
+
+    `sizes`: hidden, heads and vocab as far as they are given, else 0; without, those of `model`; without one,
+    a width whose largest model has about width/64 layers, heads of 128 (or 64), the vocabulary 51,200 and
+    the sequence 1,024 of the ZeRO paper's models.
+    """
+    require(what in SEARCHES, "--search", what, f"one of {', '.join(SEARCHES)}")
+    require(what == LAYERS or model is not None, "--model", "", "needed to search the micro-batch: whose?")
+    layout = layout_options.complete(asked.layout, asked.gpus, system)
+    whole = layout_options.limit_of(system, layout_options.size(asked.memory_limit))
+    sizes = {key: value for key, value in {**sizes, "seq": asked.seq}.items() if value}
+    for key, value in sizes.items():
+        require(value >= 1, f"--{key}", value, "a whole number of at least 1")
+    keys: dict[str, Any]
+    if model is None:
+        room = whole - system.context()
+        hidden = sizes.get("hidden") or suggested_width(room, layout.tp * layout.pp, layout)
+        keys = {
+            "heads": _heads(hidden, layout.tp),
+            "vocab": 51200,
+            "seq": 1024,
+            **sizes,
+            "hidden": hidden,
+        }
+        shape, tokens = layout_options.named(lambda: Model(name="gpt", layers=1, **keys)), 0
+    else:
+        known, tokens = model, sizes.get("seq", 0)
+        keys = {key: value for key, value in sizes.items() if key != "seq"}
+        shape = layout_options.named(lambda: replace(known, **keys))
+    free = not asked.layout.get("global_batch")
+    question = Question(shape, layout, system, whole, what, tokens, free, asked.expandable)
+    layout_options.named(lambda: question.experiment(question.values()[0]))
+    return question
+
+
+def _heads(hidden: int, tp: int) -> int:
+    """Heads of 128, else of 64, else as many as tp."""
+    for width in (128, 64):
+        if hidden % width == 0 and hidden // width % tp == 0:
+            return hidden // width
+    return tp
+
+
+def document(question: Question, answer: Answer) -> dict[str, Any]:
+    """`repro fit --json`."""
+    model, failing = question.model, answer.first_failing
+    return {
+        "search": question.search,
+        "system": question.system.name,
+        "gpus": question.layout.world,
+        "limit_bytes": question.allocatable,
+        "context_bytes": question.system.context(),
+        "layout": vars(question.layout),
+        "sizes": {key: getattr(model, key) for key in ("hidden", "heads", "vocab", "seq")},
+        "largest": _described(question, answer.largest),
+        "first_failing": _described(question, failing),
+        "binding": failing.binding if failing is not None else "",
+        "trials": [{"value": t.value, "outcome": t.outcome, "needed_bytes": t.needed} for t in answer.trials],
+        "traces": sum(t.detail.get("traces", 0) for t in answer.trials),
+        "trace_seconds": round(sum(t.detail.get("trace_seconds", 0.0) for t in answer.trials), 3),
+    }
+
+
+_SHOWN = ("largest_term", "memory", "memory_of_process")
+
+
+def _described(question: Question, trial: Trial | None) -> dict[str, Any] | None:
+    if trial is None:
+        return None
+    experiment = question.experiment(trial.value)
+    found = {
+        "layers": experiment.model.layers,
+        "micro_batch": experiment.layout.micro_batch,
+        "params": total(experiment.model),
+        "outcome": trial.outcome,
+        "reason": trial.reason,
+        # What fits may be held in less than it would take if there were more.
+        "needed_bytes": trial.detail.get("reserved_bytes", trial.needed) if trial.fits else trial.needed,
+    }
+    return found | {key: trial.detail[key] for key in _SHOWN if key in trial.detail}

@@ -1,0 +1,264 @@
+"""Which layouts of a model fit a system, what they hold and send, and which come first.
+
+Three kinds of answers, cheapest first, and each row says which it is:
+
+    states     the model states alone, in closed form, are more than a device has: nothing is traced
+    shallow    live bytes, traffic and time from shallow traces (`repro.simulate.plan.estimate`, `steptime`)
+    full       the whole step was traced, its allocations replayed, its events scheduled (`repro.simulate.step`)
+
+Seconds are predicted for what fits, or may.  Where the system lacks the numbers for that (`no_time`), the least
+time at peak rates comes first instead.
+
+What the allocator reserves beyond live bytes decides where these are within `MARGIN` of the limit: such
+rows are traced in full, and so are the first ones of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from repro.config import Experiment, Layout, Training
+from repro.config.errors import ConfigError
+from repro.simulate.plan import estimate
+from repro.simulate.plan.candidates import Request, candidates
+from repro.simulate.plan.closed_form import ruled_out, stage_parameters, state_bytes
+from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, ideal_s, order, speed
+from repro.simulate.plan.shallow import Family, family_of, trace_family
+from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
+from repro.simulate.workers import Workers
+
+MARGIN = 1.12
+"""Reserved over live bytes at most, seen in full traces of models of published size (1.01 to 1.10)."""
+SEGMENTS = 40 * 2**20
+"""... and what it may leave unused in its last segments (`repro.simulate.memory.pools`)."""
+CONFIRMED = 3
+"""So many of the first rows are traced in full, with those before them that may not fit ..."""
+MOST_FULL = 8
+"""... and at most so many in all; the rest stays undecided."""
+SHARES = 2
+"""Shares of the families that a worker predicts, one after the other."""
+
+
+class Planner:
+    """Answers for layouts of one request; keeps the shallow traces that they share."""
+
+    def __init__(self, request: Request, workers: Workers):
+        self.request, self.workers = request, workers
+        self.traces = 0
+        self._families: dict[Layout, tuple[int, int, dict[str, Family]]] = {}
+        """With the smallest and the largest micro-batch that they are good for."""
+        self.no_time = ""
+        """Why times cannot be predicted."""
+
+    def rows(self, layouts: Sequence[Layout]) -> list[Row]:
+        """`states` and `shallow` answers."""
+        found = {layout: self._without_trace(layout) for layout in layouts}
+        open_ones = [layout for layout, row in found.items() if row is None]
+        self._trace(open_ones)
+        return [row or self._shallow(layout) for layout, row in found.items()]
+
+    def time(self, rows: Sequence[Row]) -> None:
+        """Predict the step of every row that may fit, from the traces that its layout shares."""
+        from repro.simulate.plan.steptime import times_of
+
+        by_family: dict[Layout, list[Row]] = {}
+        for row in rows:
+            if row.evidence == SHALLOW and row.outcome != OOM and not self.no_time:
+                by_family.setdefault(family_of(row.layout), []).append(row)
+        request = self.request
+        # The families of a share use the same networks; a few shares a worker, so that none has much more to do.
+        families = sorted(by_family.items(), key=lambda item: -len(item[1]))
+        count = min(SHARES * self.workers.count, len(families))
+        shares = [families[first::count] for first in range(count)]
+        tasks = [
+            (
+                request.model,
+                request.seq,
+                request.system,
+                [([row.layout for row in some], self._families[key][2]) for key, some in share],
+            )
+            for share in shares
+        ]
+        made = self.workers.map(times_of, tasks)
+        for share, answers in zip(shares, made, strict=True):
+            for (_, some), found in zip(share, answers, strict=True):
+                for row, answer in zip(some, found, strict=True):
+                    if isinstance(answer, str):
+                        self.no_time = answer
+                    else:
+                        row.time = answer
+
+    def full(self, rows: Sequence[Row]) -> list[Row]:
+        """The same rows from full traces."""
+        request = self.request
+        tasks = [(request, row.layout, not self.no_time) for row in rows]
+        self.traces += sum(min(3, row.layout.pp) for row in rows)
+        return self.workers.map(_full, tasks)
+
+    def _without_trace(self, layout: Layout) -> Row | None:
+        request = self.request
+        out = ruled_out(request.model, layout, request.allocatable)
+        if out is None:
+            return None
+        category, states = out
+        size, reason = sum(states.values()), f"model states alone are {_gb(sum(states.values()))} GB"
+        by_role = {}
+        for role, parameters in stage_parameters(request.model, layout).items():
+            held = round(sum(state_bytes(parameters, layout).values()))
+            by_role[role] = {"peak_bytes": held, "states_bytes": held}
+        memory = {
+            "peak_bytes": round(size),
+            "by_category": {key: round(states[key]) for key in states},
+            "by_role": by_role,
+        }
+        return Row(layout, OOM, STATES, memory, ruled_out_by=TERMS[category], reason=reason)
+
+    def _trace(self, layouts: Iterable[Layout]) -> None:
+        """Have the families of `layouts` traced as far as they are not."""
+        wanted: dict[Layout, tuple[int, int]] = {}
+        for layout in layouts:
+            key = family_of(layout)
+            least, most, _ = self._families.get(key, (layout.micro_batch, 0, {}))
+            least, most = wanted.get(key, (least, most))
+            span = min(least, layout.micro_batch), max(most, layout.micro_batch)
+            if key in wanted or span != self._families.get(key, (0, 0))[:2]:
+                wanted[key] = span
+        request = self.request
+        made = self.workers.map(
+            trace_family, [(request.model, request.seq, key, *span) for key, span in wanted.items()]
+        )
+        for (key, span), (families, traces) in zip(wanted.items(), made, strict=True):
+            self._families[key] = *span, families
+            self.traces += traces
+
+    def _shallow(self, layout: Layout) -> Row:
+        request = self.request
+        families = self._families[family_of(layout)][2]
+        roles = estimate.memory(request.model, layout, families)
+        sent = estimate.traffic(request.model, layout, families, request.system)
+        fullest = max(roles.values(), key=lambda role: role.peak_bytes)
+        busiest = max(sent, key=lambda role: sum(sent[role].by_group.values()))
+        memory = {
+            "peak_bytes": fullest.peak_bytes,
+            "states_bytes": fullest.states_bytes,
+            "by_category": fullest.by_category,
+            "peak_phase": fullest.phase,
+            "by_role": {
+                name: {"peak_bytes": role.peak_bytes, "states_bytes": role.states_bytes}
+                for name, role in roles.items()
+            },
+        }
+        comm = {
+            "role": busiest,
+            "sent_bytes": sum(sent[busiest].by_group.values()),
+            "bytes_by_group": sent[busiest].by_group,
+            "bytes_by_link": sent[busiest].by_link,
+        }
+        ideal = max(ideal_s(request, layout, rank.by_link) for rank in sent.values())
+        row = Row(layout, OK, SHALLOW, memory, comm, ideal)
+        if fullest.peak_bytes > request.allocatable:
+            row.outcome = OOM
+            row.ruled_out_by = binding(fullest.by_category)
+            row.reason = f"{_gb(fullest.peak_bytes)} GB are live in {fullest.phase}"
+        elif fullest.peak_bytes * MARGIN + SEGMENTS > request.allocatable:
+            row.outcome = UNDECIDED
+            row.reason = f"{_gb(fullest.peak_bytes)} GB are live: the allocator decides"
+        return row
+
+
+@dataclass
+class Plan:
+    """All layouts, best first."""
+
+    rows: list[Row]
+    traces: int
+    """That were made."""
+    no_time: str
+    """Why rows have no times; empty if they do."""
+
+
+def plan(request: Request, workers: Workers) -> Plan:
+    """All sensible layouts, best first.  Raises `ConfigError` if there are none."""
+    if request.system.device.peak_flops:
+        precision = candidates(request)[0].precision
+        try:
+            request.system.peak(precision)
+        except ConfigError as error:
+            raise ConfigError("--precision", error.value, error.expected) from None
+    planner = Planner(request, workers)
+    rows = planner.rows(candidates(request))
+    rows += planner.rows(_partitioned(request, rows))
+    planner.time(rows)
+    full: dict[Layout, Row] = {}
+    if planner.no_time:
+        for row in rows:
+            row.time = {}
+    while len(full) < MOST_FULL:
+        rows = sorted((full.get(row.layout, row) for row in rows), key=order)
+        fits = [row for row in rows if row.outcome == OK]
+        # What may not fit matters if it would be among the first.
+        first = sorted((row for row in rows if row.outcome != OOM), key=speed)
+        enough = first.index(fits[CONFIRMED - 1]) if len(fits) >= CONFIRMED else len(first)
+        wanted = [row for row in first[: enough + 1] if row.evidence != FULL][: MOST_FULL - len(full)]
+        if not wanted:
+            break
+        # A few at a time: what turns out to fit, or not to, changes which come first.
+        full.update((row.layout, row) for row in planner.full(wanted[: max(CONFIRMED, workers.count)]))
+    rows = sorted((full.get(row.layout, row) for row in rows), key=order)
+    return Plan(rows, planner.traces, planner.no_time)
+
+
+def _partitioned(request: Request, rows: Iterable[Row]) -> list[Layout]:
+    """With P_a, what does not fit (or may not) without it for other reasons than its model states."""
+    if "pa" in request.given:
+        return []
+    return [
+        replace(row.layout, pa=True)
+        for row in rows
+        if row.evidence == SHALLOW
+        and row.outcome != OK
+        and row.layout.recompute
+        and row.layout.tp > 1
+        and not row.layout.sp
+    ]
+
+
+def _full(request: Request, layout: Layout, time: bool) -> Row:
+    """A row from a full trace; runs in a worker.  `time`: predict the step's seconds as well."""
+    from repro.simulate.step import simulate
+
+    found = simulate(
+        experiment(request, layout),
+        request.system,
+        memory_limit=request.limit,
+        expandable=request.expandable,
+        time=time,
+    )
+    document = found.as_dict()
+    ideal = 0.0
+    for role in found.roles:
+        by_link: dict[str, int] = {}
+        for sent in role.traffic:
+            by_link[sent.link] = by_link.get(sent.link, 0) + sent.sent_bytes
+        ideal = max(ideal, ideal_s(request, layout, by_link))
+    row = Row(layout, found.outcome, FULL, document["memory"], document["comm"], ideal)
+    row.trace_seconds = document["trace_seconds"]
+    row.time = document["time"] or {} if found.outcome == OK else {}
+    if found.outcome == OOM:
+        fullest = found.fullest
+        row.ruled_out_by = FRAGMENTATION if fullest.by_fragmentation else binding(fullest.memory.by_category)
+        row.reason = found.reason
+    return row
+
+
+def experiment(request: Request, layout: Layout) -> Experiment:
+    """The experiment of one layout."""
+    training = Training(seq=request.seq)
+    return Experiment(
+        name="plan", model=request.model, layout=layout, training=training, system=request.system.name
+    )
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f}"

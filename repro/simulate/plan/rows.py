@@ -1,0 +1,139 @@
+"""The rows of a plan, their order, and the rule behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from repro.config import Layout
+from repro.models import flops
+from repro.models.parameters import total
+from repro.simulate.plan.candidates import Request
+
+STATES, SHALLOW, FULL = "states", "shallow", "full"
+OK, OOM, UNDECIDED = "ok", "oom", "undecided"
+
+
+@dataclass
+class Row:
+    """One layout of a plan.  Bytes; `comm` and parts of `memory` are empty where nothing was traced."""
+
+    layout: Layout
+    outcome: str
+    """`ok`, `oom`, or `undecided` where only a full trace could tell and none was made."""
+    evidence: str
+    memory: dict[str, Any]
+    comm: dict[str, Any] = field(default_factory=dict)
+    ideal_s: float | None = None
+    """Seconds of a step at the devices' and the links' peak, nothing overlapped: an order, not a prediction."""
+    time: dict[str, Any] = field(default_factory=dict)
+    """The predicted step, as `repro.simulate.time.predict.Prediction.as_dict` has it; empty where the system lacks
+    numbers for it, or nothing was traced."""
+    ruled_out_by: str = ""
+    """The term that rules it out: model states, activations, ... or fragmentation."""
+    reason: str = ""
+    trace_seconds: float = 0.0
+
+    @property
+    def bubble(self) -> float:
+        """Idle over busy time of the pipeline, (p - 1) / (v m) (2104.04473 sec. 2.2)."""
+        return (self.layout.pp - 1) / (self.layout.chunks * self.layout.accumulation)
+
+
+def order(row: Row) -> tuple[Any, ...]:
+    """Best first: what fits, then the shortest step (without times: the least `ideal_s`), then what asks for
+    least."""
+    rank = (OK, UNDECIDED, OOM).index(row.outcome)
+    if row.outcome == OOM:
+        return (rank, row.evidence == STATES, row.memory["peak_bytes"], *_simpler(row.layout))
+    return (rank, *speed(row))
+
+
+def speed(row: Row) -> tuple[Any, ...]:
+    """`order` among what fits."""
+    ideal = row.ideal_s if row.ideal_s is not None else float("inf")
+    by_link = row.comm.get("bytes_by_link", {})
+    seconds = row.time.get("step_s", ideal)
+    return (seconds, by_link.get("inter-node", 0), sum(by_link.values()), *_simpler(row.layout))
+
+
+def _simpler(layout: Layout) -> tuple[Any, ...]:
+    """What asks for least."""
+    return (layout.recompute, layout.zero, layout.pp, layout.tp, layout.pa, -layout.micro_batch, layout.sp)
+
+
+RULE = "seconds of a step, predicted from the trace's operators and messages on this system; best first: the least"
+"""What `order` does, for people."""
+NO_TIMES = (
+    "seconds of a step if arithmetic ran at the devices' peak (recomputation and the pipeline's bubble included) "
+    "and messages at the links' full bandwidth, nothing overlapped; best first means the least of what fits.  It "
+    "puts layouts in order and predicts no time"
+)
+"""What it does where the system lacks the numbers for times."""
+
+
+def unknown(request: Request, precision: str) -> list[str]:
+    """What `NO_TIMES` would need of the system and nobody knows; it counts as taking no time."""
+    system = request.system
+    found = []
+    if system.device.peak_flops.get(precision) is None or system.device.peak_flops[precision].value is None:
+        found.append(f"{precision} peak")
+    return found + [
+        f"{name} bandwidth" for name, link in system.links.items() if link.bandwidth.value is None
+    ]
+
+
+def ideal_s(request: Request, layout: Layout, by_link: dict[str, int]) -> float:
+    """Seconds of a step at peak rates (`NO_TIMES`); what is unknown takes none."""
+    system, model = request.system, request.model
+    bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
+    work = flops.hardware_flops(model, request.seq, layout.global_batch, layout.recompute) / layout.world
+    peak = system.device.peak_flops.get(layout.precision)
+    seconds = work * (1 + bubble) / peak.value if peak is not None and peak.value else 0.0
+    for link, size in by_link.items():
+        if link in system.links and system.links[link].bandwidth.value is not None:
+            seconds += size / system.link_per_device(link)
+    return seconds
+
+
+def training(request: Request, row: Row) -> dict[str, float] | None:
+    """What it takes to train on `request.tokens` at the predicted speed, and what that costs."""
+    if not row.time or not request.tokens:
+        return None
+    steps = request.tokens / (request.global_batch * request.seq)
+    hours = steps * row.time["step_s"] / 3600
+    found = {"tokens": request.tokens, "steps": steps, "days": hours / 24, "gpu_hours": hours * request.gpus}
+    if request.price_per_gpu_hour:
+        found["cost"] = found["gpu_hours"] * request.price_per_gpu_hour
+    return found
+
+
+def document(request: Request, row: Row) -> dict[str, Any]:
+    """One entry of `repro plan --json`: the keys of `repro simulate --json`, and why it is where it is."""
+    layout, model = row.layout, request.model
+    memory: dict[str, Any] = {"peak_bytes": None, "reserved_bytes": None, "by_category": {}, "by_role": {}}
+    memory |= {"limit_bytes": request.allocatable, "context_bytes": request.system.context()} | row.memory
+    comm: dict[str, Any] = {"bytes_by_group": None, "bytes_by_link": None} | row.comm
+    return {
+        "outcome": row.outcome,
+        "reason": row.reason,
+        "ruled_out_by": row.ruled_out_by,
+        "evidence": row.evidence,
+        "model": model.name,
+        "system": request.system.name,
+        "gpus": request.gpus,
+        "layout": vars(layout),
+        "params": total(model),
+        "memory": memory,
+        "comm": comm,
+        "flops": {
+            "model": flops.model_flops(model, request.seq, layout.global_batch),
+            "hardware": flops.hardware_flops(model, request.seq, layout.global_batch, layout.recompute),
+            "formula": flops.FORMULA,
+        },
+        "bubble": row.bubble,
+        "ideal_s": row.ideal_s,
+        "time": row.time or None,
+        "training": training(request, row),
+        "trace_seconds": row.trace_seconds,
+    }

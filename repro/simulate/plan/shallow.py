@@ -1,0 +1,234 @@
+"""Traces of a few layers, and what of them a deeper model under the same strategy needs.
+
+All layers of a GPT are alike, so memory and traffic are straight lines in the number of layers, in the
+micro-batches that a stage keeps, and (but for what does not depend on it) in the size of a micro-batch.  A
+family of layouts is traced at the few points that these lines take; `repro.simulate.plan.estimate` draws them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from repro.config import Experiment, Layout, Model, Training
+from repro.parallel.pipeline.schedule import build, in_flight
+from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
+from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, Phase, Wait
+
+if TYPE_CHECKING:
+    from repro.simulate.trace.roles import Trace
+
+KEPT = ("activations", "checkpoints", "host")
+"""Categories that hold something for every layer and micro-batch in flight."""
+WEIGHTS = (0, 1, 16)
+"""A phase's peak may be at another moment in a deeper model, one at which more is kept for the backward pass.
+So as many moments are noted: where all live bytes, and once and 16 times more those kept, are most."""
+Row = tuple[str, str, str]
+"""Operation, group and purpose of messages."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one shallow trace of one role says.  Bytes."""
+
+    layers: int
+    """Of one part of the model: of a stage, or of a stage's chunk."""
+    in_flight: int
+    """Micro-batches (times chunks) whose activations are kept."""
+    layout: Layout
+    parameters: int
+    live: dict[str, tuple[dict[str, int], ...]]
+    """By phase: what is live by category, at the moments of the phase that could be its peak (`WEIGHTS`)."""
+    most: dict[str, int]
+    """The most of each category at any moment."""
+    rows: dict[Row, tuple[int, int]]
+    """Payload of the messages: of all micro-batches traced, and of one more."""
+    micro_batches: int
+    """Of these, how many were traced."""
+    timed: Trace
+    """The trace without allocations, and of what came before its step messages only: what seconds follow from."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The profiles of one role from which all layouts of a family follow."""
+
+    base: Profile
+    deeper: Profile
+    """With more layers."""
+    wider: Profile
+    """With the largest micro-batch of the family (or `base`)."""
+    longer: Profile
+    """With more micro-batches in flight (or `base`); of the stages in the middle, whose memory nobody asks for
+    since the first one keeps more, `base`."""
+
+
+def family_of(layout: Layout) -> Layout:
+    """The layout that stands for all that differ from `layout` in depth, stages and batch only."""
+    deep = layout.pp > 1
+    dp = max(1, layout.world // (2 * layout.tp)) if deep else layout.dp
+    return _shallow(layout, 2 if deep else 1, dp=dp)
+
+
+def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layout:
+    """`layout` with `pp` stages and few micro-batches, but first, ordinary and last among them."""
+    dp = dp or layout.dp
+    count = 2 * pp if pp > 1 and layout.schedule != "1f1b" else 3
+    whole = count * micro_batch * dp
+    return replace(layout, pp=pp, dp=dp, stage_layers=(), micro_batch=micro_batch, global_batch=whole)
+
+
+def trace_family(
+    model: Model, seq: int, layout: Layout, narrowest: int, widest: int
+) -> tuple[dict[str, Family], int]:
+    """The families of each role of `layout` (from `family_of`), and how many traces it took.
+
+    `narrowest` and `widest`: the smallest and the largest micro-batch that will be asked for.
+    """
+    made = 0
+
+    def profiles(
+        shallow: Layout, layers: int, names: Sequence[str] = (ALL, FIRST, LAST)
+    ) -> dict[str, Profile]:
+        nonlocal made
+        sizes = replace(model, layers=layers * shallow.pp * shallow.chunks)
+        found = _profiles(
+            Experiment(name="shallow", model=sizes, layout=shallow, training=Training(seq=seq)), layers, names
+        )
+        made += len(found)
+        return found
+
+    few, many = _depths(layout)
+    narrow, wide = (_shallow(layout, layout.pp, size) for size in (narrowest, widest))
+    base, deeper = profiles(narrow, few), profiles(narrow, many)
+    wider = profiles(wide, few) if widest > narrowest else base
+    longer = dict(base)
+    if layout.pp > 1:
+        three = _shallow(layout, 3, narrowest)
+        others = [name for name in base if kept(three, _stage(three, name)) != base[name].in_flight]
+        longer |= profiles(three, few, [*others, MIDDLE])
+        deeper |= profiles(three, many, [MIDDLE])
+        base[MIDDLE] = wider[MIDDLE] = longer[MIDDLE]
+        if widest > narrowest:
+            wider |= profiles(_shallow(layout, 3, widest), few, [MIDDLE])
+    return {name: Family(base[name], deeper[name], wider[name], longer[name]) for name in base}, made
+
+
+def _depths(layout: Layout) -> tuple[int, int]:
+    """Layers of a part in the shallow traces: as many as are under way at once, and some more."""
+    if layout.zero >= 2:  # several blocks' gradients, under stage 3 their parameters as well
+        return (3, 4) if layout.pp > 1 else (4, 6)
+    return (1, 2) if layout.pp > 1 else (2, 4)
+
+
+def kept(layout: Layout, stage: int) -> int:
+    """Micro-batches (times chunks) in flight on a stage."""
+    if layout.schedule == "interleaved":
+        return _in_flight(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
+    # Known without the schedule, which has thousands of actions on a deep pipeline (2104.04473 sec. 2.2).
+    m = layout.accumulation
+    return m if layout.schedule == "gpipe" else min(m, layout.pp - stage)
+
+
+@cache
+def _in_flight(name: str, stages: int, micro_batches: int, chunks: int) -> list[int]:
+    return [in_flight(actions) for actions in build(name, stages, micro_batches, chunks)]
+
+
+def _stage(layout: Layout, name: str) -> int:
+    return layout.pp - 1 if name == LAST else 0
+
+
+def _profiles(experiment: Experiment, layers: int, names: Sequence[str]) -> dict[str, Profile]:
+    """Those of the roles that have one of `names`."""
+    from repro.simulate.trace.roles import roles, trace
+
+    found = {}
+    for role in roles(experiment):
+        name = role.name.partition(" (")[0]
+        if name in names:
+            found[name] = _profile(experiment.layout, layers, role.stage, trace(experiment, role))
+    return found
+
+
+def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> Profile:
+    from repro.simulate.memory.live import measure
+    from repro.simulate.trace.roles import ORDINARY
+
+    rows: dict[Row, tuple[int, int]] = {}
+    ordinary = 0
+    for event in traced.step:
+        if isinstance(event, Phase):
+            ordinary = int(event.micro_batch == ORDINARY)
+        elif isinstance(event, Message):
+            key = (event.op, event.group, event.purpose)
+            total, one = rows.get(key, (0, 0))
+            rows[key] = (total + event.payload, one + ordinary * event.payload)
+    return Profile(
+        layers=layers,
+        in_flight=kept(layout, stage),
+        layout=layout,
+        parameters=traced.parameters,
+        live=_moments(traced.events),
+        most=measure(traced.events).most,
+        rows=rows,
+        micro_batches=traced.layout.accumulation,
+        timed=_timed(traced),
+    )
+
+
+def _timed(traced: Trace) -> Trace:
+    """`traced` without what takes no time.  Equal events are one object, which makes it small to send."""
+    known: dict[Event, Event] = {}
+    before = [e for e in traced.events[: traced.step_start] if isinstance(e, Message)]
+    step = [
+        known.setdefault(event, event)
+        for event in traced.events[traced.step_start : traced.step_stop]
+        if isinstance(event, (Operator, Message, Wait, Phase))
+    ]
+    events = [*before, *step]
+    return replace(traced, events=events, step_start=len(before), step_stop=len(events))
+
+
+def _moments(events: Iterable[Event]) -> dict[str, tuple[dict[str, int], ...]]:
+    """By phase, what is live when live bytes, weighted as in `WEIGHTS`, are most."""
+    from repro.parallel.storage import CATEGORIES, HOST
+
+    live: dict[int, tuple[int, str]] = {}
+    now = dict.fromkeys(CATEGORIES, 0)
+    found: dict[str, list[dict[str, int]]] = {}
+    most: dict[str, list[int]] = {}
+    total, kept, phase = 0, 0, ""
+    for event in events:
+        if isinstance(event, Alloc):
+            size, category = event.bytes, event.category
+            live[event.id] = size, category
+        elif isinstance(event, Free):
+            size, category = live.pop(event.id)
+            size = -size
+        elif isinstance(event, Mark):
+            size, before = live[event.id]
+            live[event.id] = size, event.category
+            now[before] -= size
+            now[event.category] += size
+            kept += size * ((event.category in KEPT) - (before in KEPT))
+            continue
+        elif isinstance(event, Phase):
+            phase = event.name
+            most.setdefault(phase, [-1] * len(WEIGHTS))
+            found.setdefault(phase, [{}] * len(WEIGHTS))
+            size, category = 0, ""
+        else:
+            continue
+        if size:
+            now[category] += size
+            if category != HOST:
+                total += size
+                kept += size if category in KEPT else 0
+        if size >= 0:
+            for i, weight in enumerate(WEIGHTS):
+                if total + weight * kept > most[phase][i]:
+                    most[phase][i], found[phase][i] = total + weight * kept, dict(now)
+    return {phase: tuple(moments) for phase, moments in found.items()}

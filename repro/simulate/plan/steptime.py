@@ -1,0 +1,249 @@
+"""Seconds of a step from a family's shallow traces: small schedules, extended along straight lines.
+
+A pipeline of equal stages takes one more turn of its slowest stage for every further micro-batch, and one more
+forward and backward pass for every further stage; each further layer lengthens both alike.  So a few stages,
+micro-batches and layers are scheduled, on the links that the whole layout has, and lines drawn through them:
+T = T0 + (m - m0) dT/dm + (p - p0) dT/dp, of two depths each.  A micro-batch's operators are those of the
+narrowest and the widest traced, with shapes, FLOP and bytes in between, so that products keep their own tiles
+and waves.  Within a few percent of what the whole step's schedule says (tests/simulate/test_steptime.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from repro.config import Experiment, Layout, Model, Training
+from repro.config.errors import ConfigError
+from repro.config.system import System
+from repro.models import flops
+from repro.parallel.pipeline.schedule import FORWARD, Action
+from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
+from repro.simulate.plan.shallow import Family
+from repro.simulate.plan.widen import widened
+from repro.simulate.time import calibration_points, efficiency
+from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.network import Network
+from repro.simulate.time.predict import Prediction
+from repro.simulate.time.program import Program, program
+from repro.simulate.time.schedule import schedule
+from repro.simulate.trace.events import Event, Message, Operator, Phase
+from repro.simulate.trace.roles import ORDINARY, Trace
+
+STAGES = 4
+"""A deeper pipeline is scheduled with so many stages and one more."""
+Point = tuple[int, int]
+"""Stages and micro-batches of a schedule."""
+
+
+class Times:
+    """Predicts layouts of one model and system; keeps what they share."""
+
+    def __init__(self, model: Model, seq: int, system: System):
+        self.model, self.seq, self.system = model, seq, system
+        self._costs: dict[tuple[str, str], tuple[DeviceCost, float]] = {}
+        self._networks: dict[Layout, Network] = {}
+        self._widened: dict[tuple[str, bool, int], Trace] = {}
+        """Of the last family: role, depth, samples."""
+
+    def family(self, layouts: Sequence[Layout], families: dict[str, Family]) -> list[dict[str, Any] | str]:
+        """`of` each of the `layouts` of one family, or what is not known of the system that it takes."""
+        found: list[dict[str, Any] | str] = []
+        self._widened.clear()
+        for layout in layouts:
+            try:
+                found.append(self.of(layout, families))
+            except ConfigError as error:
+                found.append(str(error))
+        return found
+
+    def of(self, layout: Layout, families: dict[str, Family]) -> dict[str, Any]:
+        """As `repro.simulate.time.predict.Prediction.as_dict`; `ConfigError` if numbers are missing."""
+        layers = self.model.layers // (layout.pp * layout.chunks)
+        base = next(iter(families.values()))
+        few, many = base.base.layers, base.deeper.layers
+        part = (layers - few) / (many - few)
+        found: list[tuple[float, dict[str, Any]]] = []
+        for deep, weight in ((False, 1 - part), (True, part)):
+            if weight:
+                programs = self._programs(layout, families, deep)
+                found += [
+                    (weight * share, self._scheduled(layout, point, programs))
+                    for point, share in points(layout).items()
+                ]
+        return self._sum(layout, found)
+
+    def _cost(self, layout: Layout) -> tuple[DeviceCost, float]:
+        key = layout.precision, layout.kernels
+        if key not in self._costs:
+            generation = calibration_points.calibration_point_of(layout.kernels, self.system)
+            factor = efficiency.factor(generation) if generation is not None else 1.0
+            self._costs[key] = DeviceCost(self.system, layout.precision, factor), factor
+        return self._costs[key]
+
+    def _network(self, layout: Layout) -> Network:
+        """The links as the groups of `layout` use them."""
+        groups = Layout(tp=layout.tp, dp=layout.dp, pp=layout.pp, order=layout.order)
+        if groups not in self._networks:
+            self._networks[groups] = Network(self.system, groups)
+        return self._networks[groups]
+
+    def _programs(self, layout: Layout, families: dict[str, Family], deep: bool) -> dict[str, Program]:
+        cost, _ = self._cost(layout)
+        network = self._network(layout)
+        found = {}
+        for name, family in families.items():
+            if name == MIDDLE and layout.pp < 3:
+                continue
+            profile = family.deeper if deep else family.base
+            key = name, deep, layout.micro_batch
+            if key not in self._widened:
+                self._widened[key] = widened(family, profile.timed, layout.micro_batch)
+            traced = self._widened[key]
+            shards = family.base.layout.dp / layout.dp if layout.zero else 1.0
+            traced = replace(traced, events=list(_resharded(traced.events, shards)))
+            found[name] = program(traced, traced.layout.accumulation, cost, _seconds(network, layout, shards))
+        return found
+
+    def _scheduled(self, layout: Layout, point: Point, programs: dict[str, Program]) -> dict[str, Any]:
+        stages, micro_batches = point
+        small = _with(layout, stages, micro_batches)
+        by_stage = [programs[name] for name in _names(stages)]
+        network = self._network(layout)
+        timeline = schedule(
+            small,
+            [_of(found, micro_batches) for found in by_stage],
+            network if stages == layout.pp else _Edges(network, stages),
+            overlap_cost=network.overlap_cost,
+            oversubscription=self.system.oversubscription,
+        )
+        sizes = replace(self.model, layers=stages * layout.chunks)
+        experiment = Experiment(
+            name="shallow",
+            model=sizes,
+            layout=small,
+            training=Training(seq=self.seq),
+            system=self.system.name,
+        )
+        return Prediction(experiment, self.system, timeline, [], None, 1.0).as_dict()
+
+    def _sum(self, layout: Layout, parts: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
+        found: dict[str, Any] = dict(parts[0][1])
+        for key, first in parts[0][1].items():
+            if isinstance(first, dict):
+                sums: dict[str, float] = defaultdict(float)
+                for weight, part in parts:
+                    for name, value in part[key].items():
+                        sums[name] += weight * value
+                found[key] = {name: max(0.0, value) for name, value in sums.items()}
+            elif key.endswith("_s"):
+                found[key] = max(0.0, sum(weight * part[key] for weight, part in parts))
+        work = flops.hardware_flops(self.model, self.seq, layout.global_batch, layout.recompute)
+        generation = calibration_points.calibration_point_of(layout.kernels, self.system)
+        found["samples_per_s"] = layout.global_batch / found["step_s"]
+        found["flops_per_device"] = work / found["step_s"] / layout.world
+        found["generation"] = generation.name if generation is not None else ""
+        found["factor"] = self._cost(layout)[1]
+        return found
+
+
+def times_of(
+    model: Model,
+    seq: int,
+    system: System,
+    families: Sequence[tuple[Sequence[Layout], dict[str, Family]]],
+) -> list[list[dict[str, Any] | str]]:
+    """`Times.family` of several families, which share their networks; runs in a worker."""
+    times = Times(model, seq, system)
+    return [times.family(layouts, traced) for layouts, traced in families]
+
+
+def points(layout: Layout) -> dict[Point, float]:
+    """The schedules from which `layout`'s follows, and the weight of each in the sum."""
+    pp, m = layout.pp, layout.accumulation
+    if pp > STAGES + 1:
+        few, more = (STAGES, 2 * STAGES), (STAGES, 3 * STAGES)
+        longer = STAGES + 1, 2 * (STAGES + 1)
+        turns = (m - few[1]) / (more[1] - few[1])
+        stages = float(pp - STAGES)
+        turns -= stages * (longer[1] - few[1]) / (more[1] - few[1])  # `longer` has more micro-batches as well
+        return {few: 1 - turns - stages, more: turns, longer: stages}
+    few, more = (pp, max(3, 2 * pp)), (pp, max(3, 2 * pp) + pp)
+    if m <= more[1]:
+        return {(pp, m): 1.0}
+    turns = (m - few[1]) / (more[1] - few[1])
+    return {few: 1 - turns, more: turns}
+
+
+def _names(stages: int) -> list[str]:
+    return [ALL] if stages == 1 else [FIRST, *[MIDDLE] * (stages - 2), LAST]
+
+
+def _with(layout: Layout, stages: int, micro_batches: int) -> Layout:
+    """`layout` with another number of stages and micro-batches."""
+    batch = micro_batches * layout.micro_batch * layout.dp
+    return replace(layout, pp=stages, global_batch=batch, stage_layers=())
+
+
+def _of(traced: Program, micro_batches: int) -> Program:
+    """`traced`, whose first, ordinary and last micro-batch stand for all, for another number of them."""
+    last = traced.micro_batches - 1
+    segments = {}
+    for action in traced.segments:
+        if action.micro_batch == 0:
+            for i in range(micro_batches):
+                shown = 0 if i == 0 else last if i == micro_batches - 1 else ORDINARY
+                if (
+                    micro_batches == 1 and action.kind != FORWARD
+                ):  # first and last in one: it is the last that sends
+                    shown = last
+                segments[Action(action.kind, i, action.chunk)] = traced.segments[
+                    Action(action.kind, shown, action.chunk)
+                ]
+    return Program(segments, traced.tail, micro_batches, micro_batches - 1)
+
+
+class _Edges:
+    """Messages between the stages of a shortened pipeline: the whole one's mean between neighbours."""
+
+    def __init__(self, network: Network, stages: int):
+        self.network, self.last, self.known = network, stages - 1, dict[tuple[int, int], float]()
+        nodes = network.system.devices_per_node.value or 1
+        self.edges = range(min(network.layout.pp - 1, int(nodes)))  # further ones are like these
+        """Of stages to the next ones."""
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        """As `Network.send_seconds`, of a shortened pipeline's stages."""
+        step = to_stage - from_stage
+        if (payload, step) not in self.known:
+            edges = [(stage, stage + 1) if step > 0 else (stage + 1, stage) for stage in self.edges]
+            if abs(step) == self.last:  # between last and first
+                ends = (0, self.network.layout.pp - 1)
+                edges = [ends if step > 0 else ends[::-1]]
+            self.known[payload, step] = sum(
+                self.network.send_seconds(payload, from_stage=one, to_stage=other) for one, other in edges
+            ) / len(edges)
+        return self.known[payload, step]
+
+
+def _seconds(network: Network, layout: Layout, shards: float) -> Callable[[Message], float]:
+    def seconds(message: Message) -> float:
+        payload = message.payload
+        if message.group == "embedding" and layout.zero:  # shards of the tied gradients
+            payload = round(payload * shards)
+        return network.seconds(message.op, message.group, payload)
+
+    return seconds
+
+
+def _resharded(events: Sequence[Event], shards: float) -> Iterator[Event]:
+    """The optimizer's operators, whose shards are `shards` times those of the trace."""
+    tail = False
+    for event in events:
+        if isinstance(event, Phase):
+            tail = event.name == "optimizer"
+        if tail and shards != 1 and isinstance(event, Operator):
+            event = event._replace(read=round(event.read * shards), written=round(event.written * shards))
+        yield event

@@ -1,0 +1,128 @@
+"""Seconds of one operator on one device: what the device's arithmetic and memory allow, by shape.
+
+A matrix product is cut in tiles, the tiles are handed to the multiprocessors in waves, and the last wave may
+be partly empty; a tile costs its K steps and a prologue.  Small tiles fill a device better and reach less of
+its peak, since they read more for the same arithmetic; a long K may be split.  The fastest choice counts.
+Everything else moves bytes.  A calibrated system has rates by operator, which count instead.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil, prod
+
+from repro.config.system import System
+from repro.simulate.trace.events import Operator
+
+MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+ATTENTION = "aten._scaled_dot_product_"
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Rows and columns of the result that one thread block makes: those of cuBLAS's and CUTLASS's half-precision
+kernels from Volta on."""
+TILE_READS = 16.0
+"""Elements of K's depth that a multiprocessor multiplies in the time in which it reads one row and one column
+of a tile from shared memory: a tile of m x n reaches 1 / (1 + 16 (1/m + 1/n)) of what an endless one would."""
+PROLOGUE = 64
+"""What a tile costs beside its K steps, in K steps: filling the pipeline of loads, and writing the result."""
+SPLITS = (1, 2, 4, 8)
+ATTENTION_EFFICIENCY = 0.7
+"""Of the large products' rate: two products in turn with a softmax in registers (2205.14135 sec. 4, 2307.08691)."""
+ALIGNMENT = 8
+"""Tensor cores multiply where sizes are multiples of eight (16 bytes of half precision)."""
+
+
+class DeviceCost:
+    """What operators take on a device of `system` at one precision."""
+
+    def __init__(self, system: System, precision: str, factor: float = 1.0):
+        """Raises `ConfigError` where the device's peak or its bandwidth is not known.
+
+        `factor`: seconds of this software's kernels over the model's; see `repro.simulate.time.calibration_points`.
+        """
+        self.system, self.factor = system, factor
+        time = system.timing
+        self.rates = system.device.operators
+        self.launch_s = time.launch_s
+        self.kernel_s = time.kernel_s
+        self.bandwidth = self.peak = 0.0
+        if not self.rates:
+            known = system.device.memory_bandwidth.known("device.memory_bandwidth", system=system.name)
+            self.bandwidth = known * time.memory_efficiency
+            self.peak = system.peak(precision) * time.matmul_efficiency
+        unaligned = time.unaligned_flops
+        self.unaligned = min(unaligned, self.peak) if unaligned else 0.0
+        self.units = time.multiprocessors
+        slow = system.device.peak_flops.get("fp32")
+        self._slow_peak = slow.value * time.matmul_efficiency if slow is not None and slow.value else 0.0
+        self.host_bandwidth = 0.0
+        if "pcie" in system.links and system.links["pcie"].bandwidth.value is not None:
+            efficiency = system.links["pcie"].used("pcie", "efficiency").value or 1.0
+            self.host_bandwidth = system.links["pcie"].bandwidth.value * efficiency
+        self.seconds = lru_cache(maxsize=None)(self._seconds)
+
+    def _seconds(self, operator: Operator) -> float:
+        """Seconds of `operator` on the device."""
+        if self.rates:
+            return self._calibrated(operator)
+        name = operator.name
+        if name in MATMULS:
+            if self._on_ordinary_cores(operator):
+                # Bound by arithmetic alone: what was measured holds for every generation.
+                return max(self._product(operator, self.unaligned), self.kernel_s)
+            slow = operator.itemsize == 4 and self._slow_peak
+            found = self._product(operator, self._slow_peak if slow else self.peak)
+        elif name.startswith(ATTENTION):
+            found = self._attention(operator)
+        else:
+            found = self._moved(operator)
+        return max(found, self.kernel_s) * self.factor
+
+    def _calibrated(self, operator: Operator) -> float:
+        kind = "matmul" if operator.name in MATMULS else "elementwise"
+        rate = self.rates.get(operator.name) or self.rates[kind]
+        return rate.seconds(operator.flops, operator.read + operator.written)
+
+    def _moved(self, operator: Operator) -> float:
+        moved = operator.read + operator.written
+        if operator.name == "aten.embedding":  # reads the rows that it returns, not the table
+            moved = 2 * operator.written
+        if operator.name == "host copy" and self.host_bandwidth:
+            return operator.written / self.host_bandwidth
+        return moved / self.bandwidth
+
+    def _attention(self, operator: Operator) -> float:
+        """A fused kernel: arithmetic, or the operands if they take longer.  Half of the square is masked."""
+        rate = self.peak * ATTENTION_EFFICIENCY
+        return max(operator.flops / 2 / rate, self._moved(operator))
+
+    def _on_ordinary_cores(self, operator: Operator) -> bool:
+        """Whether a product of half precision has sizes that this device's tensor cores do not take."""
+        _, *sizes = product_sizes(operator)
+        return bool(self.unaligned) and operator.itemsize != 4 and any(size % ALIGNMENT for size in sizes)
+
+    def _product(self, operator: Operator, peak: float) -> float:
+        batch, m, n, k = product_sizes(operator)
+        best = min(self._tiled(batch, m, n, k, tile, peak) for tile in TILES)
+        return max(best, self._moved(operator))
+
+    def _tiled(self, batch: int, m: int, n: int, k: int, tile: tuple[int, int], peak: float) -> float:
+        rows, columns = tile
+        tiles = batch * ceil(m / rows) * ceil(n / columns)
+        step = 2 * rows * columns / (peak / self.units) * _reads(rows, columns) / _reads(*TILES[0])
+        split = (
+            ceil(tiles * parts / self.units) * (ceil(k / parts) + PROLOGUE) * step
+            + (parts > 1) * (parts + 1) * 4 * batch * m * n / self.bandwidth
+            for parts in SPLITS
+        )
+        return min(split)
+
+
+def _reads(rows: int, columns: int) -> float:
+    return 1 + TILE_READS * (1 / rows + 1 / columns)
+
+
+def product_sizes(operator: Operator) -> tuple[int, int, int, int]:
+    """(batch, m, n, k) of a matrix product from the shapes of its operands."""
+    at = 1 if operator.name in ("aten.addmm", "aten.baddbmm") else 0
+    left, right = operator.shapes[at], operator.shapes[at + 1]
+    return prod(left[:-2]), left[-2], right[-1], left[-1]

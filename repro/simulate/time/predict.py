@@ -1,0 +1,104 @@
+"""Predict the seconds of a step: its traces, scheduled on a system.
+
+What a number needs that nobody knows is assumed, and said (`assumed`); nothing is fitted to what is
+predicted.  `software` names a generation of kernels, whose efficiency comes from one published point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from repro.config import Experiment
+from repro.config.system import System
+from repro.models import flops
+from repro.simulate.time import efficiency
+from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
+from repro.simulate.time.program import OPTIMIZER
+from repro.simulate.time.schedule import Timeline
+from repro.simulate.time.stage import StageTime
+from repro.simulate.time.timed import timed
+from repro.simulate.trace.roles import Trace, trace_roles
+
+
+@dataclass
+class Prediction:
+    """A step in time.  Seconds; FLOP/s."""
+
+    experiment: Experiment
+    system: System
+    timeline: Timeline
+    roles: list[Trace]
+    generation: CalibrationPoint | None
+    """Whose published point the kernels' efficiency comes from."""
+    factor: float
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.timeline.seconds
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all replicas."""
+        return self.experiment.layout.global_batch / self.seconds
+
+    @property
+    def flops_per_device(self) -> float:
+        """FLOP/s of one device under `repro.models.flops.FORMULA`, recomputation counted."""
+        e, layout = self.experiment, self.experiment.layout
+        work = flops.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
+        return work / self.seconds / layout.world
+
+    @property
+    def slowest(self) -> StageTime:
+        """The stage that computes for longest, which the others wait for."""
+        return max(
+            self.timeline.stages, key=lambda stage: sum(stage.busy.values()) + sum(stage.exposed.values())
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: the key `time` of `repro simulate --json`."""
+        stage = self.slowest
+        exposed, total = sum(stage.exposed.values()), sum(stage.communication.values())
+        busy = dict(stage.busy)
+        optimizer = busy.get(OPTIMIZER, 0.0)
+        compute = sum(busy.values()) - optimizer
+        return {
+            "step_s": self.seconds,
+            "samples_per_s": self.samples_per_s,
+            "flops_per_device": self.flops_per_device,
+            "formula": flops.FORMULA,
+            "generation": self.generation.name if self.generation is not None else "",
+            "factor": self.factor,
+            "compute_s": compute,
+            "optimizer_s": optimizer,
+            "exposed_s": exposed,
+            "hidden_s": max(0.0, total - exposed),
+            "bubble_s": max(0.0, self.seconds - compute - optimizer - exposed),
+            "compute_by_kind": busy,
+            "exposed_by_kind": dict(stage.exposed),
+            "communication_by_kind": dict(stage.communication),
+        }
+
+
+def predict(
+    experiment: Experiment,
+    system: System,
+    traces: list[Trace] | None = None,
+    *,
+    factor: float | None = None,
+    record: bool = False,
+) -> Prediction:
+    """Predict a step of `experiment` on `system`.
+
+    `traces` of all its roles, if they are there.  `factor`: what kernels take over what the model of the
+    device says, by default that of the layout's generation.  `record`: keep every span, for a drawing.
+    """
+    generation = calibration_point_of(experiment.layout.kernels, system) if factor is None else None
+    if factor is None:
+        factor = efficiency.factor(generation) if generation is not None else 1.0
+    if traces is None:
+        traces = trace_roles(experiment)
+    timeline = timed(experiment, system, traces, factor, record=record)
+    return Prediction(experiment, system, timeline, traces, generation, factor)

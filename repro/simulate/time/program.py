@@ -1,0 +1,212 @@
+"""A role's step as a short program: what a stage does for each action of the schedule, in seconds.
+
+Operators that follow each other become one block; so do collectives that are waited for at once.  What is
+left are blocks, collectives under way beside them, and messages to other stages.  The trace has few
+micro-batches; the segment of an ordinary one stands for all that were not run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from repro.parallel.ledger import SEND
+from repro.parallel.pipeline.schedule import Action, build
+from repro.simulate.time.device import ATTENTION, MATMULS, DeviceCost
+from repro.simulate.trace.events import Event, Message, Operator, Phase, Wait
+from repro.simulate.trace.roles import ORDINARY, Trace
+
+MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST = "matmul", "attention", "elementwise", "optimizer", "host"
+KINDS = (MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST)
+"""What a device's busy seconds are spent on; `host`: waiting for the host to issue the next operator."""
+
+
+class Block(NamedTuple):
+    """Operators in a row, and collectives that were waited for at once."""
+
+    seconds: float
+    parts: tuple[tuple[str, float], ...]
+    """Seconds by kind, those of collectives by label."""
+
+
+class Issue(NamedTuple):
+    """A collective begins when what was before it is done, and after those of its group."""
+
+    key: tuple[object, ...]
+    group: str
+    label: str
+    seconds: float
+
+
+class Await(NamedTuple):
+    """The oldest collective of `key` that is under way must be complete."""
+
+    key: tuple[object, ...]
+
+
+class Send(NamedTuple):
+    """A boundary tensor goes to the stage `offset` further."""
+
+    offset: int
+    channel: int
+    payload: int
+
+
+Item = Block | Issue | Await | Send
+Seconds = Callable[[Message], float]
+"""Of a collective."""
+
+
+@dataclass
+class Program:
+    """What the stages of one role do."""
+
+    segments: dict[Action, list[Item]] = field(default_factory=dict)
+    """By action of the shortened schedule."""
+    tail: list[Item] = field(default_factory=list)
+    """After the last action: gradients, norm, optimizer, publication."""
+    micro_batches: int = 0
+    """Of the shortened schedule."""
+    last: int = 0
+    """The real step's last micro-batch."""
+
+    def of(self, action: Action) -> list[Item]:
+        """The items of an action of the real schedule."""
+        return self.segments[Action(action.kind, self._shown(action.micro_batch), action.chunk)]
+
+    def _shown(self, micro_batch: int) -> int:
+        """The traced micro-batch that stands for one: first and last for themselves."""
+        if self.last < self.micro_batches:
+            return micro_batch
+        if micro_batch == 0:
+            return 0
+        return self.micro_batches - 1 if micro_batch == self.last else ORDINARY
+
+
+def label_of(message: Message) -> str:
+    """`all-reduce of gradients (dp)`."""
+    return f"{message.op.replace('_', '-')} of {message.purpose} ({message.group})"
+
+
+def program(traced: Trace, whole: int, cost: DeviceCost, seconds: Seconds) -> Program:
+    """The program of a trace.  `whole`: micro-batches of the real step."""
+    layout, stage = traced.layout, traced.role.stage
+    actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
+    pieces = _pieces(traced, len(actions))
+    keys = _keys(traced, actions, pieces)
+    compiler = _Compiler(cost, seconds, keys, stage)
+    found = Program(micro_batches=layout.accumulation, last=whole - 1)
+    for action, piece in zip(actions, pieces, strict=False):
+        found.segments[action] = compiler.items(piece)
+    found.tail = compiler.items(pieces[-1], tail=True)
+    return found
+
+
+def _pieces(traced: Trace, actions: int) -> list[list[Event]]:
+    """The step's events by action, and those after the last one (the optimizer's)."""
+    pieces: list[list[Event]] = [[]]
+    waiting = begun = ended = False
+    for event in traced.events[traced.step_start : traced.step_stop]:
+        if isinstance(event, Phase):
+            if event.name == "idle" and not ended:
+                waiting = True
+                pieces.append([])
+            elif event.name in ("forward", "backward"):
+                if not waiting and begun:
+                    pieces.append([])
+                waiting, begun = False, True
+            elif event.name == "optimizer" and not ended:  # it waits for other stages meanwhile
+                ended = True
+                pieces.append([])
+        pieces[-1].append(event)
+    if traced.layout.pp > 1 and len(pieces) == actions + 2:
+        # The first action waited for its input: what comes before it belongs to it.
+        pieces[0:2] = [pieces[0] + pieces[1]]
+    assert len(pieces) == actions + 1, (len(pieces), actions)
+    return pieces
+
+
+def _keys(
+    traced: Trace, actions: Iterable[Action], pieces: list[list[Event]]
+) -> dict[int, tuple[object, ...]]:
+    """For every collective a name that its counterparts in other micro-batches and steps share."""
+    keys: dict[int, tuple[object, ...]] = {}
+    places: list[tuple[object, ...]] = [(action.kind, action.chunk) for action in actions]
+    for place, piece in zip([*places, ("tail",)], pieces, strict=True):
+        seen: Counter[tuple[str, str, str]] = Counter()
+        for event in piece:
+            if isinstance(event, Message) and event.op != SEND:
+                label = (event.op, event.group, event.purpose)
+                keys[event.work] = (*place, *label, seen[label])
+                seen[label] += 1
+    # The step before this one published its parameters as this one does.
+    published = [e for e in pieces[-1] if isinstance(e, Message) and e.purpose == "parameters"]
+    before = [
+        e for e in traced.events[: traced.step_start] if isinstance(e, Message) and e.purpose == "parameters"
+    ]
+    for old, new in zip(reversed(before), reversed(published), strict=False):
+        keys[old.work] = keys[new.work]
+    return keys
+
+
+class _Compiler:
+    """Turns events into items."""
+
+    def __init__(self, cost: DeviceCost, seconds: Seconds, keys: dict[int, tuple[object, ...]], stage: int):
+        self.cost, self.seconds, self.keys, self.stage = cost, seconds, keys, stage
+
+    def items(self, events: list[Event], *, tail: bool = False) -> list[Item]:
+        """The items of a piece; `tail`: its operators are the optimizer's."""
+        found: list[Item] = []
+        parts: dict[str, float] = {}
+        host = device = 0.0
+        todo = [e for e in events if isinstance(e, (Operator, Message, Wait))]
+
+        def close() -> None:
+            nonlocal host, device
+            if parts:
+                late = max(0.0, host - device)
+                if late:
+                    parts[HOST] = parts.get(HOST, 0.0) + late
+                found.append(Block(device + late, tuple(parts.items())))
+                parts.clear()
+            host = device = 0.0
+
+        at = 0
+        while at < len(todo):
+            event = todo[at]
+            at += 1
+            if isinstance(event, Operator):
+                took = self.cost.seconds(event)
+                kind = OPTIMIZER if tail else kind_of(event)
+                parts[kind] = parts.get(kind, 0.0) + took
+                device += took
+                host += self.cost.launch_s
+            elif isinstance(event, Message):
+                if event.op == SEND:
+                    close()
+                    found.append(Send(event.peer - self.stage, event.channel, event.payload))
+                    continue
+                took, label = self.seconds(event), label_of(event)
+                if at < len(todo) and todo[at] == Wait(event.work) and event.group == "tp":
+                    at += 1
+                    parts[label] = parts.get(label, 0.0) + took
+                    device += took
+                    host += self.cost.launch_s
+                    continue
+                close()
+                found.append(Issue(self.keys[event.work], event.group, label, took))
+            elif event.work in self.keys:  # those of messages between stages follow from the schedule
+                close()
+                found.append(Await(self.keys[event.work]))
+        close()
+        return found
+
+
+def kind_of(operator: Operator) -> str:
+    """What a device's seconds on `operator` count as."""
+    if operator.name in MATMULS:
+        return MATMUL
+    return ATTENTION_KIND if operator.name.startswith(ATTENTION) else OTHER

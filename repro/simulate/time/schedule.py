@@ -1,0 +1,150 @@
+"""When everything in a step happens: all pipeline stages, the messages between them and where they meet.
+
+A collective whose group crosses stages begins when they have all come to it; a message between stages begins
+when it has been sent and its receive has been posted.  Two steps are scheduled and the second is reported, since
+a step begins while parameters of the one before it are still being gathered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from repro.config import Layout
+from repro.parallel.pipeline.schedule import Action, build
+from repro.simulate.time.cores import Cores, Work
+from repro.simulate.time.program import Issue, Program
+from repro.simulate.time.stage import ACROSS, Key, Meeting, Span, Stage, StageTime
+
+
+class Transfers(Protocol):
+    """What messages between stages cost; see `repro.simulate.time.network.Network`."""
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        """Of `payload` bytes a rank."""
+
+
+@dataclass
+class Timeline:
+    """A scheduled step."""
+
+    seconds: float
+    stages: list[StageTime]
+    spans: list[Span]
+    unmatched: int
+    """Waits for what was never issued; 0 unless something is wrong."""
+
+
+class _Schedule:
+    """All stages, and what is between them."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        programs: Sequence[Program],
+        network: Transfers,
+        overlap_cost: float,
+        oversubscription: float,
+        record: bool,
+    ):
+        self.layout, self.network, self.overlap_cost = layout, network, overlap_cost
+        self.oversubscription = oversubscription if layout.pp > 1 else 1.0
+        self.schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
+        self.arrivals: dict[Key, tuple[float, float]] = {}
+        self._posts: dict[Key, float] = {}
+        self._sends: dict[Key, tuple[float, float]] = {}
+        self._free: dict[tuple[int, int, int], float] = defaultdict(float)
+        self._meetings: dict[tuple[object, ...], deque[Meeting]] = defaultdict(deque)
+        self._members = {
+            group: {stage for stage, program in enumerate(programs) if _uses(program, group)}
+            for group in ACROSS
+        }
+        self.woken: list[object] = []
+        self.stages = [Stage(self, stage, program, record=record) for stage, program in enumerate(programs)]
+
+    def run(self) -> None:
+        """Two steps of all stages."""
+        waiting: dict[object, list[Generator[object, None, None]]] = defaultdict(list)
+        ready = [stage.steps(2) for stage in self.stages]
+        cores = Cores(self.oversubscription, self.layout.pp)
+        while ready or cores.works:
+            if ready:
+                stage = ready.pop()
+                for wanted in stage:
+                    if isinstance(wanted, Work):
+                        cores.add(wanted)
+                    waiting[wanted].append(stage)
+                    break
+            else:
+                self.woken.extend(cores.advance())
+            for known in self.woken:
+                ready.extend(waiting.pop(known, ()))
+            self.woken.clear()
+        assert not any(waiting.values()), "stages wait for each other for ever"
+
+    def actions(self, stage: int) -> Sequence[Action]:
+        """Of a step of `stage`, in order."""
+        return self.schedule[stage]
+
+    def post(self, key: Key, now: float) -> None:
+        """A receive is posted."""
+        self._posts[key] = now
+        self._match(key)
+
+    def send(self, key: Key, payload: int, now: float) -> float:
+        """A message of `payload` bytes a rank is sent; the seconds that it takes."""
+        seconds = self.network.send_seconds(payload, from_stage=key[0], to_stage=key[1])
+        self._sends[key] = (now, seconds)
+        self._match(key)
+        return seconds
+
+    def _match(self, key: Key) -> None:
+        if key in self._posts and key in self._sends:
+            now, seconds = self._sends.pop(key)
+            start = max(now, self._posts.pop(key), self._free[key[:3]])
+            self._free[key[:3]] = start + seconds
+            self.arrivals[key] = (start, start + seconds)
+            self.woken.append(key)
+
+    def meet(self, item: Issue, stage: int, ready: float) -> Meeting:
+        """`stage` has come to a collective of several stages."""
+        open_ = self._meetings[item.group, item.label]
+        meeting = next((m for m in open_ if stage not in m.ready), None)
+        if meeting is None:
+            meeting = Meeting()
+            open_.append(meeting)
+        meeting.ready[stage] = ready
+        if len(meeting.ready) == len(self._members[item.group]):
+            meeting.end = max(meeting.ready.values()) + item.seconds
+            open_.remove(meeting)
+            self.woken.append(meeting)
+        return meeting
+
+
+def _uses(program: Program, group: str) -> bool:
+    items = (item for piece in (*program.segments.values(), program.tail) for item in piece)
+    return any(isinstance(item, Issue) and item.group == group for item in items)
+
+
+def schedule(
+    layout: Layout,
+    programs: Sequence[Program],
+    network: Transfers,
+    *,
+    overlap_cost: float = 0.0,
+    oversubscription: float = 1.0,
+    record: bool = False,
+) -> Timeline:
+    """Schedule a step of `layout` whose stage s runs `programs[s]`.
+
+    `oversubscription`: ranks for each core that they shared when operators were measured, all of them at once.
+    """
+    everything = _Schedule(layout, programs, network, overlap_cost, oversubscription, record)
+    everything.run()
+    stages = everything.stages
+    first, second = zip(*(stage.finished for stage in stages), strict=True)
+    seconds = max(stage.end for stage in second) - max(stage.end for stage in first)
+    spans = [span for stage in stages for span in stage.spans]
+    return Timeline(seconds, list(second), spans, sum(stage.unmatched for stage in stages))

@@ -1,0 +1,260 @@
+"""One pipeline stage's streams: it computes, starts collectives beside that, and waits for what it needs.
+
+Replicas and tp ranks do the same at the same time, so a stage stands for all of its ranks.  A collective begins
+when its stage has come to it and when the one before it on its group's stream is over; what concerns other
+stages is asked of `Peers`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from repro.config import Layout
+from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
+from repro.parallel.pipeline.schedule import FORWARD, Action, needs
+from repro.simulate.time.cores import Work
+from repro.simulate.time.program import KINDS, Await, Block, Issue, Item, Program, Send
+
+TRANSFER = "send between stages (pp)"
+ACROSS = ("world", "pp", "embedding")
+"""Groups whose members are on different stages."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a stream was busy with."""
+
+    stage: int
+    stream: str
+    """`compute`, or a group's name."""
+    name: str
+    start: float
+    seconds: float
+
+
+@dataclass
+class StageTime:
+    """Where one stage's seconds of a step went."""
+
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The compute stream, by kind of operator."""
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """It waited for communication, by label."""
+    communication: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """All communication, hidden or not, by label."""
+    bubble: float = 0.0
+    """It waited for another stage to compute."""
+    end: float = 0.0
+
+
+Key = tuple[int, int, int, int]
+"""Sender, receiver, channel, number of the message."""
+
+
+class Meeting:
+    """A collective of several stages: it begins when they have all come to it."""
+
+    def __init__(self) -> None:
+        self.ready: dict[int, float] = {}
+        self.end: float | None = None
+
+
+class Peers(Protocol):
+    """What a stage asks of all stages together."""
+
+    layout: Layout
+    overlap_cost: float
+    oversubscription: float
+    """Ranks for each core that stages share; 1: they share none."""
+    arrivals: dict[Key, tuple[float, float]]
+    """When each message began to arrive, and when it was there."""
+
+    def actions(self, stage: int) -> Sequence[Action]:
+        """Of a step of `stage`, in order."""
+
+    def post(self, key: Key, now: float) -> None:
+        """A receive is posted."""
+
+    def send(self, key: Key, payload: int, now: float) -> float:
+        """A message of `payload` bytes a rank is sent; the seconds that it takes."""
+
+    def meet(self, item: Issue, stage: int, ready: float) -> Meeting:
+        """`stage` has come to a collective of several stages."""
+
+
+class Stage:
+    """One stage's streams."""
+
+    def __init__(self, peers: Peers, stage: int, program: Program, *, record: bool):
+        """`record`: keep the spans of the last step."""
+        self.all, self.stage, self.program, self.record = peers, stage, program, record
+        self.actions = peers.actions(stage)
+        self.blocking = waits_for_sends(peers.layout)
+        self.now = 0.0
+        self.streams: dict[str, float] = defaultdict(float)
+        self.under_way: dict[tuple[object, ...], deque[tuple[float | Meeting, Issue]]] = defaultdict(deque)
+        self.sent: dict[tuple[int, int], deque[Key]] = defaultdict(deque)
+        self.posted: deque[Key] = deque()
+        self.counts: dict[tuple[str, int, int], int] = defaultdict(int)
+        self.time = StageTime()
+        self.recording = False
+        self.finished: list[StageTime] = []
+        """Steps that are over."""
+        self.spans: list[Span] = []
+        self.unmatched = 0
+        """Waits for what was never issued."""
+
+    def steps(self, steps: int) -> Generator[object, None, None]:
+        """Run `steps` steps; yields what it waits for until that is known."""
+        for step in range(steps):
+            self.time = StageTime()
+            self.recording = self.record and step == steps - 1
+            yield from self._step()
+            self.time.end = self.now
+            self.finished.append(self.time)
+
+    def _step(self) -> Generator[object, None, None]:
+        self._post(0)
+        for position, action in enumerate(self.actions):
+            if self._source(position) is not None:
+                yield from self._receive()
+            self._post(position + 1)
+            name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
+            yield from self._run(self.program.of(action), name)
+        for under_way in self.sent.values():
+            while under_way:
+                yield from self._sent(under_way.popleft())
+        yield from self._run(self.program.tail, "optimizer")
+
+    def _source(self, position: int) -> int | None:
+        """The stage that sends the input of the action at `position`."""
+        layout = self.all.layout
+        if position >= len(self.actions):
+            return None
+        needed = needs(self.actions[position], self.stage, layout.pp, layout.chunks)
+        return None if needed is None or needed[0] == self.stage else needed[0]
+
+    def _post(self, position: int) -> None:
+        source = self._source(position)
+        if source is None:
+            return
+        channel = Boundary.channel(self.actions[position].kind)
+        key = (source, self.stage, channel, self._number("receive", source, channel))
+        self.posted.append(key)
+        self.all.post(key, self.now)
+
+    def _number(self, direction: str, peer: int, channel: int) -> int:
+        self.counts[direction, peer, channel] += 1
+        return self.counts[direction, peer, channel]
+
+    def _receive(self) -> Generator[object, None, None]:
+        key = self.posted.popleft()
+        while key not in self.all.arrivals:
+            yield key
+        start, end = self.all.arrivals[key]
+        self.time.communication[TRANSFER] += end - start
+        self._transferred(start, end)
+
+    def _sent(self, key: Key) -> Generator[object, None, None]:
+        while key not in self.all.arrivals:
+            yield key
+        self._transferred(*self.all.arrivals[key])
+
+    def _transferred(self, start: float, end: float) -> None:
+        """Wait for a message: until it starts it is the other stage that is waited for."""
+        if end <= self.now:
+            return
+        waited = max(0.0, start - self.now)
+        self.time.bubble += waited
+        self.time.exposed[TRANSFER] += end - self.now - waited
+        self._record("compute", "waiting for a stage", self.now, end - self.now)
+        self.now = end
+
+    def _run(self, items: Sequence[Item], name: str) -> Generator[object, None, None]:
+        for item in items:
+            if isinstance(item, Block):
+                seconds = self._slowed(item.seconds)
+                if self.all.oversubscription > 1:
+                    work = Work(self.now, seconds)
+                    while work.end is None:
+                        yield work
+                    self._compute(item, name, seconds, work.end - self.now)
+                else:
+                    self._compute(item, name, seconds, seconds)
+            elif isinstance(item, Issue):
+                self._issue(item)
+            elif isinstance(item, Await):
+                yield from self._await(item)
+            else:
+                yield from self._send(item)
+
+    def _slowed(self, seconds: float) -> float:
+        """Seconds of a block with communication that runs beside it, which takes some of the cores."""
+        cost = self.all.overlap_cost
+        if not cost or not self.streams:
+            return seconds
+        beside = max(0.0, max(self.streams.values()) - self.now)
+        return seconds + cost * (min(seconds / (1 - cost), beside) if cost < 1 else beside)
+
+    def _compute(self, block: Block, name: str, seconds: float, took: float) -> None:
+        """`block`, which takes `seconds` while all stages compute, and took less where some did not."""
+        busy, total = self.time.busy, self.time.communication
+        part_of = took / seconds if seconds else 1.0
+        for kind, part in block.parts:
+            if kind in KINDS:
+                busy[kind] += part * part_of
+            else:
+                total[kind] += part * part_of
+                self.time.exposed[kind] += part * part_of
+        if seconds > block.seconds:
+            busy["overlap"] += (seconds - block.seconds) * part_of
+        self._record("compute", name, self.now, took)
+        self.now += took
+
+    def _issue(self, item: Issue) -> None:
+        self.time.communication[item.label] += item.seconds
+        ready = max(self.now, self.streams[item.group])
+        if item.group in ACROSS and self.all.layout.pp > 1:
+            meeting = self.all.meet(item, self.stage, ready)
+            self.under_way[item.key].append((meeting, item))
+            return
+        end = ready + item.seconds
+        self.streams[item.group] = end
+        self._record(item.group, item.label, ready, item.seconds)
+        self.under_way[item.key].append((end, item))
+
+    def _await(self, item: Await) -> Generator[object, None, None]:
+        under_way = self.under_way[item.key]
+        if not under_way:
+            self.unmatched += len(self.finished) > 0
+            return
+        over, issue = under_way.popleft()
+        if isinstance(over, Meeting):
+            while over.end is None:
+                yield over
+            over = over.end
+            self.streams[issue.group] = max(self.streams[issue.group], over)
+        if over > self.now:
+            exposed = min(over - self.now, issue.seconds) if issue.group in ACROSS else over - self.now
+            self.time.exposed[issue.label] += exposed
+            self.time.bubble += over - self.now - exposed
+            self.now = over
+
+    def _send(self, item: Send) -> Generator[object, None, None]:
+        to = (self.stage + item.offset) % self.all.layout.pp
+        under_way = self.sent[to, item.channel]
+        limit = Boundary.UNDER_WAY
+        while len(under_way) >= limit:
+            yield from self._sent(under_way.popleft())
+        key = (self.stage, to, item.channel, self._number("send", to, item.channel))
+        self.time.communication[TRANSFER] += self.all.send(key, item.payload, self.now)
+        under_way.append(key)
+        if self.blocking:
+            yield from self._sent(under_way.popleft())
+
+    def _record(self, stream: str, name: str, start: float, seconds: float) -> None:
+        if self.recording and seconds > 0:
+            self.spans.append(Span(self.stage, stream, name, start, seconds))

@@ -1,0 +1,94 @@
+"""What happens in a step, as data: the events of a trace.  Bytes, FLOP and shapes; no tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Alloc(NamedTuple):
+    """A storage gets memory.  Host memory has the category `host`."""
+
+    id: int
+    bytes: int
+    category: str
+    operator: str
+    """What made it."""
+    line: str
+    """Where in the code of the step, `file:line`."""
+
+
+class Free(NamedTuple):
+    """A storage's memory is released."""
+
+    id: int
+
+
+class Mark(NamedTuple):
+    """A storage is for something else from now on."""
+
+    id: int
+    category: str
+
+
+class Operator(NamedTuple):
+    """One call of an operator that computes or moves data (views are left out)."""
+
+    name: str
+    flops: int
+    read: int
+    """Bytes."""
+    written: int
+    """Bytes."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Operands of a matrix product or of attention; else empty."""
+    itemsize: int
+    """Bytes of an element of its result."""
+
+
+class Message(NamedTuple):
+    """One collective, or one message to another stage."""
+
+    op: str
+    group: str
+    size: int
+    """Ranks of the group."""
+    payload: int
+    """Bytes of the whole message (see `repro.parallel.ledger`)."""
+    sent: int
+    """Bytes that this rank sends in a ring."""
+    purpose: str
+    work: int = -1
+    """Its number, which a `Wait` names."""
+    peer: int = -1
+    """Of a message to another rank: the group's rank that receives it."""
+    channel: int = 0
+    """Messages of one channel between two ranks arrive in the order of sending."""
+
+
+class Receive(NamedTuple):
+    """A receive is posted; its sender has the message."""
+
+    group: str
+    payload: int
+    """Bytes."""
+    work: int
+    peer: int
+    """The group's rank that sends."""
+    channel: int
+
+
+class Wait(NamedTuple):
+    """What follows uses the result of a message: it runs when that is complete."""
+
+    work: int
+
+
+class Phase(NamedTuple):
+    """A phase of the step begins: init, forward, backward, idle, optimizer."""
+
+    name: str
+    micro_batch: int
+    """The micro-batch that is under way; -1 outside forward and backward."""
+
+
+Event = Alloc | Free | Mark | Operator | Message | Receive | Wait | Phase

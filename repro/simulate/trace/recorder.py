@@ -1,0 +1,245 @@
+"""Follow a step on `meta` tensors: every operator, message, allocation and release, in order.
+
+A dispatch mode sees what operators return and notes each storage until it is freed; the ledger of the mesh
+tells of every message.  What the device would do is then known without the device.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from repro.kernels.flops import FORMULAS, cost
+from repro.measure.uncompiled import UncompiledMode
+from repro.parallel import storage
+from repro.parallel.ledger import Ledger
+from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, Phase
+from repro.simulate.trace.shapes import Call, Shapes, call_of
+
+
+class RecordingLedger(Ledger):
+    """A ledger that also passes every message on."""
+
+    def __init__(self, events: list[Event]):
+        super().__init__()
+        self._events = events
+
+    def count(self, op: str, group: str, size: int, payload_bytes: int, purpose: str) -> None:
+        """Count, and record, one message."""
+        row = self.traffic.get((op, group, purpose))
+        before = row.sent_bytes if row is not None else 0
+        super().count(op, group, size, payload_bytes, purpose)
+        sent = self.traffic[op, group, purpose].sent_bytes - before
+        self._events.append(Message(op, group, size, payload_bytes, sent, purpose))
+
+
+class Recorder(UncompiledMode):
+    """Use as a context manager around initialisation and steps; `phase` is the steps' observer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = [Phase("init", -1)]
+        self.micro_batch: Callable[[], int] = lambda: -1
+        """Which micro-batch is under way; the pipeline knows."""
+        self._phase = "init"
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        """By the storage's address: its number, and itself."""
+        self._unmarked: dict[int, int] = {}
+        """Numbers of storages that have not said what they are for: the place of their event."""
+        self._count = 0
+        self.works = 0
+        """Messages so far; the number of the last one."""
+        self._quiet = False
+        self._released: set[int] = set()
+        """Storages without memory (ZeRO stage 3, between uses)."""
+
+    def phase(self, name: str) -> None:
+        """A phase of the step begins."""
+        self._phase = name
+        self.events.append(Phase(name, self.micro_batch()))
+
+    @contextmanager
+    def no_operators(self) -> Iterator[None]:
+        """What is done to tensors inside is part of something else; memory is followed all the same."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def finish(self) -> list[Event]:
+        """All events until now; what is still live has no release, for what ends later is the engine's end."""
+        events, self.events = self.events, []
+        return events
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind, name = _kind(func)
+        if kind == _VIEW:
+            return func(*args, **kwargs)
+        key = call_of(func, args, kwargs)
+        out = _SHAPES.call(func, args, kwargs, key)
+        results = _tensors(out)
+        for result in results:
+            self._see(result.untyped_storage(), name)
+        if kind != _ALLOCATION and not self._quiet:
+            event = _OPERATORS.get(key) if key is not None else None
+            if event is None:
+                event = _operator(func, kind, name, args, kwargs, out, results)
+                if key is not None:
+                    _OPERATORS[key] = event
+            if name == "aten.copy_" and _on_host(args):
+                event = event._replace(name=HOST_COPY)
+            self.events.append(event)
+        return out
+
+    def resized(self, seen: torch.UntypedStorage, size: int) -> None:
+        """A storage was released or restored without an operator (ZeRO stage 3)."""
+        entry = self._live.get(seen._cdata)
+        if entry is None:
+            return
+        number = entry[0]
+        if size == 0:
+            self._released.add(number)
+            self.events.append(Free(number))
+        else:
+            self._released.discard(number)
+            category = storage.category_of(seen) or storage.OTHER
+            self.events.append(Alloc(number, size, category, "restore", _line()))
+
+    def marked(self, seen: torch.UntypedStorage, category: str) -> None:
+        """A storage says what it is for.  The first word holds from its birth, later ones from then on."""
+        entry = self._live.get(seen._cdata)
+        if entry is None:
+            return
+        index = self._unmarked.pop(entry[0], None)
+        if index is None:
+            self.events.append(Mark(entry[0], category))
+        else:
+            event = self.events[index]
+            assert isinstance(event, Alloc)
+            if category == storage.SHAPE:
+                self.events[index] = event._replace(bytes=0)
+            else:
+                self.events[index] = event._replace(category=category)
+
+    def _see(self, seen: torch.UntypedStorage, name: str) -> None:
+        key = seen._cdata
+        if key in self._live:
+            return
+        number = self._count
+        self._count += 1
+
+        def forget(_: object) -> None:
+            self._live.pop(key, None)
+            self._unmarked.pop(number, None)
+            if number not in self._released:
+                self.events.append(Free(number))
+
+        reference = weakref.ref(seen, forget)
+        self._live[key] = (number, reference)
+        seen.watcher = self  # type: ignore[attr-defined]
+        # Before the mark comes: what the forward pass makes is activations.
+        born = storage.ACTIVATIONS if self._phase == "forward" else storage.OTHER
+        self._unmarked[number] = len(self.events)
+        self.events.append(Alloc(number, seen.nbytes(), born, name, _line()))
+
+
+_SHAPES = Shapes()
+_OPERATORS: dict[Call, Operator] = {}
+"""What operators cost, by their operands: layers and micro-batches are alike."""
+HOST_COPY = "host copy"
+"""A copy between host and device."""
+_VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
+_EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
+
+
+@cache
+def _kind(func: Any) -> tuple[int, str]:
+    """How an operator is accounted, and its short name."""
+    name = str(func.overloadpacket)
+    if name.startswith("repro."):
+        return (_OURS if name.removeprefix("repro.") in FORMULAS else _PLAIN), name
+    returns = func._schema.returns
+    alias = returns[0].alias_info if returns else None
+    if name in ("aten._unsafe_view", "aten.lift_fresh") or (alias is not None and not alias.is_write):
+        return _VIEW, name
+    if name in _EMPTY:
+        return _ALLOCATION, name
+    return (_FLOPS if func.overloadpacket in flop_registry else _PLAIN), name
+
+
+def _operator(
+    func: Any,
+    kind: int,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+    results: list[Tensor],
+) -> Operator:
+    itemsize = results[0].element_size() if results else 0
+    if kind == _OURS:
+        flops, read, written = cost(name.removeprefix("repro."), *args, **kwargs)
+        return Operator(name, flops, read, written, (), itemsize)
+    operands = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+    written, read = sum(map(_bytes, results)), sum(map(_bytes, operands))
+    if "out" in kwargs and kwargs.get("beta", 0) == 0:
+        read -= _bytes(kwargs["out"])  # written, not read
+    if kind != _FLOPS:
+        return Operator(name, 0, read, written, (), itemsize)
+    flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+    return Operator(name, flops, read, written, tuple(tuple(t.shape) for t in operands), itemsize)
+
+
+def _on_host(args: tuple[Any, ...]) -> bool:
+    """Whether an operand is in host memory, which its shape does not say."""
+    return any(storage.category_of(tensor.untyped_storage()) == storage.HOST for tensor in _tensors(args))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors of an operator's argument or result: one, or a list, or a tuple of either."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for entry in value for tensor in _tensors(entry)]
+    return []
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+_OUR_CODE = ("repro/parallel/", "repro/models/", "repro/train/", "/kernels/")
+
+
+def _line() -> str:
+    """File and line of the innermost frame in the code of the step."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        place = _place(frame.f_code)
+        if place:
+            return f"{place}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+@cache
+def _place(code: CodeType) -> str:
+    file = code.co_filename.replace("\\", "/")
+    for folder in _OUR_CODE:
+        at = file.rfind(folder)
+        if at >= 0 and not file.endswith("parallel/storage.py"):
+            return file[at:].lstrip("/")
+    return ""

@@ -1,0 +1,197 @@
+"""One role's step as a list of events: the real engine on `meta` tensors, without a device or a peer.
+
+Ranks that do the same thing are traced once.  All replicas and all tp ranks do; pipeline stages differ by
+whether they hold the embedding or the head, by their number of layers and by how many micro-batches they
+keep.  Of many equal micro-batches as many are run as it takes to fill the pipeline; the rest are copies of
+the second one, which is neither first nor last.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+import torch
+
+from repro.config import Experiment, Layout
+from repro.engines.native import NativeEngine
+from repro.measure.uncompiled import uncompiled
+from repro.models.gpt import Place
+from repro.parallel import mesh as meshes
+from repro.parallel.pipeline.schedule import build, in_flight
+from repro.parallel.transports import NoTransport, Transport
+from repro.simulate.trace.events import Event, Message, Operator, Phase
+from repro.simulate.trace.recorder import Recorder, RecordingLedger
+from repro.simulate.trace.transport import GlooShapes, Recorded
+from repro.train.part import MicroBatch
+
+ORDINARY = 1
+"""The micro-batch that stands for those that were not run."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """Ranks that do the same thing."""
+
+    name: str
+    """`all`, or `first`, `middle`, `last` with the stage that stands for them."""
+    stage: int
+    stages: int
+    """How many stages it stands for; the one traced keeps the most micro-batches of them."""
+
+
+@dataclass
+class Trace:
+    """Initialisation and one ordinary step of one role."""
+
+    role: Role
+    layout: Layout
+    """With as many micro-batches as were run."""
+    events: list[Event]
+    step_start: int
+    """The first event of the step; those before it are initialisation."""
+    step_stop: int
+    """The first event after it: what it still has under way is then waited for."""
+    copies: int
+    """How many more micro-batches like `ORDINARY` the real step has."""
+    parameters: int
+    """Of this rank."""
+    padding: int
+    seconds: float
+    """Wall-clock time that tracing took."""
+
+    @property
+    def step(self) -> list[Event]:
+        """The events of the ordinary step."""
+        return self.events[self.step_start :]
+
+    @cached_property
+    def _weighted(self) -> list[tuple[int, Event]]:
+        found, weight = [], 1
+        for event in self.step:
+            if isinstance(event, Phase):
+                weight = 1 + self.copies * (event.micro_batch == ORDINARY)
+            found.append((weight, event))
+        return found
+
+    def operators(self) -> Iterator[tuple[int, Operator]]:
+        """(how often, operator) of the whole step."""
+        return ((n, event) for n, event in self._weighted if isinstance(event, Operator))
+
+    def messages(self) -> Iterator[tuple[int, Message]]:
+        """(how often, message) of the whole step."""
+        return ((n, event) for n, event in self._weighted if isinstance(event, Message))
+
+
+def roles(experiment: Experiment) -> list[Role]:
+    """The roles of an experiment, one stage each."""
+    layout = experiment.layout
+    if layout.pp == 1:
+        return [Role("all", 0, 1)]
+    parts = layout.parts(experiment.model.layers)
+    kinds: dict[tuple[bool, bool, tuple[int, ...]], list[int]] = {}
+    for stage in range(layout.pp):
+        sizes = tuple(len(part) for part in parts[stage :: layout.pp])
+        kinds.setdefault((stage == 0, stage == layout.pp - 1, sizes), []).append(stage)
+    found = []
+    for (first, last, _), stages in kinds.items():
+        name = "first" if first else "last" if last else f"middle ({len(stages)} stages, {stages[0]} on)"
+        # Earlier stages keep more micro-batches.
+        found.append(Role(name, stages[0], len(stages)))
+    return found
+
+
+def trace(
+    experiment: Experiment, role: Role, *, gloo: bool = False, recorder: Recorder | None = None
+) -> Trace:
+    """Run initialisation and an ordinary step of `role` in shape only.
+
+    `gloo`: count the receive buffers that gloo's transport needs, for comparison with runs on CPUs.
+    `recorder`: a new one that keeps more than events.
+    """
+    _settle()
+    began = time.perf_counter()
+    whole = experiment.layout.accumulation
+    layout = shortened(experiment.layout, role.stage)
+    short = replace(experiment, layout=layout)
+    rank = meshes.groups(layout, "pp")[0][role.stage]
+    recorder = recorder or Recorder()
+
+    def transport_of(ranks: tuple[int, ...]) -> Transport:
+        real = gloo and rank in ranks
+        return Recorded(GlooShapes(len(ranks), ranks.index(rank)) if real else NoTransport(), recorder)
+
+    mesh = meshes.build(layout, rank, transport_of, RecordingLedger(recorder.events))
+    device = torch.device("meta")
+    # A cycle that the collector finds late would keep storages alive that a real step frees.  What is older than
+    # the last trace is left to the collector's own time: it holds the events of all traces.
+    gc.collect(1)
+    gc.disable()
+    try:
+        with uncompiled(), recorder:
+            engine = NativeEngine(short, mesh, device)
+            pipeline = engine.pipeline
+            recorder.micro_batch = lambda: pipeline.current.micro_batch if pipeline.current else -1
+            tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
+            # As after an earlier step: its parameters are still being gathered when the next one begins.
+            for part in engine.parts:
+                if part.sharded.param_gather is not None:
+                    part.sharded.param_gather.assume_used()
+                part.sharded.all_gather_params()
+            start = len(recorder.events)
+            engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, recorder.phase)
+            stop = len(recorder.events)
+            engine.synchronize()
+    finally:
+        gc.enable()
+    # What holds itself through a tensor the collector cannot see: parameters their hooks, storages the recorder.
+    recorder.micro_batch = lambda: -1
+    for part in engine.parts:
+        part.sharded.remove_hooks()
+    return Trace(
+        role,
+        layout,
+        recorder.finish(),
+        start,
+        stop,
+        whole - layout.accumulation,
+        engine.local_parameters(),
+        engine.padding(),
+        time.perf_counter() - began,
+    )
+
+
+def trace_roles(experiment: Experiment, *, gloo: bool = False) -> list[Trace]:
+    """`trace` of every role."""
+    return [trace(experiment, role, gloo=gloo) for role in roles(experiment)]
+
+
+@cache
+def _settle() -> None:
+    """Import now what torch's shape functions import when first called, which would keep tensors alive.
+
+    What is imported by then is not looked through by the collections that every trace begins with.
+    """
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+def shortened(layout: Layout, stage: int) -> Layout:
+    """`layout` with no more micro-batches than show everything: first, ordinary and last, pipeline full."""
+    m = layout.accumulation
+    unit = layout.pp if layout.schedule == "interleaved" else 1
+
+    def most(count: int) -> int:
+        return in_flight(build(layout.schedule, layout.pp, count, layout.chunks)[stage])
+
+    full = most(m)
+    count = unit
+    while count < m and (count < 3 or most(count) < full):
+        count += unit
+    count = min(m, count + unit)
+    return replace(layout, global_batch=count * layout.micro_batch * layout.dp)

@@ -1,0 +1,99 @@
+"""What operators return on `meta` tensors, remembered: layers and micro-batches are alike, and torch's own
+shape functions (many of them Python) take most of the time of a trace."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNKNOWN = object()
+PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+"""Operands that are what they say."""
+Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]
+Call = tuple[object, ...]
+"""An operator, and all of its operands that what it returns and costs can depend on."""
+
+
+class Shapes:
+    """Calls operators, or makes what an earlier call with operands of the same shapes returned."""
+
+    def __init__(self) -> None:
+        self._known: dict[Call, Any] = {}
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Call | None) -> Any:
+        """`func(*args, **kwargs)` of an operator that is no view.  `key`: `call_of` it."""
+        out = kwargs.get("out")
+        if isinstance(out, Tensor):
+            return out
+        if _in_place(func):
+            return args[0]
+        if key is None:
+            return func(*args, **kwargs)
+        known = self._known.get(key, UNKNOWN)
+        if known is not UNKNOWN:
+            return _made(known)
+        found = func(*args, **kwargs)
+        self._known[key] = _shape(found)
+        if self._known[key] is UNKNOWN:
+            del self._known[key]
+        return found
+
+
+def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """What calls that are alike share; None if an operand is of a kind that is not known here."""
+    operands = [_described(value) for value in (*args, *kwargs.values())]
+    return None if UNKNOWN in operands else (func, len(args), tuple(kwargs), *operands)
+
+
+@cache
+def _in_place(func: Any) -> bool:
+    """It writes its first argument, which is all that it returns, and leaves its size alone."""
+    schema = func._schema
+    if len(schema.returns) != 1 or not schema.arguments or not schema.name.startswith("aten::"):
+        return False
+    if schema.name in ("aten::resize_", "aten::set_"):
+        return False
+    first, returned = schema.arguments[0].alias_info, schema.returns[0].alias_info
+    if first is None or returned is None:
+        return False
+    return bool(first.is_write and returned.is_write and first.before_set == returned.before_set)
+
+
+def _described(value: Any) -> Any:
+    """All of an operand that the shape of a result can depend on."""
+    if isinstance(value, Tensor):
+        if not value.is_meta:
+            return UNKNOWN
+        return (Tensor, value.shape, value.stride(), value.dtype)
+    if type(value) in PLAIN:
+        return (type(value), value)
+    if isinstance(value, (list, tuple)):
+        inside = tuple(_described(entry) for entry in value)
+        return UNKNOWN if UNKNOWN in inside else (type(value), inside)
+    return UNKNOWN
+
+
+def _shape(value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        whole = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) + 1
+        exact = value.numel() and value.untyped_storage().nbytes() == whole * value.element_size()
+        plain = type(value) is Tensor and value.device.type == "meta"
+        return (value.shape, value.stride(), value.dtype) if exact and plain else UNKNOWN
+    if isinstance(value, tuple):
+        inside = tuple(_shape(entry) for entry in value)
+        return UNKNOWN if UNKNOWN in inside else (tuple, inside)
+    return UNKNOWN
+
+
+def _made(known: Any) -> Any:
+    if known is None:
+        return None
+    if known[0] is tuple:
+        return tuple(_made(entry) for entry in known[1])
+    shape, stride, dtype = known
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

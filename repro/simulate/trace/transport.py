@@ -1,0 +1,100 @@
+"""Transports without data: one that takes the memory which the real one would, one that notes when it waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from repro.parallel.storage import COMMUNICATION, empty
+from repro.parallel.transports import NoTransport, Transport, Work
+from repro.simulate.trace.events import Message, Receive, Wait
+
+if TYPE_CHECKING:
+    from repro.simulate.trace.recorder import Recorder
+
+
+class Recorded:
+    """Gives every message that the ledger has just recorded a number, and records when it is waited for.
+
+    What `inner` does with tensors belongs to the message and is no operator of the step.
+    """
+
+    def __init__(self, inner: Transport, recorder: Recorder):
+        self.inner, self.recorder = inner, recorder
+
+    def _number(self) -> int:
+        self.recorder.works += 1
+        return self.recorder.works
+
+    def _issued(self, work: Work, number: int) -> Work:
+        recorder = self.recorder
+
+        def finish() -> None:
+            with recorder.no_operators():
+                work.wait()
+            recorder.events.append(Wait(number))
+
+        return Work(finish=finish)
+
+    def _collective(self, peer: int = -1, channel: int = 0) -> int:
+        number, events = self._number(), self.recorder.events
+        message = events[-1]
+        assert isinstance(message, Message), "the ledger counts a message just before it is carried"
+        events[-1] = message._replace(work=number, peer=peer, channel=channel)
+        return number
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+        number = self._collective()
+        with self.recorder.no_operators():
+            return self._issued(self.inner.all_reduce(tensor, op), number)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
+        number = self._collective()
+        with self.recorder.no_operators():
+            return self._issued(self.inner.reduce_scatter(output, input), number)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        number = self._collective()
+        with self.recorder.no_operators():
+            return self._issued(self.inner.all_gather(output, input), number)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        number = self._collective()
+        with self.recorder.no_operators():
+            return self._issued(self.inner.broadcast(tensor, source), number)
+
+    def send(self, tensor: Tensor, to: int, channel: int) -> Work:
+        number = self._collective(to, channel)
+        return self._issued(self.inner.send(tensor, to, channel), number)
+
+    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
+        number = self._number()
+        size = tensor.numel() * tensor.element_size()
+        self.recorder.events.append(Receive("pp", size, number, source, channel))
+        return self._issued(self.inner.receive(tensor, source, channel), number)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+
+class GlooShapes(NoTransport):
+    """Like `repro.parallel.transports.GlooTransport`: a reduce-scatter receives every part in a buffer."""
+
+    def __init__(self, size: int, rank: int):
+        self.size, self.rank = size, rank
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
+        received = [empty(input.numel() - output.numel(), input, COMMUNICATION)]
+
+        def finish() -> None:
+            if self.size > 2:
+                mine = input.chunk(self.size)[self.rank]
+                total = mine.float() if output.itemsize < 4 else mine.clone()
+                output.copy_(total)
+            received.clear()
+
+        return Work(finish=finish)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        return Work()

@@ -1,0 +1,203 @@
+"""What `repro validate` counts: published throughput against what is predicted, point by point and by family.
+
+A point is a run that was published: one experiment, or a pair of them for a ratio.  A source often prints one
+run several ways (milliseconds, TFLOP/s, a share of the peak); the most direct one counts and the others are
+listed.  What calibrates the time model, what is stated as a bound, and means of several runs count for
+nothing.  Errors are of rates: a time that is predicted 10 % short is a rate 11 % too high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from repro.claims.published import UNITS
+from repro.claims.results import ClaimResult, Finding, RowResult
+from repro.results.store import CONCLUSIVE, SIMULATED
+
+RATE, RATIO = "rate", "ratio"
+TIMED = ("step_seconds", "samples_per_s", "flops_per_s")
+"""An expression that reads one of these metrics is about time."""
+TIMES = ("s", "ms", "min", "h", "days")
+DIRECT = ("TFLOP/s", "samples/s", *TIMES, "PFLOP/s")
+"""Units of rates and times; of one run the first that is printed counts."""
+DEVICE = "hardware_flops_per_s.device"
+CLOSE = 0.25
+CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
+    "calibration",
+    "a bound",
+    "several runs",
+    "the same run, as a share of peak",
+    "a gain: the small difference of a ratio from 1",
+)
+V100_MEGATRON, V100_ZERO = "V100 Megatron-LM", "V100 ZeRO and DeepSpeed"
+A100_MEGATRON, YUAN, OTHER = "A100 Megatron-LM", "Yuan 1.0", "other"
+FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, OTHER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One row of the ledger and its prediction, in the row's unit."""
+
+    claim: str
+    label: str
+    kind: str
+    """`rate` or `ratio`."""
+    family: str
+    unit: str
+    published: float
+    predicted: float
+    factor: float
+    """Predicted over published rate."""
+    runs: tuple[str, ...]
+    """`suite/name` of the experiments that it reads."""
+    certainty: str
+    device_flops: float
+    """Predicted FLOP/s of one device of a rate's run; 0 for ratios."""
+    left_out: str = ""
+    """Why it enters no statistics; empty if it does."""
+    note: str = ""
+
+    @property
+    def error(self) -> float:
+        """Relative, of the rate; positive where the prediction is too fast."""
+        return self.factor - 1
+
+    @property
+    def right_side(self) -> bool:
+        """Of a ratio: whether the prediction says faster where the source does."""
+        one = 1 / UNITS[self.unit]
+        return (self.published - one) * (self.predicted - one) > 0
+
+    @property
+    def name(self) -> str:
+        """`claim/label`, one word for a line of a file."""
+        return f"{self.claim}/{self.label.replace(' ', '-')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The points of one family that count."""
+
+    name: str
+    points: int
+    median: float
+    """Of the absolute errors."""
+    worst: Point
+    close: int
+    """Points within 25 %."""
+
+
+def points(judged: Iterable[ClaimResult], records: Iterable[Mapping[str, Any]]) -> list[Point]:
+    """Every row about time that has a simulated value, in the ledger's order."""
+    seen = {
+        f"{record['suite']}/{record['name']}": record
+        for record in sorted(records, key=lambda record: str(record.get("written", "")))
+        if record.get("evidence") == SIMULATED and record.get("outcome") in CONCLUSIVE
+    }
+    found = []
+    for result in judged:
+        for row in result.rows:
+            for finding in row.findings:
+                if finding.kind == SIMULATED and any(name in finding.expression for name in TIMED):
+                    point = _point(result, row, finding, seen)
+                    if point is not None:
+                        found.append(point)
+    return _once(found)
+
+
+def families(found: Sequence[Point]) -> list[Family]:
+    """Rates by family, all of them, then ratios; families without a point are left out."""
+    counted = [point for point in found if not point.left_out]
+    rates = [point for point in counted if point.kind == RATE]
+    groups = [(name, [point for point in rates if point.family == name]) for name in FAMILIES]
+    groups += [("all rates", rates), ("ratios", [point for point in counted if point.kind == RATIO])]
+    return [_family(name, group) for name, group in groups if group]
+
+
+def _family(name: str, group: Sequence[Point]) -> Family:
+    return Family(
+        name=name,
+        points=len(group),
+        median=median(abs(point.error) for point in group),
+        worst=max(group, key=lambda point: abs(point.error)),
+        close=sum(abs(point.error) <= CLOSE for point in group),
+    )
+
+
+def _point(
+    result: ClaimResult, row: RowResult, finding: Finding, seen: Mapping[str, Mapping[str, Any]]
+) -> Point | None:
+    value, unit = finding.value, row.row.unit
+    if not isinstance(value, int | float) or row.row.printed is None or not value:
+        return None
+    runs = finding.experiments
+    predicted, published = float(value), row.row.printed.value
+    left_out = CALIBRATION if row.row.calibrates else BOUND if row.row.bound else ""
+    if unit in DIRECT:
+        kind = RATE
+        left_out = left_out or (SEVERAL if len(runs) != 1 else "")
+    else:
+        kind = RATIO
+        left_out = left_out or (SHARE if len(runs) == 1 else SEVERAL if len(runs) != 2 else "")
+        left_out = left_out or (GAIN if row.row.metric == "share" else "")
+    record = seen.get(runs[0]) if runs else None
+    return Point(
+        claim=result.claim.id,
+        label=row.row.label,
+        kind=kind,
+        family=_family_of_all([seen[run] for run in runs if run in seen]),
+        unit=unit,
+        published=published,
+        predicted=predicted,
+        factor=published / predicted if unit in TIMES else predicted / published,
+        runs=runs,
+        certainty=row.row.certainty,
+        device_flops=float(record["metrics"].get(DEVICE, 0)) if record and kind == RATE else 0.0,
+        left_out=left_out,
+        note=row.row.note,
+    )
+
+
+def family_of(record: Mapping[str, Any]) -> str:
+    """By device and software: which machine it is simulated on, and whether ZeRO runs there."""
+    from repro import systems
+
+    experiment = record["experiment"]
+    if experiment["system"] == "yuan":
+        return YUAN
+    capability = systems.load(experiment["system"]).device.compute_capability
+    if capability == "7.0":
+        return V100_ZERO if experiment["layout"]["zero"] else V100_MEGATRON
+    return A100_MEGATRON if capability == "8.0" else OTHER
+
+
+def _family_of_all(records: Sequence[Mapping[str, Any]]) -> str:
+    """Of a ratio that of its subject: the run with ZeRO, if one has it."""
+    found = [family_of(record) for record in records]
+    return V100_ZERO if V100_ZERO in found else found[0] if found else OTHER
+
+
+def _once(found: list[Point]) -> list[Point]:
+    """Of several rows about the same runs, the most direct one counts: printed before derived, then by unit."""
+
+    def directness(point: Point) -> tuple[bool, int]:
+        unit = DIRECT.index(point.unit) if point.unit in DIRECT else 0
+        return point.certainty == "derived", unit
+
+    best: dict[tuple[str, tuple[str, ...]], Point] = {}
+    for point in found:
+        at = (point.kind, tuple(sorted(set(point.runs))))
+        if not point.left_out and (at not in best or directness(point) < directness(best[at])):
+            best[at] = point
+    chosen = {id(point) for point in best.values()}
+    return [
+        point
+        if point.left_out or id(point) in chosen
+        else replace(
+            point, left_out=f"the same run as {best[point.kind, tuple(sorted(set(point.runs)))].name}"
+        )
+        for point in found
+    ]

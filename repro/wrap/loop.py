@@ -1,0 +1,185 @@
+"""The stock training loop of a module that is spread: what happens at its forward and backward passes and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+
+from repro import kernels
+from repro.parallel.comm import SUM
+from repro.parallel.zero.stages import ShardedModule
+from repro.parallel.zero.units import Unit, parameters_of
+
+
+class StockLoop:
+    """Ties a sharded module to the stock loop: hooks on forward, backward and `optimizer.step`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sharded: ShardedModule,
+        units: Sequence[Unit],
+        accumulation: int,
+        clip: float,
+    ):
+        self.sharded, self.accumulation, self.clip = sharded, accumulation, clip
+        self.micro_batch = 0
+        self._forward = False
+        """Whether a forward pass waits for its backward pass."""
+        self._recording = False
+        """Whether the forward pass that runs, or ran last, was made with gradients."""
+        self._queued = False
+        """Whether a backward pass runs."""
+        self._uses: dict[int, tuple[int, bool]] = {}
+        """How often each block was used since the last backward pass, and whether under a reentrant checkpoint."""
+        self._shards: list[tuple[Parameter, Tensor]] = []
+        """Each of the optimizer's new parameters, with the reduced gradient that belongs to it."""
+        self._share_out(optimizer)
+        module.register_forward_pre_hook(self._before_forward, prepend=True)
+        module.register_forward_hook(self._after_forward)
+        if sharded.reducer.by_arrival:
+            self._watch_repeats(module, units)
+        _guard_state_dict(module, sharded)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _share_out(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer this rank's shards instead of the module's parameters."""
+        found: list[list[Parameter]] = [[] for _ in optimizer.param_groups]
+        for bucket in self.sharded.buckets:
+            for tag, start, stop in bucket.ranges():
+                shard = Parameter(bucket.master[start:stop])
+                found[tag.group].append(shard)
+                self._shards.append((shard, bucket.gradient_shard[start:stop]))
+        for group, parameters in zip(optimizer.param_groups, found, strict=True):
+            group["params"] = parameters
+
+    def _watch_repeats(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        """Stages 0 to 2: keep the buckets of a block that reentrant checkpointing runs twice in a pass.
+
+        Its parameters get a gradient for each time, and the first must not be taken for the whole.
+        """
+        bucket_of = {id(p): bucket for bucket in self.sharded.buckets for p in bucket.parameters}
+        names = dict(module.named_modules())
+
+        def watch(parameters: list[Parameter]) -> Callable[..., None]:
+            buckets = [bucket_of[id(p)] for p in parameters if id(p) in bucket_of]
+
+            def count(block: nn.Module, inputs: Any) -> None:
+                if not self._recording or self._queued:  # evaluation, or recomputation
+                    return
+                times, checkpointed = self._uses.get(id(block), (0, False))
+                checkpointed |= not torch.is_grad_enabled()
+                self._uses[id(block)] = times + 1, checkpointed
+                if times and checkpointed:
+                    for bucket in buckets:
+                        self.sharded.reducer.hold(bucket)
+
+            return count
+
+        for unit, parameters in zip(units, parameters_of(module, units), strict=True):
+            for use in unit.uses:
+                names[use.module].register_forward_pre_hook(watch(parameters))
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if self._queued and torch._C._current_graph_task_id() != -1:
+            return  # recomputation of the whole module
+        self._queued = False  # a backward pass that failed has not taken it back
+        self._recording = torch.is_grad_enabled()
+        if not self._recording:
+            if self.sharded.gatherer is not None:
+                self.sharded.gatherer.begin()
+            return
+        if self.micro_batch >= self.accumulation:
+            raise RuntimeError(
+                f"{self.accumulation + 1} backward passes before optimizer.step(), "
+                f"but the layout's accumulation is {self.accumulation}"
+            )
+        self._forward = True
+        self.sharded.begin(self.micro_batch, self.accumulation)
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._on_backward)
+
+    def _on_backward(self, gradient: Tensor) -> None:
+        if not self._queued:
+            if not self._forward:
+                raise RuntimeError(
+                    "a second backward pass after one forward pass: sum the losses for one backward pass, "
+                    "or run each forward pass right before its backward pass"
+                )
+            self._queued = True
+            # What torch's own DDP and FSDP use to learn that a backward pass is over.
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
+
+    def _after_backward(self) -> None:
+        self._queued = self._forward = False
+        self._uses.clear()
+        self.sharded.finish()
+        self.micro_batch += 1
+
+    def _before_step(self, *_: Any) -> None:
+        if self.micro_batch != self.accumulation:
+            raise RuntimeError(
+                f"optimizer.step() after {self.micro_batch} backward passes, "
+                f"but the layout's accumulation is {self.accumulation}"
+            )
+        for shard, gradient in self._shards:
+            shard.grad = gradient.to(shard.dtype)
+        if self.clip:
+            self._clip()
+
+    def _clip(self) -> None:
+        group = self.sharded.sharding.group
+        gradients = [shard.grad for shard, _ in self._shards if shard.grad is not None]
+        # A rank whose shards are all padding has nothing to add, but takes part in the sum.
+        like = self.sharded.buckets[0].master
+        squares = kernels.norm_squared(gradients) if gradients else torch.zeros((), device=like.device)
+        if self.sharded.sharding.stage:
+            group.all_reduce(squares, SUM, purpose="norm").wait()
+        factor = (self.clip / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _after_step(self, *_: Any) -> None:
+        self.micro_batch = 0
+        for shard, _gradient in self._shards:
+            shard.grad = None
+        for bucket in self.sharded.buckets:
+            if bucket.master is not bucket.shard:
+                bucket.shard.copy_(bucket.master)
+        self.sharded.all_gather_params()
+
+
+def _guard_state_dict(module: nn.Module, sharded: ShardedModule) -> None:
+    """Let `state_dict()` and `load_state_dict()` see complete parameters, or refuse where there are none."""
+    mine = {id(p) for p in sharded.parameters}
+    mixed = any(bucket.master is not bucket.shard for bucket in sharded.buckets)
+
+    def save(child: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if sharded.sharding.stage == 3:
+            raise RuntimeError(
+                "state_dict(): under zero = 3 no rank has whole parameters; "
+                "call module.repro.full_parameters() on all ranks"
+            )
+        sharded.wait()
+
+    def load(child: nn.Module, *_: Any) -> None:
+        if sharded.sharding.stage == 3 or mixed:
+            raise RuntimeError(
+                "load_state_dict(): would not reach the shards and master weights; load before repro.parallelize"
+            )
+        sharded.wait()
+
+    for child in module.modules():
+        if any(id(p) in mine for p in child._parameters.values()):
+            child.register_state_dict_pre_hook(save)
+            child.register_load_state_dict_pre_hook(load)

@@ -1,0 +1,134 @@
+"""`repro.parallelize`: data parallelism and ZeRO 1-3 for a stock PyTorch module and optimizer.
+
+    module, optimizer = repro.parallelize(module, optimizer, Layout(dp=4, zero=3))
+
+The training loop stays as it is: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
+Both objects are changed in place: the module's parameters move into buckets, the optimizer's into this
+rank's shards of them, so its states are partitioned and learning-rate schedulers keep working.  Any
+element-wise optimizer will do (SGD, Adam, AdamW, ...); one that looks at whole matrices will not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from repro.config import ConfigError, Layout
+from repro.parallel import mesh as meshes
+from repro.parallel.precision import DTYPES
+from repro.parallel.zero.flat_buffer import InitialValues, Tag
+from repro.parallel.zero.grad_reduce import broadcast_parameters
+from repro.parallel.zero.stages import ShardedModule, Sharding
+from repro.parallel.zero.units import default_units
+from repro.wrap.loop import StockLoop
+
+
+def parallelize(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layout: Layout,
+    *,
+    blocks: Sequence[str] | None = None,
+    clip: float = 0.0,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Spread `module` and `optimizer` over `layout.dp` ranks; returns both, changed in place.
+
+    `blocks` names the submodules that stage 3 gathers one at a time (default: the children of every
+    `nn.ModuleList`, else of `nn.Sequential`; where these are bare containers, the modules inside).
+    `clip` is the largest global gradient norm (0: none); `torch.nn.utils.clip_grad_norm_` cannot be
+    used, since gradients are in buckets.  With `layout.accumulation` > 1 that many backward passes belong
+    to one `optimizer.step()`; each rank feeds its own samples and divides its loss by the accumulation,
+    as with plain PyTorch.
+
+    In bf16 the module is what `module.to(torch.bfloat16)` is, frozen parameters and buffers included; the
+    trained parameters' fp32 values become the master weights.
+
+    `optimizer.step()` returns while updated parameters are on their way (stages 1 and 2).  The next
+    forward pass and `module.state_dict()` wait for them; who reads `module.layer.weight` otherwise calls
+    `module.repro.wait()` first.  Under stage 3 no rank has whole parameters between passes:
+    `module.repro.full_parameters()` gathers copies of them, on all ranks at once.  There all ranks must
+    use the same modules in a pass (not the same parameters in them), and each forward pass with gradients
+    is followed by its backward pass before the next one.
+
+    Without a process group one is made from the environment that torchrun sets.  All replicas start from
+    rank 0's values.  Raises `ConfigError` if the layout does not fit the processes, `ValueError` if
+    the optimizer was already used or does not have a trainable parameter, or if the process group cannot
+    serve the module's device.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    device = tensors[0].device
+    mesh = _mesh(layout, device)
+    if layout.precision == "fp16":
+        raise ConfigError(
+            "precision", "fp16", "fp32 or bf16 here; fp16 needs a scaled loss (see NativeEngine)"
+        )
+    if optimizer.state:
+        raise ValueError("optimizer: has states already; parallelize it before its first step")
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in group_of:
+            raise ValueError(f"optimizer: has no parameter group for {name}, which requires a gradient")
+
+    def values(parameters: list[Parameter]) -> InitialValues:
+        given = [p.data.contiguous().view(-1) for p in parameters]
+        return lambda index, start, stop: given[index][start:stop].float()
+
+    dtype = None if layout.precision == "fp32" else DTYPES[layout.precision]
+    sharding = Sharding.of(layout, mesh.dp, device, dtype)
+    if mesh.dp.size > 1:
+        broadcast_parameters([t.data for t in tensors], mesh.dp)
+    units = default_units(module, blocks)
+    sharded = ShardedModule(module, units, sharding, lambda p: Tag(group_of[id(p)]), values)
+    StockLoop(module, optimizer, sharded, units, layout.accumulation, clip)
+    module.repro = sharded  # type: ignore[assignment]
+    return module, optimizer
+
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""What carries the collectives of a module on a device of this type."""
+
+
+NOT_FOR_STOCK_MODULES = (
+    ("tp", 1, "a stock module has no tensor-parallel layers"),
+    ("pp", 1, "a stock module is not cut into pipeline stages"),
+    ("recompute", False, "a stock module calls torch.utils.checkpoint itself"),
+    ("kernels", "fused", "a stock module brings its own operators"),
+)
+"""What a layout must not ask of a module that is not ours, and why."""
+
+
+def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
+    for key, wanted, why in NOT_FOR_STOCK_MODULES:
+        if getattr(layout, key) != wanted:
+            raise ConfigError(key, getattr(layout, key), f"{wanted}: {why}")
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(_backend(device))
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if layout.dp != world:
+        raise ConfigError("dp", layout.dp, f"the number of processes, {world}")
+    if world == 1:
+        return meshes.single()
+    require_backend(dist.get_backend_config(), device)
+    return meshes.distributed(layout, device.type)
+
+
+def _backend(device: torch.device) -> str:
+    if device.type not in BACKENDS:
+        raise ValueError(f"module: on {device.type}; several processes need it on {' or '.join(BACKENDS)}")
+    return BACKENDS[device.type]
+
+
+def require_backend(config: str, device: torch.device) -> None:
+    """Raise `ValueError` unless the process group serves the device; `config` as `"cpu:gloo,cuda:nccl"`."""
+    needed = _backend(device)
+    found = dict(pair.split(":") for pair in config.split(",")).get(device.type)
+    if found != needed:
+        raise ValueError(
+            f"process group: has {config}, which lacks {device.type}:{needed} for a module on {device.type}; "
+            f'use init_process_group("{needed}")'
+        )
