@@ -23,7 +23,7 @@ import pandas as pd
 import seaborn as sns
 
 from repro.report import evidence
-from repro.report.what_if import simulated_step
+from repro.report.exports.what_if import simulated_step
 from repro.validate.published import RATE, RATIO, points
 
 sns.set_theme(style="ticks", palette="colorblind")

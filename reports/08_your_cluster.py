@@ -24,8 +24,8 @@ import pandas as pd
 import seaborn as sns
 
 from repro.report import evidence
-from repro.report.compare import compare
-from repro.report.measured import Machines, layout
+from repro.report.exports.compare import compare
+from repro.report.page.measured import Machines, layout
 
 RESULTS: Path | None = None
 BEFORE: Path | None = None

@@ -1,1 +1,6 @@
-"""The report: one self-contained page of verdicts, evidence and figures, drawn from the store alone."""
+"""What a store and the ledger say, for readers: a page, its figures, and exports for programs and papers.
+
+`evidence.py` reads the store once and judges it; `verdicts.py` puts a judged claim in words.  Above these two,
+`figures/` draws, `page/` writes `repro report`, and `exports/` writes tables, the artifact appendix and comparisons.
+Nothing here runs anything but `exports/what_if.py`.  Only `cli` and the notebooks may import it.
+"""

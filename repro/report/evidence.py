@@ -128,7 +128,7 @@ class Evidence:
 
     def to_run(self, pattern: str = "*") -> list[str]:
         """The commands that bring the records which these claims read and the store lacks."""
-        from repro.report.commands import Catalogue
+        from repro.claims.commands import Catalogue
         from repro.report.verdicts import experiments_of
 
         known = {(r["evidence"], _name(r)) for r in self.latest() if r["outcome"] in CONCLUSIVE}
@@ -147,7 +147,7 @@ class Evidence:
 
     def latest(self, pattern: str = "*", evidence: str = "") -> list[Record]:
         """The records that are judged: the newest conclusive one of each experiment, else its newest failure."""
-        from repro.report.measured import select
+        from repro.report.page.measured import select
 
         chosen = select(self.records)
         return [
@@ -229,7 +229,7 @@ def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _origin(record: Record) -> dict[str, Any]:
-    from repro.report.measured import where
+    from repro.report.page.measured import where
 
     same = record.get("protocol") == PROTOCOL
     return {

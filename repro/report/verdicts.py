@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, KINDS, PUBLISHED_SCALE
 
 if TYPE_CHECKING:
+    from repro.claims.commands import Catalogue
     from repro.claims.ledger import Claim, Ledger
     from repro.claims.results import ClaimResult, Finding, RowResult
     from repro.claims.table import Line
-    from repro.report.commands import Catalogue
 
 SIGNS = {"reproduced": "✓", "not reproduced": "✗", "not comparable": "≠", "not run": "○"}
 """A verdict is never told by colour alone."""

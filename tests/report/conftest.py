@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from repro.claims import reader
-from repro.report import artifact, evidence
+from repro.report import evidence
 from repro.report.evidence import Evidence
+from repro.report.exports import artifact
 
 if TYPE_CHECKING:
-    from repro.report.build import Report
+    from repro.report.page.build import Report
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,7 +31,7 @@ def synthetic_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def report(synthetic_results: Path) -> Report:
     """What `repro report` made of the synthetic store."""
-    from repro.report.build import build
+    from repro.report.page.build import build
 
     return build(synthetic_results, synthetic_results.parent / "out")
 

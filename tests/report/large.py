@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from repro import systems
+from repro.claims.commands import Catalogue
 from repro.config import Experiment
 from repro.launch.simulated import attempt
-from repro.report.commands import Catalogue
 from repro.results.record import comparison_record, experiment_record
 from tests.report import synthetic
 

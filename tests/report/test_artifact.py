@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from repro import cli
+from repro.claims.commands import ROOT, Catalogue, globs
 from repro.claims.reader import load
-from repro.report import artifact
-from repro.report.commands import ROOT, Catalogue, globs
+from repro.report.exports import artifact
 from repro.report.verdicts import experiments_of
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from repro import cli
 from repro.config import Experiment
-from repro.report.compare import speed
+from repro.report.exports.compare import speed
 from repro.results.record import experiment_record
 from repro.results.store import Store
 from tests.report import synthetic

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from repro import cli
-from repro.report.export import FORMATS, TABLES
+from repro.report.exports.tables import FORMATS, TABLES
 
 
 def exported(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -10,7 +10,7 @@ import synthetic
 from repro.report import text
 from repro.report.figures import communication, comparison, draw_all, loss, peak, states
 from repro.report.figures.style import CATEGORY, look
-from repro.report.measured import Machines, experiment_row, layout, select
+from repro.report.page.measured import Machines, experiment_row, layout, select
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import synthetic
 
-from repro.report.build import build
 from repro.report.figures import draw_all, maps
 from repro.report.figures.style import Drawing, look
+from repro.report.page.build import build
 from repro.results.simulated import failed_record
 from repro.results.store import Store
 

@@ -14,9 +14,10 @@ import pytest
 
 from repro import models, systems
 from repro.config import ConfigError
-from repro.report import notebooks, what_if
 from repro.report.evidence import VARIABLE, default
-from repro.report.what_if import simulated_step
+from repro.report.exports import what_if
+from repro.report.exports.what_if import simulated_step
+from repro.report.page import notebooks
 
 pytest.importorskip("jupytext", reason="jupytext reads the notebooks; it is in the extra test")
 SOURCES = notebooks.sources()

@@ -13,9 +13,9 @@ import pytest
 from repro.claims.judge import judge
 from repro.claims.table import table
 from repro.config import ConfigError
-from repro.report.build import Report, build, command
 from repro.report.evidence import Evidence
 from repro.report.figures import states
+from repro.report.page.build import Report, build, command
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
 
@@ -118,7 +118,7 @@ def test_every_figure_is_in_the_page_and_beside_it(text: str, built: Path) -> No
 def test_json_is_one_document(
     report: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("repro.report.build.build", lambda *of, **options: report)
+    monkeypatch.setattr("repro.report.page.build.build", lambda *of, **options: report)
     assert command(json=True) == 0
     document = json.loads(capsys.readouterr().out)
     assert Path(document["page"]).is_file()

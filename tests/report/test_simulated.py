@@ -10,10 +10,10 @@ import synthetic
 from repro import systems
 from repro.config import Experiment
 from repro.launch.simulated import attempt
-from repro.report.build import build
 from repro.report.figures import draw_all
-from repro.report.measured import select
-from repro.report.simulated import experiment_row
+from repro.report.page.build import build
+from repro.report.page.measured import select
+from repro.report.page.simulated import experiment_row
 from repro.results.frame import experiments
 from repro.results.simulated import failed_record
 from repro.results.store import Store

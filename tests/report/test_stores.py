@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from repro import cli
+from repro.claims.commands import Catalogue
 from repro.config import PROTOCOL
-from repro.report import evidence, page
-from repro.report.build import build
-from repro.report.commands import Catalogue
+from repro.report import evidence
 from repro.report.figures import comparison, peak
 from repro.report.figures.style import look
-from repro.report.measured import select
-from repro.report.page import MOST
+from repro.report.page import context
+from repro.report.page.build import build
+from repro.report.page.context import MOST
+from repro.report.page.measured import select
 from repro.results.record import experiment_record
 from tests.report import large, synthetic
 
@@ -140,8 +141,8 @@ def test_a_large_store_has_a_page_of_a_sane_size(tmp_path: Path) -> None:
     assert len(found.records) == 2_100
     chosen = select(found.records)
     assert min(len(chosen.experiments), len(chosen.simulated)) > 2 * MOST
-    values = page.context(found, chosen, [], [], Catalogue())
-    text = page.render({**values, "notebooks": []})
+    values = context.context(found, chosen, [], [], Catalogue())
+    text = context.render({**values, "notebooks": []})
     assert len(text) < 3e6
     assert "that no claim and no figure reads are not listed here" in text
     assert "repro export --table experiments --format csv" in text

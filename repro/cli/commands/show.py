@@ -62,7 +62,7 @@ def report(
     json: Json = False,
 ) -> int:
     """Write tables and plots of the stored records to index.html."""
-    from repro.report.build import command
+    from repro.report.page.build import command
 
     return command(results, out, json, notebooks)
 
@@ -84,7 +84,7 @@ def export(
     ] = None,
 ) -> int:
     """Write claims or records as a table for other programs, papers and pull requests."""
-    from repro.report.export import command
+    from repro.report.exports.tables import command
 
     return command(results, table, form, output)
 
@@ -97,7 +97,7 @@ def artifact(
     ] = None,
 ) -> int:
     """Write the artifact appendix: claim, command, expected value and tolerance, cost in GPU-hours."""
-    from repro.report.artifact import command
+    from repro.report.exports.artifact import command
 
     return command(output)
 
@@ -111,7 +111,7 @@ def compare(
     json: Json = False,
 ) -> int:
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
-    from repro.report.compare import command
+    from repro.report.exports.compare import command
 
     return command(first, second, results, tolerance, json)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from repro.report import text
 from repro.report.figures.style import CATEGORY, Drawing, Record, canvas, label, quiet
-from repro.report.measured import accounted
+from repro.report.page.measured import accounted
 
 TITLE = "Peak memory of one step by category"
 RUN = "repro run suites/smoke.toml"

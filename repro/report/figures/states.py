@@ -19,7 +19,7 @@ from repro.report.figures.style import (
     succeeded,
     zero,
 )
-from repro.report.measured import accounted
+from repro.report.page.measured import accounted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

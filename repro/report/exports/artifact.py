@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from repro import systems
+from repro.claims.commands import Catalogue, Command
 from repro.claims.judge import judge
 from repro.claims.ledger import KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import ConfigError, Experiment
 from repro.models import flops
-from repro.report.commands import Catalogue, Command
 from repro.report.text import significant
 from repro.report.verdicts import experiments_of, row_view
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from repro.report import text
-from repro.report.measured import Record, identity, layout
+from repro.report.page.measured import Record, identity, layout
 from repro.report.verdicts import anchor
 
 _BYTES = re.compile(r"\b(\d{4,})\b(?: bytes)?")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from repro.claims.commands import ROOT
 from repro.config.errors import ConfigError
-from repro.report.commands import ROOT
 from repro.report.evidence import VARIABLE
 
 FOLDER = ROOT / "reports"

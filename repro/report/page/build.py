@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro.claims.commands import Catalogue
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
-from repro.report import evidence, measured, page, verdicts
-from repro.report.commands import Catalogue
+from repro.report import evidence, verdicts
+from repro.report.page import measured
+from repro.report.page.context import context, render
 from repro.results.store import MOST_REMARKS
 from repro.validate import published
 
@@ -55,7 +57,7 @@ def command(
     notebooks: bool = False,
 ) -> int:
     """Write the report on the store `results` to `out` and print where; 0, or 1 if a notebook failed."""
-    from repro.report.notebooks import CellFailed
+    from repro.report.page.notebooks import CellFailed
 
     try:
         report = build(Path(results), Path(out), notebooks=notebooks)
@@ -83,7 +85,7 @@ def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
     Raises `ConfigError` if `out` is no folder or the notebooks' packages are not there, `CellFailed`.
     """
     from repro.report.figures import draw_all
-    from repro.report.notebooks import write as write_notebooks
+    from repro.report.page.notebooks import write as write_notebooks
 
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -109,9 +111,9 @@ def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
     figures = [_save(drawing, out / "figures", report) for drawing in drawings]
     rendered = write_notebooks(results, out / "notebooks") if notebooks else []
     report.notebooks = [notebook.page for notebook in rendered]
-    values = page.context(found, chosen, figures, remarks, Catalogue())
+    values = context(found, chosen, figures, remarks, Catalogue())
     values["notebooks"] = [(f"notebooks/{notebook.page.name}", notebook.title) for notebook in rendered]
-    _write(report.page, page.render(values).encode())
+    _write(report.page, render(values).encode())
     return report
 
 

@@ -12,14 +12,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro.claims.commands import Catalogue
 from repro.claims.table import table
-from repro.report import measured, simulated, verdicts
-from repro.report.commands import Catalogue
+from repro.report import verdicts
 from repro.report.evidence import Evidence, Record
+from repro.report.page import measured, simulated
 from repro.report.text import interval
 
 if TYPE_CHECKING:
-    from repro.report.measured import Machines, Selection
+    from repro.report.page.measured import Machines, Selection
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST = 200
