@@ -6,8 +6,7 @@ import json as json_module
 import sys
 from pathlib import Path
 
-from repro.cli.views.schedule_plan import describe, make
-from repro.cli.views.schedule_svg import draw
+from repro.cli.views.schedule_plan import Plan, describe, make, number, share
 from repro.cli.views.schedule_text import show
 from repro.config.errors import require
 
@@ -32,10 +31,26 @@ def command(
         sys.stdout.write(document + "\n")
     elif svg:
         if out is None:
-            sys.stdout.write(draw(plan))
+            sys.stdout.write(_svg(plan))
         else:
-            out.write_text(draw(plan), encoding="utf-8")
+            out.write_text(_svg(plan), encoding="utf-8")
             print(out)
     else:
         show(plan)
     return 0
+
+
+def _svg(plan: Plan) -> str:
+    """The picture as an SVG document."""
+    from repro.report.figures import schedule_drawing, style
+
+    facts = "No bubble"
+    if plan.bubble:
+        idle = number(plan.total - plan.ideal)
+        facts = (
+            f"Bubble {share(plan.bubble)} of the ideal time {number(plan.ideal)}, {plan.formula}: {idle} idle"
+        )
+    facts += f"; a micro-batch takes {number(plan.forward)} forward and {number(plan.backward)} backward on a stage"
+    with style.look():
+        figure = schedule_drawing.picture(plan.slots, plan.title, facts)
+        return style.svg(style.Drawing("schedule", plan.title, facts, (), figure=figure)) + "\n"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from repro.cli.views.schedule_plan import Plan, number, summary
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
-from repro.report.figures.schedule_colours import paint
+from repro.report.figures.schedule_drawing import busy_shares, paint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,7 +133,7 @@ def _actions(plan: Plan, stage: int, columns: int, scale: Fraction, colour: bool
 
 def _shares(plan: Plan, stage: int, columns: int, colour: bool) -> list[Cell]:
     """A stage's row with a column for many actions: what it mostly does in that time."""
-    shares = busy_shares(plan, stage, columns)
+    shares = busy_shares(plan.slots[stage], float(plan.total), columns)
     row: list[Cell] = []
     for forward, backward in shares:
         busy = forward + backward
@@ -145,18 +145,6 @@ def _shares(plan: Plan, stage: int, columns: int, colour: bool) -> list[Cell]:
             kind = Action(FORWARD if forward > backward else BACKWARD, 0)
             row.append((" ", _style(kind, 1)) if colour else (kind.kind, ""))
     return row
-
-
-def busy_shares(plan: Plan, stage: int, columns: int) -> list[tuple[float, float]]:
-    """For each of `columns` equal parts of the step the shares in which a stage runs F and B."""
-    scale = columns / float(plan.total)
-    forward, backward = [0.0] * columns, [0.0] * columns
-    for action, start, stop in plan.slots[stage]:
-        first, last = float(start) * scale, float(stop) * scale
-        shares = forward if action.kind == FORWARD else backward
-        for column in range(int(first), min(columns, ceil(last))):
-            shares[column] += max(0.0, min(last, column + 1) - max(first, column))
-    return list(zip(forward, backward, strict=True))
 
 
 def _style(action: Action, chunks: int) -> str:

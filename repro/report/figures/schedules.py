@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from repro.parallel.pipeline.schedule import FORWARD, Slot, bubble, build, in_flight, timeline
-from repro.report.figures.schedule_colours import paint
+from repro.parallel.pipeline.schedule import bubble, build, in_flight, timeline
+from repro.report.figures import schedule_drawing
 from repro.report.figures.style import Drawing, canvas
 from repro.report.figures.values import View
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 ID, TITLE = "schedules", "Pipeline schedules, and what they leave idle"
 STAGES, MICRO_BATCHES = 4, 8
@@ -31,8 +26,8 @@ def draw(view: View) -> Drawing:
     missing = False
     for axes, (name, title, chunks) in zip(grid, SHOWN, strict=True):
         schedule = build(name, STAGES, MICRO_BATCHES, chunks)
-        for stage, slots in enumerate(timeline(schedule)):
-            _stage(axes, stage, slots, chunks)
+        rows = timeline(schedule)
+        schedule_drawing.draw(axes, rows, (0.0, float(rows[0][-1].stop)), (72 * 8.5, 18))
         row = view.row(TWINS[name])
         measured = next((f for f in row.findings if f.kind == "measured"), None)
         twin = "twin not measured"
@@ -52,12 +47,8 @@ def draw(view: View) -> Drawing:
             fontsize=8.5,
             fontweight="normal",
         )
-        axes.set_yticks(range(STAGES), [f"stage {stage + 1}" for stage in range(STAGES)])
-        axes.set_ylim(STAGES - 0.5, -0.5)
-        axes.set_xlim(left=0)
-        axes.tick_params(length=0)
-        for side in axes.spines.values():
-            side.set_visible(False)
+        axes.set_yticks(range(STAGES), [f"stage {stage}" for stage in range(STAGES)])
+        axes.spines["bottom"].set_visible(False)
     grid[-1].set_xlabel("time, in forward passes of a stage (backward takes two)")
     caption = (
         f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
@@ -65,18 +56,3 @@ def draw(view: View) -> Drawing:
         "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others."
     )
     return Drawing(ID, TITLE, caption, tuple(records), RUN if missing else "", figure)
-
-
-def _stage(axes: Axes, stage: int, slots: list[Slot], chunks: int) -> None:
-    """One line: a cell for each action, in one collection for each colour."""
-    cells: dict[str, list[tuple[float, float]]] = {}
-    for slot in slots:
-        ink, fill = paint(slot.action.kind, slot.action.chunk, chunks)
-        start, stop = float(slot.start), float(slot.stop)
-        cells.setdefault(fill, []).append((start, stop - start))
-        size = 7 if slot.action.kind == FORWARD and chunks > 1 else 7.5
-        words = str(slot.action.micro_batch + 1)
-        at = ((start + stop) / 2, stage)
-        axes.text(*at, words, ha="center", va="center", color=ink, fontsize=size, in_layout=False)
-    for fill, spans in cells.items():
-        axes.broken_barh(spans, (stage - 0.42, 0.84), facecolors=fill, edgecolors="white", lw=0.7)

@@ -133,11 +133,13 @@ def look() -> Iterator[None]:
         yield
 
 
-def canvas(height: float, rows: int = 1, columns: int = 1, **keywords: Any) -> tuple[Figure, Any]:
+def canvas(
+    height: float, rows: int = 1, columns: int = 1, *, width: float = WIDTH, **keywords: Any
+) -> tuple[Figure, Any]:
     """A figure of the page's width that no global state knows, and its axes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, **keywords)
 
 
