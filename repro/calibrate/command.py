@@ -15,6 +15,7 @@ from repro.calibrate.machines import Here, Machine, Nodes, facts
 from repro.config.errors import ConfigError, require
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
+from repro.render import units
 from repro.systems.load import names, parse
 
 
@@ -88,22 +89,20 @@ def _show(path: Path, document: dict[str, Any], seconds: float) -> None:
         f"{device['name']}: {document['provenance']['ranks']} ranks, {facts['calls_measured']} calls of ",
         end="",
     )
-    print(f"{facts['operators_measured']} operators in {seconds:g} s")
-    print(f"  fastest product     {peak['value'] / 1e12:8.4g} TFLOP/s {precision} a rank")
-    print(
-        f"  copy                {device['memory_bandwidth']['value'] / 1e9:8.4g} GB/s a rank, read and written"
-    )
-    print(f"  host                {facts['host_s_per_operator'] * 1e6:8.4g} us an operator")
+    print(f"{facts['operators_measured']} operators in {units.seconds(seconds)}")
+    print(f"  fastest product     {units.flop_rate(peak['value'])} {precision} a rank")
+    copied = units.size(device["memory_bandwidth"]["value"])
+    print(f"  copy                {copied}/s a rank, read and written")
+    print(f"  host                {units.seconds(facts['host_s_per_operator'])} an operator")
     for name, link in document["links"].items():
         for op, found in link.get("collectives", {}).items():
             (small, least), (large, most) = found["points"][0], found["points"][-1]
-            print(
-                f"  {op:<15}{name:<8}{least * 1e6:5.4g} us for {small} bytes, {large / most / 1e9:.3g} GB/s for {large}"
-            )
+            quick = f"{units.seconds(least)} for {units.size(small)}"
+            print(f"  {op:<15}{name:<8}{quick}, {units.size(large / most)}/s for {units.size(large)}")
         if "overlap_cost" in link:
-            print(
-                f"  compute loses {link['overlap_cost']['value']:.0%} of the seconds of a collective beside it"
-            )
-    print(f"  spread of calls {facts['spread_of_calls']:.1%} (half of the quartiles' distance), ", end="")
-    print(f"error of the fitted rates {facts['error_of_rates']:.1%} (median)")
+            lost = units.percent(link["overlap_cost"]["value"])
+            print(f"  compute loses {lost} of the seconds of a collective beside it")
+    spread, error = units.percent(facts["spread_of_calls"]), units.percent(facts["error_of_rates"])
+    print(f"  spread of calls {spread} (half of the quartiles' distance), ", end="")
+    print(f"error of the fitted rates {error} (median)")
     print(f"{path}  (repro systems {path})")

@@ -6,6 +6,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.doctor.check import LIMITED, NO, YES, Check
+from repro.render import units
 
 ARCHITECTURES = (70, 80, 90)
 """V100, A100 and H100: what `--kernels all` compiles for, as far as this NVRTC can."""
@@ -48,7 +49,7 @@ def _compiler(torch: Any) -> list[Check]:
     here = "when they are first called" if torch.cuda.is_available() else "where there is a GPU"
     compiles = Check("NVRTC", YES, found, f"compiles the CUDA kernels {here}; no toolkit is needed")
     count, size = cache.contents()
-    held = f"{cache.folder()}: {count} programs, {size / 1e6:.1f} MB"
+    held = f"{cache.folder()}: {count} programs, {units.size(size)}"
     return [
         compiles,
         Check("kernel cache", YES, held, f"compiled once for all ranks; ${cache.FOLDER} moves it"),

@@ -12,6 +12,7 @@ from typing import Any
 from repro.doctor.check import LIMITED, NO, YES, Check, answer
 from repro.doctor.kernels import kernels
 from repro.measure.provenance import cpu, gpus, memory, versions
+from repro.render import units
 
 OLDEST_TORCH = (2, 6)
 SMALL_DISK_BYTES = 10**9
@@ -74,8 +75,8 @@ def _memory() -> Check:
     state = memory()
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
     free = min(state["available_bytes"], total)
-    text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    most = f"{free / 16 / 1e9:.1f}B parameters in all ranks together, at 16 bytes each"
+    text = f"{units.size(free)} of {units.size(total)} free"
+    most = f"{units.parameters(free / 16)} parameters in all ranks together, at 16 bytes each"
     psi = f"mixed-precision model states of at most {most}"
     return Check("memory", YES if free >= 2**32 else LIMITED, text, psi)
 
@@ -87,7 +88,7 @@ def _disk(results: Path) -> Check:
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
         return Check("disk", NO, f"{place} cannot be written", "no record can be stored", fatal=True)
     free = shutil.disk_usage(place).free
-    text = f"{free / 1e9:.1f} GB free where results go ({results})"
+    text = f"{units.size(free)} free where results go ({results})"
     if free < SMALL_DISK_BYTES:
         return Check("disk", LIMITED, text, "a suite needs a few MB, a virtual environment 2 GB")
     return Check("disk", YES, text, "records are stored")
@@ -141,7 +142,7 @@ def _cuda(torch: Any) -> list[Check]:
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
         text = (
-            f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, compute capability "
+            f"{properties.name}, {units.size(properties.total_memory)}, compute capability "
             f"{capability[0]}.{capability[1]}"
         )
         name = f"cuda:{index}"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from repro.config import Experiment
 from repro.launch.beacon import Position
+from repro.render import units, words
+from repro.render.console import stderr
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -62,7 +64,7 @@ class Progress:
             else f"{experiments[0].name} and {len(experiments) - 1} more"
         )
         how = " compared," if compare else ""
-        self.say(f"start {names},{how} {world} rank{'s' if world > 1 else ''} ({self._left()})")
+        self.say(f"start {names},{how} {words.counted(world, 'rank')} ({self._left()})")
 
     def tick(self, position: Position) -> None:
         """Rank 0 of the running launch is at `position`."""
@@ -89,7 +91,7 @@ class Progress:
         mark = "" if expected else "  (not expected)"
         why = f"  {reason}" if reason else ""
         width = len(str(self.total))
-        self.say(f"[{self.done:{width}}/{self.total}] {name}  {outcome}{mark}  {seconds:.1f} s{why}")
+        self.say(f"[{self.done:{width}}/{self.total}] {name}  {outcome}{mark}  {units.seconds(seconds)}{why}")
         if self._bars is not None:
             self._bars.update(self._all, completed=self.done)
             self._bars.update(self._one, visible=False)
@@ -104,7 +106,7 @@ class Progress:
         """One line above the display."""
         self._spoke = time.monotonic()
         if self._bars is not None:
-            self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._bars.console.print(text, markup=False, soft_wrap=True)
         else:
             print(text, file=sys.stderr, flush=True)
 
@@ -114,7 +116,6 @@ class Progress:
 
 
 def _bars() -> Bars:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     return Progress(
@@ -123,7 +124,7 @@ def _bars() -> Bars:
         MofNCompleteColumn(),
         TextColumn("{task.fields[place]}"),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=stderr(),
         refresh_per_second=REFRESH_PER_S,
         transient=True,
     )

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from repro import suites
+from repro.render import units
 from repro.results.store import CONCLUSIVE, MEASURED, Store
 
 
@@ -81,8 +82,8 @@ def show(summary: dict[str, Any]) -> None:
     for remark in summary["skipped_lines"]:
         print(f"note: {remark}", file=sys.stderr)
     for row in summary["comparisons"]:
-        span = f" ({row['low']:.3f} to {row['high']:.3f})" if row["low"] is not None else ""
-        times = f"{row['ratio']:.3f} times{span} the {row['metric']} of {row['baseline']}"
+        times = units.ratio(row["ratio"], row["low"], row["high"])
+        times += f" the {row['metric']} of {row['baseline']}"
         print(f"{row['subject']}: {times}, {row['rounds']} rounds")
     for row in rows:
         if row["expected"] is None:

@@ -26,7 +26,7 @@ from repro.claims.reader import load
 from repro.claims.results import ClaimResult
 from repro.claims.table import as_dict, summary, table
 from repro.config.experiment import PROTOCOL
-from repro.report.text import NOTHING
+from repro.render.units import NOTHING
 from repro.results import frame
 from repro.results.store import CONCLUSIVE, Store
 

@@ -14,6 +14,7 @@ from typing import Any
 from repro.config.errors import ConfigError
 from repro.config.experiment import PROTOCOL, from_dict
 from repro.config.system import System
+from repro.render import words
 from repro.results.store import CONCLUSIVE, SIMULATED
 from repro.systems import HERE
 
@@ -76,7 +77,7 @@ def compare(records: Iterable[Mapping[str, Any]], system: System) -> Machine:
         pairs.append(
             Pair(
                 name=name,
-                layout=_layout(record["experiment"]["layout"]),
+                layout=words.layout(record["experiment"]["layout"]),
                 measured=record["metrics"][STEP],
                 predicted=seconds,
             )
@@ -95,10 +96,3 @@ def _measured_here(record: Mapping[str, Any]) -> bool:
         and record["experiment"]["engine"] == "native"
         and STEP in record["metrics"]
     )
-
-
-def _layout(layout: Mapping[str, Any]) -> str:
-    """`tp 2 dp 2 zero 1`: what is not 1, and the ZeRO stage."""
-    degrees = [f"{axis} {layout[axis]}" for axis in ("tp", "pp", "dp") if layout.get(axis, 1) > 1]
-    stage = [f"zero {layout['zero']}"] if layout["zero"] else []
-    return " ".join([*degrees, *stage]) or "one"

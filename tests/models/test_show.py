@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from repro.cli.views.models import command, gigabytes, human
+from repro.cli.views.models import command
 from repro.config import ConfigError
 from repro.models import load, names
 from repro.models.parameters import total
@@ -33,7 +33,7 @@ def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.Captu
         "not 1.38B",
         "ZERO3 Table 10",
         "P_os+g+p",
-        "FLOP per token",
+        "GFLOP per token",
     ):
         assert said in out
 
@@ -57,19 +57,3 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_name_is_the_callers_to_report() -> None:
     with pytest.raises(ConfigError):
         command("nothing-like-it", True)
-
-
-def test_numbers_for_people() -> None:
-    assert [human(n) for n in (842, 236_928, 39_594_240, 1_557_611_200, 1_008_038_758_400)] == [
-        "842",
-        "236.9K",
-        "39.6M",
-        "1.558B",
-        "1.008T",
-    ]
-    assert [gigabytes(n) for n in (3_790_000, 57e9, 119.4e9, 16_129e9)] == [
-        "0.00379",
-        "57.0",
-        "119",
-        "16,129",
-    ]

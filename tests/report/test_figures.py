@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import synthetic
 
-from repro.report import text
 from repro.report.figures import communication, comparison, draw_all, loss, peak, states
 from repro.report.figures.style import CATEGORY, look
-from repro.report.page.measured import Machines, experiment_row, layout, select
+from repro.report.page.measured import Machines, experiment_row, select
 
 
 @pytest.fixture(scope="module")
@@ -136,25 +135,3 @@ def test_machines_are_told_apart() -> None:
     other = records[1] | {"provenance": synthetic.PROVENANCE | {"host": "another"}}
     assert {entry["host"] for entry in Machines([records[0], other]).entries} == {"synthetic", "another"}
     assert Machines([records[0] | {"provenance": {}}]).entries[0]["commit"] == "not a checkout"
-
-
-def test_layout_in_words() -> None:
-    values = synthetic.experiment("x", tp=2, sp=True, dp=2, zero=1, zero1_reduce="all-reduce").as_dict()[
-        "layout"
-    ]
-    assert layout(values) == "dp 2, tp 2, sp, zero 1 (all-reduce), fp32"
-    assert layout(synthetic.experiment("x").as_dict()["layout"]) == "one process, fp32"
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(None, "–"), (0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (31.4e9, "31.4 GB"), (2e12, "2.00 TB")],
-)
-def test_sizes(value: float | None, words: str) -> None:
-    assert text.size(value) == words
-
-
-def test_times_and_counts() -> None:
-    assert (text.seconds(0.0123), text.seconds(1.5), text.seconds(125)) == ("12.3 ms", "1.50 s", "2 min 5 s")
-    assert (text.count(12345.6), text.count(87.61), text.count(None)) == ("12,346", "87.6", "–")
-    assert text.interval(None, None) == "no interval"

@@ -53,7 +53,7 @@ def test_rows(traced: list[dict[str, object]]) -> None:
     assert row["limit"] == "83.7 GB"
     assert row["between"] == "0 B", "two GPUs of one node"
     tight = experiment_row(traced[1])
-    assert tight["layout"] == "tp 2, pp 2, recompute, P_a, scatter/gather, fp32, micro-batch 1"
+    assert tight["layout"] == "tp 2 x pp 2, fp32, 1f1b, recomputation, P_a, scatter/gather, micro-batch 1"
     assert tight["reserved"] == "–"
     assert tight["where"].endswith("stage")
     assert experiment_row(traced[2])["peak"] == "–"

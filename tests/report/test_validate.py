@@ -218,8 +218,8 @@ def test_measured_runs_are_predicted_on_a_system_file(
     machine = validate_machine.compare(records, load_system("dgx2"))
     measured = {f"smoke/{record['name']}": record["metrics"] for record in records}
     assert {pair.name: pair.layout for pair in machine.pairs} == {
-        "smoke/parity-single": "one",
-        "smoke/parity-z1-dp2": "dp 2 zero 1",
+        "smoke/parity-single": "one rank, fp32",
+        "smoke/parity-z1-dp2": "dp 2, ZeRO 1, fp32",
     }
     for pair in machine.pairs:
         assert pair.measured == measured[pair.name]["step_seconds.median"]

@@ -91,8 +91,8 @@ def test_a_calibrated_file_shows_what_was_measured(
     assert cli.main(["systems", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "measured on 2026-01-01 with torch 2.6.0, 4 ranks, 5 repeats; cores 4, processor X" in said
-    assert "aten.mm 2 us + 0 ps a byte + 0.01 ps a FLOP" in said
-    assert "nvlink all_reduce, 4 ranks 2 sizes, 1 KiB in 100 us to 1,024 KiB in 1,000 us" in said
+    assert "aten.mm 2 us + 0 s a byte + 0.01 ps a FLOP" in said
+    assert "nvlink all_reduce, 4 ranks 2 sizes, 1.024 kB in 100 us to 1.049 MB in 1 ms" in said
     assert cli.main(["systems", str(path), "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert one["provenance"]["facts"]["cores"] == 4

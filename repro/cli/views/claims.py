@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json as json_module
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from repro.claims.judge import judge
 from repro.claims.ledger import CERTAINTIES, Ledger
@@ -20,11 +18,17 @@ from repro.claims.results import (
     RowResult,
 )
 from repro.claims.table import Line, as_dict, summary, table
+from repro.render import table as render
+from repro.render.console import print_json, stdout
 from repro.results.store import read
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
+COLUMNS = 120
+"""Width of the page where there is no terminal."""
 STYLES = {REPRODUCED: "green", NOT_REPRODUCED: "red", NOT_COMPARABLE: "dim", NOT_RUN: "yellow"}
 
 
@@ -36,24 +40,23 @@ def command(claim_id: str | None, json: bool, results: Path) -> int:
     judged = judge(ledger, read(results))
     chosen = [result for result in judged if not claim_id or result.claim.id == claim_id]
     if json:
-        document = {"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)}
-        sys.stdout.write(json_module.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
     elif claim_id:
-        show_one(chosen[0], ledger, make_console())
+        show_one(chosen[0], ledger, stdout(COLUMNS))
     else:
-        show_all(judged, ledger, make_console())
+        show_all(judged, ledger, stdout(COLUMNS))
     return 0
 
 
 def show_all(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
     """One line per claim, grouped by ledger file, and the counts."""
-    from rich.table import Table
     from rich.text import Text
 
     lines = table(results)
     widest = max(len(line.id) for line in lines)
     for number, file in enumerate(dict.fromkeys(line.file for line in lines)):
-        grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=not number, expand=True)
+        grid = render.table(gap=1)
+        grid.show_header, grid.expand = not number, True
         grid.add_column("claim", width=widest, no_wrap=True)
         grid.add_column("published", ratio=3)
         for kind in ("analytic", "simulated", "measured"):
@@ -70,14 +73,11 @@ def show_all(results: list[ClaimResult], ledger: Ledger, console: Console) -> No
 
 def show_one(result: ClaimResult, ledger: Ledger, console: Console) -> None:
     """Everything about one claim."""
-    from rich.table import Table
     from rich.text import Text
 
     claim = result.claim
     console.print(Text(claim.id, style="bold cyan"), Text(claim.title, style="bold"))
-    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column()
+    facts = render.facts()
     facts.add_row("published", claim.published)
     for source in claim.source:
         key, _, place = source.partition(" ")
@@ -111,13 +111,11 @@ def show_one(result: ClaimResult, ledger: Ledger, console: Console) -> None:
             console.print(Text(f"and {len(expressions) - 12} more expressions, in {claim.file}", style="dim"))
 
 
-def _rows(result: ClaimResult) -> Any:
-    from rich.table import Table
+def _rows(result: ClaimResult) -> Table:
     from rich.text import Text
 
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("row", "published", "evidence", "value", "verdict", "why"):
-        grid.add_column(name, justify="right" if name in ("published", "value") else "left")
+    headings = ("row", "published", "evidence", "value", "verdict", "why")
+    grid = render.table(*headings, left={"row", "evidence", "verdict", "why"}, wrap=headings)
     for row in result.rows:
         first = [Text(row.row.label), Text(_published(row))]
         findings = row.findings or (None,)
@@ -138,7 +136,7 @@ def _rows(result: ClaimResult) -> Any:
     return grid
 
 
-def _finding_cells(finding: Finding) -> list[Any]:
+def _finding_cells(finding: Finding) -> list[Text]:
     from rich.text import Text
 
     return [
@@ -149,7 +147,7 @@ def _finding_cells(finding: Finding) -> list[Any]:
     ]
 
 
-def _nothing(row: RowResult, needs: str) -> list[Any]:
+def _nothing(row: RowResult, needs: str) -> list[Text]:
     from rich.text import Text
 
     reason = "see needs" if row.reason == needs else row.reason
@@ -165,7 +163,7 @@ def _published(result: RowResult) -> str:
     return f"{row.bound} {row.published}{error}{unit}".strip()
 
 
-def _verdict(line: Line) -> Any:
+def _verdict(line: Line) -> Text:
     from rich.text import Text
 
     text = Text(line.verdict, style=STYLES[line.verdict])
@@ -176,7 +174,7 @@ def _verdict(line: Line) -> Any:
     return text
 
 
-def _count(text: str) -> Any:
+def _count(text: str) -> Text:
     from rich.text import Text
 
     if "/" not in text:
@@ -189,24 +187,11 @@ def _show_counts(results: list[ClaimResult], console: Console) -> None:
     counts = summary(results)
     verdicts = ", ".join(f"[{STYLES[v]}]{n} {v}[/]" for v, n in counts["verdicts"].items())
     console.print()
-    console.print(f"{counts['claims']} claims with {counts['rows']} values: {verdicts}.", highlight=False)
+    console.print(f"{counts['claims']} claims with {counts['rows']} values: {verdicts}.")
     for kind, found in counts["evidence"].items():
         if found["rows_decided"]:
             console.print(
                 f"{kind}: {found['rows_reproduced']} of {found['rows_decided']} values reproduced"
                 f" ({found['rows']} can be tested so).",
-                highlight=False,
             )
-    console.print(
-        "`repro claims ID` shows one claim with its conditions, source and every value.", highlight=False
-    )
-
-
-def make_console() -> Console:
-    """A terminal's width, or 120 columns where there is none."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
-    return console
+    console.print("`repro claims ID` shows one claim with its conditions, source and every value.")

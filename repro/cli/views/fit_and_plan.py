@@ -6,8 +6,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from repro.cli.views.models import human
-from repro.cli.views.step_parts import bar, gb, layout_words, table
+from repro.render import units, words
+from repro.render.console import stdout
+from repro.render.table import bar, table
+from repro.render.units import gb
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS
 
 if TYPE_CHECKING:
@@ -24,19 +26,17 @@ SHOWN = 12
 
 def show_fit(question: Question, document: dict[str, Any]) -> None:
     """Print the largest that fits beside the first that does not."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    sizes, system = document["sizes"], question.system
-    count = document["gpus"]
+    console = stdout()
+    sizes = document["sizes"]
     what = (
         "Largest model" if document["search"] == "layers" else f"Largest micro-batch of {question.model.name}"
     )
-    console.print(f"[bold]{what}[/] on {count} x {system.device.name} ({system.name})")
+    console.print(f"[bold]{what}[/] on {words.devices(document['gpus'], question.system)}")
     width = f"hidden {sizes['hidden']}, {sizes['heads']} heads, vocabulary {sizes['vocab']}, sequence {sizes['seq']}"
-    console.print(f"{width}; {layout_words(question.layout)}")
+    console.print(f"{width}; {words.layout(question.layout, batches=True)}")
     console.print(
-        f"{gb(document['limit_bytes'])} GB for torch, {gb(document['context_bytes'])} GB of context beside it\n"
+        f"{units.size(document['limit_bytes'])} for torch, {units.size(document['context_bytes'])} of context "
+        "beside it\n"
     )
     rows = table("", "layers", "micro-batch", "parameters", "needs GB", left=1)
     for name, key in (("fits", "largest"), ("does not", "first_failing")):
@@ -44,8 +44,8 @@ def show_fit(question: Question, document: dict[str, Any]) -> None:
         if row is None:
             rows.add_row(name, "-", "-", "-", "-")
         else:
-            needed = gb(row["needed_bytes"])
-            rows.add_row(name, str(row["layers"]), str(row["micro_batch"]), human(row["params"]), needed)
+            psi, needed = units.parameters(row["params"]), gb(row["needed_bytes"])
+            rows.add_row(name, str(row["layers"]), str(row["micro_batch"]), psi, needed)
     console.print(rows)
     failing = document["first_failing"]
     if failing is not None:
@@ -54,7 +54,7 @@ def show_fit(question: Question, document: dict[str, Any]) -> None:
         )
         if "memory" in failing:
             _terms(console, document)
-        console.print(failing["reason"], style="dim", markup=False)
+        console.print(units.readable(failing["reason"]), style="dim", markup=False)
     _tried(console, document)
 
 
@@ -70,11 +70,11 @@ def _terms(console: Console, document: dict[str, Any]) -> None:
     largest, failing = document["largest"], document["first_failing"]
     whole = document["limit_bytes"]
     rows = table("live at the peak", "", "does not GB", "fits GB", left=2)
-    for category, words in TERMS.items():
+    for category, term in TERMS.items():
         size = failing["memory"]["by_category"].get(category, 0)
         before = largest["memory"]["by_category"].get(category, 0) if largest else None
         if size or before:
-            rows.add_row(words, bar(console, size, whole, room=False), gb(size), gb(before))
+            rows.add_row(term, bar(console, size, whole, room=False), gb(size), gb(before))
     console.print(rows)
 
 
@@ -82,29 +82,27 @@ def _tried(console: Console, document: dict[str, Any]) -> None:
     unit = "layers" if document["search"] == "layers" else "samples"
     tried = ", ".join(f"{trial['value']} ({trial['outcome']})" for trial in document["trials"])
     if "trace_seconds" in document:
-        how = f"{document['traces']} traces in {document['trace_seconds']:.1f} s"
+        how = f"{document['traces']} traces in {units.seconds(document['trace_seconds'])}"
     else:
-        how = f"{document['evidence']}, {document['seconds']:.1f} s"
+        how = f"{document['evidence']}, {units.seconds(document['seconds'])}"
     console.print(f"\nTried {unit}: {tried}; {how}.")
 
 
 def show_plan(request: Request, plan: Plan) -> None:
     """Print the first layouts, and what rules the others out."""
-    from rich.console import Console
-
     from repro.simulate.plan.rows import NO_TIMES, OK, RULE, UNDECIDED, unknown
 
-    console = Console(highlight=False)
+    console = stdout()
     rows = plan.rows
-    system, fits = request.system, [row for row in rows if row.outcome == OK]
+    fits = [row for row in rows if row.outcome == OK]
     close = [row for row in rows if row.outcome == UNDECIDED]
     console.print(
-        f"[bold]{request.model.name}[/] on {request.gpus} x {system.device.name} ({system.name}), global batch "
+        f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}, global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
     )
     undecided = f", {len(close)} too close to tell" if close else ""
     console.print(
-        f"{len(fits)} of {len(rows)} layouts fit {gb(request.allocatable)} GB{undecided}; {plan.traces} traces\n"
+        f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}{undecided}; {plan.traces} traces\n"
     )
     shown = [*fits, *close][:SHOWN]
     if shown:
@@ -145,19 +143,19 @@ def _layouts(console: Console, request: Request, rows: Sequence[Row], *, timed: 
         cells = [gb(size or row.memory["peak_bytes"]) + mark]
         if timed:
             step = time["step_s"]
-            cells += [f"{step:.3g}" if step < 1 else f"{step:.2f}", f"{time['flops_per_device'] / 1e12:.1f}"]
-            cells += [] if trained else [f"{time['samples_per_s']:.4g}"]
+            cells += [units.number(step), f"{time['flops_per_device'] / units.TERA:.1f}"]
+            cells += [] if trained else [units.number(time["samples_per_s"])]
             cells += [f"{100 * time[key] / step:.1f}" for key in ("exposed_s", "bubble_s")]
         else:
             links = row.comm.get("bytes_by_link", {})
             between = links.get("inter-node", 0)
-            cells += [f"{row.ideal_s:.2f}" if row.ideal_s is not None else "-"]
+            cells += [units.number(row.ideal_s)]
             cells += [gb(sum(links.values()) - between), gb(between)]
             cells += [f"{100 * row.bubble:.0f}" if layout.pp > 1 else "-"]
         if trained:
             whole = training(request, row) or {}
             cells += [f"{whole['days']:,.1f}"]
-            cells += [f"{whole['cost'] / 1e6:,.3g}"] if "cost" in whole else []
+            cells += [units.number(whole["cost"] / 1e6)] if "cost" in whole else []
         made.add_row(
             f"{layout.tp} x {layout.pp} x {layout.dp}",
             str(layout.zero),
@@ -166,17 +164,13 @@ def _layouts(console: Console, request: Request, rows: Sequence[Row], *, timed: 
             *cells,
         )
     console.print(made)
-    words = (
-        "\nmb: micro-batch; rc: recomputation; sp: sequence parallelism; pa: P_a; GB: on the fullest rank; "
-    )
+    note = "mb: micro-batch; rc: recomputation; sp: sequence parallelism; pa: P_a; GB: on the fullest rank; "
     if timed:
-        words += (
-            "waits: for communication that nothing hides, part of the step of the slowest stage; bubble: for "
-        )
-        words += "other stages, likewise"
+        note += "waits: for communication that nothing hides, part of the step of the slowest stage; "
+        note += "bubble: for other stages, likewise"
     else:
-        words += "inside a node and between nodes: sent by the busiest rank in a step; bubble: of the time it computes"
-    console.print("\n" + textwrap.fill(words.strip(), console.width), style="dim", markup=False)
+        note += "inside a node and between nodes: sent by the busiest rank in a step; bubble: of the time it computes"
+    console.print("\n" + textwrap.fill(note, console.width), style="dim", markup=False)
 
 
 def _ruled_out(console: Console, rows: Sequence[Row]) -> None:

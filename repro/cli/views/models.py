@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json as json_format
-import sys
 from typing import Any
 
 from repro.config.model import Model
 from repro.models import load, names
 from repro.models.parameters import count, total
 from repro.models.states import states_bytes
+from repro.render import units
+from repro.render.console import print_json, stdout
+from repro.render.table import table
 
 DEGREES = (1, 4, 16, 64, 256, 1024)
 """Data-parallel degrees Nd of the ZeRO paper's Table 1."""
 STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
-GB = 1e9
 
 
 def command(name: str | None, json: bool) -> int:
@@ -23,8 +23,7 @@ def command(name: str | None, json: bool) -> int:
     models = [load(name)] if name else [load(each) for each in names()]
     if json:
         described = [describe(model) for model in models]
-        json_format.dump(described[0] if name else described, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json(described[0] if name else described)
     elif name:
         _print_one(models[0])
     else:
@@ -55,42 +54,21 @@ def describe(model: Model) -> dict[str, Any]:
     }
 
 
-def human(number: float) -> str:
-    """A count with three or four digits: `842K`, `39.6M`, `1.558B`, `1.008T`."""
-    for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= factor:
-            scaled = number / factor
-            return f"{scaled:.3f}{letter}" if scaled < 10 else f"{scaled:.1f}{letter}"
-    return f"{number:.0f}"
-
-
-def gigabytes(size: float) -> str:
-    """Bytes in GB = 1e9 bytes, three digits or more."""
-    value = size / GB
-    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
-
-
 def _print_all(models: list[Model]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    # Narrow enough for 80 columns, so that no name or count is cut.
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("model", no_wrap=True)
-    for heading in ("layers", "hidden", "heads", "vocab", "parameters", "published", "states\nGB"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("model", "layers", "hidden", "heads", "vocab", "parameters", "published", "states\nGB")
+    rows = table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
     for model in models:
         psi = total(model)
-        table.add_row(
+        rows.add_row(
             model.name,
             _layers(model),
             *(str(size) for size in (model.hidden, model.heads, model.vocab)),
             f"{psi:,}",
             model.published_name or "-",
-            gigabytes(states_bytes(psi, 1, 0)),
+            units.number(states_bytes(psi, 1, 0) / units.GB),
         )
-    console = Console(highlight=False)
-    console.print(table)
+    console = stdout()
+    console.print(rows)
     console.print(
         "\nparameters: exact, from the sizes; published: as the source prints them.\n"
         "states: 16 bytes a parameter (mixed-precision Adam, one device); GB = 1e9 bytes.\n"
@@ -103,42 +81,33 @@ def _layers(model: Model) -> str:
 
 
 def _print_one(model: Model) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from repro.models import flops
 
-    console = Console(highlight=False)
+    console = stdout()
     psi = total(model)
     published = f", published as {model.published_name}" if model.published_name else ""
     console.print(
-        f"[bold]{model.name}[/]: {model.architecture}, {psi:,} parameters ({human(psi)}{published})"
+        f"[bold]{model.name}[/]: {model.architecture}, {psi:,} parameters ({units.parameters(psi)}{published})"
     )
     console.print(
         f"{_layers(model)} layers, hidden {model.hidden}, {model.heads} heads of width {model.head_width}, "
         f"MLP {model.ffn_width},\nvocabulary {model.vocab}, sequence {model.seq}\n"
     )
-    parts = Table(box=None, pad_edge=False, header_style="bold")
-    parts.add_column("part")
-    parts.add_column("parameters", justify="right")
-    parts.add_column("share", justify="right")
+    parts = table("part", "parameters", "share")
     for part, size in count(model).items():
-        parts.add_row(part.replace("_", " "), f"{size:,}", f"{100 * size / psi:.1f} %")
+        parts.add_row(part.replace("_", " "), f"{size:,}", units.percent(size / psi))
     console.print(parts)
 
     console.print("\nModel states per device in GB (mixed-precision Adam, K = 12) by degree Nd")
-    states = Table(box=None, pad_edge=False, header_style="bold")
-    states.add_column("stage")
-    for nd in DEGREES:
-        states.add_column(f"{nd}", justify="right")
+    states = table("stage", *map(str, DEGREES))
     for stage, label in enumerate(STAGES):
-        states.add_row(label, *(gigabytes(states_bytes(psi, nd, stage)) for nd in DEGREES))
+        states.add_row(label, *(units.number(states_bytes(psi, nd, stage) / units.GB) for nd in DEGREES))
     console.print(states)
 
     if model.architecture == "gpt":
         plain = flops.model_flops(model, model.seq, 1) / model.seq
         repeated = flops.hardware_flops(model, model.seq, 1, True) / model.seq
-        console.print(f"\nFLOP per token: {plain:.4g}, with recomputation {repeated:.4g}")
+        console.print(f"\n{units.flop(plain)} per token, {units.flop(repeated)} with recomputation")
         console.print(flops.FORMULA.replace("; ", ";\n"))
     for label, text in (("source", model.source), ("note", model.note)):
         if text:

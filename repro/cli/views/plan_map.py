@@ -6,7 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from repro.cli.views.step_parts import gb, table
+from repro.render import units, words
+from repro.render.console import stdout
+from repro.render.table import table
 from repro.simulate.plan.rows import FULL, OK, OOM, STATES, Row
 
 if TYPE_CHECKING:
@@ -21,21 +23,15 @@ FITS, LATER, NEVER = "bold green", "yellow", "red"
 
 def show_map(request: Request, cells: Sequence[Cell], limits: Sequence[int]) -> None:
     """Print the map of every (tp, pp) that any layout has, and what rules out those that do not fit."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = stdout()
     limits = sorted(limits)
     there = [cell for cell in cells if cell.rows]
     layout = there[0].rows[limits[0]].layout
-    switches = {"recompute": "recomputation", "sp": "sequence parallelism", "pa": "P_a", "md": "M_D"}
-    words = [f"ZeRO {layout.zero}", layout.precision, f"micro-batch {layout.micro_batch}"]
-    words += [name for key, name in switches.items() if getattr(layout, key)]
-    console.print(
-        f"[bold]{request.model.name}[/] on {request.gpus} x {request.system.device.name} ({request.system.name}), "
-        f"global batch {request.global_batch}"
-    )
-    console.print(f"{', '.join(words)}; GB on the fullest rank, and the least memory that it fits\n")
+    strategy = words.layout(layout, degrees=False, batches=True)
+    console.print(f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}")
+    console.print(f"{strategy}; GB on the fullest rank, and the least memory that it fits\n")
     columns = sorted({cell.pp for cell in there})
     rows = sorted({cell.tp for cell in there}, reverse=True)
     drawn = table("", *(f"pp {pp}" for pp in columns), left=1 + len(columns), gap=4)
@@ -49,15 +45,10 @@ def show_map(request: Request, cells: Sequence[Cell], limits: Sequence[int]) -> 
     notes += [">: the model states alone, in closed form"] if STATES in kinds else []
     notes += ["*: reserved, from a full trace; else live, from shallow ones"] if FULL in kinds else []
     notes += ["live bytes, from shallow traces"] if FULL not in kinds else []
-    notes += [f"{request.system.context() / 1e9:.2f} GB of each memory are beyond the allocator's reach"]
+    notes += [f"{units.size(request.system.context())} of each memory are beyond the allocator's reach"]
     console.print(textwrap.fill("; ".join(notes), console.width), style="dim", markup=False)
     for limit in limits:
         _ruled_out(console, there, limit)
-
-
-def size(limit: int) -> str:
-    """`40 GB`, `34.1 GB`: the memory of a device."""
-    return f"{limit / 1e9:.3g} GB"
 
 
 def _words(cell: Cell | None, limits: Sequence[int]) -> Text:
@@ -70,12 +61,12 @@ def _words(cell: Cell | None, limits: Sequence[int]) -> Text:
     need = row.memory.get("reserved_bytes") if row.evidence == FULL and row.outcome == OK else None
     mark = "*" if need else ""
     more = ">" if row.evidence == STATES else ""
-    number = f"{more}{gb(need or row.memory['peak_bytes'])}{mark}"
+    number = f"{more}{units.gb(need or row.memory['peak_bytes'])}{mark}"
     enough = [limit for limit in limits if cell.rows[limit].outcome == OK]
     undecided = [limit for limit in limits if cell.rows[limit].outcome not in (OK, OOM)]
     if enough:
         style = FITS if enough[0] == limits[0] else LATER
-        return Text(f"{number}\nfits {size(enough[0])}", style=style)
+        return Text(f"{number}\nfits {units.size(enough[0])}", style=style)
     return Text(f"{number}\n{'too close to tell' if undecided else 'does not fit'}", style=NEVER)
 
 
@@ -94,9 +85,9 @@ def _ruled_out(console: Console, cells: Sequence[Cell], limit: int) -> None:
         if row.outcome == OOM:
             by_term.setdefault(row.ruled_out_by, []).append(f"{cell.tp} x {cell.pp}")
     if not by_term:
-        console.print(f"\n[bold]{size(limit)}[/]: all fit")
+        console.print(f"\n[bold]{units.size(limit)}[/]: all fit")
         return
-    console.print(f"\n[bold]{size(limit)}[/] is too little, tp x pp, for")
+    console.print(f"\n[bold]{units.size(limit)}[/] is too little, tp x pp, for")
     for term, places in by_term.items():
         text = f"{term}: {', '.join(places)}"
         console.print(textwrap.fill(text, 78, initial_indent="  ", subsequent_indent="    "), markup=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError, require
 from repro.parallel.pipeline.schedule import Schedule, Slot, build, in_flight, timeline
-from repro.report import text
+from repro.render import units
 
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B with flush", "interleaved": "Interleaved 1F1B"}
 OPTIONS = {
@@ -187,7 +187,7 @@ def _messages(plan: Plan) -> str:
 
 def _many(count: int | Fraction, what: str) -> str:
     ending = "" if count == 1 else "es" if what.endswith("ch") else "s"
-    return f"{text.significant(float(count)) if count != int(count) else int(count)} {what}{ending}"
+    return f"{units.number(float(count)) if count != int(count) else int(count)} {what}{ending}"
 
 
 def _time(option: str, value: str) -> Fraction:

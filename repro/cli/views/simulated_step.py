@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from repro.cli.views.models import human
-from repro.cli.views.step_parts import BAR, GB, bar, gb, layout_words, table
 from repro.cli.views.step_time import show_time
 from repro.config.system import System
+from repro.render import units, words
+from repro.render.console import stdout
+from repro.render.table import BAR, bar, table
+from repro.render.units import gb
 from repro.simulate.plan.terms import TERMS
 
 if TYPE_CHECKING:
@@ -18,19 +20,18 @@ if TYPE_CHECKING:
 
 def show(simulation: Simulation, system: System) -> None:
     """Print the page."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = stdout()
     document = simulation.as_dict()
     verdict = {"ok": "[bold green]fits[/]", "oom": "[bold red]does not fit[/]"}[simulation.outcome]
     if simulation.limit_bytes is None:
         verdict = "[bold]no limit known[/]"
     e = simulation.experiment
-    console.print(f"{e.model.name} on {e.layout.world} x {system.device.name} ({system.name}): {verdict}")
+    console.print(f"{e.model.name} on {words.devices(e.layout.world, system)}: {verdict}")
     if simulation.reason:
-        console.print(simulation.reason, style="red", markup=False)
+        console.print(units.readable(simulation.reason), style="red", markup=False)
     console.print(
-        f"{human(document['params'])} parameters, {e.seq} tokens a sample; {layout_words(e.layout)}"
+        f"{units.parameters(document['params'])} parameters, {e.seq} tokens a sample; "
+        f"{words.layout(e.layout, batches=True)}"
     )
     _memory(console, simulation, document["memory"])
     _traffic(console, document["comm"])
@@ -42,9 +43,9 @@ def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) ->
     limit = simulation.limit_bytes
     peaks = [max(r.memory.peak_bytes, r.replay.peak_reserved) for r in simulation.roles]
     whole = limit or max(peaks)
-    room = f"{gb(limit)} GB for torch" if limit is not None else "nobody knows how much"
+    room = f"{units.size(limit)} for torch" if limit is not None else "nobody knows how much"
     console.print(
-        f"\n[bold]Memory of a GPU[/]: {room}, {gb(memory['context_bytes'])} GB of context beside it"
+        f"\n[bold]Memory of a GPU[/]: {room}, {units.size(memory['context_bytes'])} of context beside it"
     )
     ranks = table(
         "all ranks" if len(simulation.roles) == 1 else "stages",
@@ -71,20 +72,20 @@ def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) ->
     else:
         console.print()
     parts = table("at the peak", "", "GB", "most ever GB", left=2)
-    for category, words in TERMS.items():
+    for category, term in TERMS.items():
         most = memory["most_by_category"][category]
         if most:
             size = memory["by_category"][category]
-            parts.add_row(words, bar(console, size, whole, room=False).ljust(BAR), gb(size), gb(most))
+            parts.add_row(term, bar(console, size, whole, room=False).ljust(BAR), gb(size), gb(most))
     console.print(parts)
     if memory["host_bytes"]:
-        console.print(f"In host memory, for each GPU: {gb(memory['host_bytes'])} GB")
+        console.print(f"In host memory, for each GPU: {units.size(memory['host_bytes'])}")
     where = f"{memory['peak_line']} ({memory['peak_operator']})"
     console.print(f"The peak is in {memory['peak_phase']}, {where}.", markup=False)
     if simulation.outcome == "ok":
         console.print(
-            f"The allocator reserves {gb(memory['reserved_bytes'])} GB, of which fragmentation wastes "
-            f"{100 * memory['fragmentation']:.1f} %; initialisation takes {gb(memory['init_peak_bytes'])} GB."
+            f"The allocator reserves {units.size(memory['reserved_bytes'])}, of which fragmentation wastes "
+            f"{units.percent(memory['fragmentation'])}; initialisation takes {units.size(memory['init_peak_bytes'])}."
         )
 
 
@@ -93,10 +94,10 @@ def _traffic(console: Console, comm: dict[str, Any]) -> None:
         console.print("\nNothing is sent.")
         return
     who = "each rank" if comm["role"] == "all" else f"a rank of the busiest stages ({comm['role']})"
-    console.print(f"\n[bold]Sent in a step[/] by {who}: {gb(comm['sent_bytes'])} GB")
+    console.print(f"\n[bold]Sent in a step[/] by {who}: {units.size(comm['sent_bytes'])}")
     rows = table("group", "operation", "for", "link", "ranks", "calls", "GB", left=4)
     for row in sorted(comm["rows"], key=lambda row: -row["sent_bytes"]):
-        if row["sent_bytes"] >= GB / 200:
+        if row["sent_bytes"] >= units.GB / 200:
             rows.add_row(
                 row["group"],
                 row["op"].replace("_", "-"),
@@ -107,16 +108,16 @@ def _traffic(console: Console, comm: dict[str, Any]) -> None:
                 gb(row["sent_bytes"]),
             )
     console.print(rows)
-    for key, words in (("bytes_by_group", "By group"), ("bytes_by_link", "By link")):
+    for key, title in (("bytes_by_group", "By group"), ("bytes_by_link", "By link")):
         sums = sorted(comm[key].items(), key=lambda entry: -entry[1])
-        console.print(f"{words}: " + ", ".join(f"{name} {gb(size)} GB" for name, size in sums))
+        console.print(f"{title}: " + ", ".join(f"{name} {units.size(size)}" for name, size in sums))
 
 
 def _work(console: Console, document: dict[str, Any]) -> None:
     flops = document["flops"]
     console.print(
-        f"\n[bold]Computed in a step[/]: {flops['model']:.4g} FLOP of the model, {flops['hardware']:.4g} with "
-        f"what is recomputed; {flops['operators_of_busiest_rank']:.4g} by the busiest rank's operators"
+        f"\n[bold]Computed in a step[/]: {units.flop(flops['model'])} of the model, "
+        f"{units.flop(flops['hardware'])} with what is recomputed; "
+        f"{units.flop(flops['operators_of_busiest_rank'])} by the busiest rank's operators"
     )
-    seconds = document["trace_seconds"]
-    console.print(f"Traced in {seconds:.1f} s; no GPU took part.")
+    console.print(f"Traced in {units.seconds(document['trace_seconds'])}; no GPU took part.")

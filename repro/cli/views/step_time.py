@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from repro.cli.views.step_parts import BAR, bar, table
+from repro.render import units
+from repro.render.table import BAR, bar, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,10 +27,9 @@ def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | N
             console.print(f"\nNo time is predicted: {simulation.no_time}", markup=False)
         return
     step = time["step_s"]
-    tera = time["flops_per_device"] / 1e12
     console.print(
-        f"\n[bold]A step takes {seconds(step)}[/]: {time['samples_per_s']:,.2f} samples/s, "
-        f"{tera:,.1f} TFLOP/s per GPU (recomputation counted)"
+        f"\n[bold]A step takes {units.seconds(step)}[/]: {units.number(time['samples_per_s'])} samples/s, "
+        f"{units.flop_rate(time['flops_per_device'])} per GPU (recomputation counted)"
     )
     rows = table(
         "of the slowest stage" if len(simulation.time.timeline.stages) > 1 else "", "", "s", "%", left=2
@@ -40,22 +40,18 @@ def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | N
             rows.add_row(words, filled, f"{time[key]:,.3f}", f"{100 * time[key] / step:.1f}")
     console.print(rows)
     exposed = sorted(time["exposed_by_kind"].items(), key=lambda entry: -entry[1])
-    named = [f"{name} {seconds(size)}" for name, size in exposed if size >= step / 1000]
+    named = [f"{name} {units.seconds(spent)}" for name, spent in exposed if spent >= step / 1000]
     if named:
         console.print("Waited for: " + ", ".join(named))
     if time["hidden_s"] >= step / 1000:
-        console.print(f"Hidden under computation: {seconds(time['hidden_s'])} of communication")
+        console.print(f"Hidden under computation: {units.seconds(time['hidden_s'])} of communication")
     if time["generation"]:
         console.print(
-            f"Kernels take {time['factor']:.2f} times what shapes and bandwidth ask for: {time['generation']}.",
+            f"Kernels take {units.number(time['factor'])} times what shapes and bandwidth ask for: "
+            f"{time['generation']}.",
             markup=False,
         )
     elif time["factor"] == 1.0 and not simulation.time.system.device.operators:
         console.print(
             "No run calibrates these kernels on this device: they take what shapes and bandwidth ask for."
         )
-
-
-def seconds(value: float) -> str:
-    """`1.25 s`, `12.5 ms`."""
-    return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json as json_format
 import re
-import shutil
-import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from repro.config.links import KEYS
-from repro.config.system import Link, Quantity, System
+from repro.config.system import Quantity, System
+from repro.render import units
+from repro.render.console import print_json, stdout
+from repro.render.table import table
 from repro.systems.load import load, names
 
-GB, GIB, TERA = 1e9, 2**30, 1e12
 BETWEEN_NODES = "inter-node"
-KIB, MICRO, PICO = 1024, 1e-6, 1e-12
 UNKNOWN = "?"
+DIGITS = 4
+"""Of numbers that a file states."""
 
 
 def command(name: str, json: bool) -> int:
@@ -26,8 +26,7 @@ def command(name: str, json: bool) -> int:
     systems = [load(name)] if name else [load(each) for each in names()]
     if json:
         described = [describe(system) for system in systems]
-        json_format.dump(described[0] if name else described, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json(described[0] if name else described)
     elif name:
         _print_one(systems[0])
     else:
@@ -53,15 +52,8 @@ def describe(system: System) -> dict[str, Any]:
     }
 
 
-def human(quantity: Quantity, scale: float, unit: str) -> str:
-    """`900 GB/s`; `unknown` where nobody knows."""
-    if quantity.value is None:
-        return "unknown"
-    return f"{quantity.value / scale:,.5g} {unit}".rstrip()
-
-
 def _number(value: float | None, scale: float = 1.0) -> str:
-    return UNKNOWN if value is None else f"{value / scale:.4g}"
+    return UNKNOWN if value is None else units.number(value / scale, DIGITS)
 
 
 def _bandwidth(system: System, link: str) -> str:
@@ -71,32 +63,27 @@ def _bandwidth(system: System, link: str) -> str:
     devices, value = system.devices_per_node.value, system.links[link].bandwidth.value
     if value is None or (system.links[link].per == "node" and devices is None):
         return UNKNOWN
-    return _number(system.link_per_device(link), GB)
+    return _number(system.link_per_device(link), units.GB)
 
 
 def _print_all(systems: list[System]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+    headings = ("per\nnode", "GB", "fp16\nTFLOP/s", "nvlink\nGB/s", "pcie\nGB/s", "between\nnodes GB/s")
     # Narrow enough for 80 columns, so that no name or number is cut.
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("system", no_wrap=True)
-    table.add_column("device", no_wrap=True, max_width=17, overflow="ellipsis")
-    for heading in ("per\nnode", "GB", "fp16\nTFLOP/s", "nvlink\nGB/s", "pcie\nGB/s", "between\nnodes GB/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = table("system", "device", *headings, left=2, gap=1)
+    rows.columns[1].max_width, rows.columns[1].overflow = 17, "ellipsis"
     for system in systems:
         device = system.device
         peak = device.peak_flops.get("fp16")
-        table.add_row(
+        rows.add_row(
             system.name,
             re.sub(r"^NVIDIA | \(.*", "", device.name),
             _number(system.devices_per_node.value),
-            _number(device.memory_bytes.value, GB),
-            _number(peak.value if peak else None, TERA),
+            _number(device.memory_bytes.value, units.GB),
+            _number(peak.value if peak else None, units.TERA),
             *(_bandwidth(system, link) for link in ("nvlink", "pcie", "inter-node")),
         )
-    console = Console(highlight=False)
-    console.print(table)
+    console = stdout()
+    console.print(rows)
     console.print(
         "\nGB = 1e9 bytes; bandwidth in one direction and for each device; ?: not known, -: no such link.\n"
         "`repro systems NAME` shows where each number comes from; NAME may be your own .toml file."
@@ -108,63 +95,87 @@ def _print_one(system: System) -> None:
     capability = f", compute capability {device.compute_capability}" if device.compute_capability else ""
     print(f"{system.name}: {device.name}{capability}")
     rows = [
-        ("devices per node", human(system.devices_per_node, 1, ""), system.devices_per_node),
-        ("nodes", human(system.nodes, 1, ""), system.nodes),
-        ("device memory", human(device.memory_bytes, GIB, "GiB"), device.memory_bytes),
-        ("unseen by the allocator", human(context, GIB, "GiB"), context),
-        ("memory bandwidth", human(device.memory_bandwidth, GB, "GB/s"), device.memory_bandwidth),
-        *((f"{k} peak", human(peak, TERA, "TFLOP/s"), peak) for k, peak in device.peak_flops.items()),
-        *((k, _per(link), link.bandwidth) for k, link in system.links.items()),
-        ("host memory of a node", human(system.host_memory_bytes, GIB, "GiB"), system.host_memory_bytes),
+        _row("devices per node", system.devices_per_node, _number),
+        _row("nodes", system.nodes, _number),
+        _row("device memory", device.memory_bytes, _size),
+        _row("unseen by the allocator", context, _size),
+        _row("memory bandwidth", device.memory_bandwidth, _bytes_per_s),
+        *(_row(f"{precision} peak", peak, _flop_rate) for precision, peak in device.peak_flops.items()),
+        *(
+            _row(name, link.bandwidth, _bytes_per_s, f" per {link.per}")
+            for name, link in system.links.items()
+        ),
+        _row("host memory of a node", system.host_memory_bytes, _size),
+        *_time_rows(system),
     ]
-    for label, value, quantity in rows:
-        print(f"\n{label:<25}{value}")
-        print(_wrapped(quantity.source, "    "))
-    for label, value, source in _time_rows(system):
+    for label, value, source in rows:
         print(f"\n{label:<25}{value}")
         print(_wrapped(source, "    "))
     _print_measured(system)
     if device.memory_bytes.value is not None:
-        print(f"\nThe allocator of one device can reserve {system.allocatable_bytes() / GIB:.5g} GiB.")
+        print(f"\nThe allocator of one device can reserve {_size(system.allocatable_bytes())}.")
     if system.note:
         print(_wrapped(f"note: {system.note}", ""))
 
 
-UNITS = {
-    "kernel_s": (MICRO, "us"),
-    "launch_s": (MICRO, "us"),
-    "latency_s": (MICRO, "us"),
-    "start_s": (MICRO, "us"),
-    "half_bytes": (KIB, "KiB"),
-    "unaligned_flops": (TERA, "TFLOP/s"),
-    "matmul_efficiency": (0.01, "% of peak"),
-    "memory_efficiency": (0.01, "% of peak"),
-    "efficiency": (0.01, "% of peak"),
-    "overlap_cost": (0.01, "%"),
+def _row(
+    label: str, quantity: Quantity, words: Callable[[float], str], after: str = ""
+) -> tuple[str, str, str]:
+    """Label, value and source; `unknown` where nobody knows."""
+    said = "unknown" if quantity.value is None else words(quantity.value)
+    return label, said + after, quantity.source
+
+
+def _size(value: float) -> str:
+    return units.size(value, DIGITS)
+
+
+def _bytes_per_s(value: float) -> str:
+    return f"{_size(value)}/s"
+
+
+def _flop_rate(value: float) -> str:
+    return units.flop_rate(value, DIGITS)
+
+
+def _seconds(value: float) -> str:
+    return units.seconds(value, DIGITS)
+
+
+def _of_peak(value: float) -> str:
+    return f"{units.percent(value)} of peak"
+
+
+WORDS: dict[str, Callable[[float], str]] = {
+    "kernel_s": _seconds,
+    "launch_s": _seconds,
+    "latency_s": _seconds,
+    "start_s": _seconds,
+    "half_bytes": _size,
+    "unaligned_flops": _flop_rate,
+    "matmul_efficiency": _of_peak,
+    "memory_efficiency": _of_peak,
+    "efficiency": _of_peak,
+    "overlap_cost": units.percent,
 }
 """How the numbers for time are shown; the others count something."""
-
-
 ALWAYS = ("latency_s", "efficiency")
 NETWORK = ("adapters", "rings")
 """Numbers of a link that are shown though they are assumed: for every class, and beyond a node."""
 
 
 def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
-    """(label, value, source) of what the model of time uses."""
+    """What the model of time uses."""
     time = system.device.time
-    for key in (field.name for field in dataclasses.fields(time)):
-        yield _row(key, time.used(key))
+    used = {field.name: time.used(field.name) for field in dataclasses.fields(time)}
     for name, link in system.links.items():
         always = (*ALWAYS, *NETWORK) if name == BETWEEN_NODES else ALWAYS
         for key in KEYS:
             if key in always or getattr(link, key).value is not None:
-                yield _row(f"{name} {key}", link.used(name, key))
-
-
-def _row(label: str, quantity: Quantity) -> tuple[str, str, str]:
-    scale, unit = UNITS.get(label.split()[-1], (1, ""))
-    return label.replace("_", " ").removesuffix(" s"), human(quantity, scale, unit), quantity.source
+                used[f"{name} {key}"] = link.used(name, key)
+    for label, quantity in used.items():
+        words = WORDS.get(label.split()[-1], _number)
+        yield _row(label.replace("_", " ").removesuffix(" s"), quantity, words)
 
 
 def _print_measured(system: System) -> None:
@@ -176,13 +187,13 @@ def _print_measured(system: System) -> None:
     line = f"measured on {made.date} with torch {made.torch}, {made.ranks} ranks, {made.repeats} repeats"
     print("\n" + _wrapped(f"{line}; {facts}" if facts else line, ""))
     for name, rate in system.device.operators.items():
-        parts = f"{rate.per_byte_s / PICO:.4g} ps a byte + {rate.per_flop_s / PICO:.4g} ps a FLOP"
-        print(f"{name:<40} {rate.fixed_s / MICRO:.4g} us + {parts}")
+        fixed, per_byte, per_flop = map(_seconds, (rate.fixed_s, rate.per_byte_s, rate.per_flop_s))
+        print(f"{name:<40} {fixed} + {per_byte} a byte + {per_flop} a FLOP")
     for link in system.links:
         for operation, collective in system.links[link].collectives.items():
             for found in (collective, *collective.groups):
                 ends = (found.points[0], found.points[-1])
-                few, many = (f"{size / KIB:,.4g} KiB in {seconds / MICRO:,.4g} us" for size, seconds in ends)
+                few, many = (f"{_size(size)} in {_seconds(spent)}" for size, spent in ends)
                 label = f"{link} {operation}, {found.ranks or made.ranks} ranks"
                 label += f" {found.stride} apart" if found.stride > 1 else ""
                 print(f"{label:<40} {len(found.points)} sizes, {few} to {many}")
@@ -192,13 +203,9 @@ def _wrapped(text: str, indent: str) -> str:
     """Lines as wide as the terminal; addresses are not broken, so that they can be copied."""
     return textwrap.fill(
         text,
-        shutil.get_terminal_size().columns,
+        stdout().width,
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _per(link: Link) -> str:
-    return f"{human(link.bandwidth, GB, 'GB/s')} per {link.per}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json as json_module
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro.cli.views.claims import COLUMNS
+from repro.render import units
+from repro.render.console import print_json, stdout
+from repro.render.table import table
 from repro.validate.published import (
     CALIBRATION,
     CLOSE,
@@ -45,11 +47,9 @@ def command(results: Path, json: bool, svg: Path | None, system: str) -> int:
     if svg is not None:
         _draw(found, svg)
     if json:
-        sys.stdout.write(json_module.dumps(as_dict(found, machine), indent=2, ensure_ascii=False) + "\n")
+        print_json(as_dict(found, machine))
         return 0
-    from repro.cli.views.claims import make_console
-
-    console = make_console()
+    console = stdout(COLUMNS)
     show(found, console)
     if machine is not None:
         show_machine(machine, console)
@@ -113,7 +113,6 @@ def show(found: Sequence[Point], console: Console) -> None:
 
 def _explained(missed: Sequence[Point], console: Console) -> None:
     """What the ledger says of the points that are far off, each reason once."""
-    from rich.table import Table
     from rich.text import Text
 
     reasons: dict[str, list[str]] = {}
@@ -121,35 +120,33 @@ def _explained(missed: Sequence[Point], console: Console) -> None:
         reasons.setdefault(point.note or "nothing known", []).append(f"{point.claim} {point.label}")
     if not reasons:
         return
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0), header_style="bold")
-    grid.add_column("points", ratio=1)
-    grid.add_column("why, as far as it is known", ratio=2)
+    headings = ("points", "why, as far as it is known")
+    grid = table(*headings, left=2, wrap=headings, below=1)
+    grid.columns[0].ratio, grid.columns[1].ratio = 1, 2
     for note, names in reasons.items():
         grid.add_row(", ".join(names), note)
     console.print()
-    console.print(Text(f"Farther off than {100 * CLOSE:.0f} %", style="bold cyan"))
+    console.print(Text(f"Farther off than {units.number(100 * CLOSE)} %", style="bold cyan"))
     console.print(grid)
 
 
 def _table(title: str, group: Sequence[Point], console: Console) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     if not group:
         return
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("claim", "row", "published", "predicted", "unit", "rate"):
-        grid.add_column(name, justify="right" if name in ("published", "predicted", "rate") else "left")
+    headings = ("claim", "row", "published", "predicted", "unit", "rate")
+    grid = table(*headings, left={"claim", "row", "unit"}, wrap=headings)
     for point in group:
         side = point.kind == RATIO and not point.left_out and not point.right_side
         style = "red" if abs(point.error) > CLOSE or side else "green" if abs(point.error) <= 0.10 else ""
         grid.add_row(
             point.claim,
             point.label,
-            f"{point.published:,.4g}",
-            f"{point.predicted:,.4g}",
+            units.number(point.published),
+            units.number(point.predicted),
             point.unit,
-            Text(f"{point.error:+.1%}{'  other side of 1' if side else ''}", style=style),
+            Text(units.percent(point.error, sign=True) + "  other side of 1" * side, style=style),
         )
     console.print()
     console.print(Text(title, style="bold cyan"))
@@ -157,12 +154,10 @@ def _table(title: str, group: Sequence[Point], console: Console) -> None:
 
 
 def _statistics(found: Sequence[Point], console: Console) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("family", "points", "median |error|", "within 25 %", "worst", ""):
-        grid.add_column(name, justify="left" if name in ("family", "") else "right")
+    headings = ("family", "points", "median |error|", "within 25 %", "worst", "")
+    grid = table(*headings, left={"family", ""}, wrap=headings)
     for family in families(found):
         grid.add_row(*_line(family))
     console.print()
@@ -171,38 +166,36 @@ def _statistics(found: Sequence[Point], console: Console) -> None:
     ratios = [point for point in found if point.kind == RATIO and not point.left_out]
     if ratios:
         right = sum(point.right_side for point in ratios)
-        console.print(f"{right} of {len(ratios)} ratios on the right side of 1.", highlight=False)
+        console.print(f"{right} of {len(ratios)} ratios on the right side of 1.")
 
 
 def _line(family: Family) -> tuple[str, ...]:
     return (
         family.name,
         str(family.points),
-        f"{family.median:.1%}",
+        units.percent(family.median),
         f"{family.close}/{family.points}",
-        f"{family.worst.error:+.0%}",
+        units.percent(family.worst.error, sign=True),
         f"{family.worst.claim} {family.worst.label}",
     )
 
 
 def show_machine(machine: Machine, console: Console) -> None:
     """Predicted against measured."""
-    from rich.table import Table
     from rich.text import Text
 
     console.print()
     console.print(Text(f"Measured here, predicted on {machine.system}", style="bold cyan"))
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("experiment", "layout", "measured s", "predicted s", "error"):
-        grid.add_column(name, justify="left" if name in ("experiment", "layout") else "right")
+    headings = ("experiment", "layout", "measured", "predicted", "error")
+    grid = table(*headings, left=2, wrap=headings)
     for pair in machine.pairs:
-        numbers = (f"{pair.measured:.4g}", f"{pair.predicted:.4g}", f"{pair.error:+.1%}")
-        grid.add_row(pair.name, pair.layout, *numbers)
+        times = units.seconds(pair.measured), units.seconds(pair.predicted)
+        grid.add_row(pair.name, pair.layout, *times, units.percent(pair.error, sign=True))
     console.print(grid)
     if machine.pairs:
-        console.print(f"{len(machine.pairs)} runs, median |error| {machine.median:.1%}.", highlight=False)
+        console.print(f"{len(machine.pairs)} runs, median |error| {units.percent(machine.median)}.")
     for name, reason in machine.missing.items():
-        console.print(f"{name}: not predicted: {reason}", highlight=False)
+        console.print(f"{name}: not predicted: {reason}")
 
 
 def _draw(found: Sequence[Point], path: Path) -> None:

@@ -20,7 +20,7 @@ from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import ConfigError, Experiment
 from repro.models import flops
-from repro.report.text import significant
+from repro.render.units import number
 from repro.report.verdicts import experiments_of, row_view
 
 HOUR_S = 3600.0
@@ -151,8 +151,8 @@ def _hours(found: Command, catalogue: Catalogue) -> str:
     if found.suite not in catalogue.suites or not found.needs:
         return "none: processor cores"
     price = cost(found, catalogue)
-    least = "?" if price.least is None else significant(price.least)
-    return f"{least} to {significant(price.most)}"
+    least = "?" if price.least is None else number(price.least)
+    return f"{least} to {number(price.most)}"
 
 
 def _plain(words: str) -> str:

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from repro.config.errors import ConfigError, require
+from repro.render import units
 from repro.results.store import CONCLUSIVE, MEASURED, read
 
 Record = Mapping[str, Any]
@@ -91,7 +92,7 @@ def _experiment(old: Record, new: Record, tolerance: float) -> list[Change]:
     if ratio is not None:
         value, low, high = ratio
         judged = WORSE if high < 1 - tolerance else BETTER if low > 1 + tolerance else SAME
-        rates = [f"{r['metrics']['samples_per_s']:.4g} samples/s" for r in (old, new)]
+        rates = [f"{units.number(r['metrics']['samples_per_s'])} samples/s" for r in (old, new)]
         changes.append(
             Change(
                 kind="speed",
@@ -108,7 +109,7 @@ def _experiment(old: Record, new: Record, tolerance: float) -> list[Change]:
     if all(sizes):
         grown = sizes[1] / sizes[0]
         judged = WORSE if grown > 1 + tolerance else BETTER if grown < 1 - tolerance else SAME
-        said = [f"{size / 1e6:.4g} MB" for size in sizes]
+        said = [units.size(size) for size in sizes]
         changes.append(
             Change(kind="memory", name=name, before=said[0], after=said[1], judged=judged, ratio=grown)
         )
@@ -177,8 +178,7 @@ def _commit(record: Record) -> str:
 
 def _show(changes: list[Change]) -> None:
     for change in sorted(changes, key=lambda change: (WORSE, BETTER, SAME).index(change.judged)):
-        span = f" ({change.low:.3f} to {change.high:.3f})" if change.low is not None else ""
-        ratio = f"{change.ratio:.3f} times{span}  " if change.ratio is not None else ""
+        ratio = f"{units.ratio(change.ratio, change.low, change.high)}  " if change.ratio is not None else ""
         if change.judged != SAME or change.kind == "speed":
             print(
                 f"{change.judged:<6} {change.kind:<8} {change.name}: {ratio}{change.before} -> {change.after}"

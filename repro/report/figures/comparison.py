@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from repro.report import text
+from repro.render import units
 from repro.report.figures.style import BLUE, INK, MUTED, ORANGE, Drawing, Record, canvas, label, quiet
 
 TITLE = "Throughput of compared strategies"
@@ -30,7 +30,7 @@ def draw(comparisons: list[Record]) -> Drawing:
             axes.plot([low, high], [y, y], color=colour, linewidth=3.5, solid_capstyle="butt", zorder=3)
         fill = colour if known else "white"
         axes.scatter(ratio, y, s=46, color=fill, edgecolors=INK if known else colour, linewidths=1, zorder=4)
-        words = f"{ratio:.2f} {text.interval(low, high)}"
+        words = f"{ratio:.2f} {units.interval(low, high)}"
         axes.annotate(words, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8.5)
     axes.axvline(1, color=INK, linewidth=1.2)
     axes.set_yticks(range(len(shown)), [f"{r['subject']['name']}  /  {r['baseline']['name']}" for r in shown])

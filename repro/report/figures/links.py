@@ -83,6 +83,6 @@ def _line(axes: Axes, y: int, sent: dict[str, float]) -> None:
 
 
 def _bytes(value: float, _: object = None) -> str:
-    from repro.report import text
+    from repro.render import units
 
-    return text.size(value)
+    return units.size(value)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
-from repro.report import text
+from repro.render import units
 from repro.report.figures.style import BLUE, GREY, INK, MUTED, Drawing, Record, canvas, label, quiet
 
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 ID, TITLE = "machine", "Predicted against measured"
 PANELS = (
-    ("memory.peak_bytes", "peak memory of the fullest rank", text.size),
-    ("comm.sent_bytes", "sent by a rank in a step", text.size),
-    ("step_seconds.median", "seconds of a step", text.seconds),
+    ("memory.peak_bytes", "peak memory of the fullest rank", units.size),
+    ("comm.sent_bytes", "sent by a rank in a step", units.size),
+    ("step_seconds.median", "seconds of a step", units.seconds),
 )
 RUN = "repro run suites/smoke.toml --evidence simulated"
 RUN_TIMES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from repro.report import text
+from repro.render import units
 from repro.report.figures.style import CATEGORY, Drawing, Record, canvas, label, quiet
 from repro.report.page.measured import accounted
 
@@ -48,7 +48,7 @@ def draw(records: list[Record]) -> Drawing:
                 axes.barh(y, width, 0.74, left=base, **(OUTLINE if category == "host" else device))
                 base += width
             axes.annotate(
-                text.size(peak["total"]),
+                units.size(peak["total"]),
                 (base, y),
                 (4, 0),
                 textcoords="offset points",

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.commands import Catalogue
 from repro.claims.table import table
+from repro.render.units import interval
 from repro.report import verdicts
 from repro.report.evidence import Evidence, Record
 from repro.report.page import measured, simulated
-from repro.report.text import interval
 
 if TYPE_CHECKING:
     from repro.report.page.measured import Machines, Selection

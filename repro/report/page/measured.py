@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from repro.config.experiment import PROTOCOL
-from repro.report import text
+from repro.render import units, words
 from repro.report.verdicts import anchor
 from repro.results.store import CONCLUSIVE, SIMULATED
 
@@ -74,24 +74,24 @@ def experiment_row(record: Record) -> dict[str, Any]:
     known = accounted(record)
     spread = ""
     if of("step_seconds.median") is not None:
-        spread = f"[{text.seconds(of('step_seconds.p20'))}, {text.seconds(of('step_seconds.p80'))}]"
+        spread = f"[{units.seconds(of('step_seconds.p20'))}, {units.seconds(of('step_seconds.p80'))}]"
     return {
         "name": record["name"],
         "suite": record["suite"],
         "anchor": anchor("measured", f"{record['suite']}/{record['name']}"),
         "model": experiment["model"]["name"],
         "engine": experiment["engine"],
-        "layout": layout(experiment["layout"]),
+        "layout": words.layout(experiment["layout"]),
         "outcome": record["outcome"],
         "reason": record.get("reason", ""),
-        "step": text.seconds(of("step_seconds.median")),
+        "step": units.seconds(of("step_seconds.median")),
         "spread": spread,
-        "tokens_per_s": text.count(of("tokens_per_s")),
-        "states": text.size(of("memory.states_bytes") if known else None),
-        "peak": text.size(of("memory.peak_bytes") if known else None),
-        "resident": text.size(of("memory.rss_peak_bytes")),
-        "sent": text.size(of("comm.sent_bytes")),
-        "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else text.NOTHING,
+        "tokens_per_s": units.number(of("tokens_per_s")),
+        "states": units.size(of("memory.states_bytes") if known else None),
+        "peak": units.size(of("memory.peak_bytes") if known else None),
+        "resident": units.size(of("memory.rss_peak_bytes")),
+        "sent": units.size(of("comm.sent_bytes")),
+        "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NOTHING,
         **identity(record),
     }
 
@@ -99,26 +99,6 @@ def experiment_row(record: Record) -> dict[str, Any]:
 def identity(record: Record) -> dict[str, Any]:
     """Which record it is, and when it was written (UTC)."""
     return {"id": record.get("id", ""), "written": str(record.get("written", ""))[:16].replace("T", " ")}
-
-
-_SWITCHES = {"pa": "P_a", "pa_cpu": "on the CPU", "md": "M_D", "scatter_gather": "scatter/gather"}
-
-
-def layout(values: dict[str, Any]) -> str:
-    """A layout in a few words: `dp 2, tp 2, sp, zero 3, bf16`; what is off is not said."""
-    parts = [f"{key} {values[key]}" for key in ("dp", "tp", "pp") if values.get(key, 1) > 1]
-    parts += [f"{values['chunks']} chunks"] if values.get("chunks", 1) > 1 else []
-    parts += ["sp"] if values["sp"] else []
-    if values["dp"] > 1 or values["zero"]:
-        parts.append(
-            f"zero {values['zero']}" + (" (all-reduce)" if values["zero1_reduce"] == "all-reduce" else "")
-        )
-    parts += ["recompute"] if values["recompute"] else []
-    parts += [name for key, name in _SWITCHES.items() if values.get(key)]
-    parts += ["no C_B"] if not values.get("cb", True) else []
-    parts += [f"{values['kernels']} kernels"] if values.get("kernels", "fused") != "fused" else []
-    parts += ["no overlap"] if not values.get("overlap", True) else []
-    return ", ".join([*(parts or ["one process"]), values["precision"]])
 
 
 class Machines:
@@ -163,7 +143,7 @@ def where(provenance: Record) -> dict[str, str]:
     return {
         "host": str(provenance.get("host", "unknown")),
         "cpu": f"{cpu.get('model', 'unknown')}, {cpu.get('usable_cores', '?')} cores",
-        "memory": text.size(memory.get("total_bytes")),
+        "memory": units.size(memory.get("total_bytes")),
         "gpus": ", ".join(kinds) or "none",
         "torch": str(packages.get("torch", "unknown")),
         "python": str((provenance.get("python") or {}).get("version", "unknown")),

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from repro.report import text
-from repro.report.page.measured import Record, identity, layout
+from repro.render import units, words
+from repro.report.page.measured import Record, identity
 from repro.report.verdicts import anchor
-
-_BYTES = re.compile(r"\b(\d{4,})\b(?: bytes)?")
-"""The numbers of an allocator's message."""
 
 
 def experiment_row(record: Record) -> dict[str, Any]:
@@ -25,16 +21,16 @@ def experiment_row(record: Record) -> dict[str, Any]:
         "model": experiment["model"]["name"],
         "system": experiment["system"],
         "ranks": f"{values['dp'] * values['tp'] * values.get('pp', 1):,}",
-        "layout": f"{layout(values)}, micro-batch {values['micro_batch']}",
+        "layout": f"{words.layout(values)}, micro-batch {values['micro_batch']}",
         "outcome": record["outcome"],
-        "reason": _BYTES.sub(lambda found: text.size(int(found[1])), record.get("reason", "")),
-        "states": text.size(metrics.get("memory.states_bytes")),
-        "peak": text.size(metrics.get("memory.peak_bytes")),
+        "reason": units.readable(record.get("reason", "")),
+        "states": units.size(metrics.get("memory.states_bytes")),
+        "peak": units.size(metrics.get("memory.peak_bytes")),
         "where": _where(fullest),
-        "reserved": text.size(metrics.get("memory.reserved_bytes")),
-        "limit": text.size(metrics.get("memory.limit_bytes")),
-        "sent": text.size(metrics.get("comm.sent_bytes")),
-        "between": text.size(metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None),
+        "reserved": units.size(metrics.get("memory.reserved_bytes")),
+        "limit": units.size(metrics.get("memory.limit_bytes")),
+        "sent": units.size(metrics.get("comm.sent_bytes")),
+        "between": units.size(metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None),
         **identity(record),
     }
 

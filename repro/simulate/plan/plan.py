@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
+from repro.render import units
 from repro.simulate.plan import estimate
 from repro.simulate.plan.candidates import Request, candidates
 from repro.simulate.plan.closed_form import ruled_out, stage_parameters, state_bytes
@@ -102,7 +103,7 @@ class Planner:
         if out is None:
             return None
         category, states = out
-        size, reason = sum(states.values()), f"model states alone are {_gb(sum(states.values()))} GB"
+        size, reason = sum(states.values()), f"model states alone are {units.size(sum(states.values()))}"
         by_role = {}
         for role, parameters in stage_parameters(request.model, layout).items():
             held = round(sum(state_bytes(parameters, layout).values()))
@@ -160,10 +161,10 @@ class Planner:
         if fullest.peak_bytes > request.allocatable:
             row.outcome = OOM
             row.ruled_out_by = binding(fullest.by_category)
-            row.reason = f"{_gb(fullest.peak_bytes)} GB are live in {fullest.phase}"
+            row.reason = f"{units.size(fullest.peak_bytes)} are live in {fullest.phase}"
         elif fullest.peak_bytes * MARGIN + SEGMENTS > request.allocatable:
             row.outcome = UNDECIDED
-            row.reason = f"{_gb(fullest.peak_bytes)} GB are live: the allocator decides"
+            row.reason = f"{units.size(fullest.peak_bytes)} are live: the allocator decides"
         return row
 
 
@@ -258,7 +259,3 @@ def experiment(request: Request, layout: Layout) -> Experiment:
     return Experiment(
         name="plan", model=request.model, layout=layout, training=training, system=request.system.name
     )
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f}"

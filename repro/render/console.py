@@ -1,0 +1,33 @@
+"""The terminal: one way to get it for standard output, one for standard error."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def stdout(least: int = 0) -> Console:
+    """Standard output as it is now, without colours of its own; `least` columns wide where it is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, least)
+    return console
+
+
+def stderr() -> Console:
+    """Standard error as it is now."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(document: Any) -> None:
+    """`document` as the only thing on standard output, for programs and for people who look at it."""
+    import json
+
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")

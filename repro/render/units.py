@@ -1,0 +1,93 @@
+"""Numbers for people: decimal units (GB = 1e9 bytes), three significant digits, an en dash for what is not there."""
+
+from __future__ import annotations
+
+import math
+import re
+
+NOTHING = "–"
+GB = 1e9
+TERA = 1e12
+_BYTES = (("TB", 1e12), ("GB", GB), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9), ("ps", 1e-12))
+_FLOP = (("ZFLOP", 1e21), ("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+_PARAMETERS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0))
+_LONG = re.compile(r"\b\d{4,}\b( bytes)?")
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`digits` significant digits without an exponent: `1.53`, `15.0`, `12,345`; `15` where it is exactly that."""
+    if value is None:
+        return NOTHING
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    places = max(0, digits - 1 - exponent)
+    text = f"{value:,.{places}f}"
+    short = text.rstrip("0").rstrip(".") if "." in text else text
+    return short if math.isclose(float(short.replace(",", "")), value, rel_tol=1e-9) else text
+
+
+def size(count: float | None, digits: int = 3) -> str:
+    """Bytes: `1.53 GB`, `512 B`."""
+    return _scaled(count, _BYTES, digits)
+
+
+def gb(count: float | None) -> str:
+    """Bytes as a column of GB: two decimals, so that the points stand below each other."""
+    return NOTHING if count is None else f"{count / GB:,.2f}"
+
+
+def seconds(value: float | None, digits: int = 3) -> str:
+    """Seconds: `1.53 s`, `12.3 ms`, `2 min 5 s`."""
+    if value is not None and value >= 100:
+        minutes, rest = divmod(round(value), 60)
+        return f"{minutes} min {rest} s"
+    return "0 s" if value == 0 else _scaled(value, _SECONDS, digits)
+
+
+def parameters(count: float) -> str:
+    """A model's parameters in four digits: `842`, `236.9K`, `1.558B`, `1.008T`."""
+    return _scaled(count, _PARAMETERS, digits=4, space="")
+
+
+def flop(count: float) -> str:
+    """Arithmetic: `1.53 PFLOP`."""
+    return _scaled(count, _FLOP)
+
+
+def flop_rate(per_s: float | None, digits: int = 3) -> str:
+    """FLOP/s, always in the unit that data sheets have: `312 TFLOP/s`."""
+    return NOTHING if per_s is None else f"{number(per_s / TERA, digits)} TFLOP/s"
+
+
+def percent(part: float, *, sign: bool = False) -> str:
+    """A part of 1: `7.7 %`; with `sign` a difference, `+7.7 %`."""
+    return f"{100 * part:{'+' if sign else ''}.1f} %"
+
+
+def ratio(value: float, low: float | None, high: float | None) -> str:
+    """How many times, with its interval where there is one: `1.023 times (1.010 to 1.034)`."""
+    span = f" ({low:.3f} to {high:.3f})" if low is not None and high is not None else ""
+    return f"{value:.3f} times{span}"
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """`[0.98, 1.04]`, or what is to be said where none can be given."""
+    return "no interval" if low is None or high is None else f"[{low:.2f}, {high:.2f}]"
+
+
+def readable(message: str) -> str:
+    """An allocator's message with its bytes as `size` writes them."""
+    return _LONG.sub(lambda found: size(int(found[0].split()[0])), message)
+
+
+def _scaled(
+    value: float | None, units: tuple[tuple[str, float], ...], digits: int = 3, space: str = " "
+) -> str:
+    """`value` in the largest of `units` (descending) in which it is 1 or more when it is rounded."""
+    if value is None:
+        return NOTHING
+    least = 1 - 0.5 * 10.0**-digits
+    unit, scale = next((each for each in units if abs(value) >= least * each[1]), units[-1])
+    return f"{number(value / scale, digits)}{space}{unit}"
