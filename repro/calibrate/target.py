@@ -16,6 +16,7 @@ from repro.calibrate.links import OVERLAPPED, LinkBench
 from repro.calibrate.plan import PAYLOADS, QUICK_PAYLOADS, QUICK_REPEATS
 from repro.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
+from repro.config.enums import Phase
 from repro.launch.beacon import Beacon
 from repro.launch.device import own_device
 from repro.launch.job import Job
@@ -44,7 +45,7 @@ def run_rank(
         def beat() -> None:
             nonlocal count
             count += 1
-            beacon.phase(0, count, "measure")
+            beacon.phase(0, count, Phase.MEASURE)
 
         beat()
         result: dict[str, Any] = {

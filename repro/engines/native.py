@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from repro.config import Experiment
+from repro.config.enums import Phase
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
 from repro.parallel.pipeline.schedule import build, in_flight
@@ -66,7 +67,7 @@ class NativeEngine:
         loss = self.pipeline.run(None if self.scaler is None else self.scaler.scale, observe)
         for part in self.parts:
             part.finish()
-        observe("optimizer")
+        observe(Phase.OPTIMIZER)
         with torch.no_grad():
             return self._update(loss, observe if self.mesh.pp.size > 1 else lambda phase: None)
 

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from repro.config import Experiment
+from repro.config.enums import Phase
 from repro.models.gpt import GPT
 from repro.models.init import initial_values
 from repro.parallel.mesh import Mesh
@@ -104,17 +105,17 @@ class TorchEngine:
         count = len(micro_batches)
         total: Tensor | None = None
         for i, batch in enumerate(micro_batches):
-            observe("forward")
+            observe(Phase.FORWARD)
             last = i == count - 1
             if self.stage >= 2 and self.mesh.dp.size > 1:
                 self.model.set_requires_gradient_sync(last)
             quiet = self.stage < 2 and not last and self.mesh.dp.size > 1
             with self.model.no_sync() if quiet else nullcontext():
                 loss = self.model(batch.tokens, batch.targets, batch.place)
-                observe("backward")
+                observe(Phase.BACKWARD)
                 (loss / count if count > 1 else loss).backward()
             total = loss.detach() if total is None else total + loss.detach()
-        observe("optimizer")
+        observe(Phase.OPTIMIZER)
         assert total is not None
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip or float("inf"))
         self.optimizer.step()

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PHASES = ("start", "init", "forward", "backward", "idle", "optimizer", "measure", "done", "checkpoint")
-"""`start` is everything before the rank's first word: interpreter, imports, rendezvous."""
+from repro.config.enums import Phase
 
-_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+_PHASES = tuple(Phase)
+_NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
 _PHASE = struct.Struct("=iiqd")  # experiment, phase, step, seconds
 _COLLECTIVE = struct.Struct("=qd24s24s")  # sequence, seconds, operation, group
 _SLOT = 128
@@ -28,7 +28,7 @@ class Position(NamedTuple):
 
     experiment: int
     step: int
-    phase: str
+    phase: Phase
     sequence: int
     """Number of its last collective, 0 before the first."""
     op: str
@@ -39,7 +39,7 @@ class Position(NamedTuple):
     @property
     def begun(self) -> bool:
         """Whether the rank has entered an experiment."""
-        return self.phase != "start"
+        return self.phase != Phase.START
 
     def __str__(self) -> str:
         if not self.begun:
@@ -57,8 +57,8 @@ class Beacon:
         self._collective_at = rank * _SLOT + _PHASE.size
         self._keep = keep
 
-    def phase(self, experiment_index: int, step: int, phase: str) -> None:
-        """The rank enters `phase` (one of `PHASES`) of `step` of an experiment of its job."""
+    def phase(self, experiment_index: int, step: int, phase: Phase) -> None:
+        """The rank enters `phase` of `step` of an experiment of its job."""
         _PHASE.pack_into(self._map, self._phase_at, experiment_index, _NUMBER[phase], step, time.monotonic())
 
     def collective(self, sequence: int, op: str, group: str) -> None:
@@ -86,7 +86,7 @@ class Lookout:
         experiment, number, step, said = _PHASE.unpack_from(self._map, rank * _SLOT)
         sequence, issued, op, group = _COLLECTIVE.unpack_from(self._map, rank * _SLOT + _PHASE.size)
         return Position(
-            experiment, step, PHASES[number], sequence, _text(op), _text(group), max(said, issued)
+            experiment, step, _PHASES[number], sequence, _text(op), _text(group), max(said, issued)
         )
 
     def close(self) -> None:

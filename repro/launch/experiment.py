@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from repro.config import Experiment
+from repro.config.enums import MODEL_STATES, STEP_PHASES, Phase
 from repro.data import open_stream
 from repro.engines import build_engine
 from repro.engines.native import NativeEngine
@@ -19,16 +20,15 @@ from repro.launch.resume import Place as CheckpointPlace
 from repro.launch.series import Diverged, Series
 from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker
-from repro.measure.timing import COMPUTING, CORE, PHASES, StepClock
+from repro.measure.timing import COMPUTING, CORE, StepClock
 from repro.models import flops
 from repro.models.gpt import Place
-from repro.parallel import storage
 from repro.parallel.mesh import Mesh
 from repro.train.part import MicroBatch
 
 __all__ = ["Diverged", "Run"]
 
-Report = Callable[[int, str], None]
+Report = Callable[[int, Phase], None]
 """Called with (step, phase) at every change of phase."""
 
 
@@ -54,7 +54,7 @@ class Run:
         self.kernels = KernelTally(device.type, plain=experiment.layout.plain)
         self.memory: dict[str, Any] = {}
         self.comm: list[dict[str, Any]] = []
-        report(0, "init")
+        report(0, Phase.INIT)
         # torch's engines do not say what their storages are for, and a partial account would flatter them.
         self.tracker = MemoryTracker() if experiment.engine == "native" else None
         with self.tracker or nullcontext():
@@ -66,7 +66,12 @@ class Run:
         if checkpoints is not None:
             assert isinstance(self.engine, NativeEngine)
             self.checkpoints = CheckpointManager(
-                experiment, mesh, self.engine, device, checkpoints, lambda: report(self.index, "checkpoint")
+                experiment,
+                mesh,
+                self.engine,
+                device,
+                checkpoints,
+                lambda: report(self.index, Phase.CHECKPOINT),
             )
             self._resume(self.checkpoints)
 
@@ -93,7 +98,7 @@ class Run:
         if tracker is not None:
             live = tracker.live()
             self.memory = {
-                "states": {c: live[c] for c in (storage.PARAMETERS, storage.GRADIENTS, storage.OPTIMIZER)},
+                "states": {c: live[c] for c in MODEL_STATES},
                 "peak": tracker.peak,
                 "most": tracker.most,
                 "peak_phase": tracker.peak_phase,
@@ -140,7 +145,7 @@ class Run:
         if not stop and self.left and self.index % self.experiment.training.checkpoint_every:
             return False
         self._read()
-        self.report(self.index, "checkpoint")
+        self.report(self.index, Phase.CHECKPOINT)
         history = {
             "loss": self.series.loss,
             "grad_norm": self.series.grad_norm,
@@ -154,16 +159,16 @@ class Run:
             raise Stopped(f"stopped on request after step {self.index}; {goes_on}")
         return True
 
-    def _watch(self, tracker: MemoryTracker) -> Callable[[str], None]:
-        def observe(phase: str) -> None:
+    def _watch(self, tracker: MemoryTracker) -> Callable[[Phase], None]:
+        def observe(phase: Phase) -> None:
             tracker.phase = phase
 
         return observe
 
-    def _step(self, observe: Callable[[str], None]) -> None:
+    def _step(self, observe: Callable[[Phase], None]) -> None:
         step, report = self.index, self.report
 
-        def phase(name: str) -> None:
+        def phase(name: Phase) -> None:
             report(step, name)
             observe(name)
 
@@ -191,7 +196,7 @@ class Run:
     def result(self, outcome: str = "ok", reason: str = "") -> dict[str, Any]:
         """Everything that was seen, as plain data."""
         e, series = self.experiment, self.series
-        phases = [p for p in PHASES if p != "idle" or e.layout.pp > 1]
+        phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
         uses = e.layout.accumulation * self._layers()
         blocks = [row for row in self.comm if row["purpose"] == "block"]
@@ -254,7 +259,7 @@ class Run:
         rows = self.phase_rows
         return {
             **self.engine.pipeline_report(),
-            "idle_s": [row["idle"] for row in rows],
+            "idle_s": [row[Phase.IDLE] for row in rows],
             "busy_s": [sum(row[phase] for phase in COMPUTING) for row in rows],
             "core_s": [row[CORE] for row in rows],
         }

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from repro.config import Experiment
+from repro.config.enums import Phase
 from repro.launch.beacon import Beacon
 from repro.launch.device import own_device
 from repro.launch.experiment import Diverged, Report, Run
@@ -96,7 +97,7 @@ def _alone(job: Job, index: int, device: torch.device, beacon: Beacon) -> dict[s
         result = run.result("diverged", str(error))
     else:
         result = run.result()
-    beacon.phase(index, run.experiment.training.steps, "done")
+    beacon.phase(index, run.experiment.training.steps, Phase.DONE)
     beacon.finished(index, result)
     return result
 
@@ -121,7 +122,7 @@ def _compare(job: Job, device: torch.device, beacon: Beacon) -> dict[str, dict[s
     results = {}
     for i, (run, experiment) in enumerate(zip(runs, job.experiments, strict=True)):
         result = run.result("diverged", diverged[i]) if i in diverged else run.result()
-        beacon.phase(i, experiment.training.steps, "done")
+        beacon.phase(i, experiment.training.steps, Phase.DONE)
         beacon.finished(i, result)
         results[experiment.key] = result
     return results
@@ -161,6 +162,6 @@ def _compare_apart(job: Job, device: torch.device, beacon: Beacon) -> dict[str, 
             del run
             gc.collect()
     for i, experiment in enumerate(job.experiments):
-        beacon.phase(i, experiment.training.steps, "done")
+        beacon.phase(i, experiment.training.steps, Phase.DONE)
         beacon.finished(i, results[experiment.key])
     return results

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from repro.config import Layout
+from repro.config.enums import Phase
 from repro.launch.beacon import Position
 from repro.launch.job import Job
 
@@ -267,7 +268,7 @@ def behind(positions: list[Position], job: Job) -> list[int]:
         if len(found := issued[_stage(layout, rank)]) > 1 and positions[rank].sequence == min(found)
     ]
     slow = fewer or slow
-    return [rank for rank in slow if positions[rank].phase != "idle"] or slow
+    return [rank for rank in slow if positions[rank].phase != Phase.IDLE] or slow
 
 
 def _stage(layout: Layout, rank: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from repro.config import Experiment
+from repro.config.enums import Phase
 from repro.engines.native import NativeEngine
 from repro.launch.beacon import Beacon
 from repro.launch.device import own_device
@@ -51,7 +52,7 @@ def _try(
     else:
         mesh = mesh_of(experiment, device)
     mesh.ledger.observers.append(lambda sequence, op, group, purpose: beacon.collective(sequence, op, group))
-    beacon.phase(index, 0, "init")
+    beacon.phase(index, 0, Phase.INIT)
     engine = NativeEngine(experiment, mesh, device)
     layout, step = experiment.layout, 0
     tokens = torch.randint(experiment.model.vocab, (layout.micro_batch, experiment.seq), device=device)
@@ -61,5 +62,5 @@ def _try(
         engine.synchronize()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    beacon.phase(index, STEPS, "done")
+    beacon.phase(index, STEPS, Phase.DONE)
     return {"memory": process_memory(device), "parameters": engine.local_parameters()}

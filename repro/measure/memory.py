@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from repro.config.enums import ACCOUNTED, Category, Phase
 from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
 
-_Seen = tuple["weakref.ref[torch.UntypedStorage]", str]
+_Seen = tuple["weakref.ref[torch.UntypedStorage]", Category]
 """A storage, and the category that it has if it has no mark."""
 
 
@@ -29,12 +30,12 @@ class MemoryTracker(UncompiledMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "init"
+        self.phase = Phase.INIT
         """`forward` makes unmarked storages activations; other phases make them `other`."""
         self._live: dict[int, _Seen] = {}
         self._now = self._nothing()
         """Bytes by category after the last operator."""
-        self._newborn: list[tuple[_Seen, str, int]] = []
+        self._newborn: list[tuple[_Seen, Category, int]] = []
         """Storages that it made, with the category under which `_now` counts them and their bytes."""
         self._now_phase = self.phase
         self._peak, self._most, self._peak_phase = self._nothing(), self._nothing(), ""
@@ -76,11 +77,11 @@ class MemoryTracker(UncompiledMode):
             if live is not None:
                 # Parameters are released and restored without an operator (ZeRO 3): ask each time.
                 category = storage.category_of(live) or born
-                if category != storage.SHAPE:
+                if category != Category.SHAPE:
                     found[category] += live.nbytes()
         return _with_total(found)
 
-    def largest(self, category: str) -> int:
+    def largest(self, category: Category) -> int:
         """Bytes of the largest live storage of a category."""
         sizes = [
             s.nbytes()
@@ -91,7 +92,7 @@ class MemoryTracker(UncompiledMode):
 
     @staticmethod
     def _nothing() -> dict[str, int]:
-        return dict.fromkeys(("total", *storage.CATEGORIES), 0)
+        return dict.fromkeys(("total", *ACCOUNTED), 0)
 
     def _judge(self) -> None:
         """Compare the moment after the last operator with the peaks.
@@ -103,7 +104,7 @@ class MemoryTracker(UncompiledMode):
             category = None if live is None else storage.category_of(live)
             if category is not None and category != counted_as:
                 self._now[counted_as] -= size
-                if category != storage.SHAPE:
+                if category != Category.SHAPE:
                     self._now[category] += size
         if self._newborn:
             self._newborn.clear()
@@ -111,15 +112,15 @@ class MemoryTracker(UncompiledMode):
         if self._now["total"] > self._peak["total"]:
             self._peak, self._peak_phase = dict(self._now), self._now_phase
         most = self._most
-        for category, size in self._now.items():
-            if size > most[category]:
-                most[category] = size
+        for name, size in self._now.items():
+            if size > most[name]:
+                most[name] = size
 
     def _see(self, seen: torch.UntypedStorage) -> None:
         key = seen._cdata
         if key in self._live:
             return
-        born = storage.ACTIVATIONS if self.phase == "forward" else storage.OTHER
+        born = Category.ACTIVATIONS if self.phase == Phase.FORWARD else Category.OTHER
 
         def forget(_: object) -> None:
             self._live.pop(key, None)
@@ -132,5 +133,5 @@ class MemoryTracker(UncompiledMode):
 def _with_total(found: dict[str, int]) -> dict[str, int]:
     """Sum the device's categories under `total`."""
     found["total"] = 0
-    found["total"] = sum(found.values()) - found[storage.HOST]
+    found["total"] = sum(found.values()) - found[Category.HOST]
     return found

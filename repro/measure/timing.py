@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import torch
 
-PHASES = ("forward", "backward", "idle", "optimizer")
-"""`idle` is waiting for other pipeline stages."""
-COMPUTING = ("forward", "backward")
+from repro.config.enums import STEP_PHASES, Phase
+
+COMPUTING = (Phase.FORWARD, Phase.BACKWARD)
 CORE = "core"
 """Processor time of the thread while it computed: less than the phases took if it was kept from its core."""
 
@@ -27,7 +27,7 @@ class StepClock:
         self._marks.append([])
 
     def mark(self, phase: str) -> None:
-        """A phase begins (one of `PHASES`) or the step ends (`end`)."""
+        """A phase begins (one of `STEP_PHASES`) or the step ends (`end`)."""
         self._marks[-1].append((phase, self._now(), time.thread_time()))
 
     def _now(self) -> float | torch.cuda.Event:
@@ -43,7 +43,7 @@ class StepClock:
             torch.cuda.synchronize(self.device)
         found = []
         for marks in self._marks:
-            row = dict.fromkeys((*PHASES, CORE), 0.0)
+            row = dict.fromkeys((*STEP_PHASES, CORE), 0.0)
             for (phase, start, core), (_, stop, core_then) in pairwise(marks):
                 row[phase] += self._between(start, stop)
                 row[CORE] += core_then - core if phase in COMPUTING else 0.0

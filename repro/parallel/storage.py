@@ -1,6 +1,6 @@
 """Tensors that say what they are for.
 
-Memory is accounted by category (1910.02054 sec. 3).  The category is a mark on the storage, so that it
+Memory is accounted by `Category`.  The category is a mark on the storage, so that it
 travels with every view, costs nothing in a step and needs no registry that outlives an experiment.
 """
 
@@ -9,17 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-ACTIVATIONS, CHECKPOINTS = "activations", "checkpoints"
-COMMUNICATION, OTHER = "communication", "other"
-HOST = "host"
-"""In host memory while the device computes (P_a+cpu); no part of what the device holds."""
-SHAPE = "shape"
-"""A tensor on `meta` that stands for one to come, wherever it will be: it holds nothing and counts nowhere."""
-CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CHECKPOINTS, COMMUNICATION, OTHER, HOST)
+from repro.config.enums import Category
 
 
-def mark(tensor: Tensor, category: str) -> Tensor:
+def mark(tensor: Tensor, category: Category) -> Tensor:
     """`tensor`, its storage marked as being for `category`."""
     whole = tensor.untyped_storage()
     whole.category = category  # type: ignore[attr-defined]
@@ -29,22 +22,22 @@ def mark(tensor: Tensor, category: str) -> Tensor:
     return tensor
 
 
-def category_of(storage: torch.UntypedStorage) -> str | None:
+def category_of(storage: torch.UntypedStorage) -> Category | None:
     """The mark of a storage; None for what autograd and operators allocate."""
     return getattr(storage, "category", None)
 
 
-def empty(numel: int, like: Tensor, category: str, dtype: torch.dtype | None = None) -> Tensor:
+def empty(numel: int, like: Tensor, category: Category, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised flat tensor [numel] on `like`'s device, in its dtype unless another is given."""
     return mark(torch.empty(numel, dtype=dtype or like.dtype, device=like.device), category)
 
 
-def zeros(numel: int, like: Tensor, category: str, dtype: torch.dtype | None = None) -> Tensor:
+def zeros(numel: int, like: Tensor, category: Category, dtype: torch.dtype | None = None) -> Tensor:
     """A zeroed flat tensor [numel] on `like`'s device, in its dtype unless another is given."""
     return mark(torch.zeros(numel, dtype=dtype or like.dtype, device=like.device), category)
 
 
-def empty_on_host(numel: int, like: Tensor, category: str) -> Tensor:
+def empty_on_host(numel: int, like: Tensor, category: Category) -> Tensor:
     """An uninitialised flat tensor [numel] in host memory, page-locked where `like` is on a GPU.
 
     Where `like` has no data (`meta`), neither has the result.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from repro import kernels
+from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import MAX, SUM, Group, Work
 
@@ -151,7 +152,7 @@ def split_parameter(
     if split is not None:
         assert local[split] % tp.size == 0
         local[split] //= tp.size
-    parameter = nn.Parameter(storage.mark(torch.empty(local, device="meta"), storage.SHAPE))
+    parameter = nn.Parameter(storage.mark(torch.empty(local, device="meta"), Category.SHAPE))
     vars(parameter).update(split=split, init=init, partial=False, used_once=used_once)
     return parameter
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from repro.parallel.storage import COMMUNICATION, empty
+from repro.config.enums import Category
+from repro.parallel.storage import empty
 
 SUM, MAX = "sum", "max"
 
@@ -171,7 +172,7 @@ class GlooTransport:
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
         parts = input.chunk(self.size)
-        received = empty(input.numel() - output.numel(), input, COMMUNICATION).chunk(self.size - 1)
+        received = empty(input.numel() - output.numel(), input, Category.COMMUNICATION).chunk(self.size - 1)
         peers = self._peers()
         works = self._exchange(
             [(parts[to], to) for to, _ in peers],

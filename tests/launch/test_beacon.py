@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from repro.launch.beacon import PHASES, Beacon, Lookout
+from repro.config.enums import Phase
+from repro.launch.beacon import Beacon, Lookout
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_every_word_is_progress(path: Path) -> None:
     lookout = Lookout(path, 1)
     beacon = Beacon(path, 0)
     seen = [lookout.position(0).seconds]
-    for phase in PHASES:
+    for phase in Phase:
         beacon.phase(0, 1, phase)
         seen.append(lookout.position(0).seconds)
         beacon.collective(1, "all_reduce", "tp")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from repro.config import ConfigError, Layout
+from repro.config.enums import Category
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
@@ -73,7 +74,7 @@ def test_arena_is_one_allocation_that_is_used_again() -> None:
         seen = set()
         for _ in range(3):
             saved = [checkpoints.save(x) for x in inputs(3)]
-            seen.add(tracker.live()[storage.CHECKPOINTS])
+            seen.add(tracker.live()[Category.CHECKPOINTS])
             assert checkpoints.arena is not None
             assert checkpoints.arena.used == 3
             places = {checkpoints.load(s).data_ptr() for s in saved}
@@ -84,7 +85,7 @@ def test_arena_is_one_allocation_that_is_used_again() -> None:
                 checkpoints.free(s)
             assert checkpoints.arena.used == 0
     assert seen == {3 * 32 * 4}, "30 elements in pieces of 32"
-    assert tracker.most[storage.CHECKPOINTS] == 3 * 32 * 4
+    assert tracker.most[Category.CHECKPOINTS] == 3 * 32 * 4
 
 
 def test_more_than_was_planned_is_an_error() -> None:
@@ -101,7 +102,7 @@ def test_more_than_was_planned_is_an_error() -> None:
 
 
 def test_arena_pieces() -> None:
-    arena = Arena(storage.mark(torch.zeros(12), storage.GRADIENTS), [6, 2, 4])
+    arena = Arena(storage.mark(torch.zeros(12), Category.GRADIENTS), [6, 2, 4])
     small, middle, large = arena.take(1), arena.take(3), arena.take(1)
     assert [p.tensor.storage_offset() for p in (small, middle, large)] == [6, 8, 0], "the smallest that fits"
     assert (arena.used, arena.fits(1)) == (3, False)
@@ -112,7 +113,7 @@ def test_arena_pieces() -> None:
         arena.give(middle)
     arena.grow(20)
     other = arena.take(20).tensor
-    assert storage.category_of(other.untyped_storage()) == storage.GRADIENTS
+    assert storage.category_of(other.untyped_storage()) == Category.GRADIENTS
     assert (arena.capacity, arena.memory.numel()) == (4, 12)
 
 
@@ -127,16 +128,16 @@ def test_host_memory_is_not_the_device_s(device: str) -> None:
             before = checkpoints.save(x, before)
             saved.append(before)
         del x
-        assert tracker.live()[storage.HOST] == 4 * size
+        assert tracker.live()[Category.HOST] == 4 * size
         assert tracker.live()["total"] == 0
         for i in (3, 2, 1, 0):
             loaded = checkpoints.load(saved[i])
             assert loaded.device.type == device
-            assert tracker.live()[storage.HOST] == max(0, i - 1) * size, "the next one is fetched"
-            assert tracker.live()[storage.CHECKPOINTS] == min(2, i + 1) * size
+            assert tracker.live()[Category.HOST] == max(0, i - 1) * size, "the next one is fetched"
+            assert tracker.live()[Category.CHECKPOINTS] == min(2, i + 1) * size
             del loaded
         assert tracker.live()["total"] == 0
-    assert tracker.most[storage.HOST] == 4 * size
+    assert tracker.most[Category.HOST] == 4 * size
 
 
 def test_second_backward_is_refused() -> None:
@@ -173,7 +174,7 @@ def test_recompute_keeps_nothing_but_the_checkpoint(pa_cpu: bool, md: bool) -> N
         del loss
         after = tracker.live()
     size = 32 * 4 if md else 30 * 4
-    assert live[storage.HOST if pa_cpu else storage.CHECKPOINTS] == 6 * size
+    assert live[Category.HOST if pa_cpu else Category.CHECKPOINTS] == 6 * size
     assert live["total"] <= (0 if pa_cpu else 6 * size) + 32, "the losses and autograd's anchors"
     gradients = 2 * 30 * 4
     assert after["total"] == gradients + (6 * size if md and not pa_cpu else 0)

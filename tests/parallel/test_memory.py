@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Model
+from repro.config.enums import Category
 from repro.engines.native import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
-from repro.parallel import storage
 from repro.parallel.zero.partition import ALIGNMENT
 from tests.pool import RankPool
 from tests.training import micro_batches, tiny
@@ -69,7 +69,7 @@ def test_states_are_what_the_paper_says_to_the_byte(
         psi = seen["psi"] + seen["padding"]
         assert seen["padding"] < len(seen["buckets"]) * ranks.world * ALIGNMENT
         expected = states(psi, ranks.world, zero, precision)
-        found = [seen["rest"][c] for c in (storage.PARAMETERS, storage.GRADIENTS, storage.OPTIMIZER)]
+        found = [seen["rest"][c] for c in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)]
         # Step counter and, in fp16, the loss scale are the few bytes that are no one's.
         assert found == [pytest.approx(value, abs=0) for value in expected]
 
@@ -93,19 +93,19 @@ def test_never_more_than_the_stage_allows(
         most, psi = seen["most"], seen["psi"] + seen["padding"]
         parameters, gradients, optimizer = states(psi, 4, zero, "bf16")
         blocks = sorted(2 * size for size in seen["buckets"])
-        assert most[storage.OPTIMIZER] == optimizer
+        assert most[Category.OPTIMIZER] == optimizer
         if zero == 3:
             # The largest unit (embeddings) and one block, or two blocks, beside the shards.
             parameters += blocks[-1] + blocks[-2]
-        assert most[storage.PARAMETERS] <= parameters
+        assert most[Category.PARAMETERS] <= parameters
         if zero == 3:
-            assert most[storage.PARAMETERS] < 2 * psi * 0.75, "most of the model was there at once"
+            assert most[Category.PARAMETERS] < 2 * psi * 0.75, "most of the model was there at once"
         if zero >= 2:
             # Two buckets under reduction and the one that fills; under stage 3 also the outer unit's,
             # which fills from the head's first gradient to the embedding's last.
             gradients += sum(blocks[-3:]) + (2 * seen["buckets"][-1] if zero == 3 else 0)
-        assert most[storage.GRADIENTS] <= gradients
-        assert seen["born"][storage.OPTIMIZER] == optimizer
+        assert most[Category.GRADIENTS] <= gradients
+        assert seen["born"][Category.OPTIMIZER] == optimizer
 
 
 def test_stage_3_frees_everything_after_evaluation(two: RankPool) -> None:
@@ -129,8 +129,8 @@ def test_activations_fall_with_recomputation(two: RankPool) -> None:
     plain = Layout(dp=2, micro_batch=8)
     with_it = two.run(watch, tiny(replace(plain, recompute=True), MODEL), 1)[0]["most"]
     without = two.run(watch, tiny(plain, MODEL), 1)[0]["most"]
-    kept = with_it[storage.ACTIVATIONS] + with_it[storage.CHECKPOINTS]
-    assert kept < 0.4 * without[storage.ACTIVATIONS]
+    kept = with_it[Category.ACTIVATIONS] + with_it[Category.CHECKPOINTS]
+    assert kept < 0.4 * without[Category.ACTIVATIONS]
 
 
 def test_sequence_parallelism_divides_norms_and_dropouts(two: RankPool) -> None:
@@ -138,4 +138,4 @@ def test_sequence_parallelism_divides_norms_and_dropouts(two: RankPool) -> None:
     plain = Layout(tp=2, micro_batch=8)
     alone = two.run(watch, tiny(plain, MODEL), 1)[0]["most"]
     split = two.run(watch, tiny(replace(plain, sp=True), MODEL), 1)[0]["most"]
-    assert split[storage.ACTIVATIONS] < 0.85 * alone[storage.ACTIVATIONS]
+    assert split[Category.ACTIVATIONS] < 0.85 * alone[Category.ACTIVATIONS]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
+from repro.config.enums import Category
 from repro.engines.native import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
-from repro.parallel import storage
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.train.part import MicroBatch
 from repro.wrap.parallelize import parallelize
@@ -103,7 +103,7 @@ def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[st
 
         def measure(*_: object) -> None:
             nonlocal fused
-            fused = max(fused, tracker.largest(storage.COMMUNICATION))
+            fused = max(fused, tracker.largest(Category.COMMUNICATION))
 
         def observe(phase: str) -> None:
             nonlocal forward
@@ -151,10 +151,10 @@ def test_pa_divides_checkpoints_by_tp_for_one_all_gather_each(
     pool, whole = pool_of(request, plain), of_checkpoints(plain)
     before, after = (pool.run(look, tiny(layout)) for layout in (plain, replace(plain, **PA)))
     for without, with_it in zip(before, after, strict=True):
-        assert without["most"][storage.CHECKPOINTS] == whole
-        assert with_it["most"][storage.CHECKPOINTS] == whole // tp
+        assert without["most"][Category.CHECKPOINTS] == whole
+        assert with_it["most"][Category.CHECKPOINTS] == whole // tp
         # Between forward and backward nothing else is there than without P_a: no x hides in the graph.
-        assert with_it["forward"][storage.CHECKPOINTS] == whole // tp
+        assert with_it["forward"][Category.CHECKPOINTS] == whole // tp
         assert with_it["forward"]["total"] == without["forward"]["total"] - whole + whole // tp
         rows = dict(with_it["rows"])
         gathered = rows.pop(("all_gather", "tp", "checkpoints"))
@@ -170,11 +170,11 @@ def test_offload_leaves_about_none(two: RankPool, md: bool) -> None:
     layout = replace(TP, **CPU, md=md)
     part = of_checkpoints(layout) // TINY.layers // 2
     for seen in two.run(look, tiny(layout)):
-        assert seen["most"][storage.HOST] == TINY.layers * part
-        assert seen["forward"][storage.CHECKPOINTS] == 0
-        assert seen["most"][storage.CHECKPOINTS] == 2 * part
-        assert seen["rest"][storage.CHECKPOINTS] == 0
-        assert seen["rest"][storage.HOST] == (TINY.layers * part if md else 0)
+        assert seen["most"][Category.HOST] == TINY.layers * part
+        assert seen["forward"][Category.CHECKPOINTS] == 0
+        assert seen["most"][Category.CHECKPOINTS] == 2 * part
+        assert seen["rest"][Category.CHECKPOINTS] == 0
+        assert seen["rest"][Category.HOST] == (TINY.layers * part if md else 0)
         assert seen["free"]
 
 
@@ -183,9 +183,9 @@ def test_arena_holds_what_the_schedule_keeps(four: RankPool) -> None:
     layout = replace(TP, pp=2, micro_batch=2, **PA, **MD)
     of_micro_batch = of_checkpoints(layout) // 2 // 2
     found = four.run(look, tiny(layout))
-    kept = [seen["rest"][storage.CHECKPOINTS] for seen in found]
+    kept = [seen["rest"][Category.CHECKPOINTS] for seen in found]
     assert kept == [2 * of_micro_batch] * 2 + [of_micro_batch] * 2
-    assert kept == [seen["most"][storage.CHECKPOINTS] for seen in found]
+    assert kept == [seen["most"][Category.CHECKPOINTS] for seen in found]
     assert all(seen["free"] for seen in found)
 
 
@@ -205,12 +205,12 @@ def test_fused_buffer_is_four_bytes_a_parameter_unless_it_has_a_constant_size(
             assert seen["fused"] == 4 * padded
             sent = seen["rows"]["all_reduce" if zero == 0 else "reduce_scatter", "dp", "gradients"]
             assert (sent["calls"], sent["payload_bytes"]) == (1, 4 * padded)
-            assert seen["rest"][storage.COMMUNICATION] == 0
+            assert seen["rest"][Category.COMMUNICATION] == 0
         for seen in two.run(look, tiny(layout, model)):
             assert max(seen["padded"]) * size <= limit
             assert seen["fused"] <= limit
             # What gloo receives: half of each bucket under reduction, and of the one that is launched.
-            assert seen["most"][storage.COMMUNICATION] <= (GradientReducer.IN_FLIGHT + 1) * limit // 2
+            assert seen["most"][Category.COMMUNICATION] <= (GradientReducer.IN_FLIGHT + 1) * limit // 2
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -221,9 +221,9 @@ def test_gradients_lie_in_one_allocation(two: RankPool, zero: int) -> None:
     for seen, without in zip(two.run(look, tiny(replace(layout, **MD))), plain, strict=True):
         padded = seen["padded"]
         pool = sum(sorted(padded)[-GradientReducer.IN_FLIGHT - 2 :]) * 4
-        assert without["rest"][storage.GRADIENTS] == sum(padded) // 2 * 4
+        assert without["rest"][Category.GRADIENTS] == sum(padded) // 2 * 4
         for moment in ("born", "rest", "most"):
-            assert seen[moment][storage.GRADIENTS] == sum(padded) // 2 * 4 + pool
+            assert seen[moment][Category.GRADIENTS] == sum(padded) // 2 * 4 + pool
         assert seen["free"]
 
 
@@ -278,5 +278,5 @@ def test_shape_only_counts_the_same(two: RankPool, layout: Layout) -> None:
     experiment = tiny(layout)
     shapes, real = look(experiment, "meta"), two.run(look, experiment)[0]
     assert shapes["rows"] == real["rows"]
-    for category in (storage.CHECKPOINTS, storage.HOST, storage.PARAMETERS, storage.GRADIENTS):
+    for category in (Category.CHECKPOINTS, Category.HOST, Category.PARAMETERS, Category.GRADIENTS):
         assert shapes["most"][category] == real["most"][category], category

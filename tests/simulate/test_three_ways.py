@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Model
+from repro.config.enums import Category
 from repro.engines.native import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.models.states import states_bytes
 from repro.parallel import mesh as meshes
-from repro.parallel.storage import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
 from repro.simulate.memory.live import measure
 from repro.simulate.trace.roles import roles, trace
 from tests.pool import RankPool
@@ -64,9 +64,9 @@ def really(experiment: Experiment) -> dict[str, Any]:
     engine.synchronize()
     return {
         "stage": mesh.pp.rank,
-        "states": {c: live[c] for c in (PARAMETERS, GRADIENTS, OPTIMIZER)},
+        "states": {c: live[c] for c in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)},
         "peak": tracker.peak["total"],
-        "host": tracker.most[HOST],
+        "host": tracker.most[Category.HOST],
         "messages": {(r["op"], r["group"], r["purpose"]): r for r in mesh.ledger.rows()},
         "parameters": engine.local_parameters() + engine.padding(),
     }

@@ -27,8 +27,8 @@ from tests.training import TINY
 def pass_on(experiment: Experiment, root: Path) -> int:
     """Read a checkpoint and write it again; returns its step."""
     run = start(experiment, root)
-    assert run.keeper is not None
-    assert run.keeper.write(run.index, {})
+    assert run.checkpoints is not None
+    assert run.checkpoints.write(run.index, {})
     return run.index
 
 
@@ -223,9 +223,9 @@ def dies(experiment: Experiment, root: Path, moment: str) -> None:
     run = start(experiment, root)
     run.prelude()
     run.steps(HALF - 1)
-    assert run.keeper is not None
+    assert run.checkpoints is not None
     if moment == "in the data":
-        run.keeper.progress = die
+        run.checkpoints.progress = die
     elif moment == "before the index":
         index.gather = die  # type: ignore[assignment]
     elif moment == "before the index has its name":
@@ -282,8 +282,8 @@ def runs_out(experiment: Experiment, root: Path) -> dict[str, Any]:
         index.rank_file(index.folder_of(root / experiment.key, WHOLE), 1).parent.mkdir()
         os.symlink("/dev/full", index.rank_file(index.folder_of(root / experiment.key, WHOLE), 1))
     dist.barrier()
-    assert run.keeper is not None
-    run.keeper._make = lambda folder: None  # type: ignore[method-assign]
+    assert run.checkpoints is not None
+    run.checkpoints._make = lambda folder: None  # type: ignore[method-assign]
     run.steps(run.left)
     return run.result()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from repro.config.enums import Phase
 from repro.launch import stacks
 from repro.launch.beacon import Position
 from repro.launch.failures import LOST_NODE
@@ -27,7 +28,7 @@ REAP_S = 20.0
 PORTS = 3
 """How many ports are tried before a launch fails because others take them."""
 _TAKEN = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
-_NOWHERE = Position(0, 0, "start", 0, "", "", 0.0)
+_NOWHERE = Position(0, 0, Phase.START, 0, "", "", 0.0)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout
+from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import Group, Work
 from repro.parallel.pipeline.schedule import FORWARD
@@ -55,7 +56,7 @@ class Boundary:
         return 0 if kind == FORWARD else 1
 
     def _buffer(self, parts: int) -> Tensor:
-        return storage.empty(torch.Size(self.shape).numel() // parts, self._like, storage.COMMUNICATION)
+        return storage.empty(torch.Size(self.shape).numel() // parts, self._like, Category.COMMUNICATION)
 
     def expect(self, source: int, kind: str) -> None:
         """Begin to receive the next tensor of `kind` from stage `source`."""
@@ -71,7 +72,7 @@ class Boundary:
             self.tp.all_gather(whole, buffer, purpose="boundary").wait()
             buffer = whole
         # From here on it is an activation like any other, or the gradient of one.
-        return storage.mark(buffer, storage.ACTIVATIONS).view(self.shape)
+        return storage.mark(buffer, Category.ACTIVATIONS).view(self.shape)
 
     def send(self, tensor: Tensor, to: int, kind: str) -> None:
         """Begin to send `tensor` [b, s, h] to stage `to`."""

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout
+from repro.config.enums import Phase
 from repro.parallel.comm import Group
 from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
 from repro.parallel.pipeline.schedule import FORWARD, Action, build, in_flight, needs
 
-Observer = Callable[[str], None]
+Observer = Callable[[Phase], None]
 """Called with the name of the phase that begins: forward, backward, idle (waiting for a stage), optimizer."""
 
 
@@ -115,11 +116,11 @@ class Pipeline:
         for position, action in enumerate(self.actions):
             self.current, received = action, None
             if self._source(action) is not None:
-                observe("idle")
+                observe(Phase.IDLE)
                 received = self.boundary.receive()
             if position + 1 < len(self.actions):
                 self._expect(self.actions[position + 1])
-            observe("forward" if action.kind == FORWARD else "backward")
+            observe(Phase.FORWARD if action.kind == FORWARD else Phase.BACKWARD)
             if action.kind == FORWARD:
                 loss = self._forward(action, received, scale)
                 if loss is not None:

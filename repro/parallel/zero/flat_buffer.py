@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import SUM, Group, Work
 from repro.parallel.zero.partition import BucketPlan
@@ -97,10 +98,10 @@ class Bucket:
 
     def _place_parameters(self, like: Tensor) -> None:
         plan = self.plan
-        self.full = storage.empty(plan.padded, like, storage.PARAMETERS)
+        self.full = storage.empty(plan.padded, like, Category.PARAMETERS)
         """All parameters of the bucket, flat [padded]; released between uses under stage 3."""
         if self.stage == 3:
-            self.shard = storage.zeros(plan.shard, like, storage.PARAMETERS)
+            self.shard = storage.zeros(plan.shard, like, Category.PARAMETERS)
         else:
             self.full[plan.numel :].zero_()
             size = plan.shard if self.stage else plan.padded
@@ -117,17 +118,17 @@ class Bucket:
         self.gradients: Tensor | None = None
         """All gradients of the bucket, flat [padded]; under stages 2 and 3 only while they are reduced."""
         if self.stage < 2:
-            self.gradients = storage.zeros(plan.padded, like, storage.GRADIENTS)
+            self.gradients = storage.zeros(plan.padded, like, Category.GRADIENTS)
             size = plan.shard if self.stage else plan.padded
             self.gradient_shard = self.gradients[self.part * size : (self.part + 1) * size]
         else:
-            self.gradient_shard = storage.zeros(plan.shard, like, storage.GRADIENTS)
+            self.gradient_shard = storage.zeros(plan.shard, like, Category.GRADIENTS)
 
     def _initialise(self, values: InitialValues, master_weights: bool) -> Tensor:
         shard = self.shard
         master = shard
         if master_weights:
-            master = storage.zeros(shard.numel(), shard, storage.OPTIMIZER, torch.float32)
+            master = storage.zeros(shard.numel(), shard, Category.OPTIMIZER, torch.float32)
         if self.stage in (1, 2):
             for slot in self.plan.slots:
                 for start, stop in _chunks(0, slot.stop - slot.start, self.full):
@@ -174,7 +175,7 @@ class Bucket:
                 self._piece = self.pool.take(self.plan.padded)
                 self.gradients = self._piece.tensor
             else:
-                self.gradients = storage.empty(self.plan.padded, self.full, storage.GRADIENTS)
+                self.gradients = storage.empty(self.plan.padded, self.full, Category.GRADIENTS)
             self.gradients[self.plan.numel :].zero_()
         place = self.plan.slots[slot]
         return self.gradients[place.start : place.stop]
@@ -194,7 +195,7 @@ class Bucket:
             return self.group.reduce_scatter(self.gradient_shard, full, purpose="gradients")
         output = self.gradient_shard
         if add:
-            output = storage.empty(self.plan.shard, full, storage.COMMUNICATION)
+            output = storage.empty(self.plan.shard, full, Category.COMMUNICATION)
         work = self.group.reduce_scatter(output, full, purpose="gradients")
 
         def finish() -> None:
@@ -207,7 +208,7 @@ class Bucket:
 
     def _reduce_fused(self, full: Tensor, add: bool) -> Work:
         """The same through one fp32 buffer of all gradients (1910.02054 sec. 3.2, 6.2)."""
-        buffer = storage.empty(self.plan.padded, full, storage.COMMUNICATION, torch.float32)
+        buffer = storage.empty(self.plan.padded, full, Category.COMMUNICATION, torch.float32)
         buffer.copy_(full)
         if self.stage == 0 or self.all_reduce_first:
             target, total = full, buffer
@@ -248,7 +249,7 @@ class Bucket:
         if not runs or group.size == 1:
             return
         total = sum(stop - start for start, stop in runs)
-        packed = storage.empty(total, self.gradient_shard, storage.COMMUNICATION)
+        packed = storage.empty(total, self.gradient_shard, Category.COMMUNICATION)
         views = [self.gradient_shard[start:stop] for start, stop in runs]
         torch.cat(views, out=packed)
         group.all_reduce(packed, SUM, purpose=purpose).wait()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import Group, Work
 from repro.parallel.zero.flat_buffer import Bucket
@@ -90,7 +91,7 @@ class GradientReducer:
                 by_dtype.setdefault(bucket.full.dtype, []).append(bucket)
         for same in by_dtype.values():
             sizes = sorted((bucket.plan.padded for bucket in same), reverse=True)[: self.IN_FLIGHT + 2]
-            memory = storage.empty(sum(sizes), same[0].full, storage.GRADIENTS)
+            memory = storage.empty(sum(sizes), same[0].full, Category.GRADIENTS)
             pool = Arena(memory, sizes)
             for bucket in same:
                 bucket.pool = pool

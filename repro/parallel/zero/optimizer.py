@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from repro import kernels
+from repro.config.enums import Category, Phase
 from repro.parallel import storage
 from repro.parallel.comm import SUM
 from repro.parallel.mesh import Mesh
@@ -69,7 +70,7 @@ class GradientShards:
         return views
 
     def agree(
-        self, loss: Tensor, scale: Tensor | None, observe: Callable[[str], None] = lambda phase: None
+        self, loss: Tensor, scale: Tensor | None, observe: Callable[[Phase], None] = lambda phase: None
     ) -> Norms:
         """Global norm, mean loss and overflow, in one all-reduce of 8 bytes over all ranks.
 
@@ -79,19 +80,19 @@ class GradientShards:
         """
         for bucket in self.buckets:
             bucket.sum_partial_gradients(self.mesh.tp)
-        observe("idle")
+        observe(Phase.IDLE)
         for bucket in self.buckets:
             bucket.sum_tied_gradients(self.mesh.embedding)
-        observe("optimizer")
+        observe(Phase.OPTIMIZER)
         if self._counted:
             squares = kernels.norm_squared(self._counted, plain=self.plain)
         else:  # all that this rank's shards hold is padding, or counted by another tp rank
             squares = torch.zeros((), dtype=torch.float32, device=loss.device)
         replicas = self.mesh.world.size // self.mesh.pp.size
         shared = torch.stack((squares * self._weight, loss.float() / replicas))
-        observe("idle")
+        observe(Phase.IDLE)
         self.mesh.world.all_reduce(shared, SUM, purpose="norm").wait()
-        observe("optimizer")
+        observe(Phase.OPTIMIZER)
         norm = shared[0].sqrt()
         if scale is not None:
             norm = norm / scale
@@ -119,7 +120,7 @@ class ShardedAdamW:
         self.step_count = torch.zeros((), dtype=torch.float32, device=like.device)
         """Steps taken (skipped ones do not count), 0-dim fp32."""
         self.moments = [
-            [storage.zeros(b.master.numel(), b.master, storage.OPTIMIZER, torch.float32) for _ in range(2)]
+            [storage.zeros(b.master.numel(), b.master, Category.OPTIMIZER, torch.float32) for _ in range(2)]
             for b in self.buckets
         ]
         """First and second moment of every bucket's shard."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from repro.config.enums import Category
 from repro.parallel import storage
 
 
@@ -72,6 +73,6 @@ class Arena:
 
     def grow(self, numel: int) -> None:
         """Add a piece of `numel` elements in an allocation of its own, for good."""
-        category = storage.category_of(self.memory.untyped_storage()) or storage.OTHER
+        category = storage.category_of(self.memory.untyped_storage()) or Category.OTHER
         self._free.add(len(self._pieces))
         self._pieces.append(storage.empty(numel, self.memory, category))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout
+from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import Group
 from repro.parallel.zero.partition import ALIGNMENT
@@ -78,7 +79,7 @@ class Checkpoints:
         """
         saved = Saved(x, before)
         if self._plain:
-            saved.kept = storage.mark(x.detach(), storage.CHECKPOINTS)
+            saved.kept = storage.mark(x.detach(), Category.CHECKPOINTS)
             return saved
         size = -(-x.numel() // self.parts)  # parts are equal; the last one may end in padding
         first = self.tp.rank * size if self.parts > 1 else 0
@@ -131,7 +132,7 @@ class Checkpoints:
     def _room(self, size: int, like: Tensor, saved: Saved) -> Tensor:
         """Where a checkpoint of `size` elements is kept."""
         make = storage.empty_on_host if self.offload else storage.empty
-        category = storage.HOST if self.offload else storage.CHECKPOINTS
+        category = Category.HOST if self.offload else Category.CHECKPOINTS
         if not self.contiguous:
             return make(size, like, category)
         if self.arena is None:
@@ -145,7 +146,7 @@ class Checkpoints:
         if saved.kept is None:
             return
         like = torch.empty(0, dtype=saved.kept.dtype, device=saved.device)
-        saved.fetched = storage.empty(saved.kept.numel(), like, storage.CHECKPOINTS)
+        saved.fetched = storage.empty(saved.kept.numel(), like, Category.CHECKPOINTS)
         stream = self._side(saved.fetched)
         if stream is None:
             saved.fetched.copy_(saved.kept)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from repro.parallel.storage import CATEGORIES, GRADIENTS, HOST, OPTIMIZER, PARAMETERS
+from repro.config.enums import ACCOUNTED, MODEL_STATES, Category
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Phase
-
-STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
 
 @dataclass
@@ -16,9 +14,9 @@ class Memory:
     """Live bytes of one role over initialisation and one step.  The device's, unless `host` says so."""
 
     peak_bytes: int = 0
-    by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+    by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
     """At the moment of the peak."""
-    most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+    most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
     """The most of each category at any moment."""
     phase: str = ""
     """Of the peak."""
@@ -38,14 +36,14 @@ class Memory:
     @property
     def host_bytes(self) -> int:
         """The most bytes in host memory."""
-        return self.most[HOST]
+        return self.most[Category.HOST]
 
 
 def measure(events: Iterable[Event]) -> Memory:
     """Go through a trace's allocations and releases."""
     found = Memory()
     live: dict[int, Alloc] = {}
-    now = dict.fromkeys(CATEGORIES, 0)
+    now = dict.fromkeys(ACCOUNTED, 0)
     total, phase = 0, ""
     for event in events:
         if isinstance(event, Alloc):
@@ -53,7 +51,7 @@ def measure(events: Iterable[Event]) -> Memory:
             now[event.category] += event.bytes
             if now[event.category] > found.most[event.category]:
                 found.most[event.category] = now[event.category]
-            if event.category == HOST:
+            if event.category == Category.HOST:
                 continue
             total += event.bytes
             if total > found.peak_bytes:
@@ -62,7 +60,7 @@ def measure(events: Iterable[Event]) -> Memory:
         elif isinstance(event, Free):
             ended = live.pop(event.id)
             now[ended.category] -= ended.bytes
-            if ended.category != HOST:
+            if ended.category != Category.HOST:
                 total -= ended.bytes
         elif isinstance(event, Mark):
             known = live[event.id]
@@ -74,5 +72,5 @@ def measure(events: Iterable[Event]) -> Memory:
             if phase == "init":
                 found.init_peak_bytes = found.peak_bytes
             phase = event.name
-    found.states = {category: now[category] for category in STATES}
+    found.states = {category: now[category] for category in MODEL_STATES}
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from repro.parallel.storage import CATEGORIES, HOST
+from repro.config.enums import ACCOUNTED, Category
 from repro.simulate.trace.events import Alloc, Free, Mark, Operator, Phase
 from repro.simulate.trace.roles import Trace
 
@@ -25,7 +25,7 @@ def over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, 
     step = traced.events[traced.step_start : traced.step_stop]
     whole = sum(seconds(event) for event in step if isinstance(event, Operator))
     live: dict[int, tuple[str, int]] = {}
-    now = dict.fromkeys(CATEGORIES, 0)
+    now = dict.fromkeys(ACCOUNTED, 0)
     found: list[dict[str, int]] = []
     phases: dict[int, tuple[str, int]] = {}
     most, total, spent = -1, 0, 0.0
@@ -44,11 +44,11 @@ def over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, 
         if isinstance(event, Alloc):
             live[event.id] = (event.category, event.bytes)
             now[event.category] += event.bytes
-            total += event.bytes * (event.category != HOST)
+            total += event.bytes * (event.category != Category.HOST)
         elif isinstance(event, Free):
             category, size = live.pop(event.id)
             now[category] -= size
-            total -= size * (category != HOST)
+            total -= size * (category != Category.HOST)
         elif isinstance(event, Mark):
             category, size = live[event.id]
             live[event.id] = (event.category, size)
@@ -64,7 +64,7 @@ def over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, 
     unit = max(1, max(sum(point.values()) for point in found) // STEPS)
     scaled = {
         category: [round(point[category] / unit) for point in found]
-        for category in CATEGORIES
+        for category in ACCOUNTED
         if any(point[category] for point in found)
     }
     return {

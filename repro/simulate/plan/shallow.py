@@ -194,13 +194,14 @@ def _timed(traced: Trace) -> Trace:
 
 def _moments(events: Iterable[Event]) -> dict[str, tuple[dict[str, int], ...]]:
     """By phase, what is live when live bytes, weighted as in `WEIGHTS`, are most."""
-    from repro.parallel.storage import CATEGORIES, HOST
+    from repro.config.enums import ACCOUNTED, Category
 
     live: dict[int, tuple[int, str]] = {}
-    now = dict.fromkeys(CATEGORIES, 0)
+    now = dict.fromkeys(ACCOUNTED, 0)
     found: dict[str, list[dict[str, int]]] = {}
     most: dict[str, list[int]] = {}
     total, kept, phase = 0, 0, ""
+    category: str
     for event in events:
         if isinstance(event, Alloc):
             size, category = event.bytes, event.category
@@ -224,7 +225,7 @@ def _moments(events: Iterable[Event]) -> dict[str, tuple[dict[str, int], ...]]:
             continue
         if size:
             now[category] += size
-            if category != HOST:
+            if category != Category.HOST:
                 total += size
                 kept += size if category in KEPT else 0
         if size >= 0:

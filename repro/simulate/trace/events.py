@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from repro.config.enums import Category
+
 
 class Alloc(NamedTuple):
     """A storage gets memory.  Host memory has the category `host`."""
 
     id: int
     bytes: int
-    category: str
+    category: Category
     operator: str
     """What made it."""
     line: str
@@ -27,7 +29,7 @@ class Mark(NamedTuple):
     """A storage is for something else from now on."""
 
     id: int
-    category: str
+    category: Category
 
 
 class Operator(NamedTuple):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from repro.config.enums import Category
 from repro.kernels.flops import FORMULAS, cost
 from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
@@ -115,10 +116,10 @@ class Recorder(UncompiledMode):
             self.events.append(Free(number))
         else:
             self._released.discard(number)
-            category = storage.category_of(seen) or storage.OTHER
+            category = storage.category_of(seen) or Category.OTHER
             self.events.append(Alloc(number, size, category, "restore", _line()))
 
-    def marked(self, seen: torch.UntypedStorage, category: str) -> None:
+    def marked(self, seen: torch.UntypedStorage, category: Category) -> None:
         """A storage says what it is for.  The first word holds from its birth, later ones from then on."""
         entry = self._live.get(seen._cdata)
         if entry is None:
@@ -129,7 +130,7 @@ class Recorder(UncompiledMode):
         else:
             event = self.events[index]
             assert isinstance(event, Alloc)
-            if category == storage.SHAPE:
+            if category == Category.SHAPE:
                 self.events[index] = event._replace(bytes=0)
             else:
                 self.events[index] = event._replace(category=category)
@@ -151,7 +152,7 @@ class Recorder(UncompiledMode):
         self._live[key] = (number, reference)
         seen.watcher = self  # type: ignore[attr-defined]
         # Before the mark comes: what the forward pass makes is activations.
-        born = storage.ACTIVATIONS if self._phase == "forward" else storage.OTHER
+        born = Category.ACTIVATIONS if self._phase == "forward" else Category.OTHER
         self._unmarked[number] = len(self.events)
         self.events.append(Alloc(number, seen.nbytes(), born, name, _line()))
 
@@ -205,7 +206,7 @@ def _operator(
 
 def _on_host(args: tuple[Any, ...]) -> bool:
     """Whether an operand is in host memory, which its shape does not say."""
-    return any(storage.category_of(tensor.untyped_storage()) == storage.HOST for tensor in _tensors(args))
+    return any(storage.category_of(tensor.untyped_storage()) == Category.HOST for tensor in _tensors(args))
 
 
 def _tensors(value: Any) -> list[Tensor]:

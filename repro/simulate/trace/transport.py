@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from repro.parallel.storage import COMMUNICATION, empty
+from repro.config.enums import Category
+from repro.parallel.storage import empty
 from repro.parallel.transports import NoTransport, Transport, Work
 from repro.simulate.trace.events import Message, Receive, Wait
 
@@ -85,7 +86,7 @@ class GlooShapes(NoTransport):
         self.size, self.rank = size, rank
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
-        received = [empty(input.numel() - output.numel(), input, COMMUNICATION)]
+        received = [empty(input.numel() - output.numel(), input, Category.COMMUNICATION)]
 
         def finish() -> None:
             if self.size > 2:
