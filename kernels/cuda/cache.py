@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from pathlib import Path
 
+from repro.host.files import replace
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda.compile import Compiled, Target
 from repro.kernels.cuda.program import Program, headers
@@ -84,11 +84,4 @@ def _read(path: Path) -> Compiled | None:
 def _write(path: Path, content: Compiled) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {"sha256": hashlib.sha256(content.code).hexdigest(), "log": content.log}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(json.dumps(about).encode() + b"\n" + content.code)
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    replace(path, json.dumps(about).encode() + b"\n" + content.code)

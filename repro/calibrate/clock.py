@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from repro.measure.provenance import usable_cores
+from repro.host.resources import usable_cores
 from repro.measure.statistics import quantile
 from repro.parallel.comm import Group
 

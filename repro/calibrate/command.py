@@ -13,6 +13,7 @@ from repro.calibrate import plan, toml
 from repro.calibrate.document import tables
 from repro.calibrate.machines import Here, Machine, Nodes, facts
 from repro.config.errors import ConfigError, require
+from repro.host import files
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
 from repro.render import units
@@ -53,7 +54,7 @@ def command(
         site=facts(answer["place"]) if "place" in answer else None,
     )
     parse(document, name=path.stem, file=str(path))
-    _write(path, document)
+    files.replace(path, toml.text(document))
     seconds = round(time.perf_counter() - began, 1)
     if json:
         print(jsonlib.dumps({"file": str(path), "seconds": seconds, "system": document}))
@@ -73,13 +74,6 @@ def _checked(path: Path) -> Path:
     usable = os.access(path if path.exists() else folder, os.W_OK) and not path.is_dir()
     require(usable, "--output", str(path), "a file that may be written")
     return path
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    """All of the file or nothing."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(toml.text(document), encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _show(path: Path, document: dict[str, Any], seconds: float) -> None:

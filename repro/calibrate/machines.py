@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from repro.cli.commands.layout_options import precision_of
 from repro.config.errors import ConfigError, require
+from repro.host.resources import usable_cores
 from repro.launch import local
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
 from repro.launch.once import run_once
-from repro.measure.provenance import usable_cores
 from repro.systems.load import HERE, LOCAL
 from repro.systems.load import load as load_system
 

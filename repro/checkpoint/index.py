@@ -7,7 +7,6 @@ where.  Without it the folder is what a killed run left behind, and no checkpoin
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from repro.checkpoint import files
 from repro.checkpoint.region import Rectangle
 from repro.checkpoint.state import STATES
 from repro.config import ConfigError
+from repro.host.files import replace, sync_folder
 
 FORMAT = 1
 """Version of the folder's layout."""
@@ -136,14 +136,8 @@ def save(folder: Path, index: Index) -> None:
             for name, pieces in index.pieces.items()
         },
     }
-    partial = folder / f"{FILE}.partial"
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump(document, file, separators=(",", ":"))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, folder / FILE)
-    sync(folder)
-    sync(folder.parent)
+    replace(folder / FILE, json.dumps(document, separators=(",", ":")), durable=True)
+    sync_folder(folder.parent)
 
 
 def load(folder: Path) -> Index:
@@ -219,12 +213,3 @@ def reading(
             raise ConfigError(name, expected=right, file=str(folder / FILE))
 
     return read
-
-
-def sync(folder: Path) -> None:
-    """Have the names in `folder` on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from repro.config import Experiment, from_dict
+from repro.host.files import write_json
 
 STOP = "stop"
 """A file of this name in the folder of rank 0 asks the ranks to write a checkpoint after their step, and to end."""
@@ -72,10 +71,3 @@ class Job:
             as_rank=document["as_rank"],
             checkpoints=document["checkpoints"],
         )
-
-
-def write_json(path: Path, document: Any) -> None:
-    """Write one JSON file so that a reader sees all of it or nothing."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(document), encoding="utf-8")
-    os.replace(partial, path)

@@ -12,7 +12,6 @@ import importlib
 import os
 import re
 import resource
-import signal
 import sys
 import traceback
 from dataclasses import replace
@@ -20,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from repro import engines
+from repro.host.files import write_json
+from repro.host.processes import die_with_parent
 from repro.launch import stacks
 from repro.launch.beacon import Beacon
 from repro.launch.device import own_device
 from repro.launch.interrupt import Stopped
-from repro.launch.job import Job, write_json
+from repro.launch.job import Job
 
 TARGET = "repro.launch.session:run_rank"
 EXIT = {"ok": 0, "error": 1, "oom": 3, "diverged": 4, "interrupted": 5}
-_PR_SET_PDEATHSIG = 1
 _NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc",
     re.IGNORECASE,
@@ -133,18 +133,6 @@ def data_bytes() -> int:
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/self/status has no VmData: a memory limit needs Linux")
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the launcher dies, even of SIGKILL."""
-    if not parent or not sys.platform.startswith("linux"):
-        return
-    import ctypes
-
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(1)
 
 
 def rank_file(folder: Path, rank: int) -> Path:

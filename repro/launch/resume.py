@@ -22,7 +22,8 @@ from repro.checkpoint import files, index, state
 from repro.checkpoint.index import Index
 from repro.config import ConfigError, Experiment
 from repro.engines.native import NativeEngine
-from repro.launch.job import STOP, Job, write_json
+from repro.host.files import write_json
+from repro.launch.job import STOP, Job
 from repro.parallel.comm import MAX
 from repro.parallel.mesh import Mesh
 

@@ -8,7 +8,6 @@ that the record does not depend on the machine.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,16 +19,15 @@ from repro import systems
 from repro.config import Experiment
 from repro.config.errors import ConfigError
 from repro.config.system import Device, Link, Quantity, System
+from repro.host.workers import WorkerDied, Workers
 from repro.launch.interrupt import Interrupt
 from repro.launch.locks import Locks
 from repro.launch.progress import Progress
 from repro.launch.rank import describe
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.summary import conclude, summarise
-from repro.measure.provenance import memory, usable_cores
 from repro.results.simulated import facts, failed_record, simulated_record
 from repro.results.store import CONCLUSIVE, DISK_FULL, SIMULATED, Store
-from repro.simulate.workers import WORKER_BYTES, prepare
 from repro.suites import Entry, Suite
 
 WAIT_S = 0.5
@@ -91,10 +89,6 @@ def attempt(experiment: Experiment, system: System, suite: str) -> dict[str, Any
         return failed_record(experiment, describe(error), suite=suite, wall_s=time.perf_counter() - began)
     spent_s = time.perf_counter() - began
     return simulated_record(experiment, simulation, system, suite=suite, wall_s=spent_s)
-
-
-class WorkerDied(Exception):
-    """A worker process is gone without a word; `str` says so."""
 
 
 def _anywhere() -> System:
@@ -168,32 +162,8 @@ def _simulate(entries: list[Entry], on: dict[str, System], recorder: Recorder, i
     recorder.begin()
     experiments = {entry.experiment.name: entry.experiment for entry in entries}
     work = [(e, on[e.name], recorder.suite.name) for e in experiments.values()]
-    for record in _attempts(work, workers(len(work))):
-        recorder.simulated(experiments[record["name"]], record)
-        if interrupt:
-            return
-
-
-def workers(tasks: int) -> int:
-    """Processes to use: one per task, core and 2 GiB of free memory."""
-    return max(1, min(tasks, usable_cores(), memory()["available_bytes"] // WORKER_BYTES))
-
-
-def _attempts(work: list[tuple[Experiment, System, str]], count: int) -> Iterator[dict[str, Any]]:
-    """Records in the order in which they get ready."""
-    if count == 1:
-        for task in work:
-            yield attempt(*task)
-        return
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from concurrent.futures.process import BrokenProcessPool
-    from multiprocessing import get_context
-
-    pool = ProcessPoolExecutor(count, get_context("spawn"), prepare, (os.getpid(),))
-    try:
-        for future in as_completed([pool.submit(attempt, *task) for task in work]):
-            yield future.result()
-    except BrokenProcessPool:
-        raise WorkerDied("a worker process died: killed, perhaps for want of memory") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with Workers(len(work)) as workers:
+        for record in workers.completed(attempt, work):
+            recorder.simulated(experiments[record["name"]], record)
+            if interrupt:
+                return

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from repro.host.resources import usable_cores
+
 PACKAGES = (
     *(
         "repro",
@@ -165,13 +167,6 @@ def cpu() -> dict[str, Any]:
         "features": [name for name in wanted if name in flags],
         "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
-
-
-def usable_cores() -> int:
-    """Logical cores that the scheduler lets this process use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpuinfo(path: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from repro.host.files import sync_folder
 from repro.results.shape import wrong
 
 SCHEMA = 1
@@ -153,7 +154,7 @@ class Store:
             raise FileExistsError(errno.EEXIST, "no free name for a record file", str(self.folder))
         self._path, self._owner, self._good = path, os.getpid(), 0
         self._reserve = _take_reserve(path.with_suffix(".reserve"))
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         return self._file
 
     def _free_reserve(self) -> None:
@@ -245,11 +246,3 @@ def _clear_abandoned(folder: Path) -> None:
                 path.unlink()
             finally:
                 os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

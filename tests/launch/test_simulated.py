@@ -11,6 +11,7 @@ import pytest
 from repro import suites
 from repro.cli import main
 from repro.config import ConfigError
+from repro.host import workers
 from repro.launch import run as measured
 from repro.launch import simulated
 from repro.launch.interrupt import Interrupt
@@ -30,7 +31,7 @@ LIMIT = '[[experiment]]\nname = "limit"\nexpect = "oom"\nlimits.memory_bytes = 1
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting a worker costs more than the small steps here."""
-    monkeypatch.setattr(simulated, "workers", lambda tasks: 1)
+    monkeypatch.setattr(workers, "usable_cores", lambda: 1)
 
 
 def run(
@@ -166,14 +167,14 @@ def test_one_that_fails_is_an_outcome(
     (row,) = summary["experiments"]
     assert (row["outcome"], row["reason"]) == ("error", "RuntimeError: no such shape")
     monkeypatch.undo()
-    monkeypatch.setattr(simulated, "workers", lambda tasks: 1)
+    monkeypatch.setattr(workers, "usable_cores", lambda: 1)
     assert run(suite, tmp_path / "results", capsys)[0] == 0, "an error is tried again"
 
 
 def test_workers_share_a_suite(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulated, "workers", lambda tasks: 2)
+    monkeypatch.setattr(workers, "usable_cores", lambda: 2)
     suite = write_suite(tmp_path, experiments("a", "b", "c"))
     code, summary = run(suite, tmp_path / "results", capsys)
     assert code == 0

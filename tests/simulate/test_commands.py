@@ -33,7 +33,7 @@ GPT2 = ["--model", "gpt2-1.5b", "--system", "dgx2"]
 
 @pytest.fixture(autouse=True)
 def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro.simulate import workers
+    from repro.host import workers
 
     monkeypatch.setattr(workers, "usable_cores", lambda: 1)
 

@@ -17,7 +17,7 @@ LIMITS = (CONTEXT + 3e6, CONTEXT + 1e9)
 
 @pytest.fixture(autouse=True)
 def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro.simulate import workers
+    from repro.host import workers
 
     monkeypatch.setattr(workers, "usable_cores", lambda: 1)
 

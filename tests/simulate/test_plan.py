@@ -9,11 +9,11 @@ import pytest
 
 from repro import models, systems
 from repro.config import ConfigError, Layout, Model
+from repro.host.workers import Workers
 from repro.simulate.plan.candidates import Request, candidates
 from repro.simulate.plan.grid import grid
 from repro.simulate.plan.plan import plan
 from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, document, ideal_s, order
-from repro.simulate.workers import Workers
 
 CONTEXT = 1_740_000_000
 TINY = Model(name="tiny", layers=4, hidden=128, heads=4, vocab=512, seq=64)

@@ -111,9 +111,9 @@ def plan(
     if not json:
         _say(f"{count} layouts of {sizes.name} on {gpus} GPUs ...")
     from repro.cli.views.fit_and_plan import show_plan
+    from repro.host.workers import Workers
     from repro.simulate.plan.plan import plan as run
     from repro.simulate.plan.rows import OK, document
-    from repro.simulate.workers import Workers
 
     with Workers() as workers:
         found = run(request, workers)
@@ -127,9 +127,9 @@ def plan(
 def _map(request: Any, limits: list[int], json: bool) -> int:
     """Draw which tp and pp fit each of `limits` (bytes of a device's memory)."""
     from repro.cli.views.plan_map import show_map
+    from repro.host.workers import Workers
     from repro.simulate.plan.grid import axes, grid, map_document
     from repro.simulate.plan.rows import OK
-    from repro.simulate.workers import Workers
 
     tensor, stages = axes(request)
     if not json:

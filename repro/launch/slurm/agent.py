@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from repro.launch import rank as rank_program
+from repro.host.processes import die_with_parent
 from repro.launch.slurm import channel, nodes
 from repro.launch.slurm.channel import BEAT_S, LOST_S, Lost, Message
 from repro.launch.slurm.process import SIGNALS, RankProcess, blocked
@@ -160,7 +160,7 @@ def beside(path: Path) -> subprocess.Popen[bytes]:
 def main(arguments: list[str]) -> int:
     """`python -m repro.launch.slurm.agent CHANNEL_FILE PARENT`, see `beside`."""
     path, parent = arguments
-    rank_program.die_with_parent(int(parent))
+    die_with_parent(int(parent))
     try:
         Agent(Path(path)).run()
     except Lost as lost:

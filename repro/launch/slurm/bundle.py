@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import Experiment
+from repro.host.files import write_json
 from repro.launch.beacon import Position
-from repro.launch.job import write_json
 from repro.launch.plan import Task
 from repro.launch.progress import Progress
 from repro.launch.slurm.work import Bundle

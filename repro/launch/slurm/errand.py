@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import ConfigError
+from repro.host.files import write_json
 from repro.launch import supervise
 from repro.launch.interrupt import Interrupt
-from repro.launch.job import Job, write_json
+from repro.launch.job import Job
 from repro.launch.slurm import allocation, channel, controller, nodes, profile, script
 from repro.launch.slurm.cluster import ClusterLaunch
 from repro.launch.slurm.pack import Array

@@ -56,7 +56,8 @@ def report(environment: dict[str, str], *, gpus: bool) -> Report:
     """What this task sees.  `environment` is SLURM's; GPUs are looked at only if `gpus`."""
     import psutil
 
-    from repro.measure.provenance import cpu, usable_cores
+    from repro.host.resources import usable_cores
+    from repro.measure.provenance import cpu
 
     return Report(
         node=environment.get("SLURMD_NODENAME") or socket.gethostname(),

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from repro.host.files import write_json
 from repro.launch import processes, stacks
 from repro.launch import rank as rank_program
 from repro.launch.beacon import Lookout
-from repro.launch.job import STOP, write_json
+from repro.launch.job import STOP
 from repro.launch.local import read_json, work_parent
 from repro.launch.slurm.channel import BEAT_S, Message
 from repro.launch.supervise import kernel_oom_kills

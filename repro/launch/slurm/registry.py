@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from repro.config.errors import ConfigError
+from repro.host.files import write_json
 from repro.launch import processes
-from repro.launch.job import write_json
 from repro.launch.slurm.work import Work
 
 FILE = "submission.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import Experiment, from_dict
-from repro.launch.job import write_json
+from repro.host.files import write_json
 from repro.launch.plan import Task
 from repro.suites import Comparison, Entry, Suite
 

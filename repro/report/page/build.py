@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from repro.claims.commands import Catalogue
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
+from repro.host.files import replace as replace_file
 from repro.report import evidence, verdicts
 from repro.report.page import measured
 from repro.report.page.context import context, render
@@ -113,7 +112,7 @@ def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
     report.notebooks = [notebook.page for notebook in rendered]
     values = context(found, chosen, figures, remarks, Catalogue())
     values["notebooks"] = [(f"notebooks/{notebook.page.name}", notebook.title) for notebook in rendered]
-    _write(report.page, render(values).encode())
+    replace_file(report.page, render(values).encode())
     return report
 
 
@@ -136,7 +135,7 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
             (folder / f"{drawing.id}.svg", alone.encode()),
             (folder / f"{drawing.id}.png", style.png(drawing)),
         ):
-            _write(path, content)
+            replace_file(path, content)
             report.figures.append(path)
     return {
         "id": drawing.id,
@@ -170,16 +169,3 @@ def _remarks(found: evidence.Evidence, chosen: measured.Selection) -> list[str]:
         more = f" and {len(failed) - 6} more" if len(failed) > 6 else ""
         remarks.append(f"without a conclusive result: {names}{more}; the next `repro run` runs them again")
     return remarks
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace `path` as a whole, so that a reader never sees half a page."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(content)
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from repro.config.errors import ConfigError
+from repro.host.workers import Workers
 from repro.simulate.plan.candidates import Request, candidates, stages, tensor_degrees
 from repro.simulate.plan.plan import Planner
 from repro.simulate.plan.rows import UNDECIDED, Row, document
-from repro.simulate.workers import Workers
 
 
 @dataclass

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
+from repro.host.workers import Workers
 from repro.render import units
 from repro.simulate.plan import estimate
 from repro.simulate.plan.candidates import Request, candidates
@@ -27,7 +28,6 @@ from repro.simulate.plan.closed_form import ruled_out, stage_parameters, state_b
 from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, ideal_s, order, speed
 from repro.simulate.plan.shallow import Family, family_of, trace_family
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
-from repro.simulate.workers import Workers
 
 MARGIN = 1.12
 """Reserved over live bytes at most, seen in full traces of models of published size (1.01 to 1.10)."""

@@ -12,8 +12,8 @@ import pytest
 
 from repro import cli, suites
 from repro.config import Experiment
+from repro.host.files import write_json
 from repro.launch import plan
-from repro.launch.job import write_json
 from repro.launch.slurm import logs, profile
 from repro.launch.slurm.pack import arrays
 from repro.launch.slurm.registry import Registry, Submission, Submitted

@@ -1,0 +1,47 @@
+"""Files that a reader sees whole or not at all, also after `kill -9` or on a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+
+def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write `content` to `path` in place of what is there, if anything.  Raises `OSError` and leaves no partial file.
+
+    The partial file has a name of its own beside `path`, so that writers on several nodes cannot mix.
+    `durable`: it is on disk, name and all, when this returns.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with open(partial, "xb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def write_json(path: Path, document: Any, *, durable: bool = False) -> None:
+    """`replace` with `document` as JSON."""
+    replace(path, json.dumps(document), durable=durable)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in `folder` on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
