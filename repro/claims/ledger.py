@@ -2,7 +2,7 @@
 
 A claim has rows; a row is one published value with the expressions that test it.  Rows are written one by
 one (`rows`) or as a table like the source's (`[[claim.table]]`), whose `cells` say which columns are
-claims and may use the other columns of the line by name.  `repro/claims/README.md` shows how to add one.
+claims and may use the other columns of the line by name.  `docs/claims.md` shows how to add one.
 """
 
 from __future__ import annotations

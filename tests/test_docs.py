@@ -1,0 +1,51 @@
+"""README, CONTRIBUTING and docs point at what exists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED = re.compile(r"`((?:repro|kernels|suites|slurm|reports|tests|docs)/[\w./*-]*)`")
+STANDS_FOR = re.compile(r"NAME|NN")
+MADE = ("reports/out/", "reports/artifact.md", "slurm/mine.toml", "repro/kernels")
+"""What commands make and what stands for a user's own, and a folder of the user's cache."""
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings, as its readers' browsers know them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def targets(page: Path) -> Iterator[str]:
+    text = page.read_text(encoding="utf-8")
+    yield from (link for link in LINK.findall(text) if not link.startswith("http"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    lost = []
+    for link in targets(page):
+        name, _, anchor = link.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            lost.append(link)
+    assert not lost
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = [name for name in NAMED.findall(text) if not (name.startswith(MADE) or STANDS_FOR.search(name))]
+    assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []
+
+
+def test_the_docs_are_listed() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"(docs/{page.name})" in readme for page in PAGES[2:])
