@@ -141,6 +141,8 @@ def test_schedules_are_those_that_the_runner_executes(view: View) -> None:
     actions = sum(len(stage) for name, _, v in schedules.SHOWN for stage in build(name, 4, 8, v))
     assert sum(len(words(drawing, axes)) for axes in range(3)) == actions
     assert drawing.figure is not None
+    for axes in drawing.figure.axes:
+        assert axes.get_xlim() == (0, 33), "GPipe's 8 x 3 and 3 x 3 idle: no panel cuts another's actions"
     titles = [axes.get_title("left") for axes in drawing.figure.axes]
     assert ["37.5%" in title for title in titles] == [True, True, False]
     assert all("twin not measured" in title for title in titles)

@@ -23,11 +23,13 @@ def draw(view: View) -> Drawing:
     """One panel a schedule, one line a stage; beside it the bubble: counted, and measured on its twin."""
     figure, grid = canvas(5.6, len(SHOWN), 1, sharex=True)
     records: list[str] = []
-    missing = False
+    missing, longest = False, 0.0
     for axes, (name, title, chunks) in zip(grid, SHOWN, strict=True):
         schedule = build(name, STAGES, MICRO_BATCHES, chunks)
         rows = timeline(schedule)
-        schedule_drawing.draw(axes, rows, (0.0, float(rows[0][-1].stop)), (72 * 8.5, 18))
+        end = float(rows[0][-1].stop)
+        schedule_drawing.draw(axes, rows, (0.0, end), (72 * 8.5, 18))
+        longest = max(longest, end)
         row = view.row(TWINS[name])
         measured = next((f for f in row.findings if f.kind == "measured"), None)
         twin = "twin not measured"
@@ -49,6 +51,8 @@ def draw(view: View) -> Drawing:
         )
         axes.set_yticks(range(STAGES), [f"stage {stage}" for stage in range(STAGES)])
         axes.spines["bottom"].set_visible(False)
+        axes.tick_params(length=0)
+    grid[-1].set_xlim(0, longest)
     grid[-1].set_xlabel("time, in forward passes of a stage (backward takes two)")
     caption = (
         f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
