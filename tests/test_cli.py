@@ -50,7 +50,6 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["systems"],
         ["claims"],
         SCHEDULE,
-        [*SCHEDULE, "--svg"],
     ],
 )
 def test_nothing_heavy_is_imported(arguments: list[str]) -> None:

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from repro.cli.commands.layout_options import precision_of
 from repro.config.errors import ConfigError, require
 from repro.host.resources import usable_cores
 from repro.launch import local
@@ -56,7 +55,7 @@ class Here:
             raise ConfigError("--gpus", gpus, f"at most the {visible} CUDA devices that are visible here")
         self.ranks = gpus or (min(RANKS_ON_CORES, usable_cores()) if on_cpu else visible)
         self.per_node = self.ranks
-        self.precision = "fp32" if on_cpu else precision_of(load_system(LOCAL))
+        self.precision = "fp32" if on_cpu else load_system(LOCAL).best_precision
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         """See `Machine`."""
@@ -91,7 +90,9 @@ class Nodes:
         self.ranks = nodes * self.per_node
         on_cpu = local.DEVICES.get(system) == "cpu"
         # What a site's "local-gpu" is cannot be known here; every GPU has fp16.
-        self.precision = "fp32" if on_cpu else "fp16" if system in HERE else precision_of(load_system(system))
+        self.precision = (
+            "fp32" if on_cpu else "fp16" if system in HERE else load_system(system).best_precision
+        )
         self._check_partition()
 
     def _check_partition(self) -> None:

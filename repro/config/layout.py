@@ -37,15 +37,16 @@ class Layout:
     order: str = "tp-dp-pp"
     """Axes from neighbouring ranks outwards: the first ones share a node."""
     zero: int = 0
-    """0: plain data parallelism; 1: P_os; 2: P_os+g; 3: P_os+g+p (1910.02054 sec. 5)."""
+    """ZeRO stage: 0 plain data parallelism, 1 P_os, 2 P_os+g, 3 P_os+g+p (1910.02054 sec. 5)."""
     zero1_reduce: str = "reduce-scatter"
-    """Stage 1 only.  `all-reduce` is the February 2020 release: all-reduce, then all-gather, 1.5x."""
+    """How stage 1 sums gradients: `reduce-scatter`, or `all-reduce` as released in February 2020.  That is followed
+    by an all-gather: 1.5x the bytes."""
     sp: bool = False
     """Megatron sequence parallelism: norms and dropouts split along the sequence; needs tp > 1."""
     micro_batch: int = 1
     """Samples that one replica runs through forward and backward at once."""
     global_batch: int = 0
-    """Samples of one optimizer step over all replicas; 0 means micro_batch * dp."""
+    """Samples of one optimizer step over all replicas.  Left at 0 it is micro_batch * dp."""
     recompute: bool = False
     """Activation recomputation (checkpointing), one checkpoint per block."""
     pa: bool = False
@@ -60,9 +61,11 @@ class Layout:
     precision: str = "fp32"
     """fp32; bf16 with fp32 master weights; fp16 with fp32 master weights and dynamic loss scaling."""
     bucket_bytes: int = 25_000_000
-    """Size of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
+    """Bytes of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
     kernels: str = "fused"
-    """What computes a layer, the loss and the optimizer.  `fused`: each operator of `kernels/` is one pass over
+    """What computes a layer, the loss and the optimizer: `fused`, `reference`, `softmax` or `unfused`.
+
+    `fused`: each operator of `kernels/` is one pass over
     memory, on CUDA by a kernel of its own, and attention never writes its scores.  `reference`: the same
     operators, each by torch's own, on every device; on a CPU `fused` runs the same.  Two more generations of a
     layer's operators, with the kernels that CUDA has for them: `softmax`: Megatron-LM of December 2020 and 2021

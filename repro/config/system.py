@@ -97,6 +97,14 @@ class System:
         source = f"assumed, the median of the other systems' reports: {self.context_bytes.source}"
         return Quantity(value=ASSUMED_CONTEXT_BYTES, source=source)
 
+    @property
+    def best_precision(self) -> str:
+        """As the device computes best: fp16 before compute capability 8.0, which has no bf16; fp32 on processors."""
+        if "memory" in self.links:  # its devices are processor cores
+            return "fp32"
+        capability = self.device.compute_capability
+        return "fp16" if capability and float(capability) < 8 else "bf16"
+
     def context(self) -> int:
         """Bytes of each device that torch's allocator cannot have, known or assumed: `context_used`."""
         return int(self.context_used.known("context_bytes", system=self.name))

@@ -6,15 +6,12 @@ next, and a rank that the kernel kills is an outcome like the others.  The simul
 
 from __future__ import annotations
 
-import json as jsonlib
 import re
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from repro import models, systems
-from repro.cli.commands import layout_options
-from repro.config import Limits, Training
+from repro import systems
+from repro.config import Limits, Model, Training
 from repro.config.errors import ConfigError, require
 from repro.config.system import System
 from repro.launch import local
@@ -22,6 +19,7 @@ from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
 from repro.launch.once import run_once
 from repro.simulate.plan import fit
+from repro.simulate.plan.asked import Asked, memory_bytes
 from repro.simulate.plan.terms import FRAGMENTATION
 
 ALLOCATION, HOST = "allocation", "host memory"
@@ -29,57 +27,33 @@ TARGET = "repro.launch.trial:run_rank"
 LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
-def command(
-    asked: layout_options.Asked,
-    model: str,
-    sizes: dict[str, int],
-    search: str,
-    as_rank: int | None,
-    of: int,
-    json: bool,
-) -> int:
-    """Try sizes on real devices and print what fits; 1 if nothing does or a trial fails, 130 if interrupted."""
+def trials_of(
+    asked: Asked, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
+) -> Trials:
+    """The trials that answer a question on this machine.  Raises `ConfigError`.
+
+    `as_rank`: one process is this rank alone, of `of`; else None.
+    """
     system, gpus = asked.system, asked.gpus
     if system not in local.DEVICES:
-        raise ConfigError("--system", system, f"one of {', '.join(local.DEVICES)} with --measure")
+        raise ConfigError("system", system, f"one of {', '.join(local.DEVICES)} with --measure")
     if asked.expandable:
         what = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in its place with --measure, where torch allocates"
-        raise ConfigError("--expandable", expected=what)
-    limit = layout_options.size(asked.memory_limit)
+        raise ConfigError("expandable", expected=what)
+    limit = memory_bytes(asked.memory_limit)
     on = _this_machine(system, limit)
     world = gpus
     if as_rank is not None:
-        require(gpus == 1, "--gpus", gpus, "1 with --as-rank: one process is one rank of --of")
-        require(of >= 1, "--of", of, "the number of ranks that --as-rank is one of")
-        require(0 <= as_rank < of, "--as-rank", as_rank, f"a rank from 0 to {of - 1}")
+        require(gpus == 1, "gpus", gpus, "1 with --as-rank: one process is one rank of --of")
+        require(of >= 1, "of", of, "the number of ranks that --as-rank is one of")
+        require(0 <= as_rank < of, "as_rank", as_rank, f"a rank from 0 to {of - 1}")
         world = of
-    known = models.load(model) if model else None
-    question = fit.question_of(on, replace(asked, gpus=world), known, sizes, search)
+    question = fit.question_of(on, replace(asked, gpus=world), model, sizes, search)
     if local.DEVICES[system] == "cuda" and gpus > local.cuda_devices():
         raise ConfigError(
-            "--gpus", gpus, f"at most the {local.cuda_devices()} CUDA devices that are visible here"
+            "gpus", gpus, f"at most the {local.cuda_devices()} CUDA devices that are visible here"
         )
-    from repro.cli.views.fit_and_plan import show_fit
-
-    began = time.perf_counter()
-    with Interrupt() as interrupt:
-        trials = Trials(question, system, limit, -1 if as_rank is None else as_rank, interrupt)
-        answer = trials.run()
-    document = fit.document(question, answer)
-    del document["traces"], document["trace_seconds"]
-    document |= {
-        "evidence": "measured" if as_rank is None else f"measured (one rank of {of})",
-        "allocator_limit_bytes": trials.limit_bytes,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
-    if json:
-        print(jsonlib.dumps(document))
-    else:
-        show_fit(question, document)
-    if interrupt:
-        return 128 + interrupt.signal
-    failed = answer.first_failing is not None and answer.first_failing.outcome != "oom"
-    return 0 if answer.largest is not None and not failed else 1
+    return Trials(question, system, limit, as_rank)
 
 
 def _this_machine(system: str, limit: int | None) -> System:
@@ -89,7 +63,7 @@ def _this_machine(system: str, limit: int | None) -> System:
     if on_cpu:
         if limit is None:
             what = "needed on processor cores: what one process may allocate, say 500MB"
-            raise ConfigError("--memory-limit", expected=what)
+            raise ConfigError("memory_limit", expected=what)
         nothing = replace(on.context_bytes, value=0, source="a processor has no CUDA context")
         return replace(on, context_bytes=nothing)
     return on
@@ -102,22 +76,36 @@ class Trials:
     question: fit.Question
     system: str
     limit: int | None
-    as_rank: int
-    interrupt: Interrupt
+    """Bytes of a device's memory, context included; None: all that there is."""
+    as_rank: int | None
 
     @property
     def limit_bytes(self) -> int:
         """What a process's allocator may have: the limit less the context, or 0 for all that there is."""
         return 0 if self.limit is None else self.question.allocatable
 
-    def run(self) -> fit.Answer:
+    def run(self, interrupt: Interrupt) -> fit.Answer:
         """Search, beginning where the simulation says."""
         guess = fit.simulated(self.question)
         start = [trial.value for trial in (guess.largest, guess.first_failing) if trial is not None]
-        return fit.search(self.question.values(), self._attempt, self.question.allocatable, start)
+        values = self.question.values()
+        return fit.search(
+            values, lambda value: self._attempt(value, interrupt), self.question.allocatable, start
+        )
 
-    def _attempt(self, value: int) -> fit.Trial:
-        if self.interrupt:
+    def document(self, answer: fit.Answer, seconds: float) -> dict[str, Any]:
+        """`repro fit --measure --json`."""
+        document = fit.document(self.question, answer)
+        del document["traces"], document["trace_seconds"]
+        one = self.as_rank is not None
+        return document | {
+            "evidence": f"measured (one rank of {self.question.layout.world})" if one else "measured",
+            "allocator_limit_bytes": self.limit_bytes,
+            "seconds": round(seconds, 1),
+        }
+
+    def _attempt(self, value: int, interrupt: Interrupt) -> fit.Trial:
+        if interrupt:
             return fit.Trial(value, "interrupted", None)
         experiment = replace(
             self.question.experiment(value),
@@ -125,8 +113,8 @@ class Trials:
             limits=replace(LIMITS, memory_bytes=self.limit_bytes),
             training=Training(seq=self.question.seq, steps=2, untimed_steps=1),
         )
-        job = Job(experiments=[experiment], as_rank=self.as_rank)
-        ending, results = run_once(job, self.interrupt, target=TARGET)
+        job = Job(experiments=[experiment], as_rank=-1 if self.as_rank is None else self.as_rank)
+        ending, results = run_once(job, interrupt, target=TARGET)
         detail = {"memory_of_process": _most([result["memory"] for result in results])}
         why = ""
         if ending.outcome == "oom":

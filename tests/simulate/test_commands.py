@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from repro import cli
-from repro.cli.commands.layout_options import LAYOUT, size
-from repro.config import ConfigError
+from repro.cli.commands.layout_options import LAYOUT
+from repro.config import ConfigError, Layout
+from repro.simulate.plan.asked import memory_bytes
 
 FIT = [
     "fit",
@@ -218,21 +221,59 @@ def test_bad_input_is_found_before_torch_is_imported() -> None:
     ],
 )
 def test_sizes(text: str, bytes_: float | None) -> None:
-    assert size(text) == bytes_
+    assert memory_bytes(text) == bytes_
 
 
 @pytest.mark.parametrize("text", ["x", "-3", "0", "32 G", "1e99", "GB", "nan"])
 def test_wrong_sizes(text: str) -> None:
-    with pytest.raises(ConfigError, match="--memory-limit"):
-        size(text)
+    with pytest.raises(ConfigError, match="memory_limit"):
+        memory_bytes(text)
 
 
-def test_every_layout_option_is_a_key_of_a_layout() -> None:
-    from dataclasses import fields
+def test_every_key_of_a_layout_is_an_option_with_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """But dp, which the GPUs give, and lists."""
+    assert set(LAYOUT) == {field.name for field in fields(Layout)} - {"dp", "stage_layers"}
+    assert cli.main(["plan", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in (
+        "--no-recompute",
+        "--zero1-reduce",
+        "Axes from neighbouring ranks outwards",
+        "Default: 1f1b.",
+    ):
+        assert words in out
 
-    from repro.config import Layout
 
-    assert set(LAYOUT) <= {field.name for field in fields(Layout)}
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["simulate", *GPT2, "--gpus", "8", "--tp", "2"], "error: --tp = 2: a divisor of heads = 25"),
+        (
+            ["plan", *GPT2, "--gpus", "8", "--zero1-reduce", "x"],
+            "error: --zero1-reduce = 'x': one of reduce-",
+        ),
+        (["fit", "--system", "dgx2", "--gpus", "0"], "error: --gpus = 0: a whole number"),
+        (["fit", "--measure", "--system", "local", "--gpus", "1"], "error: --memory-limit: needed"),
+        (
+            ["simulate", "--model", "gpt2", "--system", "dgx2", "--gpus", "1"],
+            "error: --model = 'gpt2': no such",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_of_the_option(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(says)
+
+
+def test_what_is_wrong_in_a_file_is_said_of_its_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text("layers = 4\nhidden = 128\nheads = 3\nvocab = 512\nseq = 64\n")
+    assert cli.main(["fit", "--model", str(path), "--system", "dgx2", "--gpus", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {path}: odd.heads = 3")
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro import systems
-from repro.cli.commands.layout_options import Asked, limit_of
 from repro.config import ConfigError, Model
 from repro.simulate.plan import fit
+from repro.simulate.plan.asked import Asked, limit_of
 from repro.simulate.plan.fit import Trial, search
 
 CONTEXT = 1_740_000_000
@@ -112,11 +112,11 @@ def test_nothing_fits() -> None:
 
 
 def test_bad_questions() -> None:
-    with pytest.raises(ConfigError, match=r"--heads = 3"):
+    with pytest.raises(ConfigError, match=r"heads = 3"):
         question({}, 10**9, heads=3)
-    with pytest.raises(ConfigError, match=r"--tp = 8: a divisor of heads"):
+    with pytest.raises(ConfigError, match=r"tp = 8: a divisor of heads"):
         question({"tp": 8}, 10**9)
-    with pytest.raises(ConfigError, match=r"--memory-limit: needed"):
+    with pytest.raises(ConfigError, match=r"memory_limit: needed"):
         limit_of(systems.load("yuan"), None)
-    with pytest.raises(ConfigError, match=r"--hidden = 64: a larger width"):
+    with pytest.raises(ConfigError, match=r"hidden = 64: a larger width"):
         fit.simulated(question({"zero": 3}, 10**12, hidden=64))

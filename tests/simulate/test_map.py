@@ -42,7 +42,7 @@ def test_json_has_every_cell_under_every_limit(capsys: pytest.CaptureFixture[str
     for cell in found["cells"]:
         if not cell["answers"]:
             assert (cell["tp"], cell["pp"]) == (4, 2)
-            assert cell["reason"].startswith("--gpus = 4: a multiple of tp x pp")
+            assert cell["reason"].startswith("gpus = 4: a multiple of tp x pp")
             continue
         assert cell["tp"] * cell["pp"] * cell["dp"] == 4
         outcomes = [answer["outcome"] for answer in cell["answers"]]

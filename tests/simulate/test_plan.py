@@ -58,17 +58,17 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
 @pytest.mark.parametrize(
     ("given", "gpus", "message"),
     [
-        ({"tp": 3}, 6, "--tp = 3: a divisor of heads = 4"),
-        ({"tp": 3}, 8, "--gpus = 8: a multiple of tp x pp = 3"),
-        ({"pp": 3}, 6, "--pp = 3: a divisor of layers = 4"),
+        ({"tp": 3}, 6, "tp = 3: a divisor of heads = 4"),
+        ({"tp": 3}, 8, "gpus = 8: a multiple of tp x pp = 3"),
+        ({"pp": 3}, 6, "pp = 3: a divisor of layers = 4"),
         (
             {"global_batch": 5},
             64,
-            "--global-batch = 5: a multiple of dp, which can be 4, 8, 16, 32, 64, with pp micro-batches each",
+            "global_batch = 5: a multiple of dp, which can be 4, 8, 16, 32, 64, with pp micro-batches each",
         ),
-        ({"zero": 5}, 8, "--zero = 5: a ZeRO stage"),
-        ({"precision": "fp8"}, 8, "--precision = 'fp8'"),
-        ({"zero": 3, "pp": 2}, 8, "--zero = 3: 0, 1 or 2 with pp = 2"),
+        ({"zero": 5}, 8, "zero = 5: a ZeRO stage"),
+        ({"precision": "fp8"}, 8, "precision = 'fp8'"),
+        ({"zero": 3, "pp": 2}, 8, "zero = 3: 0, 1 or 2 with pp = 2"),
     ],
 )
 def test_no_layout_at_all(given: dict[str, Any], gpus: int, message: str) -> None:
@@ -195,7 +195,7 @@ def test_a_map() -> None:
         cells = grid(asked, (1, 2, 8), (1, 4), limits, workers, [(1, 4)])
     assert [(c.tp, c.pp) for c in cells] == [(1, 1), (1, 4), (2, 1), (2, 4), (8, 1), (8, 4)]
     by_place = {(c.tp, c.pp): c for c in cells}
-    assert "--tp = 8" in by_place[8, 1].reason
+    assert "tp = 8" in by_place[8, 1].reason
     assert by_place[8, 4].rows == {}
     assert by_place[1, 1].rows[limits[0]].evidence == STATES
     assert by_place[1, 4].rows[limits[1]].evidence == FULL

@@ -8,8 +8,9 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.layout_options import Asked, question_options
+from repro.cli.commands.layout_options import question_options
 from repro.cli.commands.options import Json, ModelName, Results
+from repro.simulate.plan.asked import Asked
 
 app = typer.Typer()
 
@@ -58,9 +59,9 @@ def fit(
     """Find the largest model that fits, the first that does not, and the term that is too much."""
     sizes = {"hidden": hidden, "heads": heads, "vocab": vocab}
     if measure:
-        from repro.launch.fit import command as measured
+        from repro.cli.views.predictions import measured_fit
 
-        return measured(asked, model, sizes, search, as_rank, of, json)
+        return measured_fit(asked, model, sizes, search, as_rank, of, json)
     from repro.cli.views.predictions import fit as command
 
     return command(asked, model, sizes, search, json)

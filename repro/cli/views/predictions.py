@@ -6,24 +6,25 @@ All that a person can get wrong is found out before torch is imported.
 from __future__ import annotations
 
 import json as jsonlib
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from repro import models, systems
-from repro.cli.commands import layout_options
-from repro.cli.commands.layout_options import Asked
 from repro.config import Experiment, Training
 from repro.config.errors import ConfigError, require
 from repro.config.system import System
+from repro.simulate.plan.asked import Asked, complete, limit_of, memory_bytes
 
 
 def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
     """Trace one step of a model and print what it needs.  That it does not fit is an answer: 0."""
     on = systems.load(asked.system)
     experiment = _experiment(model, on, asked)
-    limit = layout_options.size(asked.memory_limit)
+    limit = memory_bytes(asked.memory_limit)
     if limit is not None:
-        limit = layout_options.limit_of(on, limit)
+        limit = limit_of(on, limit)
     from repro.cli.views.simulated_step import show
     from repro.simulate.step import simulate as run
 
@@ -39,7 +40,7 @@ def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
         from repro.simulate.time.perfetto import write
 
         if found.time is None:
-            raise ConfigError("--timeline", timeline, f"times that can be predicted: {found.no_time}")
+            raise ConfigError("timeline", timeline, f"times that can be predicted: {found.no_time}")
         write(Path(timeline), found.time.timeline.spans, [role.role.stage for role in found.roles])
     if json:
         print(jsonlib.dumps(found.as_dict()))
@@ -49,16 +50,13 @@ def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
 
 
 def _experiment(model: str, system: System, asked: Asked) -> Experiment:
-    sizes, complete = models.load(model), layout_options.complete(asked.layout, asked.gpus, system)
-    return layout_options.named(
-        lambda: Experiment(
-            name="simulate", model=sizes, layout=complete, training=_training(asked.seq), system=system.name
-        )
-    )
+    sizes, layout = models.load(model), complete(asked.layout, asked.gpus, system)
+    training = _training(asked.seq)
+    return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
 
 
 def _training(seq: int) -> Training:
-    require(seq >= 0, "--seq", seq, "a number of tokens")
+    require(seq >= 0, "seq", seq, "a number of tokens")
     return Training(seq=seq)
 
 
@@ -78,6 +76,29 @@ def fit(asked: Asked, model: str, sizes: dict[str, int], search: str, json: bool
     return 0 if answer.largest is not None else 1
 
 
+def measured_fit(
+    asked: Asked, model: str, sizes: dict[str, int], search: str, as_rank: int | None, of: int, json: bool
+) -> int:
+    """Try sizes on real devices; 1 if nothing fits or a trial fails, 130 if interrupted."""
+    from repro.cli.views.fit_and_plan import show_fit
+    from repro.launch.fit import trials_of
+    from repro.launch.interrupt import Interrupt
+
+    trials = trials_of(asked, models.load(model) if model else None, sizes, search, as_rank, of)
+    began = time.perf_counter()
+    with Interrupt() as interrupt:
+        answer = trials.run(interrupt)
+    document = trials.document(answer, time.perf_counter() - began)
+    if json:
+        print(jsonlib.dumps(document))
+    else:
+        show_fit(trials.question, document)
+    if interrupt:
+        return 128 + interrupt.signal
+    failed = answer.first_failing is not None and answer.first_failing.outcome != "oom"
+    return 0 if answer.largest is not None and not failed else 1
+
+
 def plan(
     model: str,
     asked: Asked,
@@ -91,17 +112,17 @@ def plan(
 
     on, gpus, seq = systems.load(asked.system), asked.gpus, asked.seq
     sizes = models.load(model)
-    require(sizes.architecture == "gpt", "--model", model, "a gpt; other models are only counted")
-    require(gpus >= 1, "--gpus", gpus, "a whole number of at least 1")
-    require(_training(seq).seq <= sizes.seq, "--seq", seq, f"at most the model's {sizes.seq} positions")
-    require(0 <= tokens < 1e18, "--tokens", tokens, "a number of tokens")
+    require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
+    require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
+    require(_training(seq).seq <= sizes.seq, "seq", seq, f"at most the model's {sizes.seq} positions")
+    require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
     price = price_per_gpu_hour
-    require(0 <= price < 1e9, "--price-per-gpu-hour", price, "a price")
-    require(not price or tokens > 0, "--tokens", tokens, "how much to train, with --price-per-gpu-hour")
-    require(not (as_map and tokens), "--tokens", tokens, "left out with --map, which predicts no time")
+    require(0 <= price < 1e9, "price_per_gpu_hour", price, "a price")
+    require(not price or tokens > 0, "tokens", tokens, "how much to train, with --price-per-gpu-hour")
+    require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
     given = asked.memory_limit.split(",")
-    require(as_map or len(given) == 1, "--memory-limit", asked.memory_limit, "one size; --map takes several")
-    limits = sorted({layout_options.limit_of(on, layout_options.size(text)) for text in given})
+    require(as_map or len(given) == 1, "memory_limit", asked.memory_limit, "one size; --map takes several")
+    limits = sorted({limit_of(on, memory_bytes(text)) for text in given})
     request = candidates.Request(
         sizes, on, gpus, limits[0], seq or sizes.seq, asked.layout, asked.expandable, tokens, price
     )
@@ -145,10 +166,5 @@ def _map(request: Any, limits: list[int], json: bool) -> int:
 
 def _say(text: str) -> None:
     """A word to a person who waits."""
-    import sys
-
     if sys.stderr.isatty():
         print(text, file=sys.stderr)
-
-
-__all__ = ["ConfigError", "fit", "plan", "simulate"]

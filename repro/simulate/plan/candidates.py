@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from repro.cli.commands import layout_options
 from repro.config import Layout, Model
 from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.simulate.plan.asked import replicas, with_defaults
 
 SAMPLES_PER_GPU = 2
 """Global batch of a plan that is given none, per GPU."""
@@ -53,7 +53,7 @@ def candidates(request: Request) -> list[Layout]:
     parallelism; micro-batches of powers of two that keep a pipeline full.  A key that is given is taken as it
     is.  Raises `ConfigError` if there is no layout at all.
     """
-    given = layout_options.with_defaults(request.given, request.system)
+    given = with_defaults(request.given, request.system)
     found: list[Layout] = []
     refused: list[ConfigError] = []
     for tp in tensor_degrees(request):
@@ -66,20 +66,20 @@ def candidates(request: Request) -> list[Layout]:
                 except ConfigError as error:  # what is fixed need not go with all that is varied
                     refused.append(error)
     if not found and refused:
-        raise layout_options.as_option(refused[0])
+        raise refused[0]
     if not found:
         degrees = {request.gpus // (tp * pp) for tp in tensor_degrees(request) for pp in stages(request, tp)}
         if degrees:
             what = f"a multiple of dp, which can be {', '.join(map(str, sorted(degrees)))}, with pp micro-batches each"
-            raise ConfigError("--global-batch", request.global_batch, what)
+            raise ConfigError("global_batch", request.global_batch, what)
         what = f"a multiple of tp x pp for some split of {request.model.name}"
-        raise ConfigError("--gpus", request.gpus, what)
+        raise ConfigError("gpus", request.gpus, what)
     return found
 
 
 def tensor_degrees(request: Request) -> list[int]:
     """The tp of a plan: what is given, or powers of two that divide the model and stay inside a node."""
-    layout_options.replicas(request.gpus, request.given.get("tp", 1), request.given.get("pp", 1))
+    replicas(request.gpus, request.given.get("tp", 1), request.given.get("pp", 1))
     if "tp" in request.given:
         return [request.given["tp"]]
     per_node = request.system.devices_per_node.value

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from repro.cli.commands import layout_options
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError, require
 from repro.config.system import System
 from repro.models.parameters import total
+from repro.simulate.plan.asked import Asked, complete, limit_of, memory_bytes
 from repro.simulate.plan.closed_form import suggested_width
 from repro.simulate.plan.terms import FRAGMENTATION, binding
 
@@ -164,7 +164,7 @@ def simulated(question: Question) -> Answer:
     def attempt(value: int) -> Trial:
         if question.search == LAYERS and value == values[-1] and len(values) > 1:
             what = f"a larger width: about {value} layers of this one or more would fit"
-            raise ConfigError("--hidden", question.model.hidden, what)
+            raise ConfigError("hidden", question.model.hidden, what)
         return _simulate(question, value)
 
     return search(values, attempt, question.allocatable, few)
@@ -199,7 +199,7 @@ def _simulate(question: Question, value: int) -> Trial:
 
 
 def question_of(
-    system: System, asked: layout_options.Asked, model: Model | None, sizes: dict[str, int], what: str
+    system: System, asked: Asked, model: Model | None, sizes: dict[str, int], what: str
 ) -> Question:
     """The question that the command line asks of `system`.  Raises `ConfigError`.
 
@@ -207,13 +207,13 @@ def question_of(
     a width whose largest model has about width/64 layers, heads of 128 (or 64), the vocabulary 51,200 and
     the sequence 1,024 of the ZeRO paper's models.
     """
-    require(what in SEARCHES, "--search", what, f"one of {', '.join(SEARCHES)}")
-    require(what == LAYERS or model is not None, "--model", "", "needed to search the micro-batch: whose?")
-    layout = layout_options.complete(asked.layout, asked.gpus, system)
-    whole = layout_options.limit_of(system, layout_options.size(asked.memory_limit))
+    require(what in SEARCHES, "search", what, f"one of {', '.join(SEARCHES)}")
+    require(what == LAYERS or model is not None, "model", "", "needed to search the micro-batch: whose?")
+    layout = complete(asked.layout, asked.gpus, system)
+    whole = limit_of(system, memory_bytes(asked.memory_limit))
     sizes = {key: value for key, value in {**sizes, "seq": asked.seq}.items() if value}
     for key, value in sizes.items():
-        require(value >= 1, f"--{key}", value, "a whole number of at least 1")
+        require(value >= 1, key, value, "a whole number of at least 1")
     keys: dict[str, Any]
     if model is None:
         room = whole - system.context()
@@ -225,14 +225,14 @@ def question_of(
             **sizes,
             "hidden": hidden,
         }
-        shape, tokens = layout_options.named(lambda: Model(name="gpt", layers=1, **keys)), 0
+        shape, tokens = Model(name="gpt", layers=1, **keys), 0
     else:
         known, tokens = model, sizes.get("seq", 0)
         keys = {key: value for key, value in sizes.items() if key != "seq"}
-        shape = layout_options.named(lambda: replace(known, **keys))
+        shape = replace(known, **keys)
     free = not asked.layout.get("global_batch")
     question = Question(shape, layout, system, whole, what, tokens, free, asked.expandable)
-    layout_options.named(lambda: question.experiment(question.values()[0]))
+    question.experiment(question.values()[0])
     return question
 
 

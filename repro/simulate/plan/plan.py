@@ -186,7 +186,7 @@ def plan(request: Request, workers: Workers) -> Plan:
         try:
             request.system.peak(precision)
         except ConfigError as error:
-            raise ConfigError("--precision", error.value, error.expected) from None
+            raise ConfigError("precision", error.value, error.expected) from None
     planner = Planner(request, workers)
     rows = planner.rows(candidates(request))
     rows += planner.rows(_partitioned(request, rows))

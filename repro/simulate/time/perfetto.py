@@ -52,4 +52,4 @@ def write(path: Path, spans: Sequence[Span], stages: Collection[int]) -> None:
         path.write_text(json.dumps(document), encoding="utf-8")
     except OSError as error:
         what = f"a file that can be written ({error.strerror})"
-        raise ConfigError("--timeline", str(path), what) from None
+        raise ConfigError("timeline", str(path), what) from None
