@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from repro.config import Experiment, Layout, Limits, Model, Training
-from repro.config.layout import GENERATIONS
+from repro.config import Experiment, Layout, Limits, Model, OperatorSet, Training
 
 LIMITS = Limits(timeout_s=900.0, hang_s=120.0)
 CPU_SIZES = ((64, 64, 1, 512), (256, 128, 4, 2048), (768, 256, 4, 8192))
@@ -63,8 +62,8 @@ def experiments(
     for size in sizes[: 1 if quick else 2]:
         add(f"zero3-{size[0]}", size, dp=gpus, zero=3, recompute=True)
         add(f"dropout-{size[0]}", size, dp=gpus, dropout=0.1)
-        for generation in GENERATIONS[1:]:
-            add(f"{generation}-{size[0]}", size, dp=gpus, kernels=generation)
+        for operators in (OperatorSet.SOFTMAX, OperatorSet.UNFUSED):
+            add(f"{operators}-{size[0]}", size, dp=gpus, kernels=operators)
         if tp > 1 and size[0] // head % tp == 0:
             add(f"tp-{size[0]}", size, tp=tp, dp=gpus // tp)
             add(f"sp-{size[0]}", size, tp=tp, dp=gpus // tp, sp=True)

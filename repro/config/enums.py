@@ -9,9 +9,10 @@ import enum
 
 
 class StrEnum(str, enum.Enum):
-    """`enum.StrEnum`, which Python 3.10 lacks: each member is its string, in files, keys and formats too."""
+    """`enum.StrEnum`, which Python 3.10 lacks: each member is its string, in files, keys and messages too."""
 
     __str__ = str.__str__
+    __repr__ = str.__repr__
     __format__ = str.__format__  # type: ignore[assignment]
 
 

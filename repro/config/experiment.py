@@ -10,6 +10,7 @@ from typing import Any
 from repro.config.errors import ConfigError, require
 from repro.config.layout import Layout
 from repro.config.model import Model
+from repro.config.operator_set import OperatorSet
 from repro.config.training import Training
 
 PROTOCOL = 1
@@ -126,7 +127,7 @@ class Experiment:
         """
         content: dict[str, Any] = {
             "model": _chosen(self.model, without=_REMARKS),
-            "layout": _chosen(self.layout),
+            "layout": _chosen_layout(self.layout),
             "training": _chosen(self.training),
             "system": self.system,
             "engine": self.engine,
@@ -149,12 +150,33 @@ def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> d
     }
 
 
+def _overlapped_before_it_was_said(operators: OperatorSet) -> bool:
+    """What `tp_overlap` was before it was an option, when the operators decided it."""
+    return not operators.writes_scores
+
+
+def _chosen_layout(layout: Layout) -> dict[str, Any]:
+    """The fields that an experiment's key names.
+
+    Of `tp_overlap` it names what records older than the option cannot have run: they keep their keys, and no
+    other experiment finds them.
+    """
+    chosen = _chosen(layout, without=("tp_overlap",))
+    if layout.tp > 1 and layout.tp_overlap != _overlapped_before_it_was_said(layout.kernels):
+        chosen["tp_overlap"] = layout.tp_overlap
+    return chosen
+
+
 def from_dict(data: dict[str, Any]) -> Experiment:
     """The experiment that `Experiment.as_dict` wrote, today or before some of the options existed."""
+    layout = dict(data["layout"])
+    if "tp_overlap" not in layout:
+        operators = OperatorSet(layout.get("kernels", OperatorSet.FUSED))
+        layout["tp_overlap"] = _overlapped_before_it_was_said(operators)
     return Experiment(
         name=data["name"],
         model=Model(**data["model"]),
-        layout=Layout(**data["layout"]),
+        layout=Layout(**layout),
         training=Training(**data["training"]),
         system=data["system"],
         engine=data["engine"],

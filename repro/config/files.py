@@ -75,4 +75,7 @@ def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "missing":
             raise ConfigError(key, expected="is missing", file=file, where=where) from None
-        raise ConfigError(key, first["input"], first["msg"].lower(), file=file, where=where) from None
+        right = first["msg"].lower()
+        if first["type"] == "enum":
+            right = "one of " + first["ctx"]["expected"].replace("'", "").replace(" or ", ", ")
+        raise ConfigError(key, first["input"], right, file=file, where=where) from None

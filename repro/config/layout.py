@@ -7,12 +7,11 @@ from itertools import accumulate, permutations
 
 from repro.config.errors import require
 from repro.config.model import Model
+from repro.config.operator_set import OperatorSet
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-GENERATIONS = ("fused", "softmax", "unfused")
-KERNELS = ("fused", "reference", "softmax", "unfused")
 ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
 
@@ -62,17 +61,12 @@ class Layout:
     """fp32; bf16 with fp32 master weights; fp16 with fp32 master weights and dynamic loss scaling."""
     bucket_bytes: int = 25_000_000
     """Bytes of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
-    kernels: str = "fused"
-    """What computes a layer, the loss and the optimizer: `fused`, `reference`, `softmax` or `unfused`.
-
-    `fused`: each operator of `kernels/` is one pass over
-    memory, on CUDA by a kernel of its own, and attention never writes its scores.  `reference`: the same
-    operators, each by torch's own, on every device; on a CPU `fused` runs the same.  Two more generations of a
-    layer's operators, with the kernels that CUDA has for them: `softmax`: Megatron-LM of December 2020 and 2021
-    (2104.04473 sec. 4.2), which writes the scores, with scale, mask and softmax in one operator; `unfused`:
-    Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with scale, mask, softmax,
-    biases, dropouts and residuals as operators of their own.  Both wait for sums over tp where they are issued;
-    `fused` and `reference` compute weight gradients meanwhile."""
+    kernels: OperatorSet = OperatorSet.FUSED
+    """What computes a layer, the loss and the optimizer: `fused`, `reference`, `softmax` or `unfused`."""
+    tp_overlap: bool = True
+    """Weight gradients are computed while a sum over tp is under way.  Without, as in Megatron-LM until 2021 and in
+    what was built on it, every collective of tensor parallelism is waited for where it is issued.  With tp = 1 there
+    is none."""
     overlap: bool = True
     """Data-parallel communication runs beside computation.  Without, as in Megatron-LM's own data parallelism of
     2019 and DeepSpeed of February 2020: under stages 0 and 1 gradients are reduced when the step's last backward
@@ -92,9 +86,10 @@ class Layout:
             ("zero1_reduce", ZERO1_REDUCE),
             ("schedule", SCHEDULES),
             ("order", ORDERS),
-            ("kernels", KERNELS),
+            ("kernels", tuple(OperatorSet)),
         ):
             require(getattr(self, key) in known, key, getattr(self, key), f"one of {', '.join(known)}")
+        object.__setattr__(self, "kernels", OperatorSet(self.kernels))
         require(not self.sp or self.tp > 1, "sp", self.sp, "tp > 1, since sp splits over the tp group")
         self._check_batches()
         self._check_zero()
@@ -197,16 +192,6 @@ class Layout:
             self.pa_cpu,
             "pa = true, or every tp rank sends the same checkpoint to the host",
         )
-
-    @property
-    def generation(self) -> str:
-        """Of a layer's operators: `fused`, `softmax` or `unfused`."""
-        return "fused" if self.kernels == "reference" else self.kernels
-
-    @property
-    def plain(self) -> bool:
-        """Whether torch's operators run in place of CUDA kernels."""
-        return self.kernels == "reference"
 
     @property
     def world(self) -> int:

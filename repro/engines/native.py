@@ -50,10 +50,10 @@ class NativeEngine:
             torch.empty(0, dtype=DTYPES[layout.precision], device=device),
         )
         self.buckets = [bucket for part in self.parts for bucket in part.sharded.buckets]
-        self.gradients = GradientShards(self.buckets, mesh, plain=layout.plain)
+        self.gradients = GradientShards(self.buckets, mesh, plain=layout.kernels.plain)
         groups = [AdamGroup(training.weight_decay), AdamGroup(0.0)]
         betas = training.beta1, training.beta2
-        self.optimizer = ShardedAdamW(self.buckets, groups, *betas, training.eps, plain=layout.plain)
+        self.optimizer = ShardedAdamW(self.buckets, groups, *betas, training.eps, plain=layout.kernels.plain)
         self.scaler: LossScaler | None = None
         if layout.precision == "fp16":
             self.scaler = LossScaler(

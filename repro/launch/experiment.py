@@ -51,7 +51,7 @@ class Run:
         self.phase_rows: list[dict[str, float]] = []
         self.clock = StepClock(device)
         self.stream = open_stream(experiment.training, experiment.model)
-        self.kernels = KernelTally(device.type, plain=experiment.layout.plain)
+        self.kernels = KernelTally(device.type, plain=experiment.layout.kernels.plain)
         self.memory: dict[str, Any] = {}
         self.comm: list[dict[str, Any]] = []
         report(0, Phase.INIT)

@@ -13,9 +13,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from repro import kernels
-from repro.config import Layout, Model, Training
-from repro.models import generations
-from repro.models.generations import UNFUSED, WeightDropout
+from repro.config import Layout, Model, OperatorSet, Training
+from repro.models import operator_sets
+from repro.models.operator_sets import WeightDropout
 from repro.parallel import tensor
 from repro.parallel.comm import Group
 from repro.parallel.recompute import recompute
@@ -42,10 +42,12 @@ class Setting:
     dropout: float
     attention_dropout: float
     seed: int
-    generation: str
-    """`fused`, `softmax` or `unfused`: see `repro.models.generations`."""
-    plain: bool
-    """torch's operators in place of CUDA kernels."""
+    operators: OperatorSet
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's operators run in place of CUDA kernels."""
+        return self.operators.plain
 
     def key(self, place: Place, layer: int, site: int) -> int:
         """Key of the random numbers of one dropout in one step."""
@@ -81,8 +83,8 @@ def dropout_add(
             plain=setting.plain,
         )
 
-    if setting.generation == UNFUSED:
-        return generations.unfused_dropout_add(x, bias, residual, fused)
+    if setting.operators is OperatorSet.UNFUSED:
+        return operator_sets.unfused_dropout_add(x, bias, residual, fused)
     return fused(x, bias, residual)
 
 
@@ -123,17 +125,17 @@ class Attention(nn.Module):
         self.out_bias = duplicate(m.hidden, "zeros", tp, setting.sp)
 
     def forward(self, x: Tensor, place: Place, mask: Tensor | None) -> Tensor:
-        """`mask` is there where the generation applies one as a tensor (`unfused`)."""
+        """`mask` is there where the operator set applies one as a tensor (`unfused`)."""
         tp, sp = self.setting.tp, self.setting.sp
         y = kernels.layer_norm(x, self.norm, self.norm_bias, plain=self.setting.plain)
         bias = self.qkv_bias.flatten()
         if mask is None:
             qkv = tensor.column_linear(y, self.qkv, bias, tp, sp, "block")
         else:
-            qkv = generations.add_bias(tensor.column_linear(y, self.qkv, None, tp, sp, "block"), bias)
+            qkv = operator_sets.add_bias(tensor.column_linear(y, self.qkv, None, tp, sp, "block"), bias)
         b, s, _ = qkv.shape
         q, k, v = qkv.view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        y = generations.attention(self.setting.generation, q, k, v, self._weight_dropout(place), mask)
+        y = operator_sets.attention(self.setting.operators, q, k, v, self._weight_dropout(place), mask)
         y = y.transpose(1, 2).reshape(b, s, -1)
         y = tensor.row_linear(y, self.out, tp, sp, "block")
         return dropout_add(y, self.out_bias, x, self.setting, place, self.layer, 1)
@@ -164,8 +166,8 @@ class Mlp(nn.Module):
         tp, sp = self.setting.tp, self.setting.sp
         y = kernels.layer_norm(x, self.norm, self.norm_bias, plain=self.setting.plain)
         y = tensor.column_linear(y, self.up, None, tp, sp, "block")
-        if self.setting.generation == UNFUSED:
-            y = generations.unfused_gelu(y, self.up_bias)
+        if self.setting.operators is OperatorSet.UNFUSED:
+            y = operator_sets.unfused_gelu(y, self.up_bias)
         else:
             y = kernels.bias_gelu(y, self.up_bias, plain=self.setting.plain)
         y = tensor.row_linear(y, self.down, tp, sp, "block")
@@ -253,8 +255,8 @@ class GPT(nn.Module):
     ):
         super().__init__()
         dropouts = (training.dropout, training.attention_dropout)
-        setting = Setting(model, tp, layout.sp, *dropouts, training.seed, layout.generation, layout.plain)
-        self.masked = layout.generation == UNFUSED
+        setting = Setting(model, tp, layout.sp, *dropouts, training.seed, layout.kernels)
+        self.masked = layout.kernels is OperatorSet.UNFUSED
         self.checkpoints = checkpoints
         self.part = part or Part(range(model.layers))
         if self.part.first:
@@ -271,7 +273,7 @@ class GPT(nn.Module):
         if self.part.first:
             x = self.embed(x, place)
         # One for all layers, made anew for every micro-batch as the loader of 2019 did.
-        mask = generations.past(targets.shape[1], x) if self.masked else None
+        mask = operator_sets.past(targets.shape[1], x) if self.masked else None
         for block in self.blocks.values():
             if self.checkpoints is not None:
                 x = recompute(partial(block, place=place, mask=mask), x, self.checkpoints)

@@ -79,8 +79,7 @@ def build(
         rank=rank,
         world=mine("world", [tuple(range(layout.world))]),
         dp=mine("dp", groups(layout, "dp")),
-        # Megatron-LM computed nothing beside the sums over tp until 2021.
-        tp=mine("tp", groups(layout, "tp"), blocking=layout.generation != "fused"),
+        tp=mine("tp", groups(layout, "tp"), blocking=not layout.tp_overlap),
         pp=mine("pp", pipelines),
         embedding=mine("embedding", ends),
         ledger=ledger,

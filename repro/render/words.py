@@ -50,6 +50,8 @@ def layout(spread: Layout | Mapping[str, Any], *, degrees: bool = True, batches:
         parts.append("without C_B")
     if of["kernels"] != "fused":
         parts.append(_KERNELS[of["kernels"]])
+    if of["tp"] > 1 and not of["tp_overlap"]:
+        parts.append("sums over tp waited for")
     if not of["overlap"]:
         parts.append("gradients reduced after backward" if of["zero"] < 2 else "reductions waited for")
     elif not of["gather_overlap"]:

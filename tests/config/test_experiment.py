@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from repro.config import ConfigError, Experiment, Layout, Limits, Model, Training, from_dict
+from repro.config.experiment import _chosen_layout as chosen_fields
 
 MODEL = Model(name="tiny", layers=4, hidden=16, heads=4, vocab=64, seq=16)
 BASE = Experiment(name="a", model=MODEL, layout=Layout(dp=2, micro_batch=4), training=Training(steps=6))
@@ -66,10 +67,30 @@ def test_a_record_is_the_way_back_also_without_keys_that_it_could_not_know() -> 
     old = json.loads(json.dumps(BASE.as_dict()))
     for key in ("pp", "schedule", "chunks", "stage_layers", "scatter_gather", "order", "pa", "cb", "md"):
         del old["layout"][key]
-    for key in ("kernels", "overlap"):
+    for key in ("kernels", "overlap", "tp_overlap"):
         del old["layout"][key]
     assert from_dict(old) == BASE
     assert from_dict(old).key == BASE.key
+
+
+@pytest.mark.parametrize(
+    ("kernels", "overlapped"), [("fused", True), ("reference", True), ("softmax", False), ("unfused", False)]
+)
+def test_records_from_before_tp_overlap_was_said_are_found_by_what_they_ran(
+    kernels: str, overlapped: bool
+) -> None:
+    ran = replace(BASE, layout=Layout(tp=2, micro_batch=4, kernels=kernels, tp_overlap=overlapped))
+    old = json.loads(json.dumps(ran.as_dict()))
+    del old["layout"]["tp_overlap"]
+    assert from_dict(old) == ran
+    other = replace(ran, layout=replace(ran.layout, tp_overlap=not overlapped))
+    assert other.key != ran.key
+    # Their keys were made of what differed from the defaults of the time.
+    chosen = {"tp": 2, "micro_batch": 4, "global_batch": 4}
+    chosen |= {"kernels": kernels} if kernels != "fused" else {}
+    assert chosen_fields(ran.layout) == chosen
+    alone = Layout(micro_batch=4, kernels=kernels)
+    assert chosen_fields(alone) == chosen_fields(replace(alone, tp_overlap=False))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ LAYOUTS = {
     "dp2-z1-no-overlap": replace(BASE, dp=2, zero=1, overlap=False),
     "dp2-z2-md": replace(BASE, dp=2, zero=2, recompute=True, md=True),
     "tp2": replace(BASE, tp=2),
-    "tp2-unfused": replace(BASE, tp=2, kernels="unfused"),
+    "tp2-unfused": replace(BASE, tp=2, kernels="unfused", tp_overlap=False),
     "tp2-sp": replace(BASE, tp=2, sp=True, recompute=True),
     "tp2-pa": replace(BASE, tp=2, recompute=True, pa=True),
     "tp2-pa-cpu-md": replace(BASE, tp=2, recompute=True, pa=True, pa_cpu=True, md=True),

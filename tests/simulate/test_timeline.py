@@ -25,6 +25,7 @@ from repro.simulate.trace.roles import Trace, roles, trace
 
 MODEL = Model(name="small", layers=4, hidden=512, heads=8, vocab=2048, seq=256)
 BASE = Layout(micro_batch=2, global_batch=16, precision="fp16", recompute=True)
+WAITING = {"overlap": False, "tp_overlap": False}
 LAYOUTS = {
     "one": replace(BASE, dp=1),
     "dp-z0": replace(BASE, dp=8),
@@ -36,8 +37,8 @@ LAYOUTS = {
     "pp": replace(BASE, pp=4),
     "pp-gpipe": replace(BASE, pp=2, schedule="gpipe"),
     "pp-interleaved": replace(BASE, pp=2, schedule="interleaved", chunks=2),
-    "2020": replace(BASE, pp=2, tp=2, dp=2, kernels="softmax", overlap=False, scatter_gather=True),
-    "2019": replace(BASE, tp=2, dp=4, zero=1, zero1_reduce="all-reduce", kernels="unfused", overlap=False),
+    "2020": replace(BASE, pp=2, tp=2, dp=2, **WAITING, kernels="softmax", scatter_gather=True),
+    "2019": replace(BASE, tp=2, dp=4, zero=1, zero1_reduce="all-reduce", **WAITING, kernels="unfused"),
 }
 
 

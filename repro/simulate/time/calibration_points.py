@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from repro.config import Layout
+from repro.config import Layout, OperatorSet
 from repro.config.files import build, read_toml
 from repro.config.system import System
 
@@ -22,8 +22,7 @@ class CalibrationPoint:
     """A generation of kernels on one kind of device, and the point that calibrates it."""
 
     name: str
-    kernels: str
-    """As `repro.config.layout.Layout.kernels`."""
+    kernels: OperatorSet
     compute_capability: str
     model: str
     system: str
@@ -48,7 +47,7 @@ def calibration_points() -> tuple[CalibrationPoint, ...]:
     return tuple(build(CalibrationPoint, entry, file=FILE.name) for entry in read_toml(FILE)["generation"])
 
 
-def calibration_point_of(kernels: str, system: System) -> CalibrationPoint | None:
+def calibration_point_of(kernels: OperatorSet, system: System) -> CalibrationPoint | None:
     """The generation of a layout's kernels on a system's device; None where no point is known.
 
     Megatron-LM's two generations differ by operators, which the trace shows; where one has no point on a
@@ -60,5 +59,5 @@ def calibration_point_of(kernels: str, system: System) -> CalibrationPoint | Non
     points = {
         known.kernels: known for known in calibration_points() if known.compute_capability == capability
     }
-    other = {"unfused": "softmax", "softmax": "unfused"}.get(kernels, "")
-    return points.get(kernels) or points.get(other)
+    other = {OperatorSet.UNFUSED: OperatorSet.SOFTMAX, OperatorSet.SOFTMAX: OperatorSet.UNFUSED}.get(kernels)
+    return points.get(kernels) or (points.get(other) if other else None)

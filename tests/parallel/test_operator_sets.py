@@ -1,4 +1,4 @@
-"""Every generation of operators, and communication that does not overlap, train the same model."""
+"""Every set of operators, and communication that does not overlap, train the same model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 import repro
 from repro.config import ConfigError, Layout, Model
 from repro.engines.native import NativeEngine
-from repro.models.generations import WeightDropout, past
+from repro.models.operator_sets import WeightDropout, past
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Work
 from repro.simulate.memory.live import Memory, measure
-from repro.simulate.trace.events import Message, Phase, Wait
+from repro.simulate.trace.events import Message, Operator, Phase, Wait
 from repro.simulate.trace.roles import Trace, roles, trace
 from tests.parallel.stock_models import BATCH as STOCK_BATCH
 from tests.parallel.stock_models import Tied, optimizer_of, train_stock
@@ -239,6 +239,34 @@ def test_simulated_memory_counts_the_scores(kernels: str) -> None:
     assert SCORES <= again < 4.5 * SCORES
 
 
+def tp_collectives(layout: Layout) -> list[tuple[str, str, str, int]]:
+    """Of each collective over tp its phase, operation, purpose and the matrix products until it is waited for."""
+    experiment = tiny(layout)
+    found: list[tuple[str, str, str, int]] = []
+    phase, products = "", 0
+    issued: dict[int, tuple[Message, int]] = {}
+    for event in trace(experiment, roles(experiment)[0]).events:
+        if isinstance(event, Phase):
+            phase = event.name
+        elif isinstance(event, Operator):
+            products += event.name.startswith(("aten.mm", "aten.addmm"))
+        elif isinstance(event, Message) and event.group == "tp":
+            issued[event.work] = event, products
+        elif isinstance(event, Wait) and event.work in issued:
+            message, before = issued.pop(event.work)
+            found.append((phase, message.op, message.purpose, products - before))
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["reference", "softmax", "unfused"])
+@pytest.mark.parametrize("tp_overlap", [True, False])
+def test_operators_do_not_decide_what_tensor_parallelism_overlaps(kernels: str, tp_overlap: bool) -> None:
+    layout = Layout(tp=2, micro_batch=2, recompute=True, tp_overlap=tp_overlap)
+    fused = tp_collectives(layout)
+    assert tp_collectives(replace(layout, kernels=kernels)) == fused
+    assert any(products for phase, _, _, products in fused if phase == "backward") == tp_overlap
+
+
 def test_the_mask_and_what_is_dropped() -> None:
     assert past(3, torch.empty(0, dtype=torch.float16)).tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
     weights = torch.rand(2, 3, 5, 5)
@@ -246,7 +274,7 @@ def test_the_mask_and_what_is_dropped() -> None:
     torch.testing.assert_close(dropout(weights), weights * dropout.keep(weights) / 0.6)
 
 
-def test_torchs_engine_runs_any_generation() -> None:
+def test_torchs_engine_runs_any_set() -> None:
     experiment = tiny(Layout(micro_batch=BATCH, kernels="unfused"), engine="torch", warmup_steps=0)
     assert_same([train(experiment)], alone(warmup_steps=0), 1e-5, 1e-5)
 

@@ -1,16 +1,16 @@
 """One layer as the software of three years ran it: the same function, in more or fewer operators.
 
-`fused`    no operator writes the scores, [b, a/t, s, s]; the rest of a layer as in `softmax` (a layout's
-             `reference` is this generation too, without the CUDA kernels of `kernels/`)
+`fused`    no operator writes the scores, [b, a/t, s, s]; the rest of a layer as in `softmax` (`reference` is the
+           same without the CUDA kernels of `kernels/`)
 `softmax`  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): q k^T and p v are batched
-             products that write and read the scores; scale, mask and softmax are one operator; so are bias and
-             GELU, and bias, dropout and residual
+           products that write and read the scores; scale, mask and softmax are one operator; so are bias and
+           GELU, and bias, dropout and residual
 `unfused`  Megatron-LM of September 2019 (a0368ddf, `mpu/transformer.py`), on which DeepSpeed of February
-             2020 ran: every line of it an operator of its own, but GELU, which was compiled into one
+           2020 ran: every line of it an operator of its own, but GELU, which was compiled into one
 
 Samples come first here.  Where there are several, q, k and v are copied for the batched products, as in 2019;
 Megatron-LM of 2020 put the sequence first, so that they need not be.  Masks of dropout are computed again in
-backward; the old codes kept one byte an element.  Layer norm, loss and optimizer do not depend on the generation.
+backward; the old codes kept one byte an element.  Layer norm, loss and optimizer do not depend on the set.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from repro import kernels
+from repro.config import OperatorSet
 
-FUSED, SOFTMAX, UNFUSED = "fused", "softmax", "unfused"
 MASKED = 10000.0
 """What is taken from the score of a key that comes after the query."""
 
@@ -37,7 +37,7 @@ def past(s: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightDropout:
-    """Dropout of attention weights [b, a/t, s, s], the same elements under every layout and generation."""
+    """Dropout of attention weights [b, a/t, s, s], the same elements under every layout and operator set."""
 
     p: float
     key: int
@@ -70,12 +70,17 @@ class WeightDropout:
 
 
 def attention(
-    generation: str, q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor | None
+    operators: OperatorSet,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: WeightDropout | None,
+    mask: Tensor | None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, causal, on [b, a/t, s, d]; `mask` from `past` where it is unfused."""
-    if generation == FUSED:
+    if not operators.writes_scores:
         return kernels.causal_attention(q, k, v) if dropout is None else _explicit(q, k, v, dropout)
-    if generation == SOFTMAX:
+    if operators is OperatorSet.SOFTMAX:
         return _softmax(q, k, v, dropout)
     assert mask is not None
     return _unfused(q, k, v, dropout, mask)

@@ -1,0 +1,31 @@
+"""Which operators compute a layer, the loss and the optimizer: a layout's `kernels`."""
+
+from __future__ import annotations
+
+from repro.config.enums import StrEnum
+
+
+class OperatorSet(StrEnum):
+    """What a layer was computed with, from September 2019 to today.  The function is the same."""
+
+    FUSED = "fused"
+    """Each operator of `kernels/` is one pass over memory, on CUDA by a kernel of its own, and attention never
+    writes its scores."""
+    REFERENCE = "reference"
+    """The same operators, each by torch's own, on every device; on a CPU `fused` runs the same."""
+    SOFTMAX = "softmax"
+    """Megatron-LM of December 2020 and 2021 (2104.04473 sec. 4.2), which writes the scores, with scale, mask and
+    softmax in one operator."""
+    UNFUSED = "unfused"
+    """Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with scale, mask, softmax,
+    biases, dropouts and residuals as operators of their own."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's operators run in place of CUDA kernels."""
+        return self is OperatorSet.REFERENCE
+
+    @property
+    def writes_scores(self) -> bool:
+        """Whether attention writes its scores, [b, a/t, s, s]."""
+        return self in (OperatorSet.SOFTMAX, OperatorSet.UNFUSED)
