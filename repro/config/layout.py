@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, permutations
 
 from repro.config.errors import require
@@ -207,6 +208,25 @@ class Layout:
     def accumulation(self) -> int:
         """Micro-batches per optimizer step and replica, the pipeline's m."""
         return self.replica_batch // self.micro_batch
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """How many ranks apart neighbours along tp, dp and pp are, as `order` has it."""
+        found, stride = {}, 1
+        for axis in self.order.split("-"):
+            found[axis] = stride
+            stride *= getattr(self, axis)
+        return found
+
+    def index_of(self, axis: str, rank: int) -> int:
+        """The index of `rank` along `axis` (tp, dp or pp); along pp it is the stage."""
+        return rank // self.strides[axis] % int(getattr(self, axis))
+
+    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in their index along `axis` only, ordered by that index."""
+        stride, degree = self.strides[axis], getattr(self, axis)
+        first = rank - rank // stride % degree * stride
+        return tuple(range(first, first + degree * stride, stride))
 
     def parts(self, layers: int) -> list[range]:
         """The layers of each of the pp * chunks parts of a model; part k is chunk k // pp of stage k % pp.

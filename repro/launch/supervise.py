@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from repro.config import Layout
 from repro.config.enums import Phase
 from repro.launch.beacon import Position
 from repro.launch.job import Job
@@ -261,24 +260,14 @@ def behind(positions: list[Position], job: Job) -> list[int]:
     layout = job.experiments[max(0, earliest[0])].layout
     issued: dict[int, set[int]] = {}
     for rank in slow:
-        issued.setdefault(_stage(layout, rank), set()).add(positions[rank].sequence)
+        issued.setdefault(layout.index_of("pp", rank), set()).add(positions[rank].sequence)
     fewer = [
         rank
         for rank in slow
-        if len(found := issued[_stage(layout, rank)]) > 1 and positions[rank].sequence == min(found)
+        if len(found := issued[layout.index_of("pp", rank)]) > 1 and positions[rank].sequence == min(found)
     ]
     slow = fewer or slow
     return [rank for rank in slow if positions[rank].phase != Phase.IDLE] or slow
-
-
-def _stage(layout: Layout, rank: int) -> int:
-    """The pipeline stage of `rank`: its index along pp in the grid (`repro.parallel.mesh` builds it)."""
-    stride = 1
-    for axis in layout.order.split("-"):
-        if axis == "pp":
-            break
-        stride *= getattr(layout, axis)
-    return rank // stride % layout.pp
 
 
 def signal_name(number: int) -> str:

@@ -133,10 +133,10 @@ class Attention(nn.Module):
             qkv = tensor.column_linear(y, self.qkv, bias, tp, sp, "block")
         else:
             qkv = operator_sets.add_bias(tensor.column_linear(y, self.qkv, None, tp, sp, "block"), bias)
-        b, s, _ = qkv.shape
-        q, k, v = qkv.view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        b, s, _ = qkv.shape  # [b, s, 3 a/t d]
+        q, k, v = qkv.view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)  # each [b, a/t, s, d]
         y = operator_sets.attention(self.setting.operators, q, k, v, self._weight_dropout(place), mask)
-        y = y.transpose(1, 2).reshape(b, s, -1)
+        y = y.transpose(1, 2).reshape(b, s, -1)  # [b, s, a/t d]
         y = tensor.row_linear(y, self.out, tp, sp, "block")
         return dropout_add(y, self.out_bias, x, self.setting, place, self.layer, 1)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -21,20 +20,10 @@ from repro.parallel.transports import Channels, GlooTransport, NcclTransport, No
 
 
 def groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
-    """The groups along `axis` (`dp`, `tp` or `pp`): ranks that differ in their index there only.
-
-    Within a group ranks are ordered by that index.
-    """
-    strides, stride = {}, 1
-    for name in layout.order.split("-"):
-        strides[name] = stride
-        stride *= getattr(layout, name)
-    others = [name for name in reversed(layout.order.split("-")) if name != axis]
-    starts = [
-        sum(index * strides[name] for name, index in zip(others, indices, strict=True))
-        for indices in product(*(range(getattr(layout, name)) for name in others))
-    ]
-    return [tuple(start + i * strides[axis] for i in range(getattr(layout, axis))) for start in starts]
+    """All groups along `axis` (`dp`, `tp` or `pp`), ordered by their first rank; see `Layout.group_of`."""
+    stride, degree = layout.strides[axis], getattr(layout, axis)
+    firsts = (rank for rank in range(layout.world) if rank // stride % degree == 0)
+    return [layout.group_of(axis, rank) for rank in firsts]
 
 
 @dataclass(frozen=True)

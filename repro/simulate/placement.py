@@ -76,22 +76,7 @@ class Placement:
             pipeline = self.ranks_of("pp", rank)
             ends = (pipeline[0], pipeline[-1])
             return ends if layout.pp > 1 and rank in ends else (rank,)
-        stride, degree = self._strides[group], getattr(layout, group)
-        start = rank - self.index_of(group, rank) * stride
-        return tuple(start + i * stride for i in range(degree))
-
-    def index_of(self, axis: str, rank: int) -> int:
-        """The index of `rank` along `axis` (tp, dp or pp); along pp it is the stage."""
-        return rank // self._strides[axis] % int(getattr(self.layout, axis))
-
-    @cached_property
-    def _strides(self) -> dict[str, int]:
-        """How far apart neighbours along each axis are (the arithmetic of `mesh.groups`)."""
-        strides, stride = {}, 1
-        for axis in self.layout.order.split("-"):
-            strides[axis] = stride
-            stride *= getattr(self.layout, axis)
-        return strides
+        return layout.group_of(group, rank)
 
     @cached_property
     def _devices_per_node(self) -> int:

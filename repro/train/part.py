@@ -87,7 +87,7 @@ class ModelPart:
         self.sharded.begin_backward(micro_batch, micro_batches)
 
     def after_backward(self) -> None:
-        """It is over."""
+        """All gradients of that pass are there: begin to reduce what has not been yet."""
         self.sharded.end_backward()
 
     def finish(self) -> None:

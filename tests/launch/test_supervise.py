@@ -181,15 +181,6 @@ def test_stages_are_not_compared_by_their_collectives(
     assert supervise.behind(positions, Job(experiments=[PIPELINE])) == expected
 
 
-@pytest.mark.parametrize("order", ["tp-dp-pp", "dp-tp-pp", "pp-tp-dp", "tp-pp-dp"])
-def test_the_stage_of_a_rank_is_the_meshs(order: str) -> None:
-    from repro.parallel.mesh import groups
-
-    layout = Layout(tp=2, pp=4, dp=3, order=order)
-    for pipeline in groups(layout, "pp"):
-        assert [supervise._stage(layout, rank) for rank in pipeline] == [0, 1, 2, 3]
-
-
 def test_interrupted_says_where_it_was() -> None:
     ending = watch(Scripted([None, None, None], {}), interrupted=lambda: "stopped by the user")
     assert ending.outcome == "interrupted"

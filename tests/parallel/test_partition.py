@@ -80,6 +80,8 @@ def test_grid_of_ranks(dp: int, tp: int, pp: int, order: str) -> None:
     inner, middle, _ = order.split("-")
     for rank in everyone:
         mesh = shape_only(layout, rank)
+        for axis in ("dp", "tp", "pp"):
+            assert layout.index_of(axis, rank) == getattr(mesh, axis).ranks.index(rank)
         first = getattr(mesh, inner).ranks
         assert first == tuple(range(rank - rank % len(first), rank - rank % len(first) + len(first)))
         assert getattr(mesh, middle).ranks[-1] - rank < len(first) * getattr(mesh, middle).size

@@ -136,4 +136,4 @@ def test_groups_are_those_of_the_mesh(tp: int, dp: int, pp: int, order: str, dat
         expected = "" if len(ranks) == 1 else "nvlink" if len(nodes) == 1 else "inter-node"
         assert placement.link_of(group, ranks) == expected
         assert placement.link_of(group, ranks[::-1]) == expected
-    assert placement.index_of("pp", rank) == real.pp.rank
+    assert layout.index_of("pp", rank) == real.pp.rank

@@ -88,7 +88,7 @@ class Boundary:
             under_way.popleft()[1].wait()
 
     def finish(self) -> None:
-        """Have everything sent."""
+        """Wait until the last messages are sent, before their tensors are freed."""
         for under_way in self._sent.values():
             while under_way:
                 under_way.popleft()[1].wait()

@@ -33,7 +33,7 @@ class Chunk(Protocol):
         """The `micro_batch`-th backward pass of the step begins."""
 
     def after_backward(self) -> None:
-        """It is over."""
+        """All gradients of that pass are there: begin to reduce what has not been yet."""
 
 
 class _Slot:

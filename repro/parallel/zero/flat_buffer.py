@@ -16,7 +16,7 @@ bucket keeps is allocated once and contiguous; M_D (sec. 6.3) gives the full gra
 place that is too.
 
 A bucket's gradients are reduced where they are, so that what is fused for communication has the bucket's
-constant size: C_B (sec. 6.2).  `fused` is what libraries did before.
+constant size (C_B, sec. 6.2); what libraries did before is `zero_r.constant_buffers.reduce_fused`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import SUM, Group, Work
 from repro.parallel.zero.partition import BucketPlan
+from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
 
 InitialValues = Callable[[int, int, int], Tensor]
@@ -80,7 +81,7 @@ class Bucket:
         all_reduce_first: bool = False,
         fused: bool = False,
     ):
-        """`fused`: reduce an fp32 copy of the gradients, 4 bytes a parameter, made for the reduction."""
+        """`fused`: without C_B, reduce an fp32 copy of the gradients, 4 bytes a parameter, made for the reduction."""
         self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group
         self.all_reduce_first, self.fused = all_reduce_first, fused
         self.pool: Arena | None = None
@@ -187,45 +188,26 @@ class Bucket:
         """
         full = self.gradients
         assert full is not None
-        if self.fused and self.group.size > 1:
-            return self._reduce_fused(full, add)
-        if self.stage == 0 or self.all_reduce_first:
-            return self.group.all_reduce(full, purpose="gradients")
-        if self.stage == 1:
-            return self.group.reduce_scatter(self.gradient_shard, full, purpose="gradients")
-        output = self.gradient_shard
-        if add:
-            output = storage.empty(self.plan.shard, full, Category.COMMUNICATION)
-        work = self.group.reduce_scatter(output, full, purpose="gradients")
+        whole = self.stage == 0 or self.all_reduce_first
+        add = add and self.stage >= 2
+        output = full if whole else self.gradient_shard
+        fused = self.fused and self.group.size > 1
+        if fused:
+            work = reduce_fused(full, output, self.group, add=add)
+        elif whole:
+            work = self.group.all_reduce(full, purpose="gradients")
+        else:
+            if add:
+                output = storage.empty(self.plan.shard, full, Category.COMMUNICATION)
+            work = self.group.reduce_scatter(output, full, purpose="gradients")
+        if self.stage < 2:
+            return work
 
         def finish() -> None:
             work.wait()
-            if add:
+            if add and not fused:
                 self.gradient_shard.add_(output)
             self._free_gradients()
-
-        return Work(finish=finish)
-
-    def _reduce_fused(self, full: Tensor, add: bool) -> Work:
-        """The same through one fp32 buffer of all gradients (1910.02054 sec. 3.2, 6.2)."""
-        buffer = storage.empty(self.plan.padded, full, Category.COMMUNICATION, torch.float32)
-        buffer.copy_(full)
-        if self.stage == 0 or self.all_reduce_first:
-            target, total = full, buffer
-            work = self.group.all_reduce(buffer, purpose="gradients")
-        else:
-            target = self.gradient_shard
-            total = buffer[self.part * self.plan.shard :][: self.plan.shard]
-            work = self.group.reduce_scatter(total, buffer, purpose="gradients")
-
-        def finish() -> None:
-            work.wait()
-            if self.stage == 2 and add:
-                target.add_(total)
-            else:
-                target.copy_(total)
-            if self.stage == 2:
-                self._free_gradients()
 
         return Work(finish=finish)
 

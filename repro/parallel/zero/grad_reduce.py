@@ -121,7 +121,7 @@ class GradientReducer:
             self._held[b] = False
 
     def wait(self) -> None:
-        """Have everything reduced that is complete."""
+        """Wait until every complete bucket is reduced; without overlap stages 0 and 1 begin only here."""
         self._launch_closed()
         self._await_all()
 

@@ -41,7 +41,7 @@ class ParameterAllGather:
                 self._handles.append(modules[use.module].register_forward_pre_hook(self._before(needed)))
 
     def start(self) -> None:
-        """Begin to gather every bucket's parameters."""
+        """Begin to gather the shards of every bucket [P/n] into its parameters [P], first layers first."""
         with torch.no_grad():
             self._works = {b: bucket.gather() for b, bucket in enumerate(self.buckets)}
 
@@ -50,7 +50,7 @@ class ParameterAllGather:
         self._used = set(self._all)
 
     def wait(self) -> None:
-        """Have all parameters complete."""
+        """Wait for all buckets, as whoever reads parameters outside a forward pass must."""
         for b in list(self._works):
             self._works.pop(b).wait()
 
@@ -60,7 +60,7 @@ class ParameterAllGather:
             handle.remove()
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
-        """A forward pass starts."""
+        """A forward pass starts: wait for what no module of the last one asked for."""
         self._await([b for b in self._works if b not in self._used])
         self._used = set()
 

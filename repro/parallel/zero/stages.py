@@ -18,6 +18,7 @@ from repro.parallel.zero.param_gather import ParameterAllGather
 from repro.parallel.zero.partition import BucketPlan, plan_bucket, plan_buckets
 from repro.parallel.zero.units import Unit, parameters_of
 from repro.parallel.zero.unshard import ParameterGatherer
+from repro.parallel.zero_r.constant_buffers import bucket_numel
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Sharding:
 
     @staticmethod
     def of(layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None) -> Sharding:
-        """What a layout says about it."""
+        """The part of a layout that is about data parallelism."""
         return Sharding(
             stage=layout.zero,
             group=group,
@@ -159,7 +160,7 @@ class ShardedModule:
         return sum(bucket.plan.padded - bucket.plan.numel for bucket in self.buckets)
 
     def begin_forward(self) -> None:
-        """Before a forward pass."""
+        """Before a forward pass: what stage 3 notes of its order of uses begins anew."""
         if self.gatherer is not None:
             self.gatherer.begin()
 
@@ -168,7 +169,7 @@ class ShardedModule:
         self.reducer.begin(micro_batch, micro_batches)
 
     def begin(self, micro_batch: int, micro_batches: int) -> None:
-        """Both, where the one follows upon the other."""
+        """Before a micro-batch of which backward follows upon forward, as in every step without a pipeline."""
         self.begin_backward(micro_batch, micro_batches)
         self.begin_forward()
 
@@ -182,11 +183,11 @@ class ShardedModule:
         self.reducer.finish()
 
     def wait_gradients(self) -> None:
-        """Have all gradients reduced."""
+        """Wait until `gradient_shard` of every bucket holds the mean over the replicas."""
         self.reducer.wait()
 
     def finish(self) -> None:
-        """Both, where nothing comes between."""
+        """After a backward pass upon which the optimizer step follows at once."""
         self.end_backward()
         self.wait_gradients()
 
@@ -198,7 +199,7 @@ class ShardedModule:
                 self.param_gather.wait()
 
     def wait(self) -> None:
-        """Have everything that was started done."""
+        """Wait for parameters that are being gathered, before anyone reads them outside a forward pass."""
         if self.param_gather is not None:
             self.param_gather.wait()
 
@@ -236,15 +237,16 @@ class ShardedModule:
         return list(kinds.values())
 
     def _plans(self, tags: Sequence[Tag]) -> list[BucketPlan[Tag]]:
+        """The buckets of stages 0 to 2, the last layers' first, since their gradients come first."""
         plans = []
         backwards = list(range(len(self.parameters)))[::-1]
         for indices in self._apart(backwards, tags):
             sizes = [(i, self.parameters[i].numel(), tags[i]) for i in indices]
             dtype = self.sharding.dtype or self.parameters[indices[0]].dtype
-            limit = sum(size for _, size, _ in sizes)
-            if self.sharding.constant_buffers:
-                limit = self.sharding.bucket_bytes // dtype.itemsize
-            plans += plan_buckets(sizes, self.sharding.group.size, limit)
+            total = sum(size for _, size, _ in sizes)
+            sharding = self.sharding
+            limit = bucket_numel(total, sharding.bucket_bytes, dtype, constant=sharding.constant_buffers)
+            plans += plan_buckets(sizes, sharding.group.size, limit)
         return plans
 
     def _shard_units(

@@ -39,7 +39,7 @@ class ForwardPass:
         """Steps that have been taken."""
 
     def visit(self, u: int, use: Use) -> int:
-        """A use begins; returns its place."""
+        """Note that a use begins; returns its place among the visits."""
         self.visits.append((u, use))
         self.ends.append(len(self.visits))
         return len(self.visits) - 1
@@ -134,13 +134,13 @@ class ParameterGatherer:
                 self._works[u] = [bucket.gather() for bucket in self.buckets[u]]
 
     def need(self, u: int) -> None:
-        """Have unit `u` complete."""
+        """Wait until the full parameters of unit `u` are there: gathered ahead by `start`, or only now."""
         self.start(u)
         for work in self._works.pop(u, []):
             work.wait()
 
     def free(self, u: int) -> None:
-        """Free the full parameters of unit `u`."""
+        """Free the full parameters of unit `u`, after the gather if one is under way: it writes there."""
         for work in self._works.pop(u, []):
             work.wait()
         for bucket in self.buckets[u]:
@@ -211,14 +211,14 @@ class ParameterGatherer:
         run = self._trained
         visit = None if run is None else run.recomputed(u, use)
         if run is None or visit is None:
-            raise RuntimeError(LOST)
+            raise RuntimeError(ONE_BACKWARD_PER_FORWARD)
         run.open.append(visit)
         self.need(u)
 
     def _advance(self, run: ForwardPass, steps: Callable[[int], int], visit: int) -> None:
         """The backward pass of `run` enters or leaves a visit."""
         if run is not self._trained:
-            raise RuntimeError(LOST)
+            raise RuntimeError(ONE_BACKWARD_PER_FORWARD)
         self._turn(run)
         self._take(run, steps(visit))
 
@@ -257,7 +257,7 @@ class ParameterGatherer:
             self._complete(bucket)
 
 
-LOST = (
+ONE_BACKWARD_PER_FORWARD = (
     "under zero = 3 every forward pass with gradients needs its own backward pass before the next one: "
     "this backward pass belongs to an earlier forward pass, or is its second one"
 )

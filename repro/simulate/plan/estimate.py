@@ -163,7 +163,7 @@ def _step(family: Family) -> int:
 
 def _sent(layout: Layout, rows: dict[Row, float], placement: Placement, role: str, dp: int) -> Sent:
     stage = {LAST: layout.pp - 1, MIDDLE: 1}.get(role, 0)
-    rank = stage * _stride(layout)
+    rank = stage * layout.strides["pp"]
     by_group: dict[str, int] = {}
     by_link: dict[str, int] = {}
     for (op, group, _), payload in rows.items():
@@ -178,13 +178,3 @@ def _sent(layout: Layout, rows: dict[Row, float], placement: Placement, role: st
         by_group[group] = by_group.get(group, 0) + sent
         by_link[link] = by_link.get(link, 0) + sent
     return Sent(by_group, by_link)
-
-
-def _stride(layout: Layout) -> int:
-    """How far apart the ranks of neighbouring stages are."""
-    stride = 1
-    for axis in layout.order.split("-"):
-        if axis == "pp":
-            break
-        stride *= getattr(layout, axis)
-    return stride

@@ -152,7 +152,7 @@ class Network:
                 yield self.placement.ranks_of(group, 0)
             return
         for rank in range(self.layout.world):
-            if group == "embedding" or self.placement.index_of(group, rank) == 0:
+            if group == "embedding" or self.placement.layout.index_of(group, rank) == 0:
                 ranks = self.placement.ranks_of(group, rank)
                 if len(ranks) > 1 and ranks[0] == rank:
                     yield ranks
@@ -199,7 +199,7 @@ class Network:
     def _edge(self, from_stage: int, to_stage: int) -> dict[tuple[int, int], str]:
         """Who sends to whom from one stage to another, and over which class of links."""
         place, world = self.placement, range(self.layout.world)
-        senders = [rank for rank in world if place.index_of("pp", rank) == from_stage]
+        senders = [rank for rank in world if place.layout.index_of("pp", rank) == from_stage]
         pairs = [(rank, place.ranks_of("pp", rank)[to_stage]) for rank in senders]
         return {pair: place.link_of("pp", pair) for pair in pairs}
 
