@@ -11,15 +11,13 @@ from repro.kernels.cuda.dispatch import ran
 from repro.kernels.dropout import bias_dropout_residual
 from repro.kernels.flops import cost
 from repro.kernels.gelu import bias_gelu
-from repro.kernels.layernorm import add_layer_norm, layer_norm
+from repro.kernels.layernorm import layer_norm
 from repro.kernels.norm import norm_squared
-from repro.kernels.packing import pack, unpack
 from repro.kernels.random import derive_key, keep_mask, normal, normal_at, uniform_bits
 from repro.kernels.softmax import causal_softmax
 
 __all__ = [
     "adamw_",
-    "add_layer_norm",
     "bias_dropout_residual",
     "bias_gelu",
     "causal_attention",
@@ -34,8 +32,6 @@ __all__ = [
     "norm_squared",
     "normal",
     "normal_at",
-    "pack",
     "ran",
     "uniform_bits",
-    "unpack",
 ]

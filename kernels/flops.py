@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from repro.kernels import adamw, cross_entropy, dropout, gelu, layernorm, norm, packing, softmax
+from repro.kernels import adamw, cross_entropy, dropout, gelu, layernorm, norm, softmax
 from repro.kernels.library import Cost, Operand
 
 FORMULAS: dict[str, Callable[..., Cost]] = {
     "layer_norm": layernorm.forward_cost,
     "layer_norm_backward": layernorm.backward_cost,
-    "add_layer_norm": layernorm.add_forward_cost,
-    "add_layer_norm_backward": layernorm.add_backward_cost,
     "bias_gelu": gelu.forward_cost,
     "bias_gelu_backward": gelu.backward_cost,
     "bias_dropout_residual": dropout.forward_cost,
@@ -33,8 +31,6 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "cross_entropy_backward_": cross_entropy.gradient_cost,
     "adamw_": adamw.cost,
     "norm_squared": norm.cost,
-    "pack": packing.pack_cost,
-    "unpack": packing.unpack_cost,
 }
 """Operator name without `repro::` -> formula over the operator's own arguments, in their order."""
 

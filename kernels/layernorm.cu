@@ -1,8 +1,7 @@
-// Layer norm, a row a block, of x or of the sum of x and a residual, which is written too. A thread holds ITEMS
-// groups of WIDTH elements of the row in registers, so that the row is read once; statistics are fp32 and the
-// variance is that of the differences from the mean.
-// TYPE: of rows; WEIGHT: of weight and bias; HAS_RESIDUAL, BACKWARD: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >=
-// columns, which WIDTH divides.
+// Layer norm, a row a block. A thread holds ITEMS groups of WIDTH elements of the row in registers, so that the row is
+// read once; statistics are fp32 and the variance is that of the differences from the mean.
+// TYPE: of rows; WEIGHT: of weight and bias; BACKWARD: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= columns, which
+// WIDTH divides.
 #include "block.cuh"
 #include "memory.cuh"
 
@@ -11,9 +10,7 @@ constexpr int V = WIDTH;
 struct Arguments {
   const TYPE* x;
   const TYPE* grad;
-  TYPE* y;               // dx in backward
-  const TYPE* residual;  // in backward the gradient of the sum
-  TYPE* sum;
+  TYPE* y;  // dx in backward
   const WEIGHT* weight;
   const WEIGHT* bias;
   float* mean;
@@ -37,13 +34,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     for (int i = 0; i < ITEMS; ++i) {
       if (column(i) >= a.columns) continue;
       load(values[i], x + column(i));
-      if (HAS_RESIDUAL) {
-        float residual[V];
-        load(residual, a.residual + row * a.columns + column(i));
-#pragma unroll
-        for (int k = 0; k < V; ++k) values[i][k] = widen(narrowed<TYPE>(values[i][k] + residual[k]));
-        store(a.sum + row * a.columns + column(i), values[i]);
-      }
 #pragma unroll
       for (int k = 0; k < V; ++k) sum += values[i][k];
     }
@@ -109,12 +99,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
       if (column(i) >= a.columns) continue;
 #pragma unroll
       for (int k = 0; k < V; ++k) grad[i][k] = rstd * (grad[i][k] - of_grad - xhat[i][k] * of_product);
-      if (HAS_RESIDUAL) {
-        float residual[V];
-        load(residual, a.residual + start + column(i));
-#pragma unroll
-        for (int k = 0; k < V; ++k) grad[i][k] += residual[k];
-      }
       store(a.y + start + column(i), grad[i]);
     }
   }

@@ -50,32 +50,6 @@ def _backward_shape(
     return x.new_empty(x.shape), torch.empty_like(weight), torch.empty_like(weight)
 
 
-def _add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = torch.add(x.contiguous(), residual)
-    return (total, *_forward(total, weight, bias, eps))
-
-
-def _add_forward_shape(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (x.new_empty(x.shape), *_forward_shape(x, weight, bias, eps))
-
-
-def _add_backward(
-    grad_sum: Tensor, grad: Tensor, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = _backward(grad, total, mean, rstd, weight)
-    return dx.add_(grad_sum), dweight, dbias
-
-
-def _add_backward_shape(
-    grad_sum: Tensor, grad: Tensor, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward_shape(grad, total, mean, rstd, weight)
-
-
 forward_operator = operator(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
     _forward,
@@ -88,20 +62,6 @@ backward_operator = operator(
     _backward,
     _backward_shape,
     cuda.layer_norm_backward,
-)
-add_forward_operator = operator(
-    "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps)"
-    " -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
-    _add_forward,
-    _add_forward_shape,
-    cuda.add_layer_norm,
-)
-add_backward_operator = operator(
-    "add_layer_norm_backward(Tensor grad_sum, Tensor grad, Tensor sum, Tensor mean, Tensor rstd, Tensor weight)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    _add_backward,
-    _add_backward_shape,
-    cuda.add_layer_norm_backward,
 )
 
 
@@ -133,43 +93,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
     return _LayerNorm.apply(x, weight, bias, eps, plain)
 
 
-class _AddLayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, plain: bool
-    ) -> tuple[Tensor, Tensor]:
-        total, y, mean, rstd = (_add_forward if plain else add_forward_operator)(
-            x, residual, weight, bias, eps
-        )
-        ctx.save_for_backward(total, mean, rstd, weight)
-        ctx.plain = plain
-        return total, y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_sum: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        backward = _add_backward if ctx.plain else add_backward_operator
-        dx, dweight, dbias = backward(grad_sum, grad, *ctx.saved_tensors)
-        return dx, dx, dweight, dbias, None, None
-
-
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, plain: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(x + residual, its layer norm) of two [..., h] of one dtype, the sum rounded to it: one pass over memory.
-
-    For a layer without dropout; with it the residual is added by `bias_dropout_residual`. Saved for backward: the
-    sum, weight, and mean and rstd of every row. In backward the sum's own gradient is added in the same pass.
-    `plain`: by torch's operators on every device. Raises ValueError when the sizes do not agree.
-    """
-    if weight.shape != x.shape[-1:] or bias.shape != weight.shape or residual.shape != x.shape:
-        raise ValueError(
-            f"add_layer_norm of {list(x.shape)} needs a residual of its shape and vectors of {list(x.shape[-1:])}, "
-            f"not {list(residual.shape)}, {list(weight.shape)} and {list(bias.shape)}"
-        )
-    return _AddLayerNorm.apply(x, residual, weight, bias, eps, plain)
-
-
 def forward_cost(x: Operand, weight: Operand, bias: Operand, *_: object) -> Cost:
     """8 per element: mean 1, variance 3, normalise 2, affine 2; 4 per row. Statistics are 4 bytes each."""
     rows = x.numel // max(1, weight.numel)
@@ -180,17 +103,3 @@ def backward_cost(grad: Operand, x: Operand, mean: Operand, rstd: Operand, weigh
     """14 per element: xhat 2, grad * weight 1, its two row sums 3, dx 4, dweight 2, dbias 1, rstd 1."""
     read = grad.nbytes + x.nbytes + mean.nbytes + rstd.nbytes + weight.nbytes
     return Cost(14 * x.numel, read, x.nbytes + 2 * weight.nbytes)
-
-
-def add_forward_cost(x: Operand, residual: Operand, weight: Operand, bias: Operand, *_: object) -> Cost:
-    """1 per element more than without the sum, which is written too."""
-    alone = forward_cost(x, weight, bias)
-    return Cost(alone.flops + x.numel, alone.bytes_read + residual.nbytes, alone.bytes_written + x.nbytes)
-
-
-def add_backward_cost(
-    grad_sum: Operand, grad: Operand, total: Operand, mean: Operand, rstd: Operand, weight: Operand
-) -> Cost:
-    """1 per element more than without the gradient of the sum."""
-    alone = backward_cost(grad, total, mean, rstd, weight)
-    return Cost(alone.flops + total.numel, alone.bytes_read + grad_sum.nbytes, alone.bytes_written)

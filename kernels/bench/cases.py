@@ -292,24 +292,8 @@ def _norm() -> Case:
     return Case("norm and overflow", 0.9, _flat, lambda i: moved("norm_squared", i["tensors"]), ways)
 
 
-def _packing() -> list[Case]:
-    def eager_pack(i: Inputs) -> None:
-        i["flat"].copy_(torch.cat(i["tensors"]))
-
-    def eager_unpack(i: Inputs) -> None:
-        parts = i["flat"].split([t.numel() for t in i["tensors"]])
-        torch._foreach_copy_(i["tensors"], list(parts))
-
-    pack: dict[str, Way] = {OURS: lambda i: kernels.pack(i["tensors"], i["flat"]), EAGER: eager_pack}
-    unpack: dict[str, Way] = {OURS: lambda i: kernels.unpack(i["flat"], i["tensors"]), EAGER: eager_unpack}
-    return [
-        Case("pack", 0.9, _flat, lambda i: moved("pack", i["tensors"], i["flat"]), pack),
-        Case("unpack", 0.9, _flat, lambda i: moved("unpack", i["flat"], i["tensors"]), unpack),
-    ]
-
-
 def cases() -> list[Case]:
-    """All of them."""
+    """Optimizer and norm, the parts of a layer, the loss: in the order of the table."""
     return [
         _adamw(),
         _norm(),
@@ -318,5 +302,4 @@ def cases() -> list[Case]:
         *_dropout(),
         *_softmax(),
         _cross_entropy(),
-        *_packing(),
     ]

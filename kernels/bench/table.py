@@ -1,4 +1,4 @@
-"""Times of the cases as a table and as a record: GB/s, the share of a copy's, and how often the others take."""
+"""Times of the cases as a table and as data: GB/s, the share of a copy's, and how often the others take."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from repro.kernels.bench.cases import OURS
-
-KIND = "kernels"
-"""Of records that hold such a table; an experiment's is another."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +55,9 @@ def render(rows: Sequence[Row], copy: float) -> list[str]:
     return lines + [f"faster than the kernel: {text}" for text in slower]
 
 
-def record(rows: Sequence[Row], copy: float, device: str, provenance: dict[str, Any]) -> dict[str, Any]:
-    """A record for the store, of kind `kernels`: the table's numbers, and where they come from."""
-    from repro.results.record import head
-
-    return {
-        **head(KIND, "bench-gpu", f"kernels on {device}"),
-        "evidence": "measured",
-        "device": device,
-        "copy_bytes_per_s": copy,
-        "rows": [{**asdict(row), "bytes_per_s": row.bandwidth} for row in _sorted(rows)],
-        "provenance": provenance,
-    }
+def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as plain data, in the order of the table, with their `bytes_per_s`."""
+    return [{**asdict(row), "bytes_per_s": row.bandwidth} for row in _sorted(rows)]
 
 
 def _of(rows: Sequence[Row], like: Row, who: str) -> Row | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from repro.kernels.cuda import adamw, columns, cross_entropy, dropout, gelu, layernorm, norm, packing, softmax
+from repro.kernels.cuda import adamw, columns, cross_entropy, dropout, gelu, layernorm, norm, softmax
 from repro.kernels.cuda.program import Program
 
 FAMILIES = {
     "adamw": adamw,
     "norm": norm,
-    "pack": packing,
     "layer norm": layernorm,
     "bias and GELU": gelu,
     "bias, dropout and residual": dropout,

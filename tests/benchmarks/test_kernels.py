@@ -16,7 +16,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 import repro.kernels as kernels
-from repro.kernels import adamw, dropout, gelu, layernorm, norm, packing
+from repro.kernels import adamw, dropout, gelu, layernorm, norm
 
 pytestmark = pytest.mark.benchmarks
 
@@ -138,18 +138,6 @@ def test_norm(benchmark: BenchmarkFixture, who: str, dtype: torch.dtype) -> None
         "reference": norm.reference,
     }
     benchmark(functions[who], pieces)
-
-
-@pytest.mark.parametrize("who", ["ours", "torch", "reference"])
-def test_pack(benchmark: BenchmarkFixture, who: str) -> None:
-    benchmark.group = "pack"
-    pieces, flat = [torch.randn(WIDTH, WIDTH) for _ in range(16)], torch.empty(16 * WIDTH * WIDTH)
-    functions = {
-        "ours": kernels.pack,
-        "torch": lambda t, f: torch.cat([x.view(-1) for x in t], out=f),
-        "reference": packing.reference_pack,
-    }
-    benchmark(functions[who], pieces, flat)
 
 
 @pytest.mark.parametrize("who", ["ours", "torch"])

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from repro.kernels.bench.table import Row, as_data, render
+from repro.measure.provenance import provenance
+from repro.results.record import head
+from repro.results.store import Store
 
 MEASURED: dict[str, Any] = {"rows": []}
 """What the benchmarks of this session leave: their rows, and the bandwidth of a copy."""
 RECORDS = "KERNEL_RECORDS"
+
+
+def record(rows: Sequence[Row], copy: float, device: str, provenance: dict[str, Any]) -> dict[str, Any]:
+    """A record for the store, of kind `kernels`: the table's numbers, and where they come from."""
+    return {
+        **head("kernels", "bench-gpu", f"kernels on {device}"),
+        "evidence": "measured",
+        "device": device,
+        "copy_bytes_per_s": copy,
+        "rows": as_data(rows),
+        "provenance": provenance,
+    }
 
 
 @pytest.fixture(scope="session")
@@ -20,12 +38,6 @@ def measured() -> Iterator[dict[str, Any]]:
     yield MEASURED
     folder = os.environ.get(RECORDS)
     if folder and MEASURED["rows"]:
-        import torch
-
-        from repro.kernels.bench.table import record
-        from repro.measure.provenance import provenance
-        from repro.results.store import Store
-
         with Store(Path(folder)) as store:
             device = torch.cuda.get_device_name()
             store.append(record(MEASURED["rows"], MEASURED["copy"], device, provenance()))
@@ -34,8 +46,6 @@ def measured() -> Iterator[dict[str, Any]]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the table."""
     if MEASURED["rows"]:
-        from repro.kernels.bench.table import render
-
         terminalreporter.write_sep("=", "kernels")
         for line in render(MEASURED["rows"], MEASURED["copy"]):
             terminalreporter.write_line(line)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from repro.kernels.cuda import adamw, cross_entropy, dropout, gelu, layernorm, norm, packing, softmax
+from repro.kernels.cuda import adamw, cross_entropy, dropout, gelu, layernorm, norm, softmax
 
 BINDINGS: dict[str, Callable[..., Any]] = {
     "adamw_": adamw.adamw_,
     "norm_squared": norm.norm_squared,
     "layer_norm": layernorm.layer_norm,
     "layer_norm_backward": layernorm.layer_norm_backward,
-    "add_layer_norm": layernorm.add_layer_norm,
-    "add_layer_norm_backward": layernorm.add_layer_norm_backward,
     "bias_gelu": gelu.bias_gelu,
     "bias_gelu_backward": gelu.bias_gelu_backward,
     "bias_dropout_residual": dropout.bias_dropout_residual,
@@ -23,6 +21,4 @@ BINDINGS: dict[str, Callable[..., Any]] = {
     "cross_entropy_max": cross_entropy.cross_entropy_max,
     "cross_entropy_sums": cross_entropy.cross_entropy_sums,
     "cross_entropy_backward_": cross_entropy.cross_entropy_backward_,
-    "pack": packing.pack,
-    "unpack": packing.unpack,
 }

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from repro.kernels.bench import clock as clocks
 from repro.kernels.bench.cases import COMPILED, EAGER, OURS, PLAIN, Case, cases
 from repro.kernels.bench.clock import Clock, DeviceClock, copy_bandwidth, median_seconds, overhead_seconds
-from repro.kernels.bench.table import Row, record, render
+from repro.kernels.bench.table import Row, render
 from repro.results.store import Store
+from tests.gpu.conftest import record
 
 CPU = torch.device("cpu")
 CASES = cases()
@@ -138,8 +139,8 @@ def test_bytes_are_those_of_the_formulas(case: Case) -> None:
 
 
 ROWS = [
-    Row("pack", EAGER, "bf16", 2e-3, 10**9, 0.9),
-    Row("pack", OURS, "bf16", 1e-3, 10**9, 0.9, 8.25e-6),
+    Row("bias_gelu", EAGER, "bf16", 2e-3, 10**9, 0.9),
+    Row("bias_gelu", OURS, "bf16", 1e-3, 10**9, 0.9, 8.25e-6),
     Row("norm", OURS, "fp32", 2e-3, 10**9, 0.9),
     Row("norm", EAGER, "fp32", 1e-3, 10**9, 0.9),
 ]
@@ -148,7 +149,7 @@ ROWS = [
 def test_the_table_shows_shares_goals_and_who_is_faster() -> None:
     lines = render(ROWS, copy=1.05e12)
     assert lines[0] == "copy: 1,050 GB/s"
-    assert lines[2].split() == ["pack", "bf16", "kernel", "1000.0", "1000", "95%", "90%", "1.00", "8.2"]
+    assert lines[2].split() == ["bias_gelu", "bf16", "kernel", "1000.0", "1000", "95%", "90%", "1.00", "8.2"]
     assert lines[3].split() == ["eager", "2000.0", "500", "48%", "2.00"]
     assert lines[4].split() == ["norm", "fp32", "kernel", "2000.0", "500", "48%", "90%", "1.00", "*"]
     assert lines[6] == "* below its goal, which is for an H200 or A100"
@@ -162,7 +163,7 @@ def test_the_record_says_what_was_measured_where(tmp_path: Path) -> None:
         (read,) = store.records()
     assert (read["kind"], read["device"], read["evidence"]) == ("kernels", "NVIDIA Test", "measured")
     assert read["rows"][0] == {
-        "case": "pack",
+        "case": "bias_gelu",
         "who": "kernel",
         "dtype": "bf16",
         "seconds": 1e-3,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from repro.kernels import cost
-from repro.kernels.cuda import adamw, cross_entropy, dropout, gelu, layernorm, norm, packing, softmax
+from repro.kernels.cuda import adamw, cross_entropy, dropout, gelu, layernorm, norm, softmax
 from tests.kernels.on_cpu import COMPILER, HEADER, Host
 
 ACCESS = np.dtype([("address", np.uint64), ("size", np.uint32), ("write", np.uint32)])
@@ -77,14 +77,6 @@ SAMPLES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
         layernorm.layer_norm_backward,
         lambda: (sixteen(*ROWS), sixteen(*ROWS), wide(3, 40, 1), wide(3, 40, 1), sixteen(64)),
     ),
-    "add_layer_norm": (
-        layernorm.add_layer_norm,
-        lambda: (sixteen(*ROWS), sixteen(*ROWS), sixteen(64), sixteen(64), 1e-5),
-    ),
-    "add_layer_norm_backward": (
-        layernorm.add_layer_norm_backward,
-        lambda: (*(sixteen(*ROWS) for _ in range(3)), wide(3, 40, 1), wide(3, 40, 1), sixteen(64)),
-    ),
     "bias_gelu": (gelu.bias_gelu, lambda: (sixteen(*ROWS), sixteen(64))),
     "bias_gelu_backward": (gelu.bias_gelu_backward, lambda: (sixteen(*ROWS), sixteen(*ROWS), sixteen(64))),
     "bias_dropout_residual": (
@@ -132,8 +124,6 @@ SAMPLES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
         ),
     ),
     "norm_squared": (norm.norm_squared, lambda: ([sixteen(16391), sixteen(5)],)),
-    "pack": (packing.pack, lambda: ([sixteen(1031), sixteen(8)], wide(1039), 0.5)),
-    "unpack": (packing.unpack, lambda: (wide(1039), [sixteen(1031), sixteen(8)], 0.5)),
 }
 """Of every operator: its binding, and operands of which no two are the same tensor."""
 

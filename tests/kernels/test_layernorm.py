@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.kernels import add_layer_norm, layer_norm
+from repro.kernels import layer_norm
 from repro.kernels.layernorm import forward_operator, reference
 
 Close = Callable[..., None]
@@ -62,29 +62,6 @@ def test_rows_far_from_zero_keep_their_digits(close: Close) -> None:
 def test_gradcheck(plain: bool) -> None:
     leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 2, 5), (5,), (5,))]
     assert torch.autograd.gradcheck(lambda *t: layer_norm(*t, plain=plain), leaves)
-    residual = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda *t: add_layer_norm(*t, plain=plain), [leaves[0], residual, *leaves[1:]]
-    )
-
-
-def test_with_the_residual_added(dtype: torch.dtype, close: Close) -> None:
-    """The sum is rounded to the dtype, and the norm is that of the rounded sum."""
-    x, residual, grad, grad_sum = (torch.randn(4, 7, 64).to(dtype) for _ in range(4))
-    weight, bias = torch.randn(64).to(dtype), torch.randn(64).to(dtype)
-    leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
-    total, y = add_layer_norm(*leaves)
-    assert torch.equal(total, x + residual)
-    slopes = torch.autograd.grad([total, y], leaves, [grad_sum, grad])
-    assert torch.equal(slopes[0], slopes[1])
-    wide = [t.detach().double().requires_grad_() for t in (total, weight, bias)]
-    expected = reference(*wide)
-    close(y, expected, roundings=2)
-    found = torch.autograd.grad([wide[0] * 1, expected], wide, [grad_sum.double(), grad.double()])
-    for a, e in zip(slopes[1:], found, strict=True):
-        close(a, e, roundings=2)
-    with pytest.raises(ValueError, match="needs a residual of its shape"):
-        add_layer_norm(x, residual[0], weight, bias)
 
 
 @settings(max_examples=30, deadline=None)

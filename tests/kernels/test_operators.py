@@ -32,8 +32,6 @@ def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...
     return {
         "layer_norm": (x, h, h, 1e-5),
         "layer_norm_backward": (x, x, wide(2, 3, 1), wide(2, 3, 1), h),
-        "add_layer_norm": (x, tensor(2, 3, 8), h, h, 1e-5),
-        "add_layer_norm_backward": (x, x, x, wide(2, 3, 1), wide(2, 3, 1), h),
         "bias_gelu": (x, h),
         "bias_gelu_backward": (x, x, h),
         "bias_dropout_residual": (x, h, x, 0.3, 7, 1, 4, 1),
@@ -54,8 +52,6 @@ def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...
             *(torch.tensor(v, device=device) for v in (2.0, 0.0)),
         ),
         "norm_squared": ([x, h],),
-        "pack": ([x, h], wide(60), 0.5),
-        "unpack": (wide(60), [x, h], 0.5),
     }
 
 
@@ -141,8 +137,6 @@ def test_costs_by_hand() -> None:
     bf16, fp32 = torch.empty(10, dtype=torch.bfloat16, device="meta"), torch.empty(10, device="meta")
     # 12 bytes of states read and written, 2 of gradient read, 2 of parameter written: 28 per parameter.
     assert cost("adamw_", [fp32], [bf16], [fp32], [fp32], [bf16]) == Cost(140, 140, 140)
-    assert cost("pack", [bf16, bf16], fp32) == Cost(0, 40, 80)
-    assert cost("unpack", fp32, [bf16]) == Cost(0, 40, 20)
 
 
 @pytest.mark.parametrize("name", NAMES)

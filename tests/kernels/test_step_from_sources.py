@@ -17,10 +17,8 @@ from tests.kernels.on_cpu import Host
 from tests.training import TINY, tiny, train
 
 SMALL = replace(TINY, name="two", layers=2)
-OPTIONAL = {"add_layer_norm", "add_layer_norm_backward", "pack", "unpack"}
-"""What today's step does not call."""
 SCORES = {"causal_softmax", "causal_softmax_backward"}
-"""What only the generation `softmax` calls."""
+"""What only the operator set `softmax` calls."""
 
 
 @pytest.fixture
@@ -56,7 +54,7 @@ def test_it_trains_as_torchs_operators_do(
     request.getfixturevalue("sources")
     found = train(experiment)
     ran = dispatch.ran()
-    assert {name for name, _ in ran} == set(BINDINGS) - OPTIONAL - (SCORES if kernels == "fused" else set())
+    assert {name for name, _ in ran} == set(BINDINGS) - (SCORES if kernels == "fused" else set())
     assert {how for _, how in ran} == {"cuda"}
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     torch.testing.assert_close(found.loss, expected.loss, rtol=4 * unit, atol=0.0)

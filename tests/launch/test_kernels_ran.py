@@ -107,11 +107,11 @@ def test_what_one_experiment_called_is_not_said_of_another() -> None:
 
 def test_ranks_that_differ_are_counted() -> None:
     ranks: list[dict[str, Any]] = [
-        {"kernels": {"adamw_": ["cuda"], "pack": ["cuda"]}},
-        {"kernels": {"adamw_": ["cuda", "torch: fp64"], "pack": ["torch: fp64"]}},
+        {"kernels": {"adamw_": ["cuda"], "bias_gelu": ["cuda"]}},
+        {"kernels": {"adamw_": ["cuda", "torch: fp64"], "bias_gelu": ["torch: fp64"]}},
         {},
     ]
     ran = of_ranks(ranks)
-    assert ran == {"adamw_": {"cuda": 2, "torch: fp64": 1}, "pack": {"cuda": 1, "torch: fp64": 1}}
-    assert fallbacks(ran) == {"fp64": ["adamw_", "pack"]}
-    assert fallbacks({"every operator": {"torch: on cpu": 3}, "pack": {"cuda": 1}}) == {}
+    assert ran == {"adamw_": {"cuda": 2, "torch: fp64": 1}, "bias_gelu": {"cuda": 1, "torch: fp64": 1}}
+    assert fallbacks(ran) == {"fp64": ["adamw_", "bias_gelu"]}
+    assert fallbacks({"every operator": {"torch: on cpu": 3}, "bias_gelu": {"cuda": 1}}) == {}
