@@ -3,4 +3,5 @@
 `compile` turns a source into machine code by NVRTC, `cache` keeps it on disk, `device` loads and launches it,
 `dispatch` decides between kernel and reference, `lists` cuts lists of tensors into launches. The other modules are
 the bindings, one a family: they take a `Launcher`, so that the tests run the same bindings and sources on a CPU.
+The operators beside this folder and `doctor` import it.
 """

@@ -1,4 +1,8 @@
-"""Model, Layout, Training, System and Experiment: frozen dataclasses; files are checked where they come in."""
+"""Model, Layout, Training, System and Experiment: frozen dataclasses; files are checked where they come in.
+
+`enums` has the words with a fixed set of values, `errors` the one exception for bad input.  No torch, and nothing of
+the harness but these; everything may import it.
+"""
 
 from repro.config.errors import ConfigError
 from repro.config.experiment import PROTOCOL, Experiment, Limits, from_dict

@@ -1,4 +1,8 @@
-"""One small adapter per engine, one interface (`repro.engines.base.Engine`)."""
+"""Who executes a strategy: one adapter per engine, one interface (`base.Engine`).
+
+`native` is this suite's own step, which `simulate` traces too; `torch` runs torch's strategies on the same model, to
+compare with.  `checkpoint`, `simulate`, `calibrate` and `launch` import it.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""What is measured and how: memory, time, statistics, provenance, and what works on this machine."""
+"""What is measured and how: live memory by category, seconds of steps, robust statistics, where a record comes from.
+
+`results`, `simulate`, `doctor`, `launch` and `calibrate` import it.
+"""

@@ -1,7 +1,9 @@
-"""Model files: every model that a claim names, and small ones for one CPU.
+"""The one model of the suite, and the model files: every model that a claim names, and small ones for one CPU.
 
-A file holds one family: `[[model]]` tables, and a `[defaults]` table with what they share.
-A person's own file may also be one model with its keys at the top; its name is then the file's.
+`gpt` is the module, `init` its weights, `generations` a layer as other operator sets run it; `parameters`, `flops`
+and `states` count without torch.  A file holds one family: `[[model]]` tables, and a `[defaults]` table with what
+they share. A person's own file may also be one model with its keys at the top; its name is then the file's.
+`train` and whatever is above import it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Suites: TOML files that name experiments, what they share, and which of them are compared.
 
 repro.suites.load(Path("suites/smoke.toml"))     a frozen Suite, checked
+
+`launch` and `claims` import it.
 """
 
 from repro.suites.entry import Entry
