@@ -102,7 +102,7 @@ def test_exit_codes(
     code: int,
     says: str,
 ) -> None:
-    from repro.launch import run
+    from repro.cli.views import run
 
     monkeypatch.setattr(run, "command", raising(error))
     assert cli.main(["run", "s.toml"]) == code
@@ -113,7 +113,7 @@ def test_exit_codes(
 
 
 def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro.launch import run
+    from repro.cli.views import run
 
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(run, "command", lambda *arguments: seen.append(arguments) or 1)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from repro.doctor.check import LIMITED, NO, YES, Check, answer
+from repro.doctor.check import LIMITED, NO, YES, Check
 from repro.doctor.kernels import kernels
 from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.render import units
@@ -17,15 +17,6 @@ from repro.render import units
 OLDEST_TORCH = (2, 6)
 SMALL_DISK_BYTES = 10**9
 _COMMAND_TIMEOUT_S = 5.0
-
-
-def command(json: bool = False, results: Path = Path("results"), compile_for: str = "") -> int:
-    """Print the checks; 1 if the harness cannot run anything here, else 0.
-
-    `compile_for`: the architectures for which all CUDA kernels are compiled.  Raises `ConfigError`.
-    """
-    more = {"gpus": gpus()} if json else None
-    return answer(examine(results, compile_for), json=json, undone="run here", document=more)
 
 
 def examine(results: Path, compile_for: str = "") -> list[Check]:

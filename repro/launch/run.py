@@ -11,23 +11,16 @@ from repro.launch.interrupt import Interrupt
 from repro.launch.progress import Progress
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.runner import LocalLauncher, Runner
-from repro.launch.summary import conclude, summarise
+from repro.launch.summary import Ended, ended, summarise
 from repro.results.store import MEASURED, SIMULATED, Store
 
 
-def command(
-    suite: Path,
-    only: list[str],
-    results: Path,
-    rerun: bool,
-    json: bool,
-    evidence: str = MEASURED,
-    system: str = "",
-) -> int:
-    """Run what the store lacks of `suite` and print a summary.
+def run(
+    suite: Path, only: list[str], results: Path, rerun: bool, evidence: str = MEASURED, system: str = ""
+) -> Ended:
+    """Run what the store lacks of `suite`.
 
-    Experiments that need more than this machine are listed and not started.  Returns 0 if every other one
-    has the outcome that the suite expects, 1 if not, and 128 plus the signal's number if it was interrupted.
+    Experiments that need more than this machine are listed and not started.
     `evidence` simulated: nothing is started, and all of it can be had here, see `.simulated`.
     Raises `ConfigError` before anything is started.
     """
@@ -36,7 +29,7 @@ def command(
         raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     entries = plan.select(loaded, only)
     if evidence == SIMULATED:
-        return simulated.run(loaded, entries, results, system, rerun, json)
+        return simulated.run(loaded, entries, results, system, rerun)
     if system:
         raise ConfigError(
             "--system", system, f"--evidence {SIMULATED}; measured runs use the machine at hand"
@@ -57,7 +50,7 @@ def command(
             except DiskFull as error:
                 failure = str(error)
         summary = summarise(loaded, entries, store, ran=todo, needs=needs)
-    return conclude(summary, failure=failure, signal=interrupt.signal, json=json)
+    return ended(summary, failure=failure, signal=interrupt.signal)
 
 
 def _needs(experiment: Experiment) -> str:

@@ -25,7 +25,7 @@ from repro.launch.locks import Locks
 from repro.launch.progress import Progress
 from repro.launch.rank import describe
 from repro.launch.recorder import DiskFull, Recorder
-from repro.launch.summary import conclude, summarise
+from repro.launch.summary import Ended, ended, summarise
 from repro.results.simulated import facts, failed_record, simulated_record
 from repro.results.store import CONCLUSIVE, DISK_FULL, SIMULATED, Store
 from repro.suites import Entry, Suite
@@ -34,8 +34,8 @@ WAIT_S = 0.5
 """How often the store is tried again that another `repro run` is simulating for."""
 
 
-def run(suite: Suite, entries: list[Entry], results: Path, system: str, rerun: bool, json: bool) -> int:
-    """Simulate what the store lacks of `entries` and print a summary; the exit code.
+def run(suite: Suite, entries: list[Entry], results: Path, system: str, rerun: bool) -> Ended:
+    """Simulate what the store lacks of `entries`.
 
     `system`: simulate all of them on this one.  Raises `ConfigError` before anything is simulated.
     """
@@ -64,7 +64,7 @@ def run(suite: Suite, entries: list[Entry], results: Path, system: str, rerun: b
             except (DiskFull, WorkerDied) as error:
                 failure = str(error)
         summary = summarise(suite, entries, store, ran=ran, needs=missing, evidence=SIMULATED)
-    return conclude(summary, failure=failure, signal=interrupt.signal, json=json)
+    return ended(summary, failure=failure, signal=interrupt.signal)
 
 
 def needs(experiment: Experiment) -> str:

@@ -1,14 +1,12 @@
-"""The end of a run in words and as data: how every selected experiment stands."""
+"""The end of a run as data: how every selected experiment stands."""
 
 from __future__ import annotations
 
-import json as jsonlib
-import sys
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from repro import suites
-from repro.render import units
 from repro.results.store import CONCLUSIVE, MEASURED, Store
 
 
@@ -64,40 +62,18 @@ def summarise(
     }
 
 
-def conclude(summary: dict[str, Any], *, failure: str, signal: int, json: bool) -> int:
-    """Print how a run ended and return its exit code; `signal` is the one that stopped it, 0 for none."""
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    summary: dict[str, Any]
+    """What `summarise` found, and under `stopped` what stopped it."""
+    code: int
+    """The command's exit code: 128 plus a signal's number; 1 if a result is not as expected; else 0."""
+
+
+def ended(summary: dict[str, Any], *, failure: str, signal: int) -> Ended:
+    """The end of a run that `failure` stopped, or `signal`; empty and 0 for none."""
     summary["stopped"] = failure or (f"by signal {signal}" if signal else "")
-    if json:
-        print(jsonlib.dumps(summary))
-    else:
-        show(summary)
-    if signal:
-        return 128 + signal
-    return 0 if not failure and all(row["expected"] is not False for row in summary["experiments"]) else 1
-
-
-def show(summary: dict[str, Any]) -> None:
-    """Print what `summarise` found, ratios and surprises first, the totals last."""
-    rows = summary["experiments"]
-    for remark in summary["skipped_lines"]:
-        print(f"note: {remark}", file=sys.stderr)
-    for row in summary["comparisons"]:
-        times = units.ratio(row["ratio"], row["low"], row["high"])
-        times += f" the {row['metric']} of {row['baseline']}"
-        print(f"{row['subject']}: {times}, {row['rounds']} rounds")
-    for row in rows:
-        if row["expected"] is None:
-            print(": ".join(part for part in (row["name"], row["outcome"], row["reason"]) if part))
-        elif not row["expected"]:
-            logs = f"  logs: {row['logs']}" if row["logs"] else ""
-            print(f"{row['name']}: {row['outcome']}  {row['reason']}{logs}")
-    if summary["stopped"]:
-        print(f"stopped: {summary['stopped']}; `repro run` goes on with what is missing")
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in summary["counts"].items())
-    wrong = sum(row["expected"] is False for row in rows)
-    possible = " that can run here" if summary["evidence"] == MEASURED else " that can be simulated"
-    elsewhere = possible if any(r["outcome"] == "not run" and r["expected"] is None for r in rows) else ""
-    judged = f"all{elsewhere} as expected" if not wrong else f"{wrong} not as expected"
-    what = "experiments" if summary["evidence"] == MEASURED else f"{summary['evidence']} experiments"
-    print(f"{summary['suite']}: {len(rows)} {what}: {counts}; {judged}")
-    print(f"records: {summary['results']}/records")
+    wrong = failure or any(row["expected"] is False for row in summary["experiments"])
+    return Ended(summary, 128 + signal if signal else int(bool(wrong)))

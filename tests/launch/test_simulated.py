@@ -221,4 +221,4 @@ def test_bad_input_is_one_line(
 def test_the_torch_engine_gets_no_hint(tmp_path: Path) -> None:
     body = TORCH.replace('name = "torch"', 'name = "far"\nsystem = "selene"')
     with pytest.raises(ConfigError, match=r"needs 2 GPUs of system selene$"):
-        measured.command(write_suite(tmp_path, body), [], tmp_path / "r", False, False)
+        measured.run(write_suite(tmp_path, body), [], tmp_path / "r", False)

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from repro import cli
+from repro.cli.views.doctor import lines
 from repro.doctor import machine
-from repro.doctor.check import Check, render
-from repro.doctor.machine import command, examine, precisions, runs_on
+from repro.doctor.check import Check
+from repro.doctor.machine import examine, precisions, runs_on
 
 
 def by_name(results: Path) -> dict[str, Check]:
@@ -21,7 +23,7 @@ def by_name(results: Path) -> dict[str, Check]:
 
 
 def test_this_machine_is_usable(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert command(results=tmp_path) == 0
+    assert cli.main(["doctor", "--results", str(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())  # lines break where the terminal ends
     assert "data, tensor and ZeRO parallelism on this machine's CPUs" in text
     checks = by_name(tmp_path)
@@ -43,7 +45,7 @@ def test_this_machine_is_usable(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert command(json=True, results=tmp_path) == 0
+    assert cli.main(["doctor", "--results", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["usable"]
     assert {"name", "state", "found", "enables", "fatal"} == set(document["checks"][0])
@@ -53,7 +55,7 @@ def test_without_torch_nothing_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert command(results=tmp_path) == 1
+    assert cli.main(["doctor", "--results", str(tmp_path)]) == 1
     assert "until this is mended: torch" in capsys.readouterr().out
 
 
@@ -132,4 +134,4 @@ def test_slurm_is_found_by_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_lines_fit_the_terminal(tmp_path: Path) -> None:
     for width in (60, 100):
-        assert max(map(len, render(examine(tmp_path), width))) <= width
+        assert max(map(len, lines(examine(tmp_path), width))) <= width

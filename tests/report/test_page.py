@@ -12,10 +12,11 @@ import pytest
 
 from repro.claims.judge import judge
 from repro.claims.table import table
+from repro.cli.views.report import report as command
 from repro.config import ConfigError
 from repro.report.evidence import Evidence
 from repro.report.figures import states
-from repro.report.page.build import Report, build, command
+from repro.report.page.build import Report, build
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
 
@@ -119,7 +120,7 @@ def test_json_is_one_document(
     report: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("repro.report.page.build.build", lambda *of, **options: report)
-    assert command(json=True) == 0
+    assert command(Path("results"), Path("out"), json=True, notebooks=False) == 0
     document = json.loads(capsys.readouterr().out)
     assert Path(document["page"]).is_file()
     assert sum(document["verdicts"].values()) == document["claims"] > 0
@@ -133,7 +134,7 @@ def test_empty_store_gives_the_ledger_and_says_what_to_run(
     (tmp_path / "out" / "figures").mkdir(parents=True)
     stale = tmp_path / "out" / "figures" / "states.svg"
     stale.touch()
-    assert command(tmp_path / "results", tmp_path / "out") == 0
+    assert command(tmp_path / "results", tmp_path / "out", json=False, notebooks=False) == 0
     text = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert Page(text).rows
     assert "repro run suites/smoke.toml --only &#39;states-*&#39;" in text

@@ -128,7 +128,7 @@ def calibrate(
     It takes some minutes, in which nothing else should run.  A file speaks for the number of ranks that it was
     measured with, on this machine or, with --profile, on nodes of a cluster.
     """
-    from repro.calibrate.command import command
+    from repro.cli.views.calibrate import command
 
     return command(system, gpus, output, profile, nodes, quick, json)
 

@@ -31,7 +31,7 @@ def run(
     json: Json = False,
 ) -> int:
     """Run what the store lacks of a suite on this machine and record how each experiment ended."""
-    from repro.launch.run import command
+    from repro.cli.views.run import command
 
     return command(suite, only or [], results, rerun, json, evidence, system)
 
@@ -57,9 +57,9 @@ def doctor(
 ) -> int:
     """Show what works on this machine, or on a cluster, and what it enables."""
     if profile is not None:
-        from repro.launch.slurm.doctor import command as examine
+        from repro.cli.views.doctor import cluster
 
-        return examine(profile, results, nodes, json)
-    from repro.doctor.machine import command
+        return cluster(profile, results, nodes, json)
+    from repro.cli.views.doctor import machine
 
-    return command(json, results, kernels)
+    return machine(results, kernels, json)

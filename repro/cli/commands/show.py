@@ -62,7 +62,7 @@ def report(
     json: Json = False,
 ) -> int:
     """Write tables and plots of the stored records to index.html."""
-    from repro.report.page.build import command
+    from repro.cli.views.report import report as command
 
     return command(results, out, json, notebooks)
 
@@ -111,7 +111,7 @@ def compare(
     json: Json = False,
 ) -> int:
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
-    from repro.report.exports.compare import command
+    from repro.cli.views.report import compare as command
 
     return command(first, second, results, tolerance, json)
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from repro.config import ConfigError
-from repro.doctor.check import LIMITED, NO, YES, Check, answer
-from repro.launch.slurm import check, probe, profile, script
+from repro.doctor.check import LIMITED, NO, YES, Check
+from repro.launch.slurm import check, probe, script
 from repro.launch.slurm.dryrun import counted
 from repro.launch.slurm.limits import clock, minutes
 from repro.launch.slurm.pack import Array, Shape
@@ -19,17 +19,6 @@ from repro.launch.slurm.profile import CaseClass, Profile
 from repro.launch.slurm.scheduler import Partition, Scheduler, SchedulerError, call, check_partition
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
-
-
-def command(profile_file: Path, results: Path, nodes: int, json: bool) -> int:
-    """Print the checks; `nodes`: also start a short job on that many nodes and look around there.
-
-    Returns 1 if something keeps suites from running, else 0.  Raises `ConfigError` for a bad profile.
-    """
-    site = profile.load(profile_file)
-    hint = "" if nodes else "--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder."
-    checks = list(examine(site, results.absolute(), nodes))
-    return answer(checks, json=json, undone="submitted", hint=hint)
 
 
 def examine(site: Profile, results: Path, nodes: int) -> Iterator[Check]:

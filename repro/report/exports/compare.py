@@ -7,14 +7,13 @@ shrugged off.
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from repro.config.errors import ConfigError, require
+from repro.config.errors import ConfigError
 from repro.render import units
 from repro.results.store import CONCLUSIVE, MEASURED, read
 
@@ -38,21 +37,12 @@ class Change:
     high: float | None = None
 
 
-def command(first: str, second: str, results: Path, tolerance: float, json: bool) -> int:
-    """Print what differs; 1 if something is worse, else 0.  Raises `ConfigError`."""
-    require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
-    sides = [side(text, results) for text in (first, second)]
-    changes = compare(*sides, tolerance=tolerance)
+def changes_of(first: str, second: str, results: Path, tolerance: float) -> list[Change]:
+    """What differs between two sides (`side`).  Raises `ConfigError` where they have nothing in common."""
+    changes = compare(side(first, results), side(second, results), tolerance=tolerance)
     if not changes:
-        expected = f"records of experiments that {first} has too"
-        raise ConfigError("compare", second, expected)
-    worse = [change for change in changes if change.judged == WORSE]
-    if json:
-        document = {"changes": [asdict(change) for change in changes], "worse": len(worse)}
-        print(jsonlib.dumps(document))
-    else:
-        _show(changes)
-    return 1 if worse else 0
+        raise ConfigError("compare", second, f"records of experiments that {first} has too")
+    return changes
 
 
 def side(text: str, results: Path) -> list[dict[str, Any]]:
@@ -174,14 +164,3 @@ def _latest(records: list[dict[str, Any]]) -> dict[str, Record]:
 
 def _commit(record: Record) -> str:
     return str(((record.get("provenance") or {}).get("git") or {}).get("commit") or "")
-
-
-def _show(changes: list[Change]) -> None:
-    for change in sorted(changes, key=lambda change: (WORSE, BETTER, SAME).index(change.judged)):
-        ratio = f"{units.ratio(change.ratio, change.low, change.high)}  " if change.ratio is not None else ""
-        if change.judged != SAME or change.kind == "speed":
-            print(
-                f"{change.judged:<6} {change.kind:<8} {change.name}: {ratio}{change.before} -> {change.after}"
-            )
-    counts = {judged: sum(change.judged == judged for change in changes) for judged in (WORSE, SAME, BETTER)}
-    print(", ".join(f"{count} {judged}" for judged, count in counts.items()))

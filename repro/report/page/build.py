@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,35 +45,6 @@ class Report:
         """Plain JSON data."""
         paths = {name: [str(path) for path in getattr(self, name)] for name in ("figures", "notebooks")}
         return {**vars(self), "page": str(self.page), **paths}
-
-
-def command(
-    results: Path = Path("results"),
-    out: Path = Path("reports/out"),
-    json: bool = False,
-    notebooks: bool = False,
-) -> int:
-    """Write the report on the store `results` to `out` and print where; 0, or 1 if a notebook failed."""
-    from repro.report.page.notebooks import CellFailed
-
-    try:
-        report = build(Path(results), Path(out), notebooks=notebooks)
-    except CellFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if json:
-        print(json_module.dumps(report.as_dict(), indent=2))
-        return 0
-    for remark in report.remarks:
-        print(f"note: {remark}")
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in report.verdicts.items())
-    drawn = len(report.figures) // 2
-    seen = f"{report.experiments} experiments, {report.simulated} simulated"
-    print(f"{report.claims} claims ({counts}); {seen}, {drawn} figures")
-    if report.notebooks:
-        print(f"{len(report.notebooks)} notebooks: {report.notebooks[0].parent}")
-    print(f"report: {report.page}")
-    return 0
 
 
 def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:

@@ -1,0 +1,55 @@
+"""`repro run`: bring the store to where it lacks nothing of a suite, and say how every experiment stands."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from repro.render import units
+from repro.results.store import MEASURED
+
+
+def command(
+    suite: Path, only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
+) -> int:
+    """Run what the store lacks of `suite` and print a summary.
+
+    Returns 0 if every experiment that can be had here has the outcome that the suite expects, 1 if not, and 128
+    plus the signal's number if it was interrupted.  Raises `ConfigError` before anything is started.
+    """
+    from repro.launch.run import run
+
+    ended = run(suite, only, results, rerun, evidence, system)
+    if json:
+        print(jsonlib.dumps(ended.summary))
+    else:
+        show(ended.summary)
+    return ended.code
+
+
+def show(summary: dict[str, Any]) -> None:
+    """Print ratios and surprises first, the totals last."""
+    rows = summary["experiments"]
+    for remark in summary["skipped_lines"]:
+        print(f"note: {remark}", file=sys.stderr)
+    for row in summary["comparisons"]:
+        times = units.ratio(row["ratio"], row["low"], row["high"])
+        print(f"{row['subject']}: {times} the {row['metric']} of {row['baseline']}, {row['rounds']} rounds")
+    for row in rows:
+        if row["expected"] is None:
+            print(": ".join(part for part in (row["name"], row["outcome"], row["reason"]) if part))
+        elif not row["expected"]:
+            logs = f"  logs: {row['logs']}" if row["logs"] else ""
+            print(f"{row['name']}: {row['outcome']}  {row['reason']}{logs}")
+    if summary["stopped"]:
+        print(f"stopped: {summary['stopped']}; `repro run` goes on with what is missing")
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in summary["counts"].items())
+    wrong = sum(row["expected"] is False for row in rows)
+    possible = " that can run here" if summary["evidence"] == MEASURED else " that can be simulated"
+    elsewhere = possible if any(r["outcome"] == "not run" and r["expected"] is None for r in rows) else ""
+    judged = f"all{elsewhere} as expected" if not wrong else f"{wrong} not as expected"
+    what = "experiments" if summary["evidence"] == MEASURED else f"{summary['evidence']} experiments"
+    print(f"{summary['suite']}: {len(rows)} {what}: {counts}; {judged}")
+    print(f"records: {summary['results']}/records")
