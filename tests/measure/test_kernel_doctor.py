@@ -68,13 +68,13 @@ def test_on_a_gpu_every_family_has_its_state() -> None:
 
 def test_families_are_compiled_where_that_is_asked_for() -> None:
     found = by_name(kernels(gpu((0, 0), present=False), "7.0,sm_90"))
-    assert found["norm (sm_70)"].state == found["norm (sm_90)"].state == "yes"
+    assert found["adamw (sm_70)"].state == found["adamw (sm_90)"].state == "yes"
     assert found["norm (sm_90)"].state == "no"
     assert found["norm (sm_90)"].found == "failed: norm does not compile: line 7: nonsense"
     assert found["bias and GELU (sm_70)"].state == "limited"
     assert "16 bytes spilled" in found["bias and GELU (sm_70)"].found
     everywhere = by_name(kernels(gpu((0, 0), present=False), "all"))
-    assert {f"norm (sm_{a})" for a in (70, 80, 90)} <= set(everywhere)
+    assert {f"adamw (sm_{a})" for a in (70, 80, 90)} <= set(everywhere)
 
 
 def test_what_is_no_architecture() -> None:
