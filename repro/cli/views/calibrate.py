@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 from pathlib import Path
 
 from repro.calibrate.command import Calibrated
 from repro.render import units
+from repro.render.console import print_json
 
 
 def command(
@@ -27,7 +27,7 @@ def command(
         return 1
     if json:
         document = {"file": str(found.path), "seconds": found.seconds, "system": found.document}
-        print(jsonlib.dumps(document))
+        print_json(document)
     else:
         _show(found)
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.doctor.check import Check
-from repro.render.console import stdout
+from repro.render.console import print_json, stdout
 
 
 def machine(results: Path, compile_for: str, json: bool) -> int:
@@ -49,7 +48,7 @@ def _answer(
     broken = [check.name for check in checks if check.fatal]
     if json:
         found = {"usable": not broken, "checks": [asdict(check) for check in checks], **(more or {})}
-        print(jsonlib.dumps(found, indent=2))
+        print_json(found)
     else:
         print("\n".join(lines(checks, stdout(least=100).width)))
         if broken:

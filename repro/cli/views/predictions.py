@@ -5,7 +5,6 @@ All that a person can get wrong is found out before torch is imported.
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from repro import models, systems
 from repro.config import Experiment, Training
 from repro.config.errors import ConfigError, require
 from repro.config.system import System
+from repro.render.console import print_json
 from repro.simulate.plan.asked import Asked, complete, limit_of, memory_bytes
 
 
@@ -43,7 +43,7 @@ def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
             raise ConfigError("timeline", timeline, f"times that can be predicted: {found.no_time}")
         write(Path(timeline), found.time.timeline.spans, [role.role.stage for role in found.roles])
     if json:
-        print(jsonlib.dumps(found.as_dict()))
+        print_json(found.as_dict())
     else:
         show(found, on)
     return 0
@@ -70,7 +70,7 @@ def fit(asked: Asked, model: str, sizes: dict[str, int], search: str, json: bool
     answer = fits.simulated(question)
     document = fits.document(question, answer)
     if json:
-        print(jsonlib.dumps(document))
+        print_json(document)
     else:
         show_fit(question, document)
     return 0 if answer.largest is not None else 1
@@ -90,7 +90,7 @@ def measured_fit(
         answer = trials.run(interrupt)
     document = trials.document(answer, time.perf_counter() - began)
     if json:
-        print(jsonlib.dumps(document))
+        print_json(document)
     else:
         show_fit(trials.question, document)
     if interrupt:
@@ -139,7 +139,7 @@ def plan(
     with Workers() as workers:
         found = run(request, workers)
     if json:
-        print(jsonlib.dumps([document(request, row) for row in found.rows]))
+        print_json([document(request, row) for row in found.rows])
     else:
         show_plan(request, found)
     return 0 if any(row.outcome == OK for row in found.rows) else 1
@@ -158,7 +158,7 @@ def _map(request: Any, limits: list[int], json: bool) -> int:
     with Workers() as workers:
         cells = grid(request, tensor, stages, limits, workers)
     if json:
-        print(jsonlib.dumps(map_document(request, cells, limits)))
+        print_json(map_document(request, cells, limits))
     else:
         show_map(request, cells, limits)
     return 0 if any(row.outcome == OK for cell in cells for row in cell.rows.values()) else 1

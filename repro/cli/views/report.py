@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from repro.config.errors import require
 from repro.render import units
+from repro.render.console import print_json
 
 if TYPE_CHECKING:
     from repro.report.exports.compare import Change
@@ -27,7 +27,7 @@ def report(results: Path, out: Path, json: bool, notebooks: bool) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if json:
-        print(jsonlib.dumps(written.as_dict(), indent=2))
+        print_json(written.as_dict())
         return 0
     for remark in written.remarks:
         print(f"note: {remark}")
@@ -48,7 +48,7 @@ def compare(first: str, second: str, results: Path, tolerance: float, json: bool
     changes = changes_of(first, second, results, tolerance)
     worse = sum(change.judged == WORSE for change in changes)
     if json:
-        print(jsonlib.dumps({"changes": [asdict(change) for change in changes], "worse": worse}))
+        print_json({"changes": [asdict(change) for change in changes], "worse": worse})
     else:
         _show(changes)
     return 1 if worse else 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 from pathlib import Path
 from typing import Any
 
 from repro.render import units
+from repro.render.console import print_json
 from repro.results.store import MEASURED
 
 
@@ -23,7 +23,7 @@ def command(
 
     ended = run(suite, only, results, rerun, evidence, system)
     if json:
-        print(jsonlib.dumps(ended.summary))
+        print_json(ended.summary)
     else:
         show(ended.summary)
     return ended.code
