@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+WIDE = 120
+"""Columns of a page that needs more than 80, where there is no terminal to say how many there are."""
+
+
 def stdout(least: int = 0) -> Console:
     """Standard output as it is now, without colours of its own; `least` columns wide where it is no terminal."""
     from rich.console import Console

@@ -8,6 +8,7 @@ from typing import Any
 
 from repro.config.layout import Layout
 from repro.config.system import System
+from repro.render import units
 
 _KEYS = [field.name for field in fields(Layout)]
 _SWITCHES = {
@@ -64,6 +65,7 @@ def devices(count: int, system: System) -> str:
     return f"{count:,} x {system.device.name} ({system.name})"
 
 
-def counted(count: int, thing: str) -> str:
-    """`1 case`, `2 cases`."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+def counted(count: float, thing: str) -> str:
+    """`1 case`, `2 cases`, `0.75 micro-batches`."""
+    ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"
+    return f"{units.number(count)} {thing}{ending}"

@@ -89,3 +89,9 @@ def test_batches_and_schedule() -> None:
         "pp 2 x dp 2, ZeRO 0, fp32, micro-batch 2 of 16, interleaved with 2 chunks, 4 micro-batches"
     )
     assert words.layout(layout, degrees=False) == "ZeRO 0, fp32"
+
+
+def test_plurals() -> None:
+    counts = [words.counted(n, "micro-batch") for n in (1, 2, 0.75)]
+    assert counts == ["1 micro-batch", "2 micro-batches", "0.75 micro-batches"]
+    assert words.counted(1024, "rank") == "1,024 ranks"

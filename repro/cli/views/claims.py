@@ -19,7 +19,7 @@ from repro.claims.results import (
 )
 from repro.claims.table import Line, as_dict, summary, table
 from repro.render import table as render
-from repro.render.console import print_json, stdout
+from repro.render.console import WIDE, print_json, stdout
 from repro.results.store import read
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-COLUMNS = 120
-"""Width of the page where there is no terminal."""
 STYLES = {REPRODUCED: "green", NOT_REPRODUCED: "red", NOT_COMPARABLE: "dim", NOT_RUN: "yellow"}
 
 
@@ -42,9 +40,9 @@ def command(claim_id: str | None, json: bool, results: Path) -> int:
     if json:
         print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
     elif claim_id:
-        show_one(chosen[0], ledger, stdout(COLUMNS))
+        show_one(chosen[0], ledger, stdout(WIDE))
     else:
-        show_all(judged, ledger, stdout(COLUMNS))
+        show_all(judged, ledger, stdout(WIDE))
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError, require
 from repro.parallel.pipeline.schedule import Schedule, Slot, build, in_flight, timeline
-from repro.render import units
+from repro.render import units, words
 
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B with flush", "interleaved": "Interleaved 1F1B"}
 OPTIONS = {
@@ -68,7 +68,7 @@ class Plan:
     @property
     def title(self) -> str:
         """Its name and sizes in words."""
-        parts = [_many(self.stages, "stage"), _many(self.micro_batches, "micro-batch")]
+        parts = [words.counted(self.stages, "stage"), words.counted(self.micro_batches, "micro-batch")]
         if self.chunks > 1:
             parts.append(f"{self.chunks} chunks per stage")
         return f"{TITLES[self.name]}: {', '.join(parts)}"
@@ -145,13 +145,12 @@ def summary(plan: Plan) -> list[tuple[str, str]]:
 
 def share(value: Fraction) -> str:
     """`37/480 = 7.7 %`, or `none`."""
-    return f"{value} = {float(value) * 100:.1f} %" if value else "none"
+    return f"{value} = {units.percent(float(value))}" if value else "none"
 
 
 def number(value: Fraction | float) -> str:
     """A time: `33`, `28.5`, `1,551`."""
-    exact = Fraction(value)
-    return f"{exact.numerator:,}" if exact.denominator == 1 else f"{float(exact):,.6g}"
+    return units.number(float(value), digits=6)
 
 
 def _in_flight(plan: Plan) -> str:
@@ -159,8 +158,8 @@ def _in_flight(plan: Plan) -> str:
     what = "micro-batch" if plan.chunks == 1 else "(micro-batch, chunk) pair"
     if len(set(live)) == 1:
         where = "on every stage" if plan.stages > 1 else "on the stage"
-        return f"{_many(live[0], what)} {where}"
-    return f"{_many(live[0], what)} on stage 0, falling to {live[-1]} on stage {plan.stages - 1}"
+        return f"{words.counted(live[0], what)} {where}"
+    return f"{words.counted(live[0], what)} on stage 0, falling to {live[-1]} on stage {plan.stages - 1}"
 
 
 def _activations(plan: Plan) -> str:
@@ -168,11 +167,12 @@ def _activations(plan: Plan) -> str:
     most = max(plan.in_flight)
     parts = plan.stages * plan.chunks
     whole = Fraction(most, parts)
-    words = f"at most {most} x 1/{parts} of the layers = {_many(whole, 'micro-batch')} through all layers"
+    through = words.counted(float(whole), "micro-batch")
+    said = f"at most {most} x 1/{parts} of the layers = {through} through all layers"
     if plan.name == "gpipe":
-        return words
+        return said
     other = Fraction(plan.micro_batches, plan.stages)
-    return f"{words}; GPipe: {number(other)}"
+    return f"{said}; GPipe: {number(other)}"
 
 
 def _messages(plan: Plan) -> str:
@@ -183,11 +183,6 @@ def _messages(plan: Plan) -> str:
         f"{2 * plan.messages:,} boundary tensors a step: {plan.micro_batches} x {boundaries} activations "
         "and as many gradients"
     )
-
-
-def _many(count: int | Fraction, what: str) -> str:
-    ending = "" if count == 1 else "es" if what.endswith("ch") else "s"
-    return f"{units.number(float(count)) if count != int(count) else int(count)} {what}{ending}"
 
 
 def _time(option: str, value: str) -> Fraction:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from repro.cli.views.schedule_plan import Plan, number, summary
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
+from repro.render.console import WIDE, stdout
+from repro.render.table import facts
 from repro.report.figures.schedule_drawing import busy_shares, paint
 
 if TYPE_CHECKING:
@@ -28,22 +30,16 @@ Cell = tuple[str, str]
 
 def show(plan: Plan) -> None:
     """Print the drawing, its legend and the summary to the terminal, in its width."""
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
+    console = stdout(WIDE)
     for line in draw(plan, console):
         console.print(line, no_wrap=True, crop=False, overflow="ignore")
     console.print()
-    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column()
+    said = facts()
     for name, sentence in summary(plan):
-        facts.add_row(name, Text(sentence, style="bold" if name == "bubble" else ""))
-    console.print(facts)
+        said.add_row(name, Text(sentence, style="bold" if name == "bubble" else ""))
+    console.print(said)
 
 
 def draw(plan: Plan, console: Console) -> list[Text]:

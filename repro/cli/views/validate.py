@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.cli.views.claims import COLUMNS
+from repro.config.errors import ConfigError
 from repro.render import units
-from repro.render.console import print_json, stdout
+from repro.render.console import WIDE, print_json, stdout
 from repro.render.table import table
 from repro.validate.published import (
     CALIBRATION,
@@ -49,7 +49,7 @@ def command(results: Path, json: bool, svg: Path | None, system: str) -> int:
     if json:
         print_json(as_dict(found, machine))
         return 0
-    console = stdout(COLUMNS)
+    console = stdout(WIDE)
     show(found, console)
     if machine is not None:
         show_machine(machine, console)
@@ -205,10 +205,5 @@ def _draw(found: Sequence[Point], path: Path) -> None:
     with style.look():
         drawing = validation.draw(found)
     if drawing.figure is None:
-        from repro.config.errors import ConfigError
-
         raise ConfigError("svg", str(path), f"a store with predictions; `{RUN}` makes them")
-    text = style.svg(drawing)
-    if "xmlns=" not in text:
-        text = text.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(style.svg(drawing), encoding="utf-8")

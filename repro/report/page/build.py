@@ -95,13 +95,8 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
             (folder / f"{drawing.id}.{ending}").unlink(missing_ok=True)
     else:
         text = style.svg(drawing)
-        alone = (
-            text.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-            if "xmlns=" not in text
-            else text
-        )
         for path, content in (
-            (folder / f"{drawing.id}.svg", alone.encode()),
+            (folder / f"{drawing.id}.svg", text.encode()),
             (folder / f"{drawing.id}.png", style.png(drawing)),
         ):
             replace_file(path, content)
