@@ -53,14 +53,14 @@ plt.show()
 # %%
 rows = []
 for record in found.latest("smoke/states-*", "measured"):
-    layout, metrics = record["experiment"]["layout"], record["metrics"]
-    if record["outcome"] == "ok":
-        formula = model_state_bytes(metrics["parameters"], layout["dp"], layout["zero"])
+    layout, metrics = record.experiment.layout, record.metrics
+    if record.outcome == "ok":
+        formula = model_state_bytes(metrics["parameters"], layout.dp, layout.zero)
         rows.append(
             {
-                "experiment": record["name"],
-                "ranks": layout["dp"],
-                "stage": layout["zero"],
+                "experiment": record.name,
+                "ranks": layout.dp,
+                "stage": layout.zero,
                 "held, bytes": metrics["memory.states_bytes"],
                 "over the formula": metrics["memory.states_bytes"] / formula,
             }

@@ -47,16 +47,16 @@ found.table("tnlg-throughput")
 # %%
 rows = []
 for record in found.latest("turing_nlg/*", "simulated"):
-    layout, metrics = record["experiment"]["layout"], record["metrics"]
-    if "memory.peak_bytes" in metrics and not record["name"].startswith("twin-"):
+    layout, metrics = record.experiment.layout, record.metrics
+    if "memory.peak_bytes" in metrics and not record.name.startswith("twin-"):
         rows.append(
             {
-                "model parallelism": layout["tp"],
-                "ZeRO": f"stage {layout['zero']}",
-                "micro-batch": layout["micro_batch"],
+                "model parallelism": layout.tp,
+                "ZeRO": f"stage {layout.zero}",
+                "micro-batch": layout.micro_batch,
                 "live peak, GB": metrics["memory.peak_bytes"] / 1e9,
                 "limit, GB": metrics["memory.limit_bytes"] / 1e9,
-                "outcome": record["outcome"],
+                "outcome": record.outcome,
             }
         )
 degrees = pd.DataFrame(rows)

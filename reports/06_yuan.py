@@ -46,12 +46,12 @@ found.table("yuan-step-time")
 # %%
 rows = []
 for record in found.latest("yuan/map-*", "simulated"):
-    layout, metrics = record["experiment"]["layout"], record["metrics"]
+    layout, metrics = record.experiment.layout, record.metrics
     rows.append(
         {
-            "system": record["experiment"]["system"],
-            "tensor": layout["tp"],
-            "pipeline": layout["pp"],
+            "system": record.experiment.system,
+            "tensor": layout.tp,
+            "pipeline": layout.pp,
             "live peak, GB": metrics.get("memory.peak_bytes", float("nan")) / 1e9,
         }
     )

@@ -39,13 +39,13 @@ found.table("meg1-baseline-39tf")
 # %%
 rows = []
 for record in found.latest("kernels/*"):
-    layout, metrics = record["experiment"]["layout"], record["metrics"]
-    if record["outcome"] == "ok" and "step_seconds.median" in metrics:
+    layout, metrics = record.experiment.layout, record.metrics
+    if record.outcome == "ok" and "step_seconds.median" in metrics:
         rows.append(
             {
-                "case": record["name"].rsplit("-", 1)[0],
-                "kernels": layout["kernels"],
-                "evidence": record["evidence"],
+                "case": record.name.rsplit("-", 1)[0],
+                "kernels": layout.kernels,
+                "evidence": record.evidence,
                 "step, s": metrics["step_seconds.median"],
                 "live peak, GB": metrics["memory.peak_bytes"] / 1e9,
             }

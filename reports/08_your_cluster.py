@@ -23,9 +23,10 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 
+from repro.render.words import layout
 from repro.report import evidence
 from repro.report.exports.compare import compare
-from repro.report.page.measured import Machines, layout
+from repro.report.page.measured import Machines
 
 RESULTS: Path | None = None
 BEFORE: Path | None = None
@@ -51,12 +52,12 @@ pd.DataFrame(Machines(measured).entries, columns=shown)
 # %%
 rows = [
     {
-        "experiment": f"{record['suite']}/{record['name']}",
-        "layout": layout(record["experiment"]["layout"]),
-        "outcome": record["outcome"],
-        "tokens/s": record["metrics"].get("tokens_per_s"),
-        "TFLOP/s": record["metrics"].get("model_flops_per_s", float("nan")) / 1e12,
-        "peak, GB": record["metrics"].get("memory.peak_bytes", float("nan")) / 1e9,
+        "experiment": record.at,
+        "layout": layout(record.experiment.layout),
+        "outcome": record.outcome,
+        "tokens/s": record.metrics.get("tokens_per_s"),
+        "TFLOP/s": record.metrics.get("model_flops_per_s", float("nan")) / 1e12,
+        "peak, GB": record.metrics.get("memory.peak_bytes", float("nan")) / 1e9,
     }
     for record in measured
 ]

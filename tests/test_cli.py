@@ -65,7 +65,7 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
 def test_planning_a_run_needs_no_torch() -> None:
     code = (
         "import sys\n"
-        "import repro.launch.run, repro.results.frame, repro.claims, repro.config, repro.suites\n"
+        "import repro.launch.run, repro.results.frames, repro.claims, repro.config, repro.suites\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     done = process(code)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from repro.results.store import Store
 from tests.launch.runs import (
     experiments,
     fill,
@@ -26,15 +25,16 @@ from tests.launch.runs import (
     wait_for,
     write_suite,
 )
+from tests.records import latest, lines
 
 
 def outcomes(results: Path) -> dict[str, str]:
     """The newest outcome of every experiment by name."""
-    return {record["name"]: record["outcome"] for record in Store(results).latest().values()}
+    return {record["name"]: record["outcome"] for record in latest(results).values()}
 
 
 def reason(results: Path, name: str) -> str:
-    return next(record["reason"] for record in Store(results).latest().values() if record["name"] == name)
+    return next(record["reason"] for record in latest(results).values() if record["name"] == name)
 
 
 def ran(log: Path) -> list[str]:
@@ -104,7 +104,7 @@ def test_a_failure_in_a_comparison_leaves_the_rest_comparable(tmp_path: Path) ->
     code, _, _ = run(suite, results, FAKE_FAULT="nan:b:0:2")
     assert code == 1
     assert outcomes(results) == {"a": "ok", "b": "diverged", "c": "ok"}
-    assert [record["name"] for record in Store(results).comparisons().values()] == ["a vs c"]
+    assert [line["name"] for line in lines(results) if line["kind"] == "comparison"] == ["a vs c"]
     log = tmp_path / "log"
     run(suite, results, FAKE_LOG=str(log))
     assert ran(log) == []
@@ -144,7 +144,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_loses_nothing(tmp_path: Pat
     assert run(suite, results, FAKE_LOG=str(log))[0] == 0
     assert ran(log) == ["b", "c"]
     assert outcomes(results) == {"a": "ok", "b": "ok", "c": "ok"}
-    assert Store(results).torn == []
+    assert len(lines(results)) == 3, "no line is torn"
     assert not folder.exists(), "the next run removes what the killed one could not"
 
 
@@ -166,7 +166,7 @@ def test_two_runs_at_once_share_the_work(tmp_path: Path) -> None:
     ends = [finish(process) for process in both]
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert sorted(ran(log)) == list("abcdef"), "each experiment once"
-    records = Store(results).records()
+    records = lines(results)
     assert sorted(record["name"] for record in records) == list("abcdef")
     assert {record["outcome"] for record in records} == {"ok"}
     assert len(list((results / "records").glob("*.jsonl"))) == 2, "both have worked"
@@ -177,7 +177,7 @@ def test_the_same_experiment_under_another_name_is_not_run_again(tmp_path: Path)
     run(write_suite(tmp_path, experiments("a"), name="first"), results)
     assert run(write_suite(tmp_path, experiments("z"), name="second"), results, FAKE_LOG=str(log))[0] == 0
     assert ran(log) == []
-    first, second = Store(results).records()
+    first, second = lines(results)
     assert (second["suite"], second["name"], second["copy_of"]) == ("second", "z", first["id"])
     assert second["metrics"] == first["metrics"]
 

@@ -31,12 +31,12 @@ from repro.claims.results import (
 )
 from repro.claims.rule import allowed, tolerance
 from repro.claims.tolerance import NOISELESS, agrees_at_scale, room
-from repro.results.store import SIMULATED
+from repro.results.schema import SIMULATED, Record
 
 _INPUTS = {"printed": printed, "digitised": digitised}
 
 
-def judge(ledger: Ledger, records: Iterable[Mapping[str, Any]]) -> list[ClaimResult]:
+def judge(ledger: Ledger, records: Iterable[Record]) -> list[ClaimResult]:
     """A result for every claim of `ledger`, in its order."""
     seen = Records(records)
     return [judge_claim(claim, seen) for claim in ledger.claims]

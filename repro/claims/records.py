@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
 from repro.claims.expression import Uncertain, Value
-from repro.config.experiment import PROTOCOL, from_dict
-from repro.results.store import CONCLUSIVE, SIMULATED
+from repro.results.schema import MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
+from repro.results.select import select
 
 
 class Missing(Exception):
@@ -22,42 +22,25 @@ class Missing(Exception):
 
 
 class Records:
-    """The newest conclusive record of each experiment and the newest comparison of each pair.
+    """The records that count (`repro.results.select`)."""
 
-    Records of another measurement protocol are left out: they are not comparable with today's.
-    """
-
-    def __init__(self, records: Iterable[Mapping[str, Any]]):
-        self._experiments: dict[tuple[str, str], Mapping[str, Any]] = {}
-        self._failures: dict[tuple[str, str], Mapping[str, Any]] = {}
-        self._comparisons: dict[tuple[str, str], Mapping[str, Any]] = {}
-        for record in sorted(records, key=lambda r: str(r.get("written", ""))):
-            if record.get("protocol") != PROTOCOL:
-                continue
-            suite = record.get("suite")
-            if record.get("kind") == "experiment":
-                at = (str(record.get("evidence")), f"{suite}/{record.get('name')}")
-                conclusive = record.get("outcome") in CONCLUSIVE
-                (self._experiments if conclusive else self._failures)[at] = record
-            elif record.get("kind") == "comparison":
-                subject, baseline = record["subject"]["name"], record["baseline"]["name"]
-                self._comparisons[f"{suite}/{subject}", f"{suite}/{baseline}"] = record
+    def __init__(self, records: Iterable[Record]):
+        self._selection = select(records)
 
     def measured(self, experiment: str) -> bool:
         """Whether it has been run, whatever came of it."""
-        return ("measured", experiment) in self._experiments or ("measured", experiment) in self._failures
+        return (MEASURED, experiment) in self._selection.by_name
 
     def functions(self, kind: str) -> dict[str, Callable[..., Value | Uncertain]]:
         """The functions for expressions of evidence `kind` (`simulated` or `measured`)."""
 
-        def find(experiment: str) -> Mapping[str, Any]:
-            record = self._experiments.get((kind, experiment))
-            if record is not None:
-                return record
-            failed = self._failures.get((kind, experiment))
-            if failed is None:
+        def find(experiment: str) -> ExperimentRecord:
+            record = self._selection.by_name.get((kind, experiment))
+            if record is None:
                 raise Missing(experiment, "no record")
-            raise Missing(experiment, _ended(failed))
+            if not record.conclusive:
+                raise Missing(experiment, _ended(record))
+            return record
 
         def metric(experiment: str, name: str) -> Value | Uncertain:
             """A metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
@@ -66,12 +49,12 @@ class Records:
             would reserve.  One that has a confidence interval (`name.low`, `name.high`) brings it along.
             """
             record = find(experiment)
-            if record["outcome"] != "ok" and kind != SIMULATED:
+            if record.outcome != "ok" and kind != SIMULATED:
                 raise Missing(experiment, _ended(record))
-            metrics = record.get("metrics", {})
+            metrics = record.metrics
             value = metrics.get(name)
             if not isinstance(value, int | float):
-                ended = "" if record["outcome"] == "ok" else f" ({_ended(record)})"
+                ended = "" if record.outcome == "ok" else f" ({_ended(record)})"
                 raise Missing(experiment, f"its record has no metric {name}{ended}")
             if f"{name}.low" in metrics:
                 return Uncertain(value, metrics[f"{name}.low"], metrics[f"{name}.high"])
@@ -82,7 +65,7 @@ class Records:
 
             `name` is a field or property of `model`, `layout` or `training`, or `seq`.
             """
-            value: Any = from_dict(find(experiment)["experiment"])
+            value: Any = find(experiment).experiment
             for part in name.split("."):
                 value = None if part.startswith("_") else getattr(value, part, None)
             if not isinstance(value, int | float):
@@ -95,7 +78,7 @@ class Records:
 
         def outcome(experiment: str) -> Value:
             """`"ok"`, `"oom"` or `"diverged"`."""
-            return str(find(experiment)["outcome"])
+            return find(experiment).outcome
 
         def extreme(name: str, experiments: tuple[str, ...], best: Callable[..., str], what: str) -> Value:
             """`name` of the one that `best` picks among those that end ok, if one beyond it does not."""
@@ -129,10 +112,10 @@ class Records:
 
         def compared(subject: str, baseline: str) -> Value | Uncertain:
             """Throughput of `subject` over `baseline` in one interleaved run, with its 95 % interval."""
-            record = self._comparisons.get((subject, baseline))
+            record = self._selection.by_pair.get((subject, baseline))
             if record is not None:
                 return Uncertain(*_interval(record))
-            record = self._comparisons.get((baseline, subject))
+            record = self._selection.by_pair.get((baseline, subject))
             if record is not None:
                 ratio, low, high = _interval(record)
                 return Uncertain(1 / ratio, 1 / high, 1 / low)
@@ -150,11 +133,11 @@ class Records:
         }
 
 
-def _ended(record: Mapping[str, Any]) -> str:
-    return f"ended {record['outcome']}: {record.get('reason') or 'no reason given'}"
+def _ended(record: ExperimentRecord) -> str:
+    return f"ended {record.outcome}: {record.reason or 'no reason given'}"
 
 
-def _interval(comparison: Mapping[str, Any]) -> tuple[float, float, float]:
+def _interval(comparison: ComparisonRecord) -> tuple[float, float, float]:
     """Ratio and its interval; too few rounds have none, and the ratio stands alone."""
-    ratio, low, high = (comparison[name] for name in ("ratio", "low", "high"))
+    ratio, low, high = comparison.ratio, comparison.low, comparison.high
     return ratio, ratio if low is None else low, ratio if high is None else high

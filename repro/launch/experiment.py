@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from repro.measure.timing import COMPUTING, CORE, StepClock
 from repro.models import flops
 from repro.models.gpt import Place
 from repro.parallel.mesh import Mesh
+from repro.results.metrics import per_layer
+from repro.results.schema import Checkpoints, RankMemory, RankResult, Stage, Traffic
 from repro.train.part import MicroBatch
 
 __all__ = ["Diverged", "Run"]
@@ -52,8 +55,8 @@ class Run:
         self.clock = StepClock(device)
         self.stream = open_stream(experiment.training, experiment.model)
         self.kernels = KernelTally(device.type, plain=experiment.layout.kernels.plain)
-        self.memory: dict[str, Any] = {}
-        self.comm: list[dict[str, Any]] = []
+        self.memory = RankMemory()
+        self.comm: list[Traffic] = []
         report(0, Phase.INIT)
         # torch's engines do not say what their storages are for, and a partial account would flatter them.
         self.tracker = MemoryTracker() if experiment.engine == "native" else None
@@ -97,13 +100,13 @@ class Run:
             self.engine.synchronize()
         if tracker is not None:
             live = tracker.live()
-            self.memory = {
-                "states": {c: live[c] for c in MODEL_STATES},
-                "peak": tracker.peak,
-                "most": tracker.most,
-                "peak_phase": tracker.peak_phase,
-                "init_peak_bytes": self.init_peak,
-            }
+            self.memory = RankMemory(
+                states={c: live[c] for c in MODEL_STATES},
+                peak=tracker.peak,
+                most=tracker.most,
+                peak_phase=tracker.peak_phase,
+                init_peak_bytes=self.init_peak,
+            )
             self.tracker = None
         self._between()
         for _ in range(min(self.experiment.training.untimed_steps - 1, self.left)):
@@ -122,7 +125,7 @@ class Run:
             self._step(self.clock.mark)
             if i == count - 1:
                 self.engine.synchronize()
-                self.comm = self.mesh.ledger.rows()
+                self.comm = [Traffic.read(row) for row in self.mesh.ledger.rows()]
             self.clock.mark("end")
             if self._between():
                 rows += self.clock.read()  # or a long run's clock would hold an event for every mark
@@ -193,89 +196,74 @@ class Run:
     def _read(self) -> None:
         self.series.read(self.experiment.layout.precision == "fp16")
 
-    def result(self, outcome: str = "ok", reason: str = "") -> dict[str, Any]:
-        """Everything that was seen, as plain data."""
+    def result(self, outcome: str = "ok", reason: str = "") -> RankResult:
+        """Everything that was seen."""
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
-        uses = e.layout.accumulation * self._layers()
-        blocks = [row for row in self.comm if row["purpose"] == "block"]
         samples = e.layout.global_batch
-        return {
-            "rank": self.mesh.rank,
-            "outcome": outcome,
-            "reason": reason,
-            "loss": series.loss,
-            "grad_norm": series.grad_norm,
-            "loss_scale": series.loss_scale,
-            "skipped_steps": series.skipped,
-            "checkpoints": self._checkpoints(),
-            "rounds": self.rounds,
-            "phase_seconds": {p: sum(row[p] for row in self.phase_rows) / timed for p in phases},
-            "pipeline": self._pipeline(),
-            "kernels": self.kernels.as_dict(),
-            "memory": {**self.memory, **process_memory(self.device)},
-            "comm": self.comm,
-            "comm_per_layer": [
-                {
-                    "op": row["op"],
-                    "group": row["group"],
-                    **{count: row[count] / uses for count in ("calls", "sent_bytes")},
-                }
-                for row in blocks
-            ],
-            "tokens_per_step": samples * e.seq,
-            "samples_per_step": samples,
-            "model_flops_per_step": flops.model_flops(e.model, e.seq, samples),
-            "hardware_flops_per_step": flops.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
-            "flops_formula": flops.FORMULA,
-            "parameters": self.engine.local_parameters(),
-            "padding": self.engine.padding(),
-        }
+        process = process_memory(self.device)
+        return RankResult(
+            rank=self.mesh.rank,
+            outcome=outcome,
+            reason=reason,
+            loss=series.loss,
+            grad_norm=series.grad_norm,
+            loss_scale=series.loss_scale,
+            skipped_steps=series.skipped,
+            checkpoints=self._checkpoints(),
+            rounds=self.rounds,
+            phase_seconds={p: sum(row[p] for row in self.phase_rows) / timed for p in phases},
+            pipeline=self._pipeline(),
+            kernels=self.kernels.as_dict(),
+            memory=replace(self.memory, rss_peak_bytes=process.rss_peak_bytes, cuda=process.cuda),
+            comm=self.comm,
+            comm_per_layer=per_layer(e, self.mesh.pp.rank, self.comm),
+            tokens_per_step=samples * e.seq,
+            samples_per_step=samples,
+            model_flops_per_step=flops.model_flops(e.model, e.seq, samples),
+            hardware_flops_per_step=flops.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
+            flops_formula=flops.FORMULA,
+            parameters=self.engine.local_parameters(),
+            padding=self.engine.padding(),
+        )
 
-    def _checkpoints(self) -> dict[str, Any]:
-        """What was read and written; empty without checkpoints."""
+    def _checkpoints(self) -> Checkpoints | None:
+        """What was read and written."""
         checkpoints = self.checkpoints
         if checkpoints is None:
-            return {}
-        return {
-            "resumed": self.resumed,
-            "written": checkpoints.written,
-            "write_seconds": checkpoints.seconds,
-            "failures": checkpoints.failures,
-        }
+            return None
+        return Checkpoints(
+            resumed=self.resumed,
+            written=checkpoints.written,
+            write_seconds=checkpoints.seconds,
+            failures=checkpoints.failures,
+        )
 
-    def _layers(self) -> int:
-        """Layers that this rank holds: those of all its stage's parts of the model."""
-        layout = self.experiment.layout
-        parts = layout.parts(self.experiment.model.layers)
-        return sum(len(part) for part in parts[self.mesh.pp.rank :: layout.pp])
-
-    def _pipeline(self) -> dict[str, Any]:
+    def _pipeline(self) -> Stage | None:
         """The rank's stage, and of each timed step: how long it waited for other stages, how long it computed,
-        and how long of that it had a core; empty without a pipeline."""
+        and how long of that it had a core."""
         if self.experiment.layout.pp == 1:
-            return {}
+            return None
         rows = self.phase_rows
-        return {
+        return Stage(
             **self.engine.pipeline_report(),
-            "idle_s": [row[Phase.IDLE] for row in rows],
-            "busy_s": [sum(row[phase] for phase in COMPUTING) for row in rows],
-            "core_s": [row[CORE] for row in rows],
-        }
+            idle_s=[row[Phase.IDLE] for row in rows],
+            busy_s=[sum(row[phase] for phase in COMPUTING) for row in rows],
+            core_s=[row[CORE] for row in rows],
+        )
 
 
-def process_memory(device: torch.device) -> dict[str, Any]:
-    """What the process has taken: peak resident set and, on CUDA, what the caching allocator says; bytes."""
-    found: dict[str, Any] = {
-        "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "cuda": {},
-    }
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        found["cuda"] = {
+def process_memory(device: torch.device) -> RankMemory:
+    """What the process has taken: peak resident set and, on CUDA, what the caching allocator says."""
+    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else None
+    return RankMemory(
+        rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        cuda={}
+        if stats is None
+        else {
             "allocated_peak": stats.get("allocated_bytes.all.peak", 0),
             "reserved_peak": stats.get("reserved_bytes.all.peak", 0),
             "retries": stats.get("num_alloc_retries", 0),
-        }
-    return found
+        },
+    )

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from repro.config import ConfigError, Experiment
-from repro.results.store import CONCLUSIVE, Store
+from repro.results.schema import CONCLUSIVE
+from repro.results.select import by_key, by_keys
+from repro.results.store import Store
 from repro.suites import Comparison, Entry, Suite
 
 
@@ -67,8 +69,8 @@ def lacking(task: Task, store: Store) -> list[Task]:
     A comparison needs its baseline beside every subject, even where the baseline alone is known; it cannot
     be had with one that runs out of memory or diverges.
     """
-    latest = store.latest()
-    outcomes = {key: latest[key]["outcome"] for key in task.keys if key in latest}
+    latest = by_key(store.records())
+    outcomes = {key: latest[key].outcome for key in task.keys if key in latest}
     unknown = [e for e in task.experiments if outcomes.get(e.key) not in CONCLUSIVE]
     if task.comparison is None:
         return [replace(task, experiments=tuple(unknown))] if unknown else []
@@ -76,7 +78,7 @@ def lacking(task: Task, store: Store) -> list[Task]:
     comparable = outcomes.get(baseline.key, "ok") not in ("oom", "diverged")
     if not comparable:
         return [Task(experiments=tuple(unknown))] if unknown else []
-    known = store.comparisons()
+    known = by_keys(store.records())
     open_subjects = [
         subject
         for subject in subjects

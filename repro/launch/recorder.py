@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
-import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from repro.config import Experiment
 from repro.launch.job import Job
 from repro.launch.progress import Progress
-from repro.results.kernels import Ran, fallbacks
-from repro.results.store import CONCLUSIVE, DISK_FULL, MEASURED, Store
+from repro.results import select
+from repro.results.kernels import fallbacks
+from repro.results.schema import MEASURED, ExperimentRecord, KernelsRan, Provenance, RankResult, Record
+from repro.results.store import DISK_FULL, Store
 from repro.suites import Entry, Suite
+
+Results: TypeAlias = Sequence[Mapping[str, Any]]
+"""What the ranks of a launch hand in of one experiment, as JSON data."""
 
 
 class DiskFull(Exception):
@@ -28,12 +33,12 @@ class Recorder:
         store: Store,
         progress: Progress,
         evidence: str = MEASURED,
-        place: dict[str, Any] | None = None,
+        place: Provenance | None = None,
     ):
         """`place`: what the provenance of every record says besides, of failures too: the job, its nodes."""
         self.suite, self.store, self.progress, self.evidence = suite, store, progress, evidence
         self._place = place or {}
-        self._source: dict[str, Any] = {}
+        self._source: Provenance = {}
         self._told: set[str] = set()
         """Reasons why CUDA kernels did not run."""
 
@@ -48,17 +53,17 @@ class Recorder:
         experiment: Experiment,
         spent_s: float,
         *,
-        results: list[dict[str, Any]] | None = None,
+        results: Results | None = None,
         outcome: str = "ok",
         reason: str = "",
     ) -> None:
-        """Record how one experiment ended.  Raises `DiskFull`."""
-        from repro.results.record import experiment_record
+        """Record how one experiment ended.  `results`: all ranks' (`RankResult`).  Raises `DiskFull`."""
+        from repro.results.measured import experiment_record
 
-        def record(results: list[dict[str, Any]], outcome: str, reason: str) -> dict[str, Any]:
+        def record(results: Results, outcome: str, reason: str) -> ExperimentRecord:
             return experiment_record(
                 experiment,
-                results,
+                [RankResult.read(result) for result in results],
                 suite=self.suite.name,
                 provenance=self._source if results else self._place,
                 wall_s=spent_s,
@@ -68,9 +73,9 @@ class Recorder:
 
         written = record(results or [], outcome, reason)
         self._write(written, lambda reason: record([], "error", reason))
-        self._warn(experiment.name, written["kernels"])
+        self._warn(experiment.name, written.kernels or {})
 
-    def _warn(self, name: str, ran: Ran) -> None:
+    def _warn(self, name: str, ran: KernelsRan) -> None:
         """Say once why torch's operators ran in place of CUDA kernels, or a slow run would look like a fast one."""
         for why, operators in fallbacks(ran).items():
             if why not in self._told:
@@ -82,18 +87,18 @@ class Recorder:
                     flush=True,
                 )
 
-    def simulated(self, experiment: Experiment, record: dict[str, Any]) -> None:
+    def simulated(self, experiment: Experiment, record: ExperimentRecord) -> None:
         """Write the record of a simulated `experiment`, with where it comes from.  Raises `DiskFull`."""
-        from repro.results.simulated import failed_record
+        from repro.simulate.record import failed_record
 
-        if record["outcome"] in CONCLUSIVE:
-            record["provenance"] = self._source
-        wall_s = record["wall_s"]
+        if record.conclusive:
+            record = replace(record, provenance=self._source)
         self._write(
-            record, lambda reason: failed_record(experiment, reason, suite=self.suite.name, wall_s=wall_s)
+            record,
+            lambda reason: failed_record(experiment, reason, suite=self.suite.name, wall_s=record.wall_s),
         )
 
-    def _write(self, written: dict[str, Any], failed: Callable[[str], dict[str, Any]]) -> None:
+    def _write(self, written: ExperimentRecord, failed: Callable[[str], ExperimentRecord]) -> None:
         """Append a record and say so; where the disk is full, that of its failure, which `failed` makes."""
         full = ""
         try:
@@ -105,23 +110,23 @@ class Recorder:
             full = f"disk full while writing the result to {self.store.folder}"
             written = failed(full)
             self._last_word(written)
-        name, outcome = written["name"], written["outcome"]
-        expected = self.suite.entry(name).expect in ("", outcome)
-        self.progress.ended(name, outcome, written["reason"], written["wall_s"], expected=expected)
+        expected = self.suite.entry(written.name).expect in ("", written.outcome)
+        self.progress.ended(written.name, written.outcome, written.reason, written.wall_s, expected=expected)
         if full:
             raise DiskFull(full)
 
-    def ratios(self, job: Job, finished: dict[int, list[dict[str, Any]]]) -> None:
+    def ratios(self, job: Job, finished: dict[int, Results]) -> None:
         """Record the ratios of a compared job whose experiments have finished.  Raises `DiskFull`."""
-        from repro.results.record import comparison_record
+        from repro.results.measured import comparison_record
 
+        ranks = {index: [RankResult.read(result) for result in found] for index, found in finished.items()}
         for index in range(1, len(job.experiments)):
-            if not {0, index} <= finished.keys():
+            if not {0, index} <= ranks.keys():
                 continue
             record = comparison_record(
                 job.experiments[0],
                 job.experiments[index],
-                (finished[0], finished[index]),
+                (ranks[0], ranks[index]),
                 suite=self.suite.name,
                 provenance=self._source,
             )
@@ -130,17 +135,15 @@ class Recorder:
 
     def adopt(self, entries: list[Entry]) -> None:
         """Record under this suite's names what the store knows under others: equal key, equal experiment."""
-        latest = self.store.latest(self.evidence)
+        latest = select.by_key(self.store.records(), self.evidence)
         for entry in entries:
             name, record = entry.experiment.name, latest.get(entry.experiment.key)
-            if record is None or record["outcome"] not in CONCLUSIVE:
+            if record is None or not record.conclusive:
                 continue
-            if (record["suite"], record["name"]) != (self.suite.name, name):
-                own = {"id": uuid.uuid4().hex, "suite": self.suite.name, "name": name}
-                own["copy_of"] = record["id"]
-                self._append({**record, **own, "experiment": entry.experiment.as_dict()})
+            if (record.suite, record.name) != (self.suite.name, name):
+                self._append(record.copy(entry.experiment, self.suite.name))
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: Record) -> None:
         try:
             self.store.append(record)
         except OSError as error:
@@ -148,10 +151,10 @@ class Recorder:
                 raise
             raise DiskFull(f"disk full: {self.store.folder}") from None
 
-    def _last_word(self, record: dict[str, Any]) -> None:
+    def _last_word(self, record: ExperimentRecord) -> None:
         try:
             self.store.append(record)
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            raise DiskFull(f"{record['reason']}, and the outcome of {record['name']} did not fit") from None
+            raise DiskFull(f"{record.reason}, and the outcome of {record.name} did not fit") from None

@@ -12,7 +12,8 @@ from repro.launch.progress import Progress
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.runner import LocalLauncher, Runner
 from repro.launch.summary import Ended, ended, summarise
-from repro.results.store import MEASURED, SIMULATED, Store
+from repro.results.schema import MEASURED, SIMULATED
+from repro.results.store import Store
 
 
 def run(

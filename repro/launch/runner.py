@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from repro.config import Experiment
 from repro.launch import plan, supervise
@@ -17,7 +17,7 @@ from repro.launch.locks import Locks
 from repro.launch.plan import Task
 from repro.launch.progress import Progress
 from repro.launch.rank import TARGET
-from repro.launch.recorder import DiskFull, Recorder
+from repro.launch.recorder import DiskFull, Recorder, Results
 from repro.results.store import DISK_FULL
 
 WAIT_S = 0.5
@@ -40,7 +40,7 @@ class Launch(supervise.Launch, Protocol):
     logs: Path
 
     def start(self) -> None: ...
-    def results(self, index: int) -> list[dict[str, Any]] | None: ...
+    def results(self, index: int) -> Results | None: ...
     def close(self, *, keep_logs: Path | None) -> None: ...
 
 
@@ -154,7 +154,7 @@ class Runner:
         self.recorder.begin()
         logs = self.launcher.logs
         launch = self.launcher.launch(job, logs / job.experiments[0].key)
-        finished: dict[int, list[dict[str, Any]]] = {}
+        finished: dict[int, Results] = {}
         blamed: list[int] = []
         told: list[bool] = []
 

@@ -94,9 +94,9 @@ def _alone(job: Job, index: int, device: torch.device, beacon: Beacon) -> dict[s
         run.prelude()
         run.steps(run.left)
     except Diverged as error:
-        result = run.result("diverged", str(error))
+        result = run.result("diverged", str(error)).as_dict()
     else:
-        result = run.result()
+        result = run.result().as_dict()
     beacon.phase(index, run.experiment.training.steps, Phase.DONE)
     beacon.finished(index, result)
     return result
@@ -121,7 +121,7 @@ def _compare(job: Job, device: torch.device, beacon: Beacon) -> dict[str, dict[s
             attempt(i, _steps_of(job, experiment, turn))
     results = {}
     for i, (run, experiment) in enumerate(zip(runs, job.experiments, strict=True)):
-        result = run.result("diverged", diverged[i]) if i in diverged else run.result()
+        result = (run.result("diverged", diverged[i]) if i in diverged else run.result()).as_dict()
         beacon.phase(i, experiment.training.steps, Phase.DONE)
         beacon.finished(i, result)
         results[experiment.key] = result
@@ -158,7 +158,7 @@ def _compare_apart(job: Job, device: torch.device, beacon: Beacon) -> dict[str, 
             run.rounds, run.phase_rows = rounds[i] + run.rounds, rows[i] + run.phase_rows
             rounds[i], rows[i] = run.rounds, run.phase_rows
             if diverged or turn == job.rounds - 1:
-                results[experiment.key] = run.result("diverged" if diverged else "ok", diverged)
+                results[experiment.key] = run.result("diverged" if diverged else "ok", diverged).as_dict()
             del run
             gc.collect()
     for i, experiment in enumerate(job.experiments):

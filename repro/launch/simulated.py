@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from repro import systems
 from repro.config import Experiment
@@ -26,8 +25,10 @@ from repro.launch.progress import Progress
 from repro.launch.rank import describe
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.summary import Ended, ended, summarise
-from repro.results.simulated import facts, failed_record, simulated_record
-from repro.results.store import CONCLUSIVE, DISK_FULL, SIMULATED, Store
+from repro.results.schema import SIMULATED, ExperimentRecord
+from repro.results.select import by_key
+from repro.results.store import DISK_FULL, Store
+from repro.simulate.record import facts, failed_record, simulated_record
 from repro.suites import Entry, Suite
 
 WAIT_S = 0.5
@@ -77,7 +78,7 @@ def system_of(experiment: Experiment) -> System:
     return _anywhere() if experiment.system in systems.HERE else systems.load(experiment.system)
 
 
-def attempt(experiment: Experiment, system: System, suite: str) -> dict[str, Any]:
+def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
     """Simulate one experiment; its record, whatever happens."""
     from repro.simulate.step import simulate
 
@@ -117,13 +118,13 @@ def moved(entries: list[Entry], system: str) -> list[Entry]:
 
 def _lacking(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
     """Entries without a conclusive record of today's system."""
-    latest = store.latest(SIMULATED)
+    latest = by_key(store.records(), SIMULATED)
 
     def known(experiment: Experiment) -> bool:
         record = latest.get(experiment.key)
-        if record is None or record["outcome"] not in CONCLUSIVE:
+        if record is None or not record.conclusive:
             return False
-        return bool(record.get("simulated_on") == facts(on[experiment.name]))
+        return record.simulated_on == facts(on[experiment.name])
 
     return [entry for entry in entries if rerun or not known(entry.experiment)]
 
@@ -164,6 +165,6 @@ def _simulate(entries: list[Entry], on: dict[str, System], recorder: Recorder, i
     work = [(e, on[e.name], recorder.suite.name) for e in experiments.values()]
     with Workers(len(work)) as workers:
         for record in workers.completed(attempt, work):
-            recorder.simulated(experiments[record["name"]], record)
+            recorder.simulated(experiments[record.name], record)
             if interrupt:
                 return

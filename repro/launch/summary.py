@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from repro import suites
-from repro.results.store import CONCLUSIVE, MEASURED, Store
+from repro.results.schema import CONCLUSIVE, MEASURED
+from repro.results.select import by_key, by_keys
+from repro.results.store import Store
 
 
 def summarise(
@@ -23,11 +25,12 @@ def summarise(
     `needs` says of each by name what it needs and this machine has not.  Where that is something and the
     store has no record from elsewhere, `expected` is null: there is nothing to expect here.
     """
-    latest = store.latest(evidence)
+    records = store.records()
+    latest = by_key(records, evidence)
     rows = []
     for entry in entries:
         record = latest.get(entry.experiment.key)
-        outcome = record["outcome"] if record else "not run"
+        outcome = record.outcome if record else "not run"
         lacking = "" if record else needs[entry.experiment.name]
         logs = store.root / "logs" / entry.experiment.key
         rows.append(
@@ -36,7 +39,7 @@ def summarise(
                 "key": entry.experiment.key,
                 "outcome": outcome,
                 "expected": None if lacking or not entry.expect else outcome == entry.expect,
-                "reason": record["reason"] if record else lacking and f"needs {lacking}",
+                "reason": record.reason if record else lacking and f"needs {lacking}",
                 "already_known": entry.experiment.name not in ran,
                 "logs": str(logs) if outcome not in CONCLUSIVE and logs.exists() else "",
             }
@@ -44,11 +47,11 @@ def summarise(
     keys = {row["key"] for row in rows}
     ratios = [
         {
-            "subject": record["subject"]["name"],
-            "baseline": record["baseline"]["name"],
-            **{name: record[name] for name in ("metric", "ratio", "low", "high", "rounds")},
+            "subject": record.subject.name,
+            "baseline": record.baseline.name,
+            **{name: getattr(record, name) for name in ("metric", "ratio", "low", "high", "rounds")},
         }
-        for pair, record in store.comparisons().items()
+        for pair, record in by_keys(records).items()
         if set(pair) <= keys and evidence == MEASURED
     ]
     return {
@@ -58,7 +61,7 @@ def summarise(
         "counts": dict(Counter(row["outcome"] for row in rows)),
         "experiments": rows,
         "comparisons": ratios,
-        "skipped_lines": store.torn,
+        "skipped_lines": store.skipped,
     }
 
 

@@ -25,15 +25,15 @@ from repro.claims.ledger import KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.results import ClaimResult
 from repro.claims.table import as_dict, summary, table
-from repro.config.experiment import PROTOCOL
 from repro.render.units import NOTHING
-from repro.results import frame
-from repro.results.store import CONCLUSIVE, Store
+from repro.results import frames
+from repro.results.schema import ExperimentRecord, Record
+from repro.results.select import of_today, select
+from repro.results.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Record = dict[str, Any]
 VARIABLE = "REPRO_RESULTS"
 """Names the store where `read` is not told."""
 
@@ -131,7 +131,7 @@ class Evidence:
         from repro.claims.commands import Catalogue
         from repro.report.verdicts import experiments_of
 
-        known = {(r["evidence"], _name(r)) for r in self.latest() if r["outcome"] in CONCLUSIVE}
+        known = {(record.evidence, record.at) for record in self.latest() if record.conclusive}
         lacking = [
             wanted
             for result in self.judged
@@ -143,41 +143,35 @@ class Evidence:
 
     def experiments(self, pattern: str = "*", evidence: str = "") -> pd.DataFrame:
         """One row per record of an experiment, of any protocol: what was run, how it ended, every metric."""
-        return frame.experiments(self._matching("experiment", pattern, evidence))
+        return frames.experiments(
+            record for record in self._matching(pattern) if evidence in ("", getattr(record, "evidence", ""))
+        )
 
-    def latest(self, pattern: str = "*", evidence: str = "") -> list[Record]:
+    def latest(self, pattern: str = "*", evidence: str = "") -> list[ExperimentRecord]:
         """The records that are judged: the newest conclusive one of each experiment, else its newest failure."""
-        from repro.report.page.measured import select
-
         chosen = select(self.records)
         return [
             record
-            for record in [*chosen.experiments, *chosen.simulated]
-            if fnmatchcase(_name(record), pattern) and evidence in ("", record["evidence"])
+            for record in [*chosen.measured, *chosen.simulated]
+            if fnmatchcase(record.at, pattern) and evidence in ("", record.evidence)
         ]
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
         """One row per comparison of two strategies that took turns: ratio with its 95 % interval."""
-        return frame.comparisons(self._matching("comparison", pattern))
+        return frames.comparisons(self._matching(pattern))
 
     def provenance(self) -> pd.DataFrame:
         """One row per record of any kind and protocol: its id, where it came from, which source made it."""
         return _frame([_origin(record) for record in self.records])
 
-    def _matching(self, kind: str, pattern: str, evidence: str = "") -> list[Record]:
-        return [
-            record
-            for record in self.records
-            if record.get("kind") == kind
-            and fnmatchcase(_name(record), pattern)
-            and evidence in ("", record.get("evidence"))
-        ]
+    def _matching(self, pattern: str) -> list[Record]:
+        return [record for record in self.records if fnmatchcase(record.at, pattern)]
 
 
 def read(results: Path | str | None = None) -> Evidence:
     """The evidence in the store at `results`; an empty or missing one has analytic evidence only."""
     store = Store(Path(results) if results is not None else default())
-    records, torn = store.sound()
+    records, torn = store.readable()
     return Evidence(results=store.root, records=records, torn=torn, ledger=load())
 
 
@@ -231,20 +225,12 @@ def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
 def _origin(record: Record) -> dict[str, Any]:
     from repro.report.page.measured import where
 
-    same = record.get("protocol") == PROTOCOL
+    names = ("id", "kind", "suite", "name", "key", "evidence", "outcome", "written", "protocol")
     return {
-        **{
-            key: record.get(key)
-            for key in ("id", "kind", "suite", "name", "key", "evidence", "outcome", "written")
-        },
-        "protocol": record.get("protocol"),
-        "judged": same,
-        **where(record.get("provenance") or {}),
+        **{name: getattr(record, name, None) for name in names},
+        "judged": of_today(record),
+        **where(record.provenance),
     }
-
-
-def _name(record: Record) -> str:
-    return f"{record.get('suite')}/{record.get('name')}"
 
 
 def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:

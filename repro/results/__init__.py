@@ -1,1 +1,5 @@
-"""Records on disk (`store`), made of the ranks' results (`record`) and viewed (`frame`)."""
+"""The record as a type (`schema`, `parts`), its metrics under their names (`metrics`), records of what ranks measured
+(`measured`, `kernels`), which record counts (`select`), the store on disk (`store`) and pandas views (`frames`).
+
+`simulate` fills in records of simulated steps; claims, launch and report read them.
+"""

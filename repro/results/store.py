@@ -16,21 +16,18 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from repro.config.errors import ConfigError
 from repro.host.files import sync_folder
-from repro.results.shape import wrong
+from repro.results.schema import ExperimentRecord, NotARecord, Record
+from repro.results.schema import read as read_record
 
-SCHEMA = 1
-"""Version of the record's layout."""
 RESERVE_BYTES = 256 * 1024
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-MEASURED, SIMULATED = "measured", "simulated"
-"""Kinds of evidence that a record can be."""
-CONCLUSIVE = ("ok", "oom", "diverged")
-"""Outcomes that a further run would only repeat."""
 MOST_REMARKS = 10
 """Lines that are no records, named one by one."""
 
@@ -52,13 +49,15 @@ class Store:
         """Create this writer's file and its reserve now, while there is room."""
         self._open()
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: Record) -> None:
         """Write one record (finite numbers only) and wait until it is on disk.
 
         Raises `OSError`: nothing of the record is left then.  After `ENOSPC` the reserve is free, so that
         one short record still fits.
         """
-        line = json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        self._write(json.dumps(record.as_dict(), allow_nan=False, separators=(",", ":")).encode() + b"\n")
+
+    def _write(self, line: bytes) -> None:
         descriptor = self._open()
         try:
             written = os.write(descriptor, line)
@@ -73,46 +72,47 @@ class Store:
             raise
         self._good += len(line)
 
-    def records(self) -> list[dict[str, Any]]:
-        """Every complete record, oldest first.  Files are read on from where the last call stopped."""
-        found: list[dict[str, Any]] = []
-        for path in sorted(self.folder.glob("*.jsonl")):
-            reading = self._read.setdefault(path.name, _Reading(path))
-            reading.catch_up()
-            found += reading.records
-        return sorted(found, key=lambda record: str(record.get("written", "")))
-
-    def sound(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """The records that a report can read, oldest first, and a remark (file, line, why) for every other line."""
-        records = [record for record in self.records() if not wrong(record)]
-        incomplete = [
-            f"{reading.path}:{line}: {wrong(record)}; skipped"
-            for reading in self._read.values()
-            for line, record in zip(reading.lines, reading.records, strict=True)
-            if wrong(record)
-        ]
-        return records, [*self.torn, *incomplete]
+    def records(self) -> list[Record]:
+        """Every record, oldest first.  Files are read on from where the last call stopped."""
+        for path in self._files():
+            self._read.setdefault(path.name, _Reading(path)).catch_up()
+        return _oldest_first(record for reading in self._read.values() for record in reading.records.values())
 
     @property
-    def torn(self) -> list[str]:
-        """One remark for each line that the last `records` had to skip."""
+    def skipped(self) -> list[str]:
+        """A remark (file, line, why) for each line that the last `records` had to skip."""
         return [remark for reading in self._read.values() for remark in reading.remarks()]
 
-    def latest(self, evidence: str = MEASURED) -> dict[str, dict[str, Any]]:
-        """The newest experiment record of every key, of one kind of evidence: both may know the same key."""
-        return {
-            record["key"]: record
-            for record in self.records()
-            if record.get("kind") == "experiment" and record.get("evidence", MEASURED) == evidence
-        }
+    def readable(self) -> tuple[list[Record], list[str]]:
+        """The records whose conditions this version knows, oldest first, and a remark for every other line."""
+        self.records()
+        found, remarks = [], self.skipped
+        for reading in self._read.values():
+            for line, record in reading.records.items():
+                try:
+                    _ = record.experiment if isinstance(record, ExperimentRecord) else None
+                    found.append(record)
+                except ConfigError as error:
+                    remarks.append(f"{reading.path}:{line}: {error}; skipped")
+        return _oldest_first(found), remarks
 
-    def comparisons(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """The newest comparison record of every (baseline key, subject key)."""
-        return {
-            (record["baseline"]["key"], record["subject"]["key"]): record
-            for record in self.records()
-            if record.get("kind") == "comparison"
-        }
+    def take_over(self, other: Store) -> int:
+        """Append the records of `other` whose ids this store lacks, their lines as they are; how many."""
+        known = {document.get("id") for document, _ in self._lines()}
+        lacking = [line for document, line in other._lines() if document.get("id") not in known]
+        for line in lacking:
+            self._write(line)
+        return len(lacking)
+
+    def _lines(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+        for path in self._files():
+            for line in path.read_bytes().splitlines(keepends=True):
+                document = _document(line)
+                if document is not None and line.endswith(b"\n"):
+                    yield document, line
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob("*.jsonl"))
 
     @property
     def path(self) -> Path | None:
@@ -167,11 +167,15 @@ class Store:
         self._reserve = None
 
 
-def read(root: Path) -> list[dict[str, Any]]:
-    """The sound records below `root`, oldest first; the other lines are named on standard error."""
-    records, remarks = Store(root).sound()
+def read(root: Path) -> list[Record]:
+    """The readable records below `root`, oldest first; the other lines are named on standard error."""
+    records, remarks = Store(root).readable()
     say(remarks)
     return records
+
+
+def _oldest_first(records: Iterable[Record]) -> list[Record]:
+    return sorted(records, key=lambda record: record.written)
 
 
 def say(remarks: list[str]) -> None:
@@ -185,12 +189,12 @@ class _Reading:
 
     def __init__(self, path: Path):
         self.path = path
-        self.records: list[dict[str, Any]] = []
-        self.lines: list[int] = []
-        """The line of each record."""
+        self.records: dict[int, Record] = {}
+        """By line."""
+        self._bad: dict[int, str] = {}
+        """Why a line is no record."""
         self._offset = 0
         self._line = 0
-        self._bad: list[int] = []
         self._rest = False
 
     def catch_up(self) -> None:
@@ -201,22 +205,30 @@ class _Reading:
         self._rest = bool(rest)
         for line in complete.split(b"\n") if newline else ():
             self._line += 1
+            document = _document(line)
+            if document is None:
+                self._bad[self._line] = "not a record, skipped"
+                continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # a line of brackets is as deep as it is long
-                record = None
-            if isinstance(record, dict):
-                self.records.append(record)
-                self.lines.append(self._line)
-            else:
-                self._bad.append(self._line)
+                self.records[self._line] = read_record(document)
+            except NotARecord as error:
+                self._bad[self._line] = f"{error}; skipped"
         self._offset += len(complete) + len(newline)
 
     def remarks(self) -> list[str]:
-        remarks = [f"{self.path}:{line}: not a record, skipped" for line in self._bad]
+        remarks = [f"{self.path}:{line}: {why}" for line, why in self._bad.items()]
         if self._rest:
             remarks.append(f"{self.path}:{self._line + 1}: torn record (its writer was stopped), skipped")
         return remarks
+
+
+def _document(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None if it holds none."""
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError):  # a line of brackets is as deep as it is long
+        return None
+    return document if isinstance(document, dict) else None
 
 
 def _take_reserve(path: Path) -> int | None:

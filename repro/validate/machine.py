@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from repro.config.errors import ConfigError
-from repro.config.experiment import PROTOCOL, from_dict
 from repro.config.system import System
 from repro.render import words
-from repro.results.store import CONCLUSIVE, SIMULATED
+from repro.results.metrics import STEP_SECONDS
+from repro.results.schema import ExperimentRecord, Record
+from repro.results.select import select
 from repro.systems import HERE
-
-STEP = "step_seconds.median"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +50,16 @@ class Machine:
         return median(abs(pair.error) for pair in self.pairs)
 
 
-def compare(records: Iterable[Mapping[str, Any]], system: System) -> Machine:
+def compare(records: Iterable[Record], system: System) -> Machine:
     """Predict on `system` every experiment that was measured on the machine at hand and ended ok."""
     from repro.simulate.time.predict import predict
     from repro.simulate.trace.roles import trace_roles
 
-    newest: dict[str, Mapping[str, Any]] = {}
-    for record in sorted(records, key=lambda record: str(record.get("written", ""))):
-        if _measured_here(record):
-            newest[f"{record['suite']}/{record['name']}"] = record
     pairs, missing = [], {}
     gloo = "memory" in system.links
-    for name, record in sorted(newest.items()):
-        experiment = replace(from_dict(record["experiment"]), system=system.name)
+    for record in filter(_measured_here, select(records).measured):
+        name = record.at
+        experiment = replace(record.experiment, system=system.name)
         ranks = experiment.layout.world
         if system.provenance is not None and system.provenance.ranks != ranks:
             missing[name] = f"it has {ranks} ranks, {system.name} was measured with {system.provenance.ranks}"
@@ -77,22 +72,19 @@ def compare(records: Iterable[Mapping[str, Any]], system: System) -> Machine:
         pairs.append(
             Pair(
                 name=name,
-                layout=words.layout(record["experiment"]["layout"]),
-                measured=record["metrics"][STEP],
+                layout=words.layout(record.experiment.layout),
+                measured=record.metrics[STEP_SECONDS],
                 predicted=seconds,
             )
         )
     return Machine(system=system.name, pairs=tuple(pairs), missing=missing)
 
 
-def _measured_here(record: Mapping[str, Any]) -> bool:
+def _measured_here(record: ExperimentRecord) -> bool:
+    e = record.experiment
     return (
-        record.get("kind") == "experiment"
-        and record.get("protocol") == PROTOCOL
-        and record.get("evidence") != SIMULATED
-        and record.get("outcome") in CONCLUSIVE
-        and record["outcome"] == "ok"
-        and record["experiment"]["system"] in HERE
-        and record["experiment"]["engine"] == "native"
-        and STEP in record["metrics"]
+        record.outcome == "ok"
+        and e.system in HERE
+        and e.engine == "native"
+        and STEP_SECONDS in record.metrics
     )

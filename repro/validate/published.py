@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from repro.claims.published import UNITS
 from repro.claims.results import ClaimResult, Finding, RowResult
-from repro.results.store import CONCLUSIVE, SIMULATED
+from repro.results.metrics import DEVICE_FLOPS_PER_S
+from repro.results.schema import SIMULATED, ExperimentRecord, Record
+from repro.results.select import select
 
 RATE, RATIO = "rate", "ratio"
 TIMED = ("step_seconds", "samples_per_s", "flops_per_s")
@@ -23,7 +24,6 @@ TIMED = ("step_seconds", "samples_per_s", "flops_per_s")
 TIMES = ("s", "ms", "min", "h", "days")
 DIRECT = ("TFLOP/s", "samples/s", *TIMES, "PFLOP/s")
 """Units of rates and times; of one run the first that is printed counts."""
-DEVICE = "hardware_flops_per_s.device"
 CLOSE = 0.25
 CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
     "calibration",
@@ -90,13 +90,9 @@ class Family:
     """Points within 25 %."""
 
 
-def points(judged: Iterable[ClaimResult], records: Iterable[Mapping[str, Any]]) -> list[Point]:
+def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Point]:
     """Every row about time that has a simulated value, in the ledger's order."""
-    seen = {
-        f"{record['suite']}/{record['name']}": record
-        for record in sorted(records, key=lambda record: str(record.get("written", "")))
-        if record.get("evidence") == SIMULATED and record.get("outcome") in CONCLUSIVE
-    }
+    seen = {record.at: record for record in select(records).simulated if record.conclusive}
     found = []
     for result in judged:
         for row in result.rows:
@@ -128,7 +124,7 @@ def _family(name: str, group: Sequence[Point]) -> Family:
 
 
 def _point(
-    result: ClaimResult, row: RowResult, finding: Finding, seen: Mapping[str, Mapping[str, Any]]
+    result: ClaimResult, row: RowResult, finding: Finding, seen: Mapping[str, ExperimentRecord]
 ) -> Point | None:
     value, unit = finding.value, row.row.unit
     if not isinstance(value, int | float) or row.row.printed is None or not value:
@@ -155,26 +151,26 @@ def _point(
         factor=published / predicted if unit in TIMES else predicted / published,
         runs=runs,
         certainty=row.row.certainty,
-        device_flops=float(record["metrics"].get(DEVICE, 0)) if record and kind == RATE else 0.0,
+        device_flops=float(record.metrics.get(DEVICE_FLOPS_PER_S, 0)) if record and kind == RATE else 0.0,
         left_out=left_out,
         note=row.row.note,
     )
 
 
-def family_of(record: Mapping[str, Any]) -> str:
+def family_of(record: ExperimentRecord) -> str:
     """By device and software: which machine it is simulated on, and whether ZeRO runs there."""
     from repro import systems
 
-    experiment = record["experiment"]
-    if experiment["system"] == "yuan":
+    experiment = record.experiment
+    if experiment.system == "yuan":
         return YUAN
-    capability = systems.load(experiment["system"]).device.compute_capability
+    capability = systems.load(experiment.system).device.compute_capability
     if capability == "7.0":
-        return V100_ZERO if experiment["layout"]["zero"] else V100_MEGATRON
+        return V100_ZERO if experiment.layout.zero else V100_MEGATRON
     return A100_MEGATRON if capability == "8.0" else OTHER
 
 
-def _family_of_all(records: Sequence[Mapping[str, Any]]) -> str:
+def _family_of_all(records: Sequence[ExperimentRecord]) -> str:
     """Of a ratio that of its subject: the run with ZeRO, if one has it."""
     found = [family_of(record) for record in records]
     return V100_ZERO if V100_ZERO in found else found[0] if found else OTHER

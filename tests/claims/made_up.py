@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from repro.config import PROTOCOL
+from repro.results.schema import ExperimentRecord
+from tests.records import made_up
 
 
 def record(
     name: str, *, written: str = "2026-01-01T00:00:00Z", outcome: str = "ok", **metrics: float
-) -> dict[str, Any]:
+) -> ExperimentRecord:
     """What the store holds for one experiment of suite s."""
     suite, _, name = name.rpartition("/")
-    return {
-        "protocol": PROTOCOL,
-        "written": written,
-        "kind": "experiment",
-        "suite": suite or "s",
-        "name": name,
-        "evidence": "measured",
-        "outcome": outcome,
-        "reason": "" if outcome == "ok" else "rank 1 ran out of memory",
-        "metrics": metrics,
-    }
+    reason = "" if outcome == "ok" else "rank 1 ran out of memory"
+    return made_up(name, suite=suite or "s", written=written, outcome=outcome, reason=reason, metrics=metrics)

@@ -11,7 +11,9 @@ from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult
 from repro.config import PROTOCOL, Experiment, Layout, Model
+from repro.results.schema import ComparisonRecord, Record, Side
 from tests.claims.made_up import record
+from tests.records import changed
 
 HEAD = """
 title = "Test"
@@ -36,7 +38,7 @@ ONE_RANK = '{ value = \'metric("s/rank", "speed")\', scale = "one rank of 64" }'
 TWIN = '{ value = \'metric("s/twin", "speed")\', expect = "3", scale = "scaled twin" }'
 
 
-def judged(tmp_path: Path, rows: str, *records: dict[str, Any]) -> ClaimResult:
+def judged(tmp_path: Path, rows: str, *records: Record) -> ClaimResult:
     (tmp_path / "test.toml").write_text(HEAD + rows + "]\n")
     (result,) = judge(load(tmp_path), records)
     return result
@@ -126,12 +128,17 @@ def test_the_conditions_of_an_experiment_may_be_read(tmp_path: Path) -> None:
         model=Model(name="m", layers=4, hidden=16, heads=4, vocab=64, seq=16),
         layout=Layout(pp=2, dp=2, global_batch=8),
     )
-    conditions = {"experiment": experiment.as_dict()}
+
+    made = changed(record("twin", speed=1), experiment=experiment.as_dict())
 
     def verdict(name: str, expected: str) -> tuple[str, str]:
         value = f'setting("s/twin", "{name}")'
         twin = f'{{ value = \'{value}\', expect = "{expected}", scale = "scaled twin" }}'
-        result = judged(tmp_path, row(twin, analytic=""), {**record("twin", speed=1), **conditions})
+        result = judged(
+            tmp_path,
+            row(twin, analytic=""),
+            made,
+        )
         return result.verdict, result.rows[0].reason
 
     assert verdict("layout.pp", "2")[0] == REPRODUCED
@@ -171,8 +178,8 @@ def test_the_newest_conclusive_record_counts(tmp_path: Path) -> None:
 
 
 def test_another_protocol_or_kind_of_evidence_does_not_count(tmp_path: Path) -> None:
-    other = {**record("full", speed=1.0), "protocol": PROTOCOL + 1}
-    simulated = {**record("full", speed=1.0), "evidence": "simulated"}
+    other = changed(record("full", speed=1.0), protocol=PROTOCOL + 1)
+    simulated = changed(record("full", speed=1.0), evidence="simulated")
     assert judged(tmp_path, row(PUBLISHED), other, simulated).verdict == REPRODUCED
 
 
@@ -201,18 +208,12 @@ def test_rows_that_cannot_be_compared_are_left_out(tmp_path: Path) -> None:
     assert (alone.verdict, alone.reason) == (NOT_COMPARABLE, "no weights")
 
 
-def comparison(subject: str, baseline: str, ratio: float, low: float, high: float) -> dict[str, Any]:
-    return {
-        "protocol": PROTOCOL,
-        "written": "2026-01-01T00:00:00Z",
-        "kind": "comparison",
-        "suite": "s",
-        "subject": {"name": subject},
-        "baseline": {"name": baseline},
-        "ratio": ratio,
-        "low": low,
-        "high": high,
-    }
+def comparison(subject: str, baseline: str, ratio: float, low: float, high: float) -> ComparisonRecord:
+    sides = [Side(name=name, key=name) for name in (baseline, subject)]
+    interval = {"ratio": ratio, "low": low, "high": high}
+    return ComparisonRecord(
+        suite="s", name="x", baseline=sides[0], subject=sides[1], metric="samples_per_s", rounds=5, **interval
+    )
 
 
 def test_noise_does_not_help_a_measured_ratio(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def simulated_row() -> str:
 
 
 def at(kind: str, speed: float, outcome: str = "ok") -> dict[str, Any]:
-    return record("full", outcome=outcome, speed=speed) | {"evidence": kind}
+    return changed(record("full", outcome=outcome, speed=speed), evidence=kind)
 
 
 def test_who_runs_a_simulated_experiment_measures_its_claim(tmp_path: Path) -> None:

@@ -15,25 +15,27 @@ from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPROD
 from repro.claims.tolerance import accepted
 from repro.config import Experiment, Layout, Model
 from repro.launch.simulated import attempt, system_of
+from repro.results.schema import ExperimentRecord
 from tests.claims import made_up
+from tests.records import changed
 
 LEDGER = load()
 SIZES = {"a": 1e9, "b": 2e9, "c": 4e9}
 
 
-def record(name: str, outcome: str = "ok", evidence: str = "simulated", **metrics: float) -> dict[str, Any]:
+def record(name: str, outcome: str = "ok", evidence: str = "simulated", **metrics: float) -> ExperimentRecord:
     size = SIZES.get(name, 1.0)
     model = Model(name=name, layers=2, hidden=16, heads=16, vocab=64, seq=16, published_params=size)
     layout = Layout(tp={"a": 2, "b": 4, "c": 8}.get(name, 1))
     conditions = Experiment(name=name, model=model, layout=layout).as_dict()
-    return made_up.record(name, outcome=outcome, **metrics) | {"evidence": evidence, "experiment": conditions}
+    return changed(made_up.record(name, outcome=outcome, **metrics), evidence=evidence, experiment=conditions)
 
 
-def call(name: str, *arguments: str, of: list[dict[str, Any]], kind: str = "simulated") -> Any:
+def call(name: str, *arguments: str, of: list[ExperimentRecord], kind: str = "simulated") -> Any:
     return Records(of).functions(kind)[name](*arguments)
 
 
-def limit(*outcomes: str) -> list[dict[str, Any]]:
+def limit(*outcomes: str) -> list[ExperimentRecord]:
     return [record(name, outcome) for name, outcome in zip("abc", outcomes, strict=True)]
 
 
@@ -100,7 +102,7 @@ def test_what_is_missing_says_how_to_simulate_it() -> None:
     assert finding.reason.endswith("`repro run suites/zero_memory.toml --evidence simulated`")
 
 
-def simulated(suite: str, *names: str) -> list[dict[str, Any]]:
+def simulated(suite: str, *names: str) -> list[ExperimentRecord]:
     loaded = suites.load(Path(__file__).parents[2] / "suites" / f"{suite}.toml")
     found = [loaded.entry(name).experiment for name in names]
     return [attempt(experiment, system_of(experiment), suite) for experiment in found]
@@ -131,14 +133,17 @@ def test_mp_16_to_4() -> None:
     fit = ("megatron-mp16", "zero1-mp16", "zero1-mp8", "zero1-mp4")
     suite = suites.load(Path(__file__).parents[2] / "suites/turing_nlg.toml")
 
-    def made(*fit: str) -> list[dict[str, Any]]:
+    def made(*fit: str) -> list[ExperimentRecord]:
         return [
-            record(entry.experiment.name, "ok" if entry.experiment.name in fit else "oom")
-            | {"suite": "turing_nlg", "experiment": entry.experiment.as_dict()}
+            changed(
+                record(entry.experiment.name, "ok" if entry.experiment.name in fit else "oom"),
+                suite="turing_nlg",
+                experiment=entry.experiment.as_dict(),
+            )
             for entry in suite.entries
         ]
 
-    def verdicts(records: list[dict[str, Any]]) -> dict[str, str]:
+    def verdicts(records: list[ExperimentRecord]) -> dict[str, str]:
         results = [r for r in judge(LEDGER, records) if r.claim.id in ("tnlg-mp16-to-4", "tnlg-256-vs-1024")]
         return {
             row.row.label: f.verdict
@@ -157,10 +162,8 @@ def test_mp_16_to_4() -> None:
 
 def test_a_calibrated_value_is_shown_and_judged_by_nothing_simulated() -> None:
     claim = LEDGER.claim("meg1-baseline-39tf")
-    made = record("meg1-1.2b-mp1", "ok") | {
-        "suite": "megatron_2019",
-        "metrics": {"hardware_flops_per_s.device": 39e12},
-    }
+    rate = {"hardware_flops_per_s.device": 39e12}
+    made = changed(record("meg1-1.2b-mp1", "ok"), suite="megatron_2019", metrics=rate)
     result = judge_claim(claim, Records([made]))
     row = next(row for row in result.rows if row.row.calibrates)
     (finding,) = row.findings
@@ -184,8 +187,11 @@ def test_every_generation_is_calibrated_by_rows_that_say_so() -> None:
 def test_an_order_is_rising_or_not() -> None:
     for rates, verdict in (((1, 2, 3, 4), REPRODUCED), ((1, 3, 3, 4), NOT_REPRODUCED)):
         records = [
-            record(f"fig8-c{number}-60b", "ok")
-            | {"suite": "zero_throughput", "metrics": {"hardware_flops_per_s.device": rate}}
+            changed(
+                record(f"fig8-c{number}-60b"),
+                suite="zero_throughput",
+                metrics={"hardware_flops_per_s.device": rate},
+            )
             for number, rate in enumerate(rates, 1)
         ]
         result = judge_claim(LEDGER.claim("zero-table9-fig8-ablation"), Records(records))

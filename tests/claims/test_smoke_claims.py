@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from repro.claims.judge import judge_claim
@@ -11,6 +9,7 @@ from repro.claims.ledger import Ledger
 from repro.claims.reader import load
 from repro.claims.records import Records
 from repro.claims.results import NOT_REPRODUCED, REPRODUCED
+from repro.results.schema import ExperimentRecord
 from tests.claims.made_up import record
 
 
@@ -35,7 +34,7 @@ def states(nd: int, stage: int) -> float:
     return weights + gradients + optimizer
 
 
-def smoke(**wrong: float) -> list[dict[str, Any]]:
+def smoke(**wrong: float) -> list[ExperimentRecord]:
     """Records of a suite in which everything holds, but for the metrics in `wrong`."""
     records = []
     for nd in (1, 2, 4):
@@ -93,7 +92,7 @@ def test_parity_compares_every_layout_with_one_process(ledger: Ledger) -> None:
     records += [record(str(name), **{"loss.last": 3.00001}) for name in names]
     result = judge_claim(ledger.claim("repro-parity"), Records(records))
     assert (result.verdict, len(result.rows)) == (REPRODUCED, 16)
-    records[-1]["metrics"]["loss.last"] = 3.0001
+    records[-1].metrics["loss.last"] = 3.0001
     result = judge_claim(ledger.claim("repro-parity"), Records(records))
     assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 15/16")
 

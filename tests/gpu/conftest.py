@@ -12,7 +12,7 @@ import torch
 
 from repro.kernels.bench.table import Row, as_data, render
 from repro.measure.provenance import provenance
-from repro.results.record import head
+from repro.results.schema import KernelsRecord
 from repro.results.store import Store
 
 MEASURED: dict[str, Any] = {"rows": []}
@@ -20,16 +20,17 @@ MEASURED: dict[str, Any] = {"rows": []}
 RECORDS = "KERNEL_RECORDS"
 
 
-def record(rows: Sequence[Row], copy: float, device: str, provenance: dict[str, Any]) -> dict[str, Any]:
-    """A record for the store, of kind `kernels`: the table's numbers, and where they come from."""
-    return {
-        **head("kernels", "bench-gpu", f"kernels on {device}"),
-        "evidence": "measured",
-        "device": device,
-        "copy_bytes_per_s": copy,
-        "rows": as_data(rows),
-        "provenance": provenance,
-    }
+def record(rows: Sequence[Row], copy: float, device: str, provenance: dict[str, Any]) -> KernelsRecord:
+    """The table's numbers, and where they come from."""
+    return KernelsRecord(
+        suite="bench-gpu",
+        name=f"kernels on {device}",
+        evidence="measured",
+        device=device,
+        copy_bytes_per_s=copy,
+        rows=as_data(rows),
+        provenance=provenance,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def test_the_record_names_the_kernels(precision: str) -> None:
         run = Run(experiment, meshes.single(), torch.device("cuda"), lambda step, phase: None)
         run.prelude()
         run.steps(2)
-        seen[kernels] = run.result()["kernels"]
+        seen[kernels] = run.result().as_dict()["kernels"]
     assert seen["reference"] == {"every operator": ["torch: kernels = reference"]}
     assert {"adamw_", "norm_squared", "layer_norm", "bias_gelu_backward"} <= set(seen["fused"])
     assert all(hows == ["cuda"] for hows in seen["fused"].values())

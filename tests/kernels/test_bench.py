@@ -14,6 +14,7 @@ from repro.kernels.bench import clock as clocks
 from repro.kernels.bench.cases import COMPILED, EAGER, OURS, PLAIN, Case, cases
 from repro.kernels.bench.clock import Clock, DeviceClock, copy_bandwidth, median_seconds, overhead_seconds
 from repro.kernels.bench.table import Row, render
+from repro.results.select import by_key
 from repro.results.store import Store
 from tests.gpu.conftest import record
 
@@ -160,7 +161,7 @@ def test_the_record_says_what_was_measured_where(tmp_path: Path) -> None:
     written = record(ROWS, 1.05e12, "NVIDIA Test", {"git": None})
     with Store(tmp_path) as store:
         store.append(written)
-        (read,) = store.records()
+        (read,) = (record.as_dict() for record in store.records())
     assert (read["kind"], read["device"], read["evidence"]) == ("kernels", "NVIDIA Test", "measured")
     assert read["rows"][0] == {
         "case": "bias_gelu",
@@ -174,4 +175,4 @@ def test_the_record_says_what_was_measured_where(tmp_path: Path) -> None:
     }
     assert read["provenance"] == {"git": None}
     with Store(tmp_path) as store:
-        assert store.latest() == {}, "no experiment"
+        assert by_key(store.records()) == {}, "no experiment"

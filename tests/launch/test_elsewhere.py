@@ -8,6 +8,7 @@ from pathlib import Path
 from repro import suites
 from repro.results.store import Store
 from tests.launch.runs import experiments, run, write_suite
+from tests.records import lines, made_up
 
 FULL = '[[experiment]]\nname = "full"\nsystem = "selene"\nlayout.dp = 3072\n'
 NEEDS = "needs 3072 GPUs of system selene; `--evidence simulated` traces it here"
@@ -21,7 +22,7 @@ def test_what_needs_a_cluster_is_listed_and_not_started(tmp_path: Path) -> None:
         f"full: not run: {NEEDS}",
         "faults: 2 experiments: 1 not run, 1 ok; all that can run here as expected",
     ]
-    records = Store(tmp_path / "results").records()
+    records = lines(tmp_path / "results")
     assert [(record["name"], record["outcome"]) for record in records] == [("twin", "ok")]
     assert "1/1" in err, "the cluster's experiment counts as one to run"
 
@@ -39,8 +40,7 @@ def test_a_record_from_elsewhere_is_shown(tmp_path: Path) -> None:
     path = write_suite(tmp_path, FULL + experiments("twin"))
     experiment = suites.load(path).entry("full").experiment
     with Store(tmp_path / "results") as store:
-        head = {"kind": "experiment", "key": experiment.key, "suite": "faults", "name": "full"}
-        store.append({**head, "outcome": "ok", "reason": "", "written": "", "id": "x"})
+        store.append(made_up("full", key=experiment.key, suite="faults"))
     code, out, _ = run(path, tmp_path / "results", "--json")
     assert code == 0
     rows = {row["name"]: row for row in json.loads(out)["experiments"]}

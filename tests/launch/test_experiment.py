@@ -33,7 +33,7 @@ def test_a_run_reports_all_that_it_saw() -> None:
     run.prelude()
     run.steps(3)
     run.steps(2)
-    result = run.result()
+    result = run.result().as_dict()
     assert result["outcome"] == "ok"
     assert [len(round_) for round_ in result["rounds"]] == [3, 2]
     assert len(result["loss"]) == len(result["grad_norm"]) == 7
@@ -61,7 +61,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step() -> None:
     run.prelude()
     with pytest.raises(Diverged, match=r"(loss|gradient norm) is (nan|inf) at step [1-7]"):
         run.steps(7)
-    result = run.result("diverged", "why")
+    result = run.result("diverged", "why").as_dict()
     assert result["loss"]
     assert all(math.isfinite(loss) for loss in result["loss"])
 
@@ -79,7 +79,7 @@ def test_skipped_steps_are_counted_and_not_timed() -> None:
     run, _ = start(tiny(Layout(precision="fp16"), steps=12, untimed_steps=1, loss_scale=2.0**22))
     run.prelude()
     run.steps(11)
-    result = run.result()
+    result = run.result().as_dict()
     timed = sum(len(round_) for round_ in result["rounds"])
     skipped_after_prelude = [step for step in result["skipped_steps"] if step >= 1]
     assert result["skipped_steps"], "2^22 must overflow"

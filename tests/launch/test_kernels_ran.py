@@ -23,8 +23,10 @@ from repro.launch.progress import Progress
 from repro.launch.recorder import Recorder
 from repro.parallel import mesh as meshes
 from repro.results.kernels import fallbacks, of_ranks
+from repro.results.schema import RankResult
 from repro.results.store import Store
 from repro.suites import Entry, Suite
+from tests.records import lines
 from tests.training import tiny
 
 WRONG = 'extern "C" __global__ void gelu(const Arguments a) { nonsense(); }'
@@ -64,7 +66,7 @@ def results(kernels: str = "fused", **layout: Any) -> dict[str, Any]:
     run = Run(experiment, meshes.single(), torch.device("cpu"), lambda step, phase: None)
     run.prelude()
     run.steps(1)
-    return run.result()
+    return run.result().as_dict()
 
 
 def test_a_cpu_and_the_reference_say_so() -> None:
@@ -85,7 +87,7 @@ def test_a_failed_compilation_reaches_the_record_and_the_terminal(
         recorder = Recorder(suite, store, progress)
         for _ in range(2):
             recorder.outcome(experiment, 1.0, results=[result])
-        (record, _) = store.records()
+    (record, _) = lines(tmp_path / "results")
     ((how, ranks),) = record["kernels"]["bias_gelu"].items()
     assert ranks == 1
     assert how.startswith("torch: wrong does not compile for sm_80: wrong.cu(1): error")
@@ -111,7 +113,7 @@ def test_ranks_that_differ_are_counted() -> None:
         {"kernels": {"adamw_": ["cuda", "torch: fp64"], "bias_gelu": ["torch: fp64"]}},
         {},
     ]
-    ran = of_ranks(ranks)
+    ran = of_ranks([RankResult.read(rank) for rank in ranks])
     assert ran == {"adamw_": {"cuda": 2, "torch: fp64": 1}, "bias_gelu": {"cuda": 1, "torch: fp64": 1}}
     assert fallbacks(ran) == {"fp64": ["adamw_", "bias_gelu"]}
     assert fallbacks({"every operator": {"torch: on cpu": 3}, "bias_gelu": {"cuda": 1}}) == {}

@@ -9,8 +9,10 @@ import pytest
 from repro import suites
 from repro.config import ConfigError
 from repro.launch import plan
+from repro.results.schema import ComparisonRecord, Side
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
+from tests.records import made_up
 
 COMPARE = '[[compare]]\nbaseline = "a"\nsubjects = ["b", "c"]\nrounds = 4'
 
@@ -21,13 +23,13 @@ def store(tmp_path: Path) -> Store:
 
 
 def put(store: Store, suite: suites.Suite, name: str, outcome: str = "ok") -> None:
-    key = suite.entry(name).experiment.key
-    store.append({"kind": "experiment", "key": key, "outcome": outcome, "written": name})
+    store.append(made_up(name, key=suite.entry(name).experiment.key, outcome=outcome))
 
 
 def put_ratio(store: Store, suite: suites.Suite, baseline: str, subject: str) -> None:
-    a, b = (suite.entry(name).experiment.key for name in (baseline, subject))
-    store.append({"kind": "comparison", "baseline": {"key": a}, "subject": {"key": b}})
+    sides = [Side(name=name, key=suite.entry(name).experiment.key) for name in (baseline, subject)]
+    numbers = {"metric": "samples_per_s", "ratio": 1.0, "low": None, "high": None, "rounds": 4}
+    store.append(ComparisonRecord(suite="s", name="x", baseline=sides[0], subject=sides[1], **numbers))
 
 
 def names(tasks: list[plan.Task]) -> list[str]:

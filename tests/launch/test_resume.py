@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from repro.results.store import Store
 from tests.launch.runs import finish, no_orphans, run, start, wait_for, write_suite
+from tests.records import latest, lines
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,7 +30,7 @@ def test_a_stopped_run_goes_on_where_it_was_on_fewer_ranks(tmp_path: Path) -> No
     assert code == 130
     assert "a: interrupted  stopped by the user: " in out
     assert "the next run goes on from there" in out
-    (stopped,) = Store(results).latest().values()
+    (stopped,) = latest(results).values()
     assert stopped["outcome"] == "interrupted"
     at = max(int(path.parent.name[5:]) for path in results.glob("checkpoints/*/step-*/index.json"))
     assert f"after step {at};" in stopped["reason"]
@@ -38,7 +38,7 @@ def test_a_stopped_run_goes_on_where_it_was_on_fewer_ranks(tmp_path: Path) -> No
     suite.write_text(text.replace("dp = 2", "dp = 1, micro_batch = 1, global_batch = 2"))
     code, out, err = run(suite, results, fake=False)
     assert code == 0, err
-    (record,) = (r for r in Store(results).records() if r["outcome"] == "ok")
+    (record,) = (r for r in lines(results) if r["outcome"] == "ok")
     assert record["series"]["resumed_from"] == [at]
     assert record["metrics"]["resumed_from"] == at
     assert record["metrics"]["steps"] == len(record["series"]["loss"]) == at + 6

@@ -17,9 +17,11 @@ from repro.launch import simulated
 from repro.launch.interrupt import Interrupt
 from repro.launch.progress import Progress
 from repro.launch.recorder import Recorder
-from repro.results.store import SIMULATED, Store
+from repro.results.schema import SIMULATED
+from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.launch.runs import run as run_process
+from tests.records import latest, lines
 
 FULL = (
     '[[experiment]]\nname = "full"\nsystem = "selene"\nlayout = { dp = 64, zero = 2, precision = "fp16" }\n'
@@ -67,9 +69,9 @@ def test_every_scale_is_simulated_here_once(tmp_path: Path, capsys: pytest.Captu
     code, again = run(suite, tmp_path / "results", capsys)
     assert code == 0
     assert all(known for _, _, known in rows(again).values())
-    assert len(Store(tmp_path / "results").records()) == 3
+    assert len(lines(tmp_path / "results")) == 3
     run(suite, tmp_path / "results", capsys, "--rerun", "--only", "full")
-    assert len(Store(tmp_path / "results").records()) == 4
+    assert len(lines(tmp_path / "results")) == 4
 
 
 def test_the_record_has_a_measured_ones_shape_and_more(
@@ -77,7 +79,7 @@ def test_the_record_has_a_measured_ones_shape_and_more(
 ) -> None:
     suite = write_suite(tmp_path, FULL)
     run(suite, tmp_path / "results", capsys)
-    (record,) = Store(tmp_path / "results").records()
+    (record,) = lines(tmp_path / "results")
     experiment = suites.load(suite).entry("full").experiment
     assert (record["evidence"], record["key"], record["name"]) == ("simulated", experiment.key, "full")
     assert record["provenance"]["packages"]["torch"]
@@ -106,10 +108,8 @@ def test_measured_and_simulated_records_of_one_key_stay_apart(
     assert code == 0, err
     code, summary = run(suite, results, capsys)
     assert rows(summary) == {"a": ("ok", True, False), "b": ("ok", True, False)}, "a measured record counts"
-    store = Store(results)
-    assert {record["evidence"] for record in store.latest().values()} == {"measured"}
-    assert len(store.latest()) == 1
-    assert len(store.latest(SIMULATED)) == 2
+    assert len(latest(results)) == 1
+    assert len(latest(results, SIMULATED)) == 2
     code, out, err = run_process(suite, results, "--json")
     assert code == 0, err
     assert rows(json.loads(out)) == {"a": ("ok", True, True), "b": ("ok", True, False)}, (
@@ -123,7 +123,7 @@ def test_it_says_what_a_real_run_measures(tmp_path: Path, capsys: pytest.Capture
     code, _, err = run_process(suite, tmp_path / "results", fake=False)
     assert code == 0, err
     run(suite, tmp_path / "results", capsys)
-    real, traced = (record["metrics"] for record in Store(tmp_path / "results").records())
+    real, traced = (record["metrics"] for record in lines(tmp_path / "results"))
     shared = {name for name in real if name in traced}
     kinds = ("memory.", "comm.", "parameters", "padding")
     times = {"memory.rss_peak_bytes"}
@@ -139,7 +139,7 @@ def test_another_system_gets_names_of_its_own(tmp_path: Path, capsys: pytest.Cap
     code, summary = run(suite, tmp_path / "results", capsys, "--system", "dgx2", "--only", "f*")
     assert code == 0
     assert rows(summary) == {"full@dgx2": ("ok", None, False)}
-    (record,) = Store(tmp_path / "results").records()
+    (record,) = lines(tmp_path / "results")
     assert (record["name"], record["experiment"]["system"]) == ("full@dgx2", "dgx2")
     assert record["simulated_on"]["devices_per_node"] == 16
 
@@ -195,7 +195,7 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         recorder.simulated = then_stop  # type: ignore[method-assign]
         on = {entry.experiment.name: simulated.system_of(entry.experiment) for entry in suite.entries}
         simulated._simulate(list(suite.entries), on, recorder, interrupt)
-        assert [record["name"] for record in store.records()] == ["a"]
+        assert [record.name for record in store.records()] == ["a"]
 
 
 @pytest.mark.parametrize(

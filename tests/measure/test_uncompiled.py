@@ -36,8 +36,8 @@ assert "torch._dynamo" not in sys.modules
 RECORDS = """
 import sys
 from repro import systems
-from repro.results.simulated import facts
-assert facts(systems.load("selene"))["numbers"]
+from repro.simulate.record import facts
+assert facts(systems.load("selene")).numbers
 assert "torch" not in sys.modules
 """
 

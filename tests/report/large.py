@@ -11,7 +11,7 @@ from repro import systems
 from repro.claims.commands import Catalogue
 from repro.config import Experiment
 from repro.launch.simulated import attempt
-from repro.results.record import comparison_record, experiment_record
+from repro.results.measured import comparison_record, experiment_record
 from tests.report import synthetic
 
 FILES, COMMITS, HOSTS = 25, 30, 40
@@ -27,7 +27,7 @@ def _shapes() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     simulated = attempt(small, systems.load("selene"), "shape")
     comparison = comparison_record(e, e, (synthetic.results(e), synthetic.results(e, 1.1)), **common)
     assert comparison is not None
-    return measured, simulated, comparison
+    return measured.as_dict(), simulated.as_dict(), comparison.as_dict()
 
 
 def store(root: Path, count: int) -> Path:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from repro.config import Experiment, Layout, Model, Training
-from repro.results.record import comparison_record, experiment_record
+from repro.results.measured import comparison_record, experiment_record
+from repro.results.schema import RankResult, Record
 from repro.results.store import Store
 
 MODEL = Model(name="synthetic", layers=2, hidden=32, heads=2, vocab=256, seq=32)
@@ -77,8 +79,8 @@ def rank_result(rank: int, e: Experiment, seed: int = 0, speed: float = 1.0) -> 
     return result | {"model_flops_per_step": 10**8, "hardware_flops_per_step": 10**8}
 
 
-def results(e: Experiment, speed: float = 1.0) -> list[dict[str, Any]]:
-    return [rank_result(rank, e, speed=speed) for rank in range(e.layout.world)]
+def results(e: Experiment, speed: float = 1.0) -> list[RankResult]:
+    return [RankResult.read(rank_result(rank, e, speed=speed)) for rank in range(e.layout.world)]
 
 
 def experiments() -> list[Experiment]:
@@ -105,10 +107,10 @@ def experiments() -> list[Experiment]:
     return found
 
 
-def records() -> list[dict[str, Any]]:
+def records() -> list[Record]:
     """All experiments ok, one that ran out of memory, one that failed, and three comparisons."""
     common = {"suite": "smoke", "provenance": PROVENANCE}
-    found = [experiment_record(e, results(e), wall_s=1.0, **common) for e in experiments()]
+    found: list[Record] = [experiment_record(e, results(e), wall_s=1.0, **common) for e in experiments()]
     limit = experiment("limit-z0-dp2", dp=2, micro_batch=2)
     reason = "rank 1: out of memory in backward of step 1 <not enough>"
     found.append(experiment_record(limit, [], wall_s=2.0, outcome="oom", reason=reason, **common))
@@ -122,7 +124,7 @@ def records() -> list[dict[str, Any]]:
         record = comparison_record(a, b, (results(a), results(b, 1 / speed)), **common)
         assert record is not None
         if number == 2:
-            record |= {"low": None, "high": None, "rounds": 2, "pairs": record["pairs"][:2]}
+            record = replace(record, low=None, high=None, rounds=2, pairs=record.pairs[:2])
         found.append(record)
     return found
 

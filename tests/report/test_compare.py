@@ -11,8 +11,10 @@ import pytest
 from repro import cli
 from repro.config import Experiment
 from repro.report.exports.compare import speed
-from repro.results.record import experiment_record
+from repro.results.measured import experiment_record
+from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
+from tests.records import made_up
 from tests.report import synthetic
 
 
@@ -24,12 +26,12 @@ def written(
     outcome: str = "ok",
     commit: str = "",
     grown: float = 1.0,
-) -> dict[str, Any]:
+) -> ExperimentRecord:
     found = synthetic.results(e, seconds) if outcome == "ok" else []
     source = {"git": {"commit": commit}}
     record = experiment_record(e, found, suite="s", provenance=source, wall_s=1.0, outcome=outcome, reason="")
-    if "memory.peak_bytes" in record["metrics"]:
-        record["metrics"]["memory.peak_bytes"] *= grown
+    if "memory.peak_bytes" in record.metrics:
+        record.metrics["memory.peak_bytes"] *= grown
     with Store(root) as store:
         store.append(record)
     return record
@@ -89,7 +91,8 @@ def test_the_interval_covers_the_ratio_of_two_noisy_sides(tmp_path: Path, e: Exp
     draw = np.random.default_rng(1)
     inside = 0
     for turn in range(40):
-        sides = [{"series": {"step_seconds": [list(draw.lognormal(0, 0.1, 20))]}} for _ in range(2)]
+        series = [{"step_seconds": [list(draw.lognormal(0, 0.1, 20))]} for _ in range(2)]
+        sides = [made_up("a", series=seen) for seen in series]
         found = speed(*sides, seed=turn)
         assert found is not None
         inside += found[1] <= 1.0 <= found[2]
@@ -104,6 +107,6 @@ def test_nothing_in_common_and_too_few_steps(
     written(b, synthetic.experiment("other", dp=4))
     assert cli.main(["compare", str(a), str(b)]) == 2
     assert "records of experiments that" in capsys.readouterr().err
-    short = {"series": {"step_seconds": [[1.0, 1.0]]}}
+    short = made_up("a", series={"step_seconds": [[1.0, 1.0]]})
     assert speed(short, short) is None
     assert cli.main(["compare", str(a), str(a), "--tolerance", "2"]) == 2

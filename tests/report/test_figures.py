@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import synthetic
 
 from repro.report.figures import communication, comparison, draw_all, loss, peak, states
 from repro.report.figures.style import CATEGORY, look
-from repro.report.page.measured import Machines, experiment_row, select
+from repro.report.page.measured import Machines, experiment_row
+from repro.results.select import select
+from tests.records import changed
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +34,9 @@ def test_without_records_nothing_is_drawn_and_the_remedy_is_named(module: Any) -
 
 
 def test_states_bars_are_the_records_and_markers_the_formula(chosen: Any) -> None:
-    drawing = drawn(states, chosen.experiments)
+    drawing = drawn(states, chosen.measured)
     axes = drawing.figure.axes[0]
-    metrics = {r["name"]: r["metrics"] for r in chosen.experiments}
+    metrics = {r.name: r.metrics for r in chosen.measured}
     tops: dict[float, float] = {}
     for bar in axes.patches:
         tops[bar.get_x()] = max(tops.get(bar.get_x(), 0.0), bar.get_y() + bar.get_height())
@@ -50,7 +53,7 @@ def test_states_bars_are_the_records_and_markers_the_formula(chosen: Any) -> Non
 
 
 def test_incomplete_figures_say_what_is_missing(chosen: Any) -> None:
-    some = [r for r in chosen.experiments if r["name"] in ("states-z0-dp2", "states-z1-dp2")]
+    some = [r for r in chosen.measured if r.name in ("states-z0-dp2", "states-z1-dp2")]
     drawing = drawn(states, some)
     assert drawing.figure is not None
     assert set(drawing.records) == {"smoke/states-z0-dp2", "smoke/states-z1-dp2"}
@@ -58,18 +61,18 @@ def test_incomplete_figures_say_what_is_missing(chosen: Any) -> None:
 
 
 def test_communication_is_relative_to_plain_data_parallelism(chosen: Any) -> None:
-    axes = drawn(communication, chosen.experiments).figure.axes[0]
+    axes = drawn(communication, chosen.measured).figure.axes[0]
     heights = [bar.get_height() for bar in axes.patches]
     assert heights == pytest.approx([1, 1, 1, 1, 1, 1, 1.5, 1.5, 1.5, 1.5])
-    without_base = [r for r in chosen.experiments if r["name"] != "states-z0-dp2"]
+    without_base = [r for r in chosen.measured if r.name != "states-z0-dp2"]
     assert len(drawn(communication, without_base).figure.axes[0].patches) == 5
 
 
 def test_loss_needs_the_single_process(chosen: Any) -> None:
-    drawing = drawn(loss, chosen.experiments)
+    drawing = drawn(loss, chosen.measured)
     assert len(drawing.records) == 11
     assert "10 strategies" in drawing.caption
-    without = [r for r in chosen.experiments if r["name"] != loss.SINGLE]
+    without = [r for r in chosen.measured if r.name != loss.SINGLE]
     assert drawn(loss, without).figure is None
 
 
@@ -80,10 +83,10 @@ def test_loss_differences() -> None:
 
 def test_a_missing_loss_does_not_break_the_figure(chosen: Any) -> None:
     spoiled = []
-    for record in chosen.experiments:
-        if record["name"] == "parity-z1-dp2":
-            losses = [*record["series"]["loss"][:-1], None]
-            record = record | {"series": record["series"] | {"loss": losses}}
+    for record in chosen.measured:
+        if record.name == "parity-z1-dp2":
+            losses = [*record.series.loss[:-1], None]
+            record = replace(record, series=replace(record.series, loss=losses))
         spoiled.append(record)
     drawing = drawn(loss, spoiled)
     assert drawing.figure is not None
@@ -98,40 +101,40 @@ def test_comparison_without_interval(chosen: Any) -> None:
 
 
 def test_peak_uses_the_fullest_rank(chosen: Any) -> None:
-    record = chosen.experiments[0]
-    small = record["memory_by_rank"][0]
-    large = {**small, "peak": {**small["peak"], "total": small["peak"]["total"] + 1}}
-    assert peak.fullest(record | {"memory_by_rank": [small, large]}) == large["peak"]
-    assert set(CATEGORY) | {"total"} == set(small["peak"])
+    record = chosen.measured[0]
+    small = record.memory_by_rank[0]
+    large = replace(small, peak={**small.peak, "total": small.peak["total"] + 1})
+    assert peak.fullest(replace(record, memory_by_rank=[small, large])) == large.peak
+    assert set(CATEGORY) | {"total"} == set(small.peak)
 
 
 def test_memory_that_is_not_accounted_for_is_left_out_and_said(chosen: Any) -> None:
-    foreign = chosen.experiments[0] | {"name": "speed-torch-z0-dp2"}
-    foreign["metrics"] = foreign["metrics"] | {"memory.states_bytes": 0}
-    drawing = drawn(peak, [*chosen.experiments, foreign])
+    first = chosen.measured[0]
+    foreign = replace(first, name="speed-torch-z0-dp2", metrics=first.metrics | {"memory.states_bytes": 0})
+    drawing = drawn(peak, [*chosen.measured, foreign])
     assert "smoke/speed-torch-z0-dp2" not in drawing.records
     assert "Left out: 1 experiments" in drawing.caption
     assert experiment_row(foreign)["peak"] == "–"
 
 
 def test_only_failures(chosen: Any) -> None:
-    failed = [r for r in chosen.experiments if r["outcome"] != "ok"]
+    failed = [r for r in chosen.measured if r.outcome != "ok"]
     assert failed
     assert all(drawing.figure is None for drawing in draw_all(failed, []))
 
 
 def test_newest_conclusive_record_counts() -> None:
     first, *_ = synthetic.records()
-    newer = first | {"written": "9998", "id": "newer"}
-    failed = first | {"written": "9999", "outcome": "hang", "id": "failed"}
-    foreign = first | {"protocol": -1}
+    newer = changed(first, written="9998", id="newer")
+    failed = changed(first, written="9999", outcome="hang", id="failed")
+    foreign = changed(first, protocol=-1)
     chosen = select([failed, newer, first, foreign])
-    assert [r["id"] for r in chosen.experiments] == ["newer"]
+    assert [r.id for r in chosen.measured] == ["newer"]
     assert (chosen.older, chosen.foreign) == (2, 1)
 
 
 def test_machines_are_told_apart() -> None:
     records = synthetic.records()[:2]
-    other = records[1] | {"provenance": synthetic.PROVENANCE | {"host": "another"}}
+    other = changed(records[1], provenance=synthetic.PROVENANCE | {"host": "another"})
     assert {entry["host"] for entry in Machines([records[0], other]).entries} == {"synthetic", "another"}
-    assert Machines([records[0] | {"provenance": {}}]).entries[0]["commit"] == "not a checkout"
+    assert Machines([changed(records[0], provenance={})]).entries[0]["commit"] == "not a checkout"

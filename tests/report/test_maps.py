@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import synthetic
 
+from repro.config import Experiment, Layout
 from repro.report.figures import draw_all, maps
 from repro.report.figures.style import Drawing, look
 from repro.report.page.build import build
-from repro.results.simulated import failed_record
+from repro.results.schema import ExperimentRecord
+from repro.results.select import select
 from repro.results.store import Store
+from repro.simulate.record import failed_record
+from tests.records import changed
 
 CONTEXT = 1e9
 SMALL, LARGE = 4e9, 8e9
 
 
-def record(tp: int, pp: int, need: float, memory: float, suite: str = "yuan") -> dict[str, Any]:
+def record(tp: int, pp: int, need: float, memory: float, suite: str = "yuan") -> ExperimentRecord:
     """Invented needs in the shape of a simulated record."""
-    e = synthetic.experiment(
-        f"map-{memory:.0f}-t{tp}-p{pp}", tp=tp, pp=pp, dp=16 // (tp * pp), global_batch=16
+    e = Experiment(
+        name=f"map-{memory:.0f}-t{tp}-p{pp}",
+        model=replace(synthetic.MODEL, heads=16, hidden=64, layers=16),
+        layout=Layout(tp=tp, pp=pp, dp=16 // (tp * pp), global_batch=16),
+        system=f"of-{memory:.0f}",
     )
     fits = need + CONTEXT <= memory
     metrics = {"memory.peak_bytes": need - 1e8, "memory.limit_bytes": memory - CONTEXT}
     metrics |= {"memory.context_bytes": CONTEXT} | ({"memory.reserved_bytes": need} if fits else {})
     made = failed_record(e, "", suite=suite, wall_s=0.1)
-    made["experiment"]["system"] = f"of-{memory:.0f}"
     system = {"system": f"of-{memory:.0f}", "memory_bytes": memory}
-    return made | {"outcome": "ok" if fits else "oom", "metrics": metrics, "simulated_on": system}
+    return changed(made, outcome="ok" if fits else "oom", metrics=metrics, simulated_on=system)
 
 
-def both(tp: int, pp: int, need: float) -> list[dict[str, Any]]:
+def both(tp: int, pp: int, need: float) -> list[ExperimentRecord]:
     return [record(tp, pp, need, LARGE), record(tp, pp, need, SMALL)]
 
 
-def drawn(records: list[dict[str, Any]]) -> Drawing:
+def drawn(records: list[ExperimentRecord]) -> Drawing:
     with look():
         return maps.draw(records)
 
@@ -47,8 +53,8 @@ def words(drawing: Drawing, panel: int) -> list[str]:
 
 
 def test_without_simulated_records_the_remedy_is_named() -> None:
-    other = [record(1, 1, 1e9, SMALL, suite="smoke"), *synthetic.records()]
-    failed = record(1, 1, 1e9, SMALL) | {"outcome": "error"}
+    other = [record(1, 1, 1e9, SMALL, suite="smoke"), *select(synthetic.records()).measured]
+    failed = changed(record(1, 1, 1e9, SMALL), outcome="error")
     for records in ([], other, [failed]):
         drawing = drawn(records)
         assert (drawing.figure, drawing.records, drawing.missing) == (None, (), maps.RUN)
@@ -83,7 +89,7 @@ def test_the_page_leads_to_the_simulated_records(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("repro.report.figures.draw_all", lambda _, __, simulated, *of: [drawn(simulated)])
     with Store(tmp_path / "results") as store:
         for made in both(2, 2, 2e9):
-            store.append(made | {"provenance": synthetic.PROVENANCE})
+            store.append(replace(made, provenance=synthetic.PROVENANCE))
     report = build(tmp_path / "results", tmp_path / "out")
     assert {"map.svg", "map.png"} <= {path.name for path in report.figures}
     page = report.page.read_text(encoding="utf-8")

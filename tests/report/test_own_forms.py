@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,22 +11,27 @@ from overlaps import troubles
 
 from repro.claims.judge import judge
 from repro.claims.reader import load
+from repro.config import Experiment, Layout
 from repro.parallel.pipeline.schedule import build
 from repro.report.figures import breakdown, degrees, links, machine, memory_timeline, model_states, schedules
 from repro.report.figures.style import Drawing, look
 from repro.report.figures.values import View
-from repro.results.simulated import failed_record
+from repro.results.schema import ExperimentRecord
+from repro.simulate.record import failed_record
 from repro.simulate.time.stage import TRANSFER
+from tests.records import changed
 
 GB = 10**9
 
 
-def record(suite: str, name: str, metrics: dict[str, float], **layout: Any) -> dict[str, Any]:
-    """An invented simulation; its layout is too large for the synthetic model, and nobody runs it."""
-    made = failed_record(synthetic.experiment(name), "", suite=suite, wall_s=0.1)
-    made["experiment"]["layout"] |= layout
+def record(suite: str, name: str, metrics: dict[str, float], **layout: Any) -> ExperimentRecord:
+    """An invented simulation."""
+    model = replace(synthetic.MODEL, heads=16, hidden=64)
+    made = failed_record(
+        Experiment(name=name, model=model, layout=Layout(**layout)), "", suite=suite, wall_s=0.1
+    )
     facts = {"system": "dgx2", "memory_bytes": 34 * GB, "devices_per_node": 16.0}
-    return made | {"outcome": "ok", "metrics": metrics, "simulated_on": facts}
+    return changed(made, outcome="ok", metrics=metrics, simulated_on=facts)
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +87,14 @@ def test_model_states_stand_beside_the_published_totals(view: View) -> None:
 
 
 def test_degrees_say_what_is_needed_and_what_fits(view: View) -> None:
-    def at(degree: int, need: float) -> dict[str, Any]:
+    def at(degree: int, need: float) -> ExperimentRecord:
         metrics = {
             "memory.peak_bytes": need,
             "memory.limit_bytes": 32.0 * GB,
             "memory.context_bytes": 2.0 * GB,
         }
         found = record("turing_nlg", f"zero1-mp{degree}", metrics, tp=degree, dp=16 // degree, micro_batch=8)
-        return found | {"outcome": "ok" if need <= 32 * GB else "oom"}
+        return changed(found, outcome="ok" if need <= 32 * GB else "oom")
 
     with look():
         drawing = degrees.draw(view, [at(4, 28.0 * GB), at(2, 41.0 * GB), at(1, 100.0 * GB)])
@@ -117,7 +123,7 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
         "busy": {"matmul": 30.0, "elementwise": 9.0, "host": 1.0, "optimizer": 1.0},
         "exposed": {"all-reduce of block (tp)": 3.0, "all-reduce of gradients (dp)": 0.6, TRANSFER: 0.4},
     }
-    fine = plain | {"series": {"seconds": kinds}}
+    fine = changed(plain, series={"seconds": kinds})
     found = breakdown.parts(fine)
     assert found["other operators"] == 10
     assert found["waits for tensor parallelism"] == 3
@@ -155,7 +161,9 @@ def test_the_timeline_stacks_what_is_live(view: View) -> None:
         "bytes": {"parameters": [15000], "activations": [0, 500, 1000, 500], "host": [7]},
         "phases": [[0, "forward", 0], [2, "backward", 0]],
     }
-    made = record("zero_memory", "7.5b-z1-n64", {"memory.limit_bytes": 32e9}) | {"series": {"memory": memory}}
+    made = changed(
+        record("zero_memory", "7.5b-z1-n64", {"memory.limit_bytes": 32e9}), series={"memory": memory}
+    )
     assert memory_timeline.stacked(made) == {"parameters": [15.0] * 4, "activations": [0.0, 0.5, 1.0, 0.5]}
     older = record("zero_memory", "7.5b-z2-n64", {"memory.limit_bytes": 32e9})
     with look():
@@ -182,9 +190,9 @@ def test_bytes_of_a_sample_are_summed_over_all_gpus() -> None:
 
 
 def test_only_predictions_for_this_machine_are_held_against_its_measurements() -> None:
-    measured = record("machine", "dp-on-2", {"step_seconds.median": 2.0}, dp=2) | {"evidence": "measured"}
+    measured = changed(record("machine", "dp-on-2", {"step_seconds.median": 2.0}, dp=2), evidence="measured")
     here = record("machine", "dp-on-2@here", {"step_seconds.median": 2.2}, dp=2)
-    other = record("machine", "dp-on-2@dgx2", {"step_seconds.median": 0.1}, dp=2) | {"written": "9999"}
+    other = changed(record("machine", "dp-on-2@dgx2", {"step_seconds.median": 0.1}, dp=2), written="9999")
     found = machine.pairs([measured], [here, other], "step_seconds.median")
     assert found == [("machine/dp-on-2", 2.0, 2.2)]
     with look():

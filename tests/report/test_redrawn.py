@@ -20,9 +20,10 @@ from repro.config.errors import ConfigError
 from repro.report.figures import draw_all, entries, marks, redrawn
 from repro.report.figures.style import Drawing, canvas, look
 from repro.report.figures.values import Ours, Value, View
-from repro.results.simulated import failed_record
-from repro.results.store import SIMULATED
+from repro.results.schema import SIMULATED, ExperimentRecord
+from repro.simulate.record import failed_record
 from repro.suites.read import load as load_suite
+from tests.records import changed
 
 SUITES = Path(__file__).parents[2] / "suites"
 METRICS = (
@@ -68,7 +69,7 @@ def invented(name: str, metric: str) -> float:
 
 
 @functools.cache
-def records() -> tuple[dict[str, Any], ...]:
+def records() -> tuple[ExperimentRecord, ...]:
     """An invented simulation of every experiment that the ledger reads or a figure shows, but for twins."""
     found = []
     for path in sorted(SUITES.glob("*.toml")):
@@ -80,10 +81,10 @@ def records() -> tuple[dict[str, Any], ...]:
             if e.name.startswith("twin"):
                 continue
             made = failed_record(e, "", suite=suite.name, wall_s=0.1)
-            name = f"{suite.name}/{e.name}"
             facts = {"system": e.system, "memory_bytes": 40e9, "devices_per_node": 16.0}
-            made |= {"outcome": "ok", "simulated_on": facts, "series": {"memory": TIMELINE}}
-            found.append(made | {"metrics": {metric: invented(name, metric) for metric in METRICS}})
+            metrics = {metric: invented(made.at, metric) for metric in METRICS}
+            series = {"memory": TIMELINE}
+            found.append(changed(made, outcome="ok", simulated_on=facts, series=series, metrics=metrics))
     return tuple(found)
 
 
@@ -147,10 +148,10 @@ def test_ours_are_the_judges_values_and_their_records_are_named(full: list[Drawi
 
 
 def test_the_error_is_drawn_and_filled_where_the_judge_accepts(ledger: Ledger) -> None:
-    simulated = [dict(r) for r in records() if r["name"].startswith("fig3-")]
+    sizes = {"fig3-64": 25.7, "fig3-128": 37.6, "fig3-256": 39.0, "fig3-400": 36.6}
+    simulated = [changed(record) for record in records() if record.name in sizes]
     for record, share in zip(simulated, (1.0, 1.5, 1.0, 1.0), strict=True):
-        size = {"fig3-64": 25.7, "fig3-128": 37.6, "fig3-256": 39.0, "fig3-400": 36.6}[record["name"]]
-        record["metrics"] = record["metrics"] | {"hardware_flops_per_s.device": share * size * 1e12}
+        record.metrics["hardware_flops_per_s.device"] = share * sizes[record.name] * 1e12
     drawing = alone("zero-fig3", ledger, simulated)
     assert drawing.figure is not None
     lower = drawing.figure.axes[1]
@@ -171,7 +172,7 @@ def test_without_records_nothing_is_drawn_and_the_remedy_is_named(empty: list[Dr
 
 
 def test_what_is_missing_keeps_its_place_beside_the_published_value(ledger: Ledger) -> None:
-    some = [record for record in records() if record["name"] == "fig4-4b-zero"]
+    some = [record for record in records() if record.name == "fig4-4b-zero"]
     drawing = alone("zero-fig4", ledger, some)
     assert len(heights(drawing, hatched=True)) == 1
     assert heights(drawing, hatched=False) == printed(
@@ -201,7 +202,7 @@ def test_a_measurement_takes_the_bar_and_the_simulation_stays_visible() -> None:
 
 
 def test_a_step_that_does_not_fit_says_so(ledger: Ledger) -> None:
-    simulated = [r | {"outcome": "oom"} if r["name"] == "fig4-13b-zero" else r for r in records()]
+    simulated = [replace(r, outcome="oom") if r.name == "fig4-13b-zero" else r for r in records()]
     drawing = alone("zero-fig4", ledger, simulated)
     assert drawing.figure is not None
     assert [text.get_text() for text in drawing.figure.axes[0].texts].count("×") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,41 +13,40 @@ from repro.config import Experiment
 from repro.launch.simulated import attempt
 from repro.report.figures import draw_all
 from repro.report.page.build import build
-from repro.report.page.measured import select
 from repro.report.page.simulated import experiment_row
-from repro.results.frame import experiments
-from repro.results.simulated import failed_record
+from repro.results.frames import experiments
+from repro.results.schema import ExperimentRecord
+from repro.results.select import select
 from repro.results.store import Store
+from repro.simulate.record import failed_record
 
 ONE = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16")
 
 
 @pytest.fixture(scope="module")
-def traced() -> list[dict[str, object]]:
+def traced() -> list[ExperimentRecord]:
     """A trace of an experiment that the synthetic store has measured, one that does not fit, and a failure."""
     layout = {"tp": 2, "pp": 2, "global_batch": 2, "scatter_gather": True, "recompute": True, "pa": True}
     deep = synthetic.experiment("deep", **layout)
     small = Experiment(name="tight", model=deep.model, layout=deep.layout, system="selene")
     records = [attempt(e, systems.load("selene"), "smoke") for e in (ONE, small)]
-    records[1] |= {
-        "outcome": "oom",
-        "reason": "middle <stage>: out of memory, 8599967744 bytes requested of 32317748480",
-    }
-    records[1]["metrics"].pop("memory.reserved_bytes")
+    records[1].metrics.pop("memory.reserved_bytes")
+    reason = "middle <stage>: out of memory, 8599967744 bytes requested of 32317748480"
+    records[1] = replace(records[1], outcome="oom", reason=reason)
     return [*records, failed_record(deep, "ValueError: no", suite="smoke", wall_s=0.1)]
 
 
-def test_figures_show_measured_records_only(traced: list[dict[str, object]]) -> None:
+def test_figures_show_measured_records_only(traced: list[ExperimentRecord]) -> None:
     measured = synthetic.records()
     both, alone = select([*measured, *traced]), select(measured)
-    assert both.experiments == alone.experiments
-    assert [record["name"] for record in both.simulated] == ["deep", "states-z1-dp2", "tight"]
+    assert both.measured == alone.measured
+    assert [record.name for record in both.simulated] == ["deep", "states-z1-dp2", "tight"]
     assert both.older == alone.older == 0
-    for drawing in draw_all(select(traced).experiments, []):
+    for drawing in draw_all(select(traced).measured, []):
         assert drawing.figure is None
 
 
-def test_rows(traced: list[dict[str, object]]) -> None:
+def test_rows(traced: list[ExperimentRecord]) -> None:
     row = experiment_row(traced[0])
     assert (row["anchor"], row["ranks"], row["outcome"]) == ("sim-smoke.states-z1-dp2", "2", "ok")
     assert row["states"] != "–" != row["reserved"]
@@ -60,7 +60,7 @@ def test_rows(traced: list[dict[str, object]]) -> None:
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_page(traced: list[dict[str, object]], tmp_path: Path) -> None:
+def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
     with Store(tmp_path / "results") as store:
         for record in [*synthetic.records()[:6], *traced]:
             store.append(record)
@@ -72,6 +72,6 @@ def test_page(traced: list[dict[str, object]], tmp_path: Path) -> None:
     assert "without a conclusive result: smoke/deep (error)" in page
 
 
-def test_tidy_views_tell_the_evidence(traced: list[dict[str, object]]) -> None:
+def test_tidy_views_tell_the_evidence(traced: list[ExperimentRecord]) -> None:
     frame = experiments([*synthetic.records()[:2], *traced])
     assert list(frame["evidence"]) == ["measured"] * 2 + ["simulated"] * 3

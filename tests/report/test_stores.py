@@ -17,8 +17,8 @@ from repro.report.figures.style import look
 from repro.report.page import context
 from repro.report.page.build import build
 from repro.report.page.context import MOST
-from repro.report.page.measured import select
-from repro.results.record import experiment_record
+from repro.results.measured import experiment_record
+from repro.results.select import select
 from tests.report import large, synthetic
 
 COMMANDS = (
@@ -44,7 +44,7 @@ def good(**changes: Any) -> str:
     made = experiment_record(
         e, synthetic.results(e), suite="smoke", provenance=synthetic.PROVENANCE, wall_s=1
     )
-    return json.dumps({**made, **changes})
+    return json.dumps({**made.as_dict(), **changes})
 
 
 def without(key: str) -> str:
@@ -105,7 +105,7 @@ def test_a_line_that_is_no_record_is_named_and_the_rest_is_read(
 ) -> None:
     path = lines(tmp_path, good(), line, good(name="after"))
     found = evidence.read(tmp_path / "results")
-    assert [record["name"] for record in found.records] == ["states-z0-dp1", "after"]
+    assert [record.name for record in found.records] == ["states-z0-dp1", "after"]
     assert len(found.torn) == 1
     assert found.torn[0].startswith(f"{path}:2: {said}")
 
@@ -140,12 +140,12 @@ def test_a_large_store_has_a_page_of_a_sane_size(tmp_path: Path) -> None:
     found = evidence.read(large.store(tmp_path / "results", 2_100))
     assert len(found.records) == 2_100
     chosen = select(found.records)
-    assert min(len(chosen.experiments), len(chosen.simulated)) > 2 * MOST
+    assert min(len(chosen.measured), len(chosen.simulated)) > 2 * MOST
     values = context.context(found, chosen, [], [], Catalogue())
     text = context.render({**values, "notebooks": []})
     assert len(text) < 3e6
     assert "that no claim and no figure reads are not listed here" in text
     assert "repro export --table experiments --format csv" in text
     with look():
-        assert len(peak.draw(chosen.experiments).records) == peak.MOST
+        assert len(peak.draw(chosen.measured).records) == peak.MOST
         assert len(comparison.draw(chosen.comparisons).records) == comparison.MOST

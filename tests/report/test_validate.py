@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import synthetic
@@ -17,8 +17,9 @@ from repro.cli import main
 from repro.cli.views import validate
 from repro.report.figures import draw_all, validation
 from repro.report.figures.style import look
-from repro.results.simulated import failed_record
+from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
+from repro.simulate.record import failed_record
 from repro.systems import load as load_system
 from repro.validate import machine as validate_machine
 from repro.validate.published import (
@@ -39,7 +40,7 @@ LEDGER = load()
 FOLDER = Path(__file__).parents[2] / "suites"
 
 
-def record(suite: str, name: str, flops: float, samples: float = 100.0) -> dict[str, Any]:
+def record(suite: str, name: str, flops: float, samples: float = 100.0) -> ExperimentRecord:
     """A run of a suite with invented rates, in the shape of a simulated record."""
     (entry,) = (e for e in suites.load(FOLDER / f"{suite}.toml").entries if e.experiment.name == name)
     metrics = {
@@ -50,14 +51,14 @@ def record(suite: str, name: str, flops: float, samples: float = 100.0) -> dict[
         "model.parameters": 1e9,
     }
     made = failed_record(entry.experiment, "", suite=suite, wall_s=0.1)
-    return made | {"outcome": "ok", "metrics": metrics, "simulated_on": {"system": entry.experiment.system}}
+    return replace(made, outcome="ok", metrics=metrics)
 
 
-def counted(*records: dict[str, Any]) -> dict[str, Point]:
+def counted(*records: ExperimentRecord) -> dict[str, Point]:
     return {point.name: point for point in found(*records) if not point.left_out}
 
 
-def found(*records: dict[str, Any]) -> list[Point]:
+def found(*records: ExperimentRecord) -> list[Point]:
     return points(judge(LEDGER, records), records)
 
 
@@ -94,7 +95,7 @@ def test_ratios_have_two_runs_and_a_side() -> None:
     name = "ds-64gpu-table/4B:-DeepSpeed-over-Megatron"
     both = [record("deepspeed_64gpu", f"64gpu-4b-{who}", 1e12) for who in ("deepspeed", "megatron")]
     for megatron, right in ((50, True), (120, False)):
-        both[1]["metrics"]["samples_per_s"] = megatron
+        both[1].metrics["samples_per_s"] = megatron
         point = counted(*both)[name]
         assert (point.kind, point.family, point.right_side) == (RATIO, V100_ZERO, right)
         assert point.predicted == 100 / megatron
@@ -103,7 +104,7 @@ def test_ratios_have_two_runs_and_a_side() -> None:
 def test_a_gain_is_no_ratio() -> None:
     """+19 % against +7 % is 12 points; as ratios, 1.19 and 1.07 would be near, and as shares on one side of 1."""
     both = [record("megatron_2021", f"gpt3-1024{kernels}", 1e12) for kernels in ("", "-unfused")]
-    both[0]["metrics"]["hardware_flops_per_s.device"] = 1.07e12
+    both[0].metrics["hardware_flops_per_s.device"] = 1.07e12
     (gain,) = (point for point in found(*both) if point.claim == "meg2-fused-kernels")
     assert gain.left_out == GAIN
     assert gain.predicted == pytest.approx(7)
@@ -214,9 +215,9 @@ def test_measured_runs_are_predicted_on_a_system_file(
 ) -> None:
     """Those of this machine that ended ok, and no others; what cannot be predicted says why."""
     names = ("parity-single", "parity-z1-dp2", "states-z1-dp2", "limit-z0-dp2")
-    records = [record for record in synthetic.records() if record["name"] in names]
+    records = [record for record in synthetic.records() if record.name in names]
     machine = validate_machine.compare(records, load_system("dgx2"))
-    measured = {f"smoke/{record['name']}": record["metrics"] for record in records}
+    measured = {record.at: record.metrics for record in records}
     assert {pair.name: pair.layout for pair in machine.pairs} == {
         "smoke/parity-single": "one rank, fp32",
         "smoke/parity-z1-dp2": "dp 2, ZeRO 1, fp32",

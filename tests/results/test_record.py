@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from repro.config import Experiment, Layout, Model, Training
-from repro.results import frame
-from repro.results.record import comparison_record, experiment_record
+from repro.results import frames
+from repro.results.measured import comparison_record, experiment_record
+from repro.results.schema import ExperimentRecord, RankResult
 from tests.launch.fake_session import _result
 
 MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
@@ -21,8 +22,13 @@ def experiment(name: str = "a", seed: int = 0) -> Experiment:
     )
 
 
-def build(results: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    return experiment_record(experiment(), results, suite="s", provenance={"git": "x"}, wall_s=1.0, **more)
+def build(results: list[dict[str, Any]], **more: Any) -> ExperimentRecord:
+    common = {"suite": "s", "provenance": {"git": "x"}, "wall_s": 1.0}
+    return experiment_record(experiment(), typed(results), **common, **more)
+
+
+def typed(results: list[dict[str, Any]]) -> list[RankResult]:
+    return [RankResult.read(result) for result in results]
 
 
 def results(rounds: int = 1) -> list[dict[str, Any]]:
@@ -30,7 +36,7 @@ def results(rounds: int = 1) -> list[dict[str, Any]]:
 
 
 def test_metrics_have_their_fixed_names() -> None:
-    metrics = build(results())["metrics"]
+    metrics = build(results()).metrics
     assert metrics["step_seconds.median"] == pytest.approx(0.101)  # rank 1 is the slower one
     assert metrics["tokens_per_s"] == pytest.approx(1024 / 0.101)
     assert metrics["model_flops_per_s"] == pytest.approx(1e9 / 0.101)
@@ -48,7 +54,7 @@ def test_metrics_have_their_fixed_names() -> None:
 def test_rows_of_one_operation_add_up() -> None:
     ranks = results()
     ranks[0]["comm"] = ranks[0]["comm"] * 2
-    metrics = build(ranks)["metrics"]
+    metrics = build(ranks).metrics
     assert metrics["comm.dp.all_reduce.calls"] == 6
     assert metrics["comm.sent_bytes"] == 8000
 
@@ -57,7 +63,7 @@ def test_purposes_are_summed_over_ranks() -> None:
     ranks = results()
     send = {"op": "send", "group": "pp", "purpose": "tied gradients", "size": 2, "calls": 4}
     ranks[1]["comm"] = [{**send, "payload_bytes": 100, "sent_bytes": 100}]
-    metrics = build(ranks)["metrics"]
+    metrics = build(ranks).metrics
     assert metrics["comm.purpose.dp.gradients.sent_bytes"] == 4000
     assert metrics["comm.purpose.pp.tied_gradients.sent_bytes"] == 100
     assert metrics["comm.purpose.pp.tied_gradients.calls"] == 4
@@ -73,9 +79,8 @@ def pipeline(*disturbed: int, steps: int = 5) -> dict[str, float]:
         ranks[stage]["pipeline"] = {"stage": stage, "in_flight": 2 - stage}
         ranks[stage]["pipeline"] |= {"idle_s": waits, "busy_s": [busy] * steps, "core_s": core}
     record = build(ranks)
-    assert [stage["stage"] for stage in record["series"]["pipeline"]] == [0, 1]
-    metrics: dict[str, float] = record["metrics"]
-    return metrics
+    assert [stage["stage"] for stage in (record.series.pipeline or [])] == [0, 1]
+    return record.metrics
 
 
 def test_the_bubble_is_what_the_busiest_rank_waits() -> None:
@@ -84,7 +89,7 @@ def test_the_bubble_is_what_the_busiest_rank_waits() -> None:
     assert metrics["pipeline.bubble.low"] <= metrics["pipeline.bubble"] <= metrics["pipeline.bubble.high"]
     assert (metrics["pipeline.in_flight"], metrics["pipeline.undisturbed_steps"]) == (2, 5)
     assert "pipeline.bubble" not in pipeline(steps=2), "no interval, no value"
-    assert not any(name.startswith("pipeline") for name in build(results())["metrics"])
+    assert not any(name.startswith("pipeline") for name in build(results()).metrics)
 
 
 def test_a_step_in_which_a_rank_had_no_core_has_no_bubble_to_speak_of() -> None:
@@ -98,8 +103,8 @@ def test_the_worst_rank_gives_the_outcome() -> None:
     ranks = results()
     ranks[1].update(outcome="diverged", reason="loss is nan at step 2")
     record = build(ranks)
-    assert record["outcome"] == "diverged"
-    assert record["reason"] == "rank 1: loss is nan at step 2"
+    assert record.outcome == "diverged"
+    assert record.reason == "rank 1: loss is nan at step 2"
 
 
 def test_a_rank_that_diverged_at_once_still_makes_a_record() -> None:
@@ -110,37 +115,42 @@ def test_a_rank_that_diverged_at_once_still_makes_a_record() -> None:
         )
         rank.update(loss=[5.0, float("nan")], grad_norm=[1.0, float("inf")], phase_seconds={})
     record = build(ranks)
-    json.dumps(record, allow_nan=False)
-    assert record["series"]["loss"] == [5.0, None]
-    assert "loss.last" not in record["metrics"]
-    assert "step_seconds.median" not in record["metrics"]
+    json.dumps(record.as_dict(), allow_nan=False)
+    assert record.series.loss == [5.0, None]
+    assert "loss.last" not in record.metrics
+    assert "step_seconds.median" not in record.metrics
 
 
 def test_no_results_is_an_outcome_too() -> None:
     record = build([], outcome="hang", reason="rank 1 is stopped")
-    assert (record["outcome"], record["metrics"], record["memory_by_rank"]) == ("hang", {}, [])
+    assert (record.outcome, record.metrics, record.memory_by_rank) == ("hang", {}, [])
 
 
 def test_ratio_of_paired_rounds() -> None:
     fast, slow = results(rounds=6), results(rounds=6)
     for rank in fast:
         rank["rounds"] = [[second / 2 for second in steps] for steps in rank["rounds"]]
-    record = comparison_record(experiment("a", 0), experiment("b", 1), (slow, fast), suite="s", provenance={})
+    record = comparison_record(
+        experiment("a", 0), experiment("b", 1), (typed(slow), typed(fast)), suite="s", provenance={}
+    )
     assert record is not None
-    assert record["ratio"] == pytest.approx(2)
-    assert record["low"] <= record["ratio"] <= record["high"]
-    assert (record["rounds"], len(record["pairs"]), record["name"]) == (6, 6, "a vs b")
+    assert record.ratio == pytest.approx(2)
+    assert record.low is not None
+    assert record.high is not None
+    assert record.low <= record.ratio <= record.high
+    assert (record.rounds, len(record.pairs), record.name) == (6, 6, "a vs b")
 
 
 def test_a_round_without_a_timed_step_gives_no_ratio() -> None:
     one, two = results(rounds=2), results(rounds=2)
     for rank in two:
         rank["rounds"][1] = []
-    assert comparison_record(experiment("a"), experiment("b"), (one, two), suite="s", provenance={}) is None
+    ranks = (typed(one), typed(two))
+    assert comparison_record(experiment("a"), experiment("b"), ranks, suite="s", provenance={}) is None
 
 
 def test_checkpoints_are_activations_and_host_memory_is_not_the_device_s() -> None:
-    metrics = build(results())["metrics"]
+    metrics = build(results()).metrics
     assert metrics["memory.activations_bytes"] == 2000 + 1000
     assert metrics["memory.checkpoints_bytes"] == 1500
     assert metrics["memory.host_bytes"] == 700
@@ -150,12 +160,12 @@ def test_checkpoints_are_activations_and_host_memory_is_not_the_device_s() -> No
 def test_frames_are_tidy() -> None:
     record = build(results(rounds=2))
     failed = build([], outcome="oom", reason="no memory")
-    assert list(frame.experiments([record, failed])["outcome"]) == ["ok", "oom"]
-    assert set(frame.metrics([record, failed])["metric"]) == set(record["metrics"])
-    assert len(frame.losses([record])) == 4
-    assert len(frame.step_seconds([record])) == 2 * 3
-    memory = frame.memory([record, failed])
+    assert list(frames.experiments([record, failed])["outcome"]) == ["ok", "oom"]
+    assert set(frames.metrics([record, failed])["metric"]) == set(record.metrics)
+    assert len(frames.losses([record])) == 4
+    assert len(frames.step_seconds([record])) == 2 * 3
+    memory = frames.memory([record, failed])
     assert set(memory["moment"]) == {"states", "peak"}
     assert memory[memory["moment"] == "states"]["bytes"].sum() == 2 * 16000 + 1
-    assert list(frame.communication([record])["rank"]) == [0, 1]
-    assert frame.comparisons([record]).empty
+    assert list(frames.communication([record])["rank"]) == [0, 1]
+    assert frames.comparisons([record]).empty

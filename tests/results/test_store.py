@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from repro.results.schema import ExperimentRecord
 from repro.results.store import RESERVE_BYTES, Store
 from tests.launch.runs import fill, small_disk
+from tests.records import lines, made_up
 
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -25,33 +27,40 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+contents = st.fixed_dictionaries(
+    {"name": st.text(), "reason": st.text(), "metrics": st.dictionaries(st.text(), numbers, max_size=5)},
+    optional={
+        "provenance": st.dictionaries(st.text(), values, max_size=5),
+        "series": st.fixed_dictionaries({}, optional={"loss": st.lists(st.none() | numbers)}),
+    },
+)
 
 
-def record(name: str, key: str = "k", **more: Any) -> dict[str, Any]:
-    return {"kind": "experiment", "key": key, "name": name, "written": f"{time.time():020.6f}", **more}
+def record(name: str, key: str = "k", **more: Any) -> ExperimentRecord:
+    return made_up(name, **{"key": key, "written": f"{time.time():020.6f}", **more})
 
 
 @settings(deadline=None)  # every record waits for the disk
-@given(
-    st.lists(st.dictionaries(st.text().filter(lambda key: key != "written"), values, max_size=5), max_size=5)
-)
+@given(st.lists(contents, max_size=5))
 def test_what_goes_in_comes_out(
-    tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]
+    tmp_path_factory: pytest.TempPathFactory, contents: list[dict[str, Any]]
 ) -> None:
     root = tmp_path_factory.mktemp("store")
+    records = [record(**content) for content in contents]
     with Store(root) as store:
         for entry in records:
             store.append(entry)
         assert store.records() == records
     assert Store(root).records() == records
-    assert Store(root).torn == []
+    assert Store(root).skipped == []
+    assert lines(root) == [entry.as_dict() for entry in records]
 
 
 def test_nothing_is_created_before_the_first_append(tmp_path: Path) -> None:
     root = tmp_path / "results"
     with Store(root) as store:
         assert store.records() == []
-        assert store.latest() == {}
     assert not root.exists()
 
 
@@ -71,8 +80,8 @@ def test_torn_and_foreign_lines_are_skipped_and_reported(tmp_path: Path) -> None
     with open(path, "ab") as file:
         file.write(b'\0\0\0\n[1, 2]\n{"name": "half')
     store = Store(tmp_path)
-    assert [entry["name"] for entry in store.records()] == ["a"]
-    torn = store.torn
+    assert [entry.name for entry in store.records()] == ["a"]
+    torn = store.skipped
     assert len(torn) == 3
     assert all(str(path) in remark for remark in torn)
     assert "torn" in torn[-1]
@@ -81,7 +90,7 @@ def test_torn_and_foreign_lines_are_skipped_and_reported(tmp_path: Path) -> None
 def test_a_line_that_grows_whole_is_read_by_the_next_call(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     folder.mkdir()
-    line = json.dumps(record("a")) + "\n"
+    line = json.dumps(record("a").as_dict()) + "\n"
     path = folder / "w.jsonl"
     path.write_text(line + line[:10])
     store = Store(tmp_path)
@@ -89,25 +98,13 @@ def test_a_line_that_grows_whole_is_read_by_the_next_call(tmp_path: Path) -> Non
     with open(path, "a") as file:
         file.write(line[10:])
     assert len(store.records()) == 2
-    assert store.torn == []
-
-
-def test_latest_is_the_newest_of_each_key(tmp_path: Path) -> None:
-    with Store(tmp_path) as first, Store(tmp_path) as second:
-        first.append(record("old", written="2026-01-01"))
-        second.append(record("new", written="2026-01-02"))
-        first.append(record("other", key="x", written="2025-01-01"))
-        assert {key: entry["name"] for key, entry in Store(tmp_path).latest().items()} == {
-            "k": "new",
-            "x": "other",
-        }
-        assert first.path != second.path
+    assert store.skipped == []
 
 
 def test_infinity_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         with pytest.raises(ValueError, match="JSON"):
-            store.append({"loss": float("nan")})
+            store.append(record("a", metrics={"loss.last": float("nan")}))
         store.append(record("a"))
         assert len(store.records()) == 1
 
@@ -115,7 +112,7 @@ def test_infinity_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
 def _write(root: Path, who: int, count: int) -> None:
     with Store(root) as store:
         for number in range(count):
-            store.append(record(f"{who}-{number}", filler="x" * 5000))
+            store.append(record(f"{who}-{number}", reason="x" * 5000))
 
 
 def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
@@ -129,9 +126,9 @@ def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    names = [entry["name"] for entry in store.records()]
+    names = [entry.name for entry in store.records()]
     assert sorted(names) == sorted(f"{who}-{number}" for who in range(4) for number in range(25))
-    assert store.torn == []
+    assert store.skipped == []
 
 
 def test_kill_9_loses_no_record_that_was_acknowledged(tmp_path: Path) -> None:
@@ -144,7 +141,7 @@ def test_kill_9_loses_no_record_that_was_acknowledged(tmp_path: Path) -> None:
     assert writer.pid is not None
     os.kill(writer.pid, signal.SIGKILL)
     writer.join()
-    names = [entry["name"] for entry in Store(tmp_path).records()]
+    names = [entry.name for entry in Store(tmp_path).records()]
     assert names == [f"0-{number}" for number in range(len(names))]
     assert len(names) >= 10
     # The killed writer's reserve goes with the next writer.
@@ -159,11 +156,11 @@ def test_a_full_disk_keeps_what_was_written_and_has_room_for_the_outcome(tmp_pat
         store.append(record("first"))
         fill(disk)
         with pytest.raises(OSError, match="No space"):
-            store.append(record("big", filler="y" * 100_000))
+            store.append(record("big", reason="y" * 100_000))
         store.append(record("last", outcome="error", reason="disk full"))
         reader = Store(disk)
-        assert [entry["name"] for entry in reader.records()] == ["first", "last"]
-        assert reader.torn == []
+        assert [entry.name for entry in reader.records()] == ["first", "last"]
+        assert reader.skipped == []
 
 
 def test_a_failed_write_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,5 +174,5 @@ def test_a_failed_write_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.undo()
         assert not list(store.folder.glob("*.reserve"))
         store.append(record("c"))
-        assert [entry["name"] for entry in Store(tmp_path).records()] == ["a", "c"]
-        assert Store(tmp_path).torn == []
+        assert [entry.name for entry in Store(tmp_path).records()] == ["a", "c"]
+        assert Store(tmp_path).skipped == []

@@ -8,8 +8,8 @@ import pytest
 
 from repro import systems
 from repro.config import Experiment, Layout, Model
-from repro.results.simulated import simulated_record
 from repro.simulate.memory.replay import replay
+from repro.simulate.record import simulated_record
 from repro.simulate.step import Simulation, simulate
 
 EXPERIMENT = Experiment(
@@ -45,9 +45,9 @@ def test_what_is_live_later_is_the_cause_where_it_is_too_much(roomy: Simulation)
     assert last.by_fragmentation
     assert found.fullest is first, "which no other allocator would help"
     record = simulated_record(EXPERIMENT, found, systems.load("dgx2"), suite="s", wall_s=0.0)
-    assert record["outcome"] == "oom"
-    assert "first stage, init: out of memory by the live tensors: " in record["reason"]
-    assert record["reason"].endswith(f"; {live['first']} live at the peak, in backward")
+    assert record.outcome == "oom"
+    assert "first stage, init: out of memory by the live tensors: " in record.reason
+    assert record.reason.endswith(f"; {live['first']} live at the peak, in backward")
 
 
 def test_fragmentation_is_the_cause_where_everything_live_would_fit(roomy: Simulation) -> None:

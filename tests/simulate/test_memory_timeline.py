@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from repro import systems
 from repro.config import Experiment, Layout, Model
-from repro.results.simulated import simulated_record
 from repro.simulate.memory.timeline import POINTS, STEPS, over_step
+from repro.simulate.record import simulated_record
 from repro.simulate.step import simulate
 
 MODEL = Model(name="m", layers=4, hidden=256, heads=4, vocab=512, seq=128)
@@ -19,7 +19,7 @@ def test_the_peak_and_the_states_are_those_of_the_step() -> None:
         system="dgx2",
     )
     found = simulate(e, systems.load("dgx2"), time=True)
-    memory = simulated_record(e, found, systems.load("dgx2"), suite="s", wall_s=0.0)["series"]["memory"]
+    memory = simulated_record(e, found, systems.load("dgx2"), suite="s", wall_s=0.0).series.memory
     rows = {name: row if len(row) > 1 else row * POINTS for name, row in memory["bytes"].items()}
     assert {len(row) for row in rows.values()} == {POINTS}
     room = len(rows) * memory["unit"]
@@ -36,9 +36,9 @@ def test_without_time_the_step_is_laid_out_by_the_bytes_that_it_moves() -> None:
         name="e", model=MODEL, layout=Layout(dp=2, pp=2, micro_batch=1, global_batch=8), system="dgx2"
     )
     found = simulate(e, systems.load("dgx2"))
-    series = simulated_record(e, found, systems.load("dgx2"), suite="s", wall_s=0.0)["series"]
-    assert set(series) == {"memory"}
+    series = simulated_record(e, found, systems.load("dgx2"), suite="s", wall_s=0.0).series
+    assert set(series.as_dict()) == {"memory"}
     traced = found.traces[found.roles.index(found.fullest)]
-    assert series["memory"] == over_step(traced, lambda operator: operator.read + operator.written)
-    starts = [part for part, _, _ in series["memory"]["phases"]]
+    assert series.memory == over_step(traced, lambda operator: operator.read + operator.written)
+    starts = [part for part, _, _ in series.memory["phases"]]
     assert starts == sorted(set(starts))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from repro.results.store import Store
+from tests.records import latest, lines
 from tests.slurm_lab.cluster import FOLDER, ROOT, Lab
 
 OPEN = {"pending", "running", "requeued"}
@@ -158,11 +158,11 @@ class Bench:
 
     def records(self) -> list[dict[str, Any]]:
         """Everything in the store."""
-        return Store(self.results).records()
+        return lines(self.results)
 
     def latest(self) -> dict[str, dict[str, Any]]:
         """The newest record of every experiment by name."""
-        return {record["name"]: record for record in Store(self.results).latest().values()}
+        return {record["name"]: record for record in latest(self.results).values()}
 
     def losses(self) -> dict[str, list[float]]:
         """Losses of all steps by experiment."""

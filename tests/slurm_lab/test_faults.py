@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from repro.launch.failures import failure
-from repro.results.store import Store
 from tests.launch.held_session import HELD as STEP
+from tests.records import latest
 from tests.slurm_lab.bench import HELD, Bench, case, ranks
 from tests.slurm_lab.cluster import ROOT, Lab, started
 
@@ -207,7 +207,7 @@ def test_a_long_training_is_preempted_and_goes_on(lab: Lab, tmp_path: Path) -> N
     assert done["series"]["resumed_from"] == [STEP + 1]
     here = tmp_path / "here"
     lab.run(["repro", "run", quality, "--only", name, "--results", here])
-    (whole,) = Store(here).latest().values()
+    (whole,) = latest(here).values()
     assert "resumed_from" not in whole["series"]
     assert done["series"]["loss"] == whole["series"]["loss"]
     assert len(whole["series"]["loss"]) == 40

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from repro.results.store import Store
 from tests.slurm_lab.bench import Bench, case, environments
 from tests.slurm_lab.cluster import Lab
 
@@ -131,7 +130,7 @@ def test_twelve_cases_on_one_two_and_four_nodes(
         timeout=300,
         capture_output=True,
     )
-    losses = {record["name"]: record["series"]["loss"] for record in Store(here).latest().values()}
+    losses = {record["name"]: record["series"]["loss"] for record in latest(here).values()}
     assert bench.losses() == losses
     for loss in losses.values():
         assert loss == pytest.approx(losses["single-n1"], rel=1e-4)

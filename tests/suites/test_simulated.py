@@ -33,10 +33,10 @@ SMALL = (
 def test_a_small_one_of_every_kind_is_simulated(name: str) -> None:
     entry = EVERYTHING[name]
     record = attempt(entry.experiment, system_of(entry.experiment), "any")
-    assert record["outcome"] == entry.expect, record["reason"]
-    assert record["metrics"]["memory.peak_bytes"] > record["metrics"]["memory.states_bytes"] > 0
+    assert record.outcome == entry.expect, record.reason
+    assert record.metrics["memory.peak_bytes"] > record.metrics["memory.states_bytes"] > 0
     if entry.experiment.layout.world > 1:
-        assert record["metrics"]["comm.sent_bytes"] > 0
+        assert record.metrics["comm.sent_bytes"] > 0
 
 
 def test_all_others_have_all_that_a_trace_needs() -> None:

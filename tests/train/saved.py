@@ -52,7 +52,7 @@ def train(experiment: Experiment, root: Path, until: int = WHOLE) -> dict[str, A
     run = start(experiment, root)
     run.prelude()
     run.steps(until - run.index)
-    return run.result()
+    return run.result().as_dict()
 
 
 def checkpoint(root: Path, experiment: Experiment, step: int = HALF) -> Path:

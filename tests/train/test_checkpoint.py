@@ -262,7 +262,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_does_not_end_the_run(
         run.steps(HALF - 1)
         fill(disk)
         run.steps(run.left)
-        result = run.result()
+        result = run.result().as_dict()
         assert result["checkpoints"]["written"] == [HALF]
         (failure,) = result["checkpoints"]["failures"]
         assert failure["step"] == WHOLE
@@ -285,7 +285,7 @@ def runs_out(experiment: Experiment, root: Path) -> dict[str, Any]:
     assert run.checkpoints is not None
     run.checkpoints._make = lambda folder: None  # type: ignore[method-assign]
     run.steps(run.left)
-    return run.result()
+    return run.result().as_dict()
 
 
 def test_a_checkpoint_that_one_rank_cannot_write_is_none(tmp_path: Path, two: RankPool) -> None:

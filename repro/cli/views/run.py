@@ -8,7 +8,7 @@ from typing import Any
 
 from repro.render import units
 from repro.render.console import print_json
-from repro.results.store import MEASURED
+from repro.results.schema import MEASURED
 
 
 def command(

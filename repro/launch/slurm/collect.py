@@ -22,7 +22,8 @@ from repro.launch.slurm.states import (
     CaseState,
     Survey,
 )
-from repro.results.record import experiment_record
+from repro.results.measured import experiment_record
+from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 
 
@@ -45,15 +46,14 @@ def command(results: Path, into: Path | None, json: bool) -> int:
         for case in written:
             store.append(lost_record(registry, case))
         records = store.records()
-        torn = store.torn
-    copied = merge(records, into) if into is not None else 0
+        copied = merge(store, into) if into is not None else 0
     failed = [case for case in cases if case.state in (FAILED, LOST, CANCELLED)]
     document = {
         "cases": [case.as_dict() for case in cases],
         "recorded": [case.name for case in written],
         "records": len(records),
         "copied": copied,
-        "skipped_lines": torn,
+        "skipped_lines": store.skipped,
         "bad_nodes": bad_nodes(cases),
         "warnings": list(dict.fromkeys(scheduler.warnings)),
     }
@@ -64,7 +64,7 @@ def command(results: Path, into: Path | None, json: bool) -> int:
     return 1 if failed else 0
 
 
-def lost_record(registry: Registry, case: CaseState) -> dict[str, Any]:
+def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
     """The record of a case whose job ended without one.  Its outcome is never conclusive: it runs again."""
     submission = next(s for s in registry.all() if s.id == case.submission)
     work = registry.work(submission)
@@ -81,14 +81,10 @@ def lost_record(registry: Registry, case: CaseState) -> dict[str, Any]:
     )
 
 
-def merge(records: list[dict[str, Any]], into: Path) -> int:
-    """Append to the store at `into` what it lacks of `records`, by id; how many that were."""
-    with Store(into) as store:
-        known = {record.get("id") for record in store.records()}
-        new = [record for record in records if record.get("id") not in known]
-        for record in new:
-            store.append(record)
-    return len(new)
+def merge(store: Store, into: Path) -> int:
+    """Append to the store at `into` what it lacks of `store`, by id; how many that were."""
+    with Store(into) as mine:
+        return mine.take_over(store)
 
 
 def bad_nodes(cases: list[CaseState]) -> dict[str, int]:

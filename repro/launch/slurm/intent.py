@@ -12,7 +12,10 @@ from repro.launch.plan import Task
 from repro.launch.slurm.pack import Array, arrays
 from repro.launch.slurm.profile import Profile
 from repro.launch.slurm.work import Work
-from repro.results.store import CONCLUSIVE, SIMULATED, Store
+from repro.results.metrics import STEP_SECONDS
+from repro.results.schema import SIMULATED
+from repro.results.select import by_key
+from repro.results.store import Store
 from repro.suites import Entry, Suite
 
 HOUR_S = 3600.0
@@ -144,13 +147,13 @@ def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list
 def _predictions(store: Store, tasks: list[Task]) -> dict[str, Prediction]:
     wanted = {e.key: e for task in tasks for e in task.experiments}
     found: dict[str, Prediction] = {}
-    for key, record in store.latest(SIMULATED).items():
-        if key not in wanted or record["outcome"] not in CONCLUSIVE:
+    for key, record in by_key(store.records(), SIMULATED).items():
+        if key not in wanted or not record.conclusive:
             continue
         experiment = wanted[key]
-        seconds = record["metrics"].get("step_seconds.median")
+        seconds = record.metrics.get(STEP_SECONDS)
         hours = None
-        if seconds is not None and record["outcome"] == "ok":  # what does not fit ends at once
+        if seconds is not None and record.outcome == "ok":  # what does not fit ends at once
             hours = seconds * experiment.training.steps * experiment.layout.world / HOUR_S
-        found[experiment.name] = Prediction(gpu_hours=hours, outcome=record["outcome"])
+        found[experiment.name] = Prediction(gpu_hours=hours, outcome=record.outcome)
     return found

@@ -11,7 +11,9 @@ from repro.launch.failures import failure
 from repro.launch.slurm.registry import Registry, Submission
 from repro.launch.slurm.scheduler import JobState, Scheduler
 from repro.launch.slurm.work import Bundle
-from repro.results.store import CONCLUSIVE, Store
+from repro.results.schema import ExperimentRecord
+from repro.results.select import by_key
+from repro.results.store import Store
 
 PENDING, RUNNING, DONE, FAILED = "pending", "running", "done", "failed"
 REQUEUED, CANCELLED, LOST, UNSUBMITTED = "requeued", "cancelled", "lost", "not submitted"
@@ -89,7 +91,7 @@ class Survey:
         """All cases of `submissions` (default: all).  Raises `SchedulerError` if the queue is unreadable."""
         chosen = self.registry.all() if submissions is None else submissions
         jobs = self.scheduler.jobs({job for s in chosen for job in s.jobs().values() if job})
-        latest = self.store.latest()
+        latest = by_key(self.store.records())
         found: list[CaseState] = []
         for submission in chosen:
             ids = submission.jobs()
@@ -115,10 +117,10 @@ def _case(
     job_id: str,
     job: JobState | None,
     said: dict[str, Any],
-    record: dict[str, Any] | None,
+    record: ExperimentRecord | None,
 ) -> CaseState:
     """Where `experiment` stands; `said` is what its allocation wrote last."""
-    own = record if record is not None and _at(record["written"]) >= _at(submission.created) else None
+    own = record if record is not None and _at(record.written) >= _at(submission.created) else None
     base = CaseState(
         submission=submission.id,
         suite=submission.suite,
@@ -132,19 +134,19 @@ def _case(
         job_state=job.state if job else "",
         recorded=own is not None,
     )
-    if own is not None and own["outcome"] in CONCLUSIVE:
-        return replace(base, state=DONE, detail=own["reason"], outcome=own["outcome"])
+    if own is not None and own.conclusive:
+        return replace(base, state=DONE, detail=own.reason, outcome=own.outcome)
     if not job_id:
         return replace(base, state=UNSUBMITTED, detail="`repro submit` was stopped before sbatch answered")
-    stopped = own is not None and own["outcome"] == "interrupted"
+    stopped = own is not None and own.outcome == "interrupted"
     if own is not None and not stopped:
-        return replace(base, state=FAILED, detail=own["reason"], outcome=own["outcome"])
+        return replace(base, state=FAILED, detail=own.reason, outcome=own.outcome)
     if job is not None and job.live:
         return _live(base, job, said)
     outcome, reason = meaning(job)
-    if own is not None and stopped and own["reason"] != reason:  # it said so itself, and did not start again
-        reason = f"{own['reason']}; {reason}" if job is not None else own["reason"]
-        outcome = own["outcome"]
+    if own is not None and stopped and own.reason != reason:  # it said so itself, and did not start again
+        reason = f"{own.reason}; {reason}" if job is not None else own.reason
+        outcome = own.outcome
     lost = replace(base, state=LOST, detail=reason, outcome=outcome)
     return replace(lost, state=CANCELLED) if lost.failure == "cancelled" else lost
 

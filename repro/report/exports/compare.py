@@ -7,17 +7,16 @@ shrugged off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.render import units
-from repro.results.store import CONCLUSIVE, MEASURED, read
+from repro.results.schema import ExperimentRecord, Record
+from repro.results.select import by_key
+from repro.results.store import read
 
-Record = Mapping[str, Any]
 WORSE, SAME, BETTER = "worse", "same", "better"
 
 
@@ -45,7 +44,7 @@ def changes_of(first: str, second: str, results: Path, tolerance: float) -> list
     return changes
 
 
-def side(text: str, results: Path) -> list[dict[str, Any]]:
+def side(text: str, results: Path) -> list[Record]:
     """The records that `text` names: a store's folder, or the beginning of a commit of those in `results`."""
     folder = Path(text)
     if folder.is_dir():
@@ -62,27 +61,28 @@ def side(text: str, results: Path) -> list[dict[str, Any]]:
     return found
 
 
-def compare(before: list[dict[str, Any]], after: list[dict[str, Any]], *, tolerance: float) -> list[Change]:
+def compare(before: list[Record], after: list[Record], *, tolerance: float) -> list[Change]:
     """Changes of every experiment measured on both sides, then of the claims' verdicts."""
-    old, new = _latest(before), _latest(after)
+    # An interrupted run says nothing about what interrupted it.
+    old, new = (by_key(records, without=("interrupted",)) for records in (before, after))
     changes = []
     for key in (key for key in new if key in old):
         changes += _experiment(old[key], new[key], tolerance)
     return changes + _verdicts(before, after) if changes else []
 
 
-def _experiment(old: Record, new: Record, tolerance: float) -> list[Change]:
-    name = str(new["name"])
-    if old["outcome"] != new["outcome"]:
-        judged = WORSE if old["outcome"] == "ok" else BETTER if new["outcome"] == "ok" else SAME
-        said = [f"{r['outcome']} {r['reason']}".strip() for r in (old, new)]
+def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) -> list[Change]:
+    name = new.name
+    if old.outcome != new.outcome:
+        judged = WORSE if old.outcome == "ok" else BETTER if new.outcome == "ok" else SAME
+        said = [f"{r.outcome} {r.reason}".strip() for r in (old, new)]
         return [Change(kind="outcome", name=name, before=said[0], after=said[1], judged=judged)]
     changes = []
     ratio = speed(old, new)
     if ratio is not None:
         value, low, high = ratio
         judged = WORSE if high < 1 - tolerance else BETTER if low > 1 + tolerance else SAME
-        rates = [f"{units.number(r['metrics']['samples_per_s'])} samples/s" for r in (old, new)]
+        rates = [f"{units.number(r.metrics['samples_per_s'])} samples/s" for r in (old, new)]
         changes.append(
             Change(
                 kind="speed",
@@ -95,7 +95,7 @@ def _experiment(old: Record, new: Record, tolerance: float) -> list[Change]:
                 high=high,
             )
         )
-    sizes = [record["metrics"].get("memory.peak_bytes") for record in (old, new)]
+    sizes = [record.metrics.get("memory.peak_bytes", 0) for record in (old, new)]
     if all(sizes):
         grown = sizes[1] / sizes[0]
         judged = WORSE if grown > 1 + tolerance else BETTER if grown < 1 - tolerance else SAME
@@ -106,14 +106,14 @@ def _experiment(old: Record, new: Record, tolerance: float) -> list[Change]:
     return changes
 
 
-def speed(old: Record, new: Record, seed: int = 0) -> tuple[float, float, float] | None:
+def speed(old: ExperimentRecord, new: ExperimentRecord, seed: int = 0) -> tuple[float, float, float] | None:
     """Ratio new/old of samples/s with a 95 % bootstrap interval over both sides' timed steps, unpaired.
 
     None with fewer than three steps on a side.
     """
     import numpy as np
 
-    steps = [[s for turn in record["series"].get("step_seconds", []) for s in turn] for record in (old, new)]
+    steps = [[s for turn in record.series.step_seconds or () for s in turn] for record in (old, new)]
     if min(len(side) for side in steps) < 3:
         return None
     draw = np.random.default_rng(seed)
@@ -125,7 +125,7 @@ def speed(old: Record, new: Record, seed: int = 0) -> tuple[float, float, float]
     return median(steps[0]) / median(steps[1]), float(low), float(high)
 
 
-def _verdicts(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Change]:
+def _verdicts(before: list[Record], after: list[Record]) -> list[Change]:
     from repro.claims.judge import judge
     from repro.claims.reader import load
 
@@ -151,16 +151,5 @@ def _judged(old: str, new: str) -> str:
     return BETTER if (old, new) == ("not reproduced", "reproduced") else SAME
 
 
-def _latest(records: list[dict[str, Any]]) -> dict[str, Record]:
-    """The newest conclusive measured record of every experiment."""
-    return {
-        record["key"]: record
-        for record in records
-        if record.get("kind") == "experiment"
-        and record.get("evidence", MEASURED) == MEASURED
-        and record["outcome"] in (*CONCLUSIVE, "hang", "timeout", "error")
-    }
-
-
 def _commit(record: Record) -> str:
-    return str(((record.get("provenance") or {}).get("git") or {}).get("commit") or "")
+    return str((record.provenance.get("git") or {}).get("commit") or "")

@@ -25,6 +25,6 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
         system=system,
     )
     record = attempt(experiment, systems.load(system), "notebook")
-    if record["outcome"] not in ("ok", "oom"):
-        raise ConfigError("layout", layout, f"one that can be simulated: {record['reason']}")
-    return {"outcome": record["outcome"], **record["metrics"]}
+    if record.outcome not in ("ok", "oom"):
+        raise ConfigError("layout", layout, f"one that can be simulated: {record.reason}")
+    return {"outcome": record.outcome, **record.metrics}

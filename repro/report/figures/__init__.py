@@ -28,12 +28,13 @@ from repro.report.figures.values import View
 
 if TYPE_CHECKING:
     from repro.claims.results import ClaimResult
+    from repro.results.schema import ComparisonRecord
     from repro.validate.published import Point
 
 
 def draw_all(
     experiments: list[Record],
-    comparisons: list[Record],
+    comparisons: list[ComparisonRecord],
     simulated: Sequence[Record] = (),
     points: Sequence[Point] = (),
     judged: Sequence[ClaimResult] = (),

@@ -23,7 +23,7 @@ from repro.report.figures.style import (
     quiet,
 )
 from repro.report.figures.values import View
-from repro.results.store import SIMULATED
+from repro.results.schema import SIMULATED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ GROUPS = {"(tp)": "waits for tensor parallelism", "(pp)": "waits between stages"
 
 def draw(view: View, simulated: list[Record]) -> Drawing:
     """Left: seconds of Yuan's step.  Right: shares of the step in other layouts that a source published."""
-    records = {label(record): record for record in simulated if "step_seconds.median" in record["metrics"]}
+    records = {label(record): record for record in simulated if "step_seconds.median" in record.metrics}
     yuan = records.get(YUAN)
     others = {name: records[run] for name, run in OTHERS.items() if run in records}
     lacking = [run for run in (YUAN, *OTHERS.values()) if run not in records]
@@ -91,7 +91,7 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
 
 def parts(record: Record) -> dict[str, float]:
     """Seconds by part, which add up to the step; finer where the record has them by kind."""
-    metrics, series = record["metrics"], record["series"].get("seconds")
+    metrics, series = record.metrics, record.series.seconds
     found = dict.fromkeys(COLOURS, 0.0)
     if series:
         for kind, seconds in series["busy"].items():
@@ -118,7 +118,7 @@ def _shares(axes: Axes, records: dict[str, Record]) -> set[str]:
             axes.barh(y, 100 * seconds / whole, 0.62, left=start, color=COLOURS[name], lw=0)
             start += 100 * seconds / whole
         seen |= set(found)
-        words = f"{record['metrics']['step_seconds.median']:.3g} s"
+        words = f"{record.metrics['step_seconds.median']:.3g} s"
         axes.annotate(words, (100, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(records)), list(records))
     axes.set_ylim(len(records) - 0.5, -0.5)
@@ -132,7 +132,7 @@ def _yuan(axes: Axes, view: View, record: Record) -> set[str]:
     """Draw Yuan's step beside the published one; the names of its parts."""
     printed = view.row(STEP).row.printed
     assert printed is not None
-    start, step = 0.0, record["metrics"]["step_seconds.median"]
+    start, step = 0.0, record.metrics["step_seconds.median"]
     found = parts(record)
     for name, seconds in found.items():
         axes.bar(1, seconds, 0.6, bottom=start, color=COLOURS[name], lw=0)

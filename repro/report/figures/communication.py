@@ -73,15 +73,15 @@ def draw(records: list[Record]) -> Drawing:
 
 def sent(record: Record) -> float:
     """Bytes that rank 0 sends over the data-parallel group in one step."""
-    return float(sum(row["sent_bytes"] for row in record["comm"] if row["group"] == "dp"))
+    return float(sum(row.sent_bytes for row in record.comm if row.group == "dp"))
 
 
 def _model(record: Record) -> str:
-    return str(record["experiment"]["model"]["name"])
+    return record.experiment.model.name
 
 
 def _column(record: Record) -> int:
-    if record["experiment"]["layout"]["zero1_reduce"] == "all-reduce":
+    if record.experiment.layout.zero1_reduce == "all-reduce":
         return len(PUBLISHED) - 1
     return zero(record)
 

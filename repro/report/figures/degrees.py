@@ -16,7 +16,7 @@ from repro.report.figures.style import (
     quiet,
 )
 from repro.report.figures.values import View
-from repro.results.store import CONCLUSIVE, SIMULATED
+from repro.results.schema import SIMULATED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,10 +40,10 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
     found = {
         (prefix, degree): record
         for record in simulated
-        if record["suite"] == SUITE and record["outcome"] in CONCLUSIVE
+        if record.suite == SUITE and record.conclusive
         for prefix in SYSTEMS
         for degree in DEGREES
-        if record["name"] == f"{prefix}{degree}" and record["metrics"].get("memory.limit_bytes")
+        if record.name == f"{prefix}{degree}" and record.metrics.get("memory.limit_bytes")
     }
     if not found:
         return Drawing(
@@ -82,7 +82,7 @@ Found = dict[tuple[str, int], Record]
 
 def needed(record: Record) -> float:
     """Bytes of the device: reserved and context, or live and context where it does not fit."""
-    metrics = record["metrics"]
+    metrics = record.metrics
     return float(
         metrics.get("memory.reserved_bytes", metrics["memory.peak_bytes"]) + metrics["memory.context_bytes"]
     )
@@ -90,7 +90,7 @@ def needed(record: Record) -> float:
 
 def _whole(record: Record) -> float:
     """Bytes of the device: what the allocator may have, and what it cannot see."""
-    return float(record["metrics"]["memory.limit_bytes"] + record["metrics"]["memory.context_bytes"])
+    return float(record.metrics["memory.limit_bytes"] + record.metrics["memory.context_bytes"])
 
 
 def _memory(axes: Axes, found: Found, whole: float) -> None:
@@ -98,7 +98,7 @@ def _memory(axes: Axes, found: Found, whole: float) -> None:
     for (prefix, degree), record in found.items():
         number = list(SYSTEMS).index(prefix)
         x, size = DEGREES.index(degree) + (number - 0.5) * 0.42, needed(record) / 1e9
-        fits, colour = record["outcome"] == "ok", SYSTEMS[prefix][1]
+        fits, colour = record.outcome == "ok", SYSTEMS[prefix][1]
         look: dict[str, Any] = {"color": colour, "lw": 0}
         if not fits:
             look = {"facecolor": "white", "edgecolor": colour, "hatch": "//////", "lw": 0.9}
@@ -123,14 +123,14 @@ def _memory(axes: Axes, found: Found, whole: float) -> None:
 def _node(axes: Axes, found: Found) -> None:
     """Replicas of a node by their micro-batch, at degrees that fit."""
     for (prefix, degree), record in found.items():
-        if record["outcome"] != "ok":
+        if record.outcome != "ok":
             continue
         number = list(SYSTEMS).index(prefix)
         x = DEGREES.index(degree) + (number - 0.5) * 0.42
-        gpus = int(record["simulated_on"]["devices_per_node"])
-        samples = gpus // degree * record["experiment"]["layout"]["micro_batch"]
+        gpus = int(record.simulated_on.devices_per_node or 1) if record.simulated_on else 1
+        samples = gpus // degree * record.experiment.layout.micro_batch
         axes.bar(x, samples, 0.38, color=SYSTEMS[prefix][1], lw=0, zorder=2)
-        rate = record["metrics"].get("hardware_flops_per_s.device")
+        rate = record.metrics.get("hardware_flops_per_s.device")
         words = f"{samples}" + (f" ({rate / 1e12:.0f} TF)" if rate else "")
         place: dict[str, Any] = {
             "textcoords": "offset points",
@@ -164,9 +164,9 @@ def _legend(figure: Figure, whole: float) -> None:
 
 def _caption(found: Found) -> str:
     record = next(iter(found.values()))
-    layout = record["experiment"]["layout"]
+    layout = record.experiment.layout
     return (
-        f"Simulated, not measured: {record['experiment']['model']['name']} at micro-batch {layout['micro_batch']}, "
+        f"Simulated, not measured: {record.experiment.model.name} at micro-batch {layout.micro_batch}, "
         "activations recomputed. What the fullest GPU gives to the allocator and to what it cannot see; where the step "
         "does not fit, what is live. TF: predicted TFLOP/s per GPU. Claims: tnlg-mp16-to-4, tnlg-256-vs-1024."
     )

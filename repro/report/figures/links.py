@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from repro.report.figures.style import BLUE, INK, MUTED, VERMILION, Drawing, Record, canvas, label, quiet
-from repro.results.store import CONCLUSIVE, SIMULATED
+from repro.results.schema import SIMULATED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,9 +20,7 @@ CLASSES = {"nvlink": ("in the node (NVLink)", BLUE, "o"), "inter-node": ("betwee
 
 def draw(simulated: list[Record]) -> Drawing:
     """One panel a system, one line a model: bytes that all GPUs send for one sample, by class of link."""
-    records = {
-        label(r): r for r in simulated if r["outcome"] in CONCLUSIVE and "comm.sent_bytes" in r["metrics"]
-    }
+    records = {label(r): r for r in simulated if r.conclusive and "comm.sent_bytes" in r.metrics}
     found = {
         (model, system): records[name]
         for model in MODELS
@@ -68,10 +66,10 @@ def draw(simulated: list[Record]) -> Drawing:
 
 def by_class(record: Record) -> dict[str, float]:
     """Bytes for one sample over all GPUs, by class of link; classes that carry nothing are left out."""
-    layout, metrics = record["experiment"]["layout"], record["metrics"]
-    ranks = layout["dp"] * layout["tp"] * layout["pp"]
+    layout, metrics = record.experiment.layout, record.metrics
+    ranks = layout.dp * layout.tp * layout.pp
     sent = {name: metrics.get(f"comm.link.{name}.sent_bytes", 0) for name in CLASSES}
-    return {name: ranks * value / layout["global_batch"] for name, value in sent.items() if value}
+    return {name: ranks * value / layout.global_batch for name, value in sent.items() if value}
 
 
 def _line(axes: Axes, y: int, sent: dict[str, float]) -> None:

@@ -31,8 +31,8 @@ FLOOR = 1e-9
 
 def draw(records: list[Record]) -> Drawing:
     """Left: the curves, one over the other.  Right: relative difference at every step, a line a strategy."""
-    shown = [r for r in succeeded(records, PREFIX) if r["series"].get("loss")]
-    single = next((r for r in shown if r["name"] == SINGLE), None)
+    shown = [r for r in succeeded(records, PREFIX) if r.series.loss]
+    single = next((r for r in shown if r.name == SINGLE), None)
     if single is None:
         missing = (
             f"No record of {SINGLE}, which the others are compared with."
@@ -40,17 +40,15 @@ def draw(records: list[Record]) -> Drawing:
             else "No record of parity-*."
         )
         return Drawing("loss", TITLE, missing, (), RUN)
-    others = sorted(
-        (r for r in shown if r is not single), key=lambda r: (_order(_kind(r)), zero(r), r["name"])
-    )
-    reference = single["series"]["loss"]
+    others = sorted((r for r in shown if r is not single), key=lambda r: (_order(_kind(r)), zero(r), r.name))
+    reference = single.series.loss or []
 
     rows = max(3.2, 1.1 + 0.24 * len(others))
     figure, (left, right) = canvas(rows, 1, 2, width_ratios=(1, 1.35))
     named: dict[str, Any] = {}
     for record in [single, *others]:
         kind = _kind(record)
-        seen = [(step, loss) for step, loss in enumerate(record["series"]["loss"], 1) if loss is not None]
+        seen = [(step, loss) for step, loss in enumerate(record.series.loss or (), 1) if loss is not None]
         steps, losses = [step for step, _ in seen], [loss for _, loss in seen]
         (line,) = left.plot(steps, losses, color=COLOURS[kind], linestyle=DASHES[kind], linewidth=1.6)
         named.setdefault(kind, line)
@@ -62,7 +60,7 @@ def draw(records: list[Record]) -> Drawing:
     quiet(left, "y")
 
     for y, record in enumerate(others):
-        differences = relative_differences(record["series"]["loss"], reference)
+        differences = relative_differences(record.series.loss or [], reference)
         drawn = [max(difference, FLOOR) for difference in differences]
         colour = COLOURS[_kind(record)]
         right.scatter(drawn, [y] * len(drawn), s=14, color=colour, alpha=0.35, linewidths=0)
@@ -75,16 +73,16 @@ def draw(records: list[Record]) -> Drawing:
     right.set_xticks([FLOOR, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
     right.set_xticklabels(["equal", "1e-8", "1e-7", "1e-6", "1e-5", "1e-4", "1e-3"])
     right.minorticks_off()
-    right.set_yticks(range(len(others)), [r["name"].removeprefix(PREFIX) for r in others])
+    right.set_yticks(range(len(others)), [r.name.removeprefix(PREFIX) for r in others])
     right.set_ylim(len(others) - 0.4, -0.9)
     right.set_xlabel("relative difference to one process, every step")
     right.set_title("distance from one process (largest outlined)")
     quiet(right, "x")
 
-    differences = [d for r in others for d in relative_differences(r["series"]["loss"], reference)]
-    absent = sum(loss is None for r in [single, *others] for loss in r["series"]["loss"])
+    differences = [d for r in others for d in relative_differences(r.series.loss or [], reference)]
+    absent = sum(loss is None for r in [single, *others] for loss in r.series.loss or ())
     caption = (
-        f"Loss of {single['experiment']['model']['name']} from the same seed, text and global batch over "
+        f"Loss of {single.experiment.model.name} from the same seed, text and global batch over "
         f"{len(reference)} steps: {len(others)} strategies against one process. Largest relative difference at any "
         f"step: {max(differences, default=0):.1e} (tolerance {TOLERANCE:.0e} in fp32)."
     )
@@ -122,12 +120,12 @@ def relative_differences(losses: list[float | None], reference: list[float | Non
 
 
 def _kind(record: Record) -> str:
-    layout = record["experiment"]["layout"]
-    if record["name"] == SINGLE:
+    layout = record.experiment.layout
+    if record.name == SINGLE:
         return "one process"
-    if layout["recompute"]:
+    if layout.recompute:
         return "recomputation"
-    if layout["tp"] > 1:
+    if layout.tp > 1:
         return "tensor x ZeRO" if dp(record) > 1 else "tensor parallel"
     return "ZeRO 0-3" if dp(record) > 1 else "other"
 

@@ -75,17 +75,17 @@ def pairs(experiments: list[Record], simulated: list[Record], metric: str) -> Pa
 
     published = set(systems.names())
     predicted: dict[str, float] = {}
-    for record in sorted(simulated, key=lambda record: str(record.get("written", ""))):
-        value = record["metrics"].get(metric)
-        moved_to = record["name"].partition("@")[2]
+    for record in sorted(simulated, key=lambda record: record.written):
+        value = record.metrics.get(metric)
+        moved_to = record.name.partition("@")[2]
         if value and moved_to not in published:
-            predicted[f"{record['suite']}/{record['name'].partition('@')[0]}"] = float(value)
+            predicted[record.at.partition("@")[0]] = float(value)
     return [
-        (label(record), float(record["metrics"][metric]), predicted[label(record)])
+        (label(record), record.metrics[metric], predicted[label(record)])
         for record in experiments
-        if record["outcome"] == "ok"
-        and record["experiment"]["engine"] == "native"
-        and record["metrics"].get(metric)
+        if record.outcome == "ok"
+        and record.experiment.engine == "native"
+        and record.metrics.get(metric)
         and label(record) in predicted
     ]
 

@@ -15,7 +15,7 @@ from repro.report.figures.style import (
     canvas,
     label,
 )
-from repro.results.store import CONCLUSIVE, SIMULATED
+from repro.results.schema import SIMULATED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,10 +34,10 @@ def draw(records: list[Record]) -> Drawing:
     shown = [
         record
         for record in records
-        if (record["suite"], record.get("evidence")) == (SUITE, SIMULATED)
-        and record["name"].startswith(PREFIX)
-        and record["outcome"] in CONCLUSIVE
-        and record["metrics"].get("memory.limit_bytes")
+        if (record.suite, record.evidence) == (SUITE, SIMULATED)
+        and record.name.startswith(PREFIX)
+        and record.conclusive
+        and record.metrics.get("memory.limit_bytes")
     ]
     if not shown:
         return Drawing(
@@ -45,7 +45,7 @@ def draw(records: list[Record]) -> Drawing:
         )
     panels: dict[str, Cells] = {}
     for record in sorted(shown, key=_memory):
-        panels.setdefault(record["experiment"]["system"], {})[_place(record)] = record
+        panels.setdefault(record.experiment.system, {})[_place(record)] = record
     every = {place for cells in panels.values() for place in cells}
     tensor, stages = sorted({t for t, _ in every}), sorted({p for _, p in every})
 
@@ -72,17 +72,18 @@ def draw(records: list[Record]) -> Drawing:
 
 
 def _place(record: Record) -> tuple[int, int]:
-    layout = record["experiment"]["layout"]
-    return int(layout["tp"]), int(layout["pp"])
+    layout = record.experiment.layout
+    return layout.tp, layout.pp
 
 
 def _memory(record: Record) -> float:
-    return float(record["simulated_on"]["memory_bytes"] or 0)
+    on = record.simulated_on
+    return (on.memory_bytes if on else None) or 0.0
 
 
 def needed(record: Record) -> float:
     """Bytes of the device that the layout takes: reserved and context, or live and context where it does not fit."""
-    metrics = record["metrics"]
+    metrics = record.metrics
     reserved = metrics.get("memory.reserved_bytes", metrics["memory.peak_bytes"])
     return float(reserved + metrics["memory.context_bytes"])
 
@@ -91,7 +92,7 @@ def _field(axes: Axes, x: int, y: int, record: Record, published: bool) -> None:
     """One layout: what it takes in words, and as a bar of the device's memory."""
     from matplotlib.patches import Rectangle
 
-    fits = record["outcome"] == "ok"
+    fits = record.outcome == "ok"
     share = needed(record) / _memory(record)
     edge: dict[str, Any] = {"edgecolor": INK, "linewidth": 2.2} if published else {"edgecolor": "none"}
     face: dict[str, Any] = {"facecolor": SKY if fits else VERMILION, "alpha": 0.22}
@@ -104,7 +105,7 @@ def _field(axes: Axes, x: int, y: int, record: Record, published: bool) -> None:
     axes.add_patch(
         Rectangle((x - 0.42, y - 0.37), width, 0.13, zorder=3, facecolor=colour, linewidth=0, **hatch)
     )
-    dp = record["experiment"]["layout"]["dp"]
+    dp = record.experiment.layout.dp
     text: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 5}
     axes.text(x, y + 0.24, f"{needed(record) / 1e9:.1f} GB", weight="bold" if fits else "normal", **text)
     words = f"d = {dp}, {'fits' if fits else 'does not fit'}"
@@ -120,16 +121,16 @@ def _frame(axes: Axes, tensor: list[int], stages: list[int], record: Record) -> 
     for side in axes.spines.values():
         side.set_color(GREY)
         side.set_visible(False)
-    axes.set_title(f"{_memory(record) / 1e9:.1f} GB ({record['simulated_on']['system']})")
+    axes.set_title(f"{_memory(record) / 1e9:.1f} GB ({record.experiment.system})")
 
 
 def _caption(record: Record) -> str:
-    layout, model = record["experiment"]["layout"], record["experiment"]["model"]
-    gpus = layout["dp"] * layout["tp"] * layout["pp"]
+    layout, model = record.experiment.layout, record.experiment.model
+    gpus = layout.dp * layout.tp * layout.pp
     return (
-        f"Simulated, not measured: {model['name']} on {gpus:,} GPUs with t tensor ranks, p pipeline stages and "
-        f"d replicas, micro-batch {layout['micro_batch']} of {layout['global_batch']:,}, "
-        f"{layout['precision']}, activations recomputed, no ZeRO. Every (t, p) that divides layers and batch. "
+        f"Simulated, not measured: {model.name} on {gpus:,} GPUs with t tensor ranks, p pipeline stages and "
+        f"d replicas, micro-batch {layout.micro_batch} of {layout.global_batch:,}, "
+        f"{layout.precision}, activations recomputed, no ZeRO. Every (t, p) that divides layers and batch. "
         "Number and bar: what the fullest GPU gives to the allocator and to what it cannot see (CUDA, NCCL), as a "
         "share of its memory; where it does not fit, what is live instead of what is reserved. Frame: the layout "
         f"of the run, t = {PUBLISHED[0]}, p = {PUBLISHED[1]}. Which A100 it had is not published."

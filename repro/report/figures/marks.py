@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.report.figures.style import GREY, INK, MUTED, VERMILION
 from repro.report.figures.values import Ours, Value
-from repro.results.store import SIMULATED
+from repro.results.schema import SIMULATED
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -15,7 +15,7 @@ from repro.report.figures.style import (
     label,
     zero,
 )
-from repro.results.store import SIMULATED
+from repro.results.schema import SIMULATED
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -37,7 +37,7 @@ NAMES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 
 def draw(simulated: list[Record]) -> Drawing:
     """A panel a layout: stacked bytes of the fullest role along the device's busy time."""
-    records = {label(record): record for record in simulated if record["series"].get("memory")}
+    records = {label(record): record for record in simulated if record.series.memory}
     rows = [[records.get(name) for name in row] for row in ROWS]
     shown = [record for row in rows for record in row if record]
     missing = " && ".join(run for row, run in zip(rows, RUN, strict=True) if not all(row))
@@ -69,7 +69,7 @@ def draw(simulated: list[Record]) -> Drawing:
     ]
     limit = Line2D([], [], color=INK, ls="--", lw=1.2, label="limit of the allocator")
     figure.legend(handles=[*handles, limit], loc="outside upper center", ncols=8, columnspacing=1.1)
-    first = shown[0]["experiment"]["model"]["name"]
+    first = shown[0].experiment.model.name
     caption = (
         f"Simulated, not measured: every allocation of the real step, run on shapes. Above: {first} under the "
         "stages of ZeRO on 64 GPUs. Below: 40B on 400 V100 under C1 to C4 of ZeRO-R (figure 7). Time is that of the "
@@ -81,7 +81,7 @@ def draw(simulated: list[Record]) -> Drawing:
 
 def stacked(record: Record) -> dict[str, list[float]]:
     """GB by category on the device, of equal lengths."""
-    memory: dict[str, Any] = record["series"]["memory"]
+    memory = record.series.memory or {}
     unit = memory["unit"] / 1e9
     size = max(len(row) for row in memory["bytes"].values())
     return {
@@ -99,11 +99,11 @@ def _panel(axes: Axes, record: Record) -> set[str]:
     axes.stackplot(
         places, [bytes_of[name] for name in names], colors=[CATEGORY[name] for name in names], lw=0
     )
-    limit = record["metrics"].get("memory.limit_bytes")
+    limit = record.metrics.get("memory.limit_bytes")
     if limit:
         axes.axhline(limit / 1e9, color=INK, ls="--", lw=1.2)
     before = ""
-    for part, name, _ in record["series"]["memory"]["phases"]:
+    for part, name, _ in (record.series.memory or {})["phases"]:
         if name in NAMES and name != before:
             if before:
                 axes.axvline(part / size, color=INK, lw=0.7, ls=":")
@@ -111,15 +111,15 @@ def _panel(axes: Axes, record: Record) -> set[str]:
     axes.set_xlim(0, 1)
     axes.set_xticks([])
     axes.tick_params(length=3)
-    words = "" if record["outcome"] == "ok" else ", does not fit"
+    words = "" if record.outcome == "ok" else ", does not fit"
     axes.set_title(f"{_name(record)}{words}", fontsize=8.5)
     return set(names)
 
 
 def _name(record: Record) -> str:
-    if record["suite"] == "zero_memory":
+    if record.suite == "zero_memory":
         return STAGE[zero(record)]
-    return str(record["name"]).split("-")[1].upper()
+    return record.name.split("-")[1].upper()
 
 
 def _height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
@@ -127,7 +127,7 @@ def _height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
     most = {
         number: max(map(sum, zip(*stacked(r).values(), strict=True))) for number, r in enumerate(row) if r
     }
-    limit = max(r["metrics"].get("memory.limit_bytes", 0) / 1e9 for r in row if r)
+    limit = max(r.metrics.get("memory.limit_bytes", 0) / 1e9 for r in row if r)
     top = 1.06 * max(limit, *most.values())
     if limit and top > 2 * limit:
         top = CUT * limit

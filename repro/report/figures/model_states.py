@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from repro.report.figures.style import CATEGORY, INK, STAGE, Drawing, Record, canvas, quiet
 from repro.report.figures.values import Value, View
-from repro.results.store import SIMULATED
+from repro.results.schema import SIMULATED
 
 ID, TITLE = "zero-fig1", "ZeRO, Figure 1: model states of 7.5B on 64 GPUs"
 ROWS = "zero-fig1-7p5b/*"
@@ -18,7 +18,7 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
     from matplotlib.patches import Patch
 
     values = view.matching(ROWS)
-    records = {f"{record['suite']}/{record['name']}": record for record in simulated}
+    records = {record.at: record for record in simulated}
     figure, axes = canvas(3.6)
     drawn: list[str] = []
     for y, value in enumerate(values):
@@ -26,10 +26,10 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
         assert printed is not None
         record = records.get(ours.runs[0]) if ours else None
         if record:
-            drawn.append(f"{record['suite']}/{record['name']}")
+            drawn.append(record.at)
             left = 0.0
             for part in PARTS:
-                width = record["metrics"][f"memory.{part}_bytes"] / 1e9
+                width = record.metrics[f"memory.{part}_bytes"] / 1e9
                 axes.barh(y, width, 0.56, left=left, color=CATEGORY[part], lw=0, zorder=2)
                 left += width
         axes.barh(y, printed.value, 0.74, facecolor="none", edgecolor=INK, lw=1.3, zorder=3)

@@ -24,14 +24,14 @@ MOST = 40
 
 def draw(records: list[Record]) -> Drawing:
     """One panel a model, one bar an experiment: what was live when the fullest rank held most."""
-    every = [r for r in records if r["outcome"] == "ok" and accounted(r)]
-    shown = sorted(every, key=lambda r: str(r.get("written", "")), reverse=True)[:MOST]
-    others = [r for r in records if r["outcome"] == "ok" and not accounted(r)]
+    every = [r for r in records if r.outcome == "ok" and accounted(r)]
+    shown = sorted(every, key=lambda r: r.written, reverse=True)[:MOST]
+    others = [r for r in records if r.outcome == "ok" and not accounted(r)]
     if not shown:
         return Drawing("peak", TITLE, "No experiment in the store that ended ok.", (), RUN)
     panels: dict[str, list[Record]] = {}
     for record in sorted(shown, key=_order):
-        panels.setdefault(record["experiment"]["model"]["name"], []).append(record)
+        panels.setdefault(record.experiment.model.name, []).append(record)
     models = sorted(panels, key=lambda name: (-len(panels[name]), name))
     heights = [len(panels[name]) + 2.0 for name in models]
 
@@ -55,7 +55,7 @@ def draw(records: list[Record]) -> Drawing:
                 va="center",
                 fontsize=8,
             )
-        axes.set_yticks(range(len(rows)), [r["name"] for r in rows], fontsize=8)
+        axes.set_yticks(range(len(rows)), [r.name for r in rows], fontsize=8)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(0, 1.12 * max(totals) / scale)
         axes.set_xlabel(f"{unit} on the fullest rank")
@@ -76,7 +76,7 @@ def draw(records: list[Record]) -> Drawing:
     if len(every) > len(shown):
         caption += f" The newest {len(shown)} of {len(every):,}; `repro export --table experiments` has all."
     if others:
-        engines = ", ".join(sorted({r["experiment"]["engine"] for r in others}))
+        engines = ", ".join(sorted({r.experiment.engine for r in others}))
         caption += (
             f" Left out: {len(others)} experiments of engine {engines}, whose tensors are not accounted for."
         )
@@ -84,10 +84,10 @@ def draw(records: list[Record]) -> Drawing:
 
 
 def _order(record: Record) -> tuple[str, int, int, int, str]:
-    layout = record["experiment"]["layout"]
-    return record["name"].partition("-")[0], layout["tp"], layout["dp"], layout["zero"], record["name"]
+    layout = record.experiment.layout
+    return record.name.partition("-")[0], layout.tp, layout.dp, layout.zero, record.name
 
 
-def fullest(record: Record) -> dict[str, float]:
+def fullest(record: Record) -> dict[str, int]:
     """Bytes by category, and their total, on the rank whose peak is largest."""
-    return max((memory["peak"] for memory in record["memory_by_rank"]), key=lambda peak: float(peak["total"]))
+    return max((held.peak or {} for held in record.memory_by_rank), key=lambda peak: peak.get("total", 0))

@@ -12,7 +12,7 @@ from repro.report.figures import marks
 from repro.report.figures.entries import FigureEntry, PanelEntry, SeriesEntry
 from repro.report.figures.style import BLUE, GREEN, GREY, INK, ORANGE, Drawing, quiet
 from repro.report.figures.values import Value, View
-from repro.results.store import SIMULATED
+from repro.results.schema import SIMULATED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

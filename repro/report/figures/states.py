@@ -39,14 +39,12 @@ def bytes_per_parameter(stage: int, nd: int) -> float:
 def draw(records: list[Record]) -> Drawing:
     """Bars: bytes measured from storages, largest rank, per parameter.  Diamonds: the formula."""
     shown = [r for r in succeeded(records, PREFIX) if accounted(r) and _precision(r) != "fp32"]
-    models = Counter(r["experiment"]["model"]["name"] for r in shown)
+    models = Counter(r.experiment.model.name for r in shown)
     if not shown:
         return Drawing("states", TITLE, "No record of a states-* experiment.", (), RUN)
     model = models.most_common(1)[0][0]  # one Psi for all bars
-    shown = sorted(
-        (r for r in shown if r["experiment"]["model"]["name"] == model), key=lambda r: (dp(r), zero(r))
-    )
-    psi = shown[0]["metrics"]["parameters"]
+    shown = sorted((r for r in shown if r.experiment.model.name == model), key=lambda r: (dp(r), zero(r)))
+    psi = shown[0].metrics["parameters"]
     degrees = sorted({dp(r) for r in shown})
 
     figure, axes = canvas(3.7)
@@ -54,7 +52,7 @@ def draw(records: list[Record]) -> Drawing:
         x = _place(degrees, record)
         base = 0.0
         for part in PARTS:
-            height = record["metrics"][f"memory.{part}_bytes"] / psi
+            height = record.metrics[f"memory.{part}_bytes"] / psi
             axes.bar(x, height, 0.8, bottom=base, color=CATEGORY[part], edgecolor="white", linewidth=0.6)
             base += height
         axes.annotate(f"{base:.2f}", (x, base), (0, 6), textcoords="offset points", ha="center", fontsize=8)
@@ -90,11 +88,11 @@ def draw(records: list[Record]) -> Drawing:
 
 
 def _measured(record: Record, psi: float) -> float:
-    return float(record["metrics"]["memory.states_bytes"]) / psi
+    return record.metrics["memory.states_bytes"] / psi
 
 
 def _precision(record: Record) -> str:
-    return str(record["experiment"]["layout"]["precision"])
+    return record.experiment.layout.precision
 
 
 def _place(degrees: list[int], record: Record) -> float:

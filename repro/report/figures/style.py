@@ -7,13 +7,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from repro.results.schema import ComparisonRecord, ExperimentRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Record = dict[str, Any]
+Record: TypeAlias = ExperimentRecord
 
 WIDTH = 9.5
 """Inches; the page shows figures at most this wide."""
@@ -149,21 +151,21 @@ def quiet(axes: Axes, axis: str) -> None:
     axes.tick_params(length=3)
 
 
-def label(record: Record) -> str:
+def label(record: ExperimentRecord | ComparisonRecord) -> str:
     """`suite/name`, as claims and captions cite records."""
-    return f"{record['suite']}/{record['name']}"
+    return record.at
 
 
 def zero(record: Record) -> int:
     """The record's ZeRO stage."""
-    return int(record["experiment"]["layout"]["zero"])
+    return int(record.experiment.layout.zero)
 
 
 def dp(record: Record) -> int:
     """The record's data-parallel degree Nd."""
-    return int(record["experiment"]["layout"]["dp"])
+    return int(record.experiment.layout.dp)
 
 
 def succeeded(records: list[Record], prefix: str) -> list[Record]:
     """Measured experiments that ended ok and whose names start with `prefix`."""
-    return [r for r in records if r["outcome"] == "ok" and r["name"].startswith(prefix)]
+    return [r for r in records if r.outcome == "ok" and r.name.startswith(prefix)]

@@ -17,7 +17,7 @@ from repro.report.figures.style import (
     Drawing,
     canvas,
 )
-from repro.results.store import SIMULATED
+from repro.results.schema import SIMULATED
 from repro.validate.published import (
     A100_MEGATRON,
     FAMILIES,

@@ -19,7 +19,7 @@ from repro.claims.records import Missing, Records
 from repro.claims.results import ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
 from repro.report.figures.style import Record
-from repro.results.store import SIMULATED
+from repro.results.schema import SIMULATED
 
 _CHOOSE = {"largest", "smallest"}
 
@@ -73,7 +73,7 @@ class View:
 
     def __init__(self, judged: Iterable[ClaimResult], simulated: Sequence[Record]):
         self._rows = {f"{r.claim.id}/{row.row.label}": row for r in judged for row in r.rows}
-        self._oom = {f"{r['suite']}/{r['name']}" for r in simulated if r["outcome"] == "oom"}
+        self._oom = {r.at for r in simulated if r.outcome == "oom"}
         self._functions = {**FORMULAS, **Records(simulated).functions(SIMULATED)}
 
     @property

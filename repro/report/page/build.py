@@ -11,8 +11,8 @@ from repro.claims.table import summary
 from repro.config.errors import ConfigError
 from repro.host.files import replace as replace_file
 from repro.report import evidence, verdicts
-from repro.report.page import measured
 from repro.report.page.context import context, render
+from repro.results.select import Selection, select
 from repro.results.store import MOST_REMARKS
 from repro.validate import published
 
@@ -60,9 +60,9 @@ def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
     except OSError as error:
         raise ConfigError("out", str(out), f"a folder that can be written: {error.strerror}") from None
     found = evidence.read(results)
-    chosen = measured.select(found.records)
+    chosen = select(found.records)
     points = published.points(found.judged, found.records)
-    drawings = draw_all(chosen.experiments, chosen.comparisons, chosen.simulated, points, found.judged)
+    drawings = draw_all(chosen.measured, chosen.comparisons, chosen.simulated, points, found.judged)
     remarks = _remarks(found, chosen)
     counts = summary(found.judged)["verdicts"]
 
@@ -70,7 +70,7 @@ def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
         page=out / "index.html",
         claims=len(found.judged),
         verdicts=counts,
-        experiments=len(chosen.experiments),
+        experiments=len(chosen.measured),
         simulated=len(chosen.simulated),
         comparisons=len(chosen.comparisons),
         missing={drawing.id: drawing.missing for drawing in drawings if drawing.missing},
@@ -112,7 +112,7 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
     }
 
 
-def _remarks(found: evidence.Evidence, chosen: measured.Selection) -> list[str]:
+def _remarks(found: evidence.Evidence, chosen: Selection) -> list[str]:
     remarks = found.torn[:MOST_REMARKS]
     if len(found.torn) > MOST_REMARKS:
         remarks.append(f"and {len(found.torn) - MOST_REMARKS} more lines that are no records")
@@ -124,12 +124,10 @@ def _remarks(found: evidence.Evidence, chosen: measured.Selection) -> list[str]:
         remarks.append(
             f"{chosen.foreign} records of another measurement protocol are left out: not comparable"
         )
-    every = [*chosen.experiments, *chosen.simulated]
-    failed = [record for record in every if record["outcome"] not in measured.CONCLUSIVE]
+    every = [*chosen.measured, *chosen.simulated]
+    failed = [record for record in every if not record.conclusive]
     if failed:
-        names = ", ".join(
-            f"{record['suite']}/{record['name']} ({record['outcome']})" for record in failed[:6]
-        )
+        names = ", ".join(f"{record.at} ({record.outcome})" for record in failed[:6])
         more = f" and {len(failed) - 6} more" if len(failed) > 6 else ""
         remarks.append(f"without a conclusive result: {names}{more}; the next `repro run` runs them again")
     return remarks

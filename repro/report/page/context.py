@@ -16,11 +16,13 @@ from repro.claims.commands import Catalogue
 from repro.claims.table import table
 from repro.render.units import interval
 from repro.report import verdicts
-from repro.report.evidence import Evidence, Record
+from repro.report.evidence import Evidence
 from repro.report.page import measured, simulated
 
 if TYPE_CHECKING:
-    from repro.report.page.measured import Machines, Selection
+    from repro.report.page.measured import Machines
+    from repro.results.schema import ComparisonRecord, ExperimentRecord
+    from repro.results.select import Selection
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST = 200
@@ -37,7 +39,7 @@ def context(
     catalogue: Catalogue,
 ) -> dict[str, Any]:
     """What the template is filled with.  `figures`: as `build` saved them, with `records` by anchor."""
-    everything = [*chosen.experiments, *chosen.simulated]
+    everything = [*chosen.measured, *chosen.simulated]
     machines = measured.Machines([*everything, *chosen.comparisons])
     known = {_anchor(record): record for record in everything}
     claims = [
@@ -48,9 +50,9 @@ def context(
         claim["records"] = [_line(entry, known, machines) for entry in claim["experiments"]]
     read = {entry["anchor"] for claim in claims for entry in claim["experiments"]}
     read |= {anchor for figure in figures for anchor in figure["records"].values()}
-    comparisons = sorted(chosen.comparisons, key=lambda record: str(record["written"]), reverse=True)
+    comparisons = sorted(chosen.comparisons, key=lambda record: record.written, reverse=True)
     lists = [
-        _listed(chosen.experiments, read, measured.experiment_row, machines),
+        _listed(chosen.measured, read, measured.experiment_row, machines),
         _listed(chosen.simulated, read, simulated.experiment_row, machines),
     ]
     compared = [_comparison(record, machines) for record in comparisons[:MOST]]
@@ -99,47 +101,47 @@ def _code(words: str) -> Any:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(words))))
 
 
-def _anchor(record: Record) -> str:
-    return verdicts.anchor(record["evidence"], f"{record['suite']}/{record['name']}")
+def _anchor(record: ExperimentRecord) -> str:
+    return verdicts.anchor(record.evidence, record.at)
 
 
 def _listed(
-    records: list[Record],
+    records: list[ExperimentRecord],
     read: Iterable[str],
-    row: Callable[[Record], dict[str, Any]],
+    row: Callable[[ExperimentRecord], dict[str, Any]],
     machines: Machines,
 ) -> dict[str, Any]:
     """Lines of the records that are read, then of the newest others, and how many are left to the export."""
     cited = [record for record in records if _anchor(record) in read]
     others = [record for record in records if _anchor(record) not in read]
-    newest = sorted(others, key=lambda record: str(record.get("written", "")), reverse=True)[:MOST]
+    newest = sorted(others, key=lambda record: record.written, reverse=True)[:MOST]
     shown = [
         [{**row(record), "machine": machines.number(record)} for record in part] for part in (cited, newest)
     ]
     return {"all": len(records), "read": shown[0], "others": shown[1], "more": len(others) - len(newest)}
 
 
-def _line(entry: dict[str, Any], known: dict[str, Record], machines: Machines) -> dict[str, Any]:
+def _line(entry: dict[str, Any], known: dict[str, ExperimentRecord], machines: Machines) -> dict[str, Any]:
     """What a claim says of one record that it reads."""
     record = known.get(entry["anchor"])
     if record is None:
         return {**entry, "outcome": "", "machine": 0}
     return {
         **entry,
-        "outcome": record["outcome"],
+        "outcome": record.outcome,
         "machine": machines.number(record),
         **measured.identity(record),
     }
 
 
-def _comparison(record: Record, machines: Machines) -> dict[str, Any]:
+def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
     return {
-        "suite": record["suite"],
-        "subject": record["subject"]["name"],
-        "baseline": record["baseline"]["name"],
-        "ratio": f"{record['ratio']:.3g}",
-        "interval": interval(record["low"], record["high"]),
-        "rounds": record["rounds"],
+        "suite": record.suite,
+        "subject": record.subject.name,
+        "baseline": record.baseline.name,
+        "ratio": f"{record.ratio:.3g}",
+        "interval": interval(record.low, record.high),
+        "rounds": record.rounds,
         "machine": machines.number(record),
         **measured.identity(record),
     }

@@ -3,88 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from repro.config.experiment import PROTOCOL
 from repro.render import units, words
 from repro.report.verdicts import anchor
-from repro.results.store import CONCLUSIVE, SIMULATED
-
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The records that the page shows; the same that the judge reads."""
-
-    experiments: list[Record]
-    """The newest conclusive record of each measured experiment, else its newest failure."""
-    simulated: list[Record]
-    """The same of each simulated one; figures of what was measured know nothing of them."""
-    comparisons: list[Record]
-    """The newest of each pair."""
-    older: int
-    """Records that a newer one of the same experiment replaces."""
-    foreign: int
-    """Records of another measurement protocol, which are not comparable."""
+from repro.results.metrics import STEP_SECONDS
+from repro.results.schema import MEASURED, ExperimentRecord, Provenance, Record
 
 
-def select(records: Iterable[Record]) -> Selection:
-    """Pick the newest records by suite and name, conclusive ones first."""
-    experiments: dict[tuple[str, ...], Record] = {}
-    comparisons: dict[tuple[str, ...], Record] = {}
-    total = foreign = 0
-    for record in sorted(records, key=lambda r: str(r.get("written", ""))):
-        total += 1
-        if record.get("protocol") != PROTOCOL:
-            foreign += 1
-        elif record.get("kind") == "experiment":
-            at = (str(record["evidence"]), str(record["suite"]), str(record["name"]))
-            before = experiments.get(at)
-            if before is None or record["outcome"] in CONCLUSIVE or before["outcome"] not in CONCLUSIVE:
-                experiments[at] = record
-        elif record.get("kind") == "comparison":
-            comparisons[str(record["suite"]), record["subject"]["name"], record["baseline"]["name"]] = record
-        else:
-            total -= 1
-    shown = len(experiments) + len(comparisons)
-    return Selection(
-        experiments=[experiments[at] for at in sorted(experiments) if at[0] != SIMULATED],
-        simulated=[experiments[at] for at in sorted(experiments) if at[0] == SIMULATED],
-        comparisons=[comparisons[at] for at in sorted(comparisons)],
-        older=total - foreign - shown,
-        foreign=foreign,
-    )
-
-
-def accounted(record: Record) -> bool:
+def accounted(record: ExperimentRecord) -> bool:
     """Whether the record's memory is known by category: the comparison engines' tensors carry no mark."""
-    return bool(record["memory_by_rank"]) and record["metrics"].get("memory.states_bytes", 0) > 0
+    return bool(record.memory_by_rank) and record.metrics.get("memory.states_bytes", 0) > 0
 
 
-def experiment_row(record: Record) -> dict[str, Any]:
+def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
     """One line of the table of experiments, every number as text."""
-    metrics = record["metrics"]
-    experiment = record["experiment"]
+    metrics, experiment = record.metrics, record.experiment
 
     def of(name: str) -> float | None:
         return metrics.get(name)
 
     known = accounted(record)
     spread = ""
-    if of("step_seconds.median") is not None:
+    if of(STEP_SECONDS) is not None:
         spread = f"[{units.seconds(of('step_seconds.p20'))}, {units.seconds(of('step_seconds.p80'))}]"
     return {
-        "name": record["name"],
-        "suite": record["suite"],
-        "anchor": anchor("measured", f"{record['suite']}/{record['name']}"),
-        "model": experiment["model"]["name"],
-        "engine": experiment["engine"],
-        "layout": words.layout(experiment["layout"]),
-        "outcome": record["outcome"],
-        "reason": record.get("reason", ""),
-        "step": units.seconds(of("step_seconds.median")),
+        "name": record.name,
+        "suite": record.suite,
+        "anchor": anchor(MEASURED, record.at),
+        "model": experiment.model.name,
+        "engine": experiment.engine,
+        "layout": words.layout(experiment.layout),
+        "outcome": record.outcome,
+        "reason": record.reason,
+        "step": units.seconds(of(STEP_SECONDS)),
         "spread": spread,
         "tokens_per_s": units.number(of("tokens_per_s")),
         "states": units.size(of("memory.states_bytes") if known else None),
@@ -96,9 +48,9 @@ def experiment_row(record: Record) -> dict[str, Any]:
     }
 
 
-def identity(record: Record) -> dict[str, Any]:
+def identity(record: Record) -> dict[str, str]:
     """Which record it is, and when it was written (UTC)."""
-    return {"id": record.get("id", ""), "written": str(record.get("written", ""))[:16].replace("T", " ")}
+    return {"id": record.id, "written": record.written[:16].replace("T", " ")}
 
 
 class Machines:
@@ -110,9 +62,9 @@ class Machines:
             groups.setdefault(_origin(record), []).append(record)
         entries = []
         for origin, members in groups.items():
-            written = sorted(str(record.get("written", ""))[:19].replace("T", " ") for record in members)
-            newest = max(members, key=lambda record: str(record.get("written", "")))
-            provenance = newest.get("provenance") or {}
+            written = sorted(record.written[:19].replace("T", " ") for record in members)
+            newest = max(members, key=lambda record: record.written)
+            provenance = newest.provenance
             found = {
                 "records": len(members),
                 "first": written[0],
@@ -131,10 +83,10 @@ class Machines:
 
 
 def _origin(record: Record) -> tuple[str, ...]:
-    return tuple(where(record.get("provenance") or {}).values())
+    return tuple(where(record.provenance).values())
 
 
-def where(provenance: Record) -> dict[str, str]:
+def where(provenance: Provenance) -> dict[str, str]:
     """A record's machine, versions and source, each in a few words; `unknown` where it does not say."""
     cpu, packages = provenance.get("cpu") or {}, provenance.get("packages") or {}
     memory, gpus = provenance.get("memory") or {}, provenance.get("gpus") or []
@@ -151,7 +103,7 @@ def where(provenance: Record) -> dict[str, str]:
     }
 
 
-def _commit(provenance: Record) -> str:
+def _commit(provenance: Provenance) -> str:
     """`3300ebc0a1b2`, with the hash of the uncommitted difference where there is one."""
     git = provenance.get("git") or {}
     if not git.get("commit"):

@@ -5,25 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from repro.render import units, words
-from repro.report.page.measured import Record, identity
+from repro.report.page.measured import identity
 from repro.report.verdicts import anchor
+from repro.results.schema import SIMULATED, ExperimentRecord, Role
 
 
-def experiment_row(record: Record) -> dict[str, Any]:
+def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
     """One line of the table of simulated experiments, every number as text."""
-    metrics, experiment = record["metrics"], record["experiment"]
-    values = experiment["layout"]
-    fullest: Record = max(record["roles"], key=lambda role: role["peak"]["total"], default={})
+    metrics, experiment = record.metrics, record.experiment
+    values = experiment.layout
+    fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
     return {
-        "name": record["name"],
-        "suite": record["suite"],
-        "anchor": anchor("simulated", f"{record['suite']}/{record['name']}"),
-        "model": experiment["model"]["name"],
-        "system": experiment["system"],
-        "ranks": f"{values['dp'] * values['tp'] * values.get('pp', 1):,}",
-        "layout": f"{words.layout(values)}, micro-batch {values['micro_batch']}",
-        "outcome": record["outcome"],
-        "reason": units.readable(record.get("reason", "")),
+        "name": record.name,
+        "suite": record.suite,
+        "anchor": anchor(SIMULATED, record.at),
+        "model": experiment.model.name,
+        "system": experiment.system,
+        "ranks": f"{values.world:,}",
+        "layout": f"{words.layout(values)}, micro-batch {values.micro_batch}",
+        "outcome": record.outcome,
+        "reason": units.readable(record.reason),
         "states": units.size(metrics.get("memory.states_bytes")),
         "peak": units.size(metrics.get("memory.peak_bytes")),
         "where": _where(fullest),
@@ -35,9 +36,9 @@ def experiment_row(record: Record) -> dict[str, Any]:
     }
 
 
-def _where(role: Record) -> str:
+def _where(role: Role | None) -> str:
     """Where in the step the fullest rank holds most: `backward, first stage`."""
-    if not role:
+    if role is None:
         return ""
-    stage = "" if role["name"] == "all" else f", {role['name']} stage"
-    return f"{role['peak_phase']}{stage}"
+    stage = "" if role.name == "all" else f", {role.name} stage"
+    return f"{role.peak_phase}{stage}"

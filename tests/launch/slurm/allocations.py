@@ -18,8 +18,8 @@ from repro import suites
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation import Allocation
 from repro.launch.slurm.work import Bundle, Work
-from repro.results.store import Store
 from tests.launch.runs import FAKE, ROOT, wait_for
+from tests.records import lines
 
 PROFILE = "[slurm]\ntasks_per_node = 2\n"
 SCONTROL = """#!/bin/sh
@@ -63,7 +63,7 @@ class Submission:
 
     def records(self) -> list[dict[str, Any]]:
         """All that was recorded."""
-        return Store(self.results).records()
+        return lines(self.results)
 
     def outcomes(self) -> dict[str, str]:
         """Of the newest record of each experiment."""

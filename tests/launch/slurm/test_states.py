@@ -18,10 +18,11 @@ from repro.launch.slurm import logs, profile
 from repro.launch.slurm.pack import arrays
 from repro.launch.slurm.registry import Registry, Submission, Submitted
 from repro.launch.slurm.work import Work
-from repro.results.record import experiment_record
+from repro.results.measured import experiment_record
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.launch.slurm.conftest import FakeSlurm
+from tests.records import latest, lines
 
 JOB = {"state": "RUNNING", "reason": "None", "nodes": "n1", "exit": "0:0"}
 
@@ -170,7 +171,7 @@ def test_a_job_that_left_no_record_is_collected_once(
         document = json.loads(capsys.readouterr().out)
         assert document["recorded"] == ([] if turn else ["a"])
         assert document["records"] == 3
-    record = Store(submitted.results).latest()[submitted.experiments["a"].key]
+    record = latest(submitted.results)[submitted.experiments["a"].key]
     assert record["outcome"] in ("interrupted", "error")
     assert record["provenance"]["slurm"]["state"] == job["state"]
     assert document["bad_nodes"] == ({"n1": 1} if failure == "node-failure" else {})
@@ -192,7 +193,7 @@ def test_older_records_do_not_speak_for_a_new_submission(
     later = datetime.now(timezone.utc).isoformat()
     submitted.registry.write(Submission(**{**vars(submitted.submission), "created": later}))
     assert submitted.status(capsys)["a"]["state"] == "running"
-    assert experiment.key in Store(submitted.results).latest()
+    assert experiment.key in latest(submitted.results)
 
 
 def test_cancel_takes_a_case_a_suite_or_all(
@@ -221,7 +222,7 @@ def test_collect_brings_records_to_another_folder_once(
         document = json.loads(capsys.readouterr().out)
         assert document["copied"] == copied
         assert "torn record" in document["skipped_lines"][0]
-    assert len(Store(tmp_path / "mine").records()) == 3
+    assert len(lines(tmp_path / "mine")) == 3
 
 
 def test_logs_of_a_rank_and_of_the_job(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:

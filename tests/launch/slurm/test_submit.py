@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from repro import cli, suites
 from repro.launch.slurm.registry import Registry
-from repro.results.record import experiment_record
+from repro.results.measured import experiment_record
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.launch.slurm.conftest import FakeSlurm
@@ -233,8 +234,7 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
             record = experiment_record(
                 entry.experiment, [], suite="s", provenance={}, wall_s=0.0, outcome=outcome
             )
-            predicted = {"metrics": {"step_seconds.median": 30.0}, "evidence": "simulated"}
-            store.append(record | predicted)
+            store.append(replace(record, metrics={"step_seconds.median": 30.0}, evidence="simulated"))
     assert submit(suite, site, results, "--dry-run") == 0
     out = capsys.readouterr().out
     # Six steps of 30 s on two GPUs.

@@ -1,0 +1,210 @@
+"""Records made of what the ranks measured.
+
+`kernels` says what computed each operator: a CUDA kernel, or torch's operators and why.  A run that went on from a
+checkpoint says so in `checkpoints` and in `series.resumed_from` (steps): its losses are of all its steps, and its times
+of those since it last went on, for times are never stitched together.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+from repro.config import Experiment
+from repro.measure.statistics import ratio_interval, summary
+from repro.results import kernels, metrics
+from repro.results.metrics import Held, Metrics
+from repro.results.parts import finite
+from repro.results.schema import (
+    MEASURED,
+    Checkpoints,
+    ComparisonRecord,
+    ExperimentRecord,
+    Provenance,
+    RankResult,
+    Series,
+    Side,
+)
+
+_WORST_FIRST = ("oom", "diverged", "error", "ok")
+
+
+def experiment_record(
+    experiment: Experiment,
+    results: list[RankResult],
+    *,
+    suite: str,
+    provenance: Provenance,
+    wall_s: float,
+    outcome: str = "ok",
+    reason: str = "",
+) -> ExperimentRecord:
+    """The record of one experiment.  `results`: one of every rank, or none if it did not finish.
+
+    A rank may finish and still say that it was no success; the worst rank's outcome is the record's.
+    """
+    if outcome == "ok" and results:
+        worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))
+        if worst.outcome != "ok":
+            outcome, reason = worst.outcome, f"rank {worst.rank}: {worst.reason}"
+    first = results[0] if results else None
+    return ExperimentRecord(
+        suite=suite,
+        name=experiment.name,
+        key=experiment.key,
+        conditions=experiment.as_dict(),
+        evidence=MEASURED,
+        outcome=outcome,
+        reason=reason,
+        metrics=_metrics(results, experiment.engine == "native") if results else {},
+        series=_series(results) if results else Series(),
+        checkpoints=_checkpoints(results),
+        flops_formula=first.flops_formula if first else "",
+        memory_by_rank=[result.memory for result in results],
+        comm=first.comm if first else [],
+        comm_per_layer=first.comm_per_layer if first else [],
+        comm_by_rank=[result.comm for result in results],
+        kernels=kernels.of_ranks(results),
+        provenance=provenance,
+        wall_s=round(wall_s, 3),
+    )
+
+
+def comparison_record(
+    baseline: Experiment,
+    subject: Experiment,
+    results: tuple[list[RankResult], list[RankResult]],
+    *,
+    suite: str,
+    provenance: Provenance,
+) -> ComparisonRecord | None:
+    """Ratio subject/baseline of samples/s over paired rounds; None if either has a round without a time.
+
+    `results`: the ranks' results of the baseline and of the subject, from one interleaved launch.
+    """
+    rates = [_round_rates(ranks) for ranks in results]
+    pairs = [list(pair) for pair in zip(*rates, strict=True)]
+    if not pairs or not all(math.isfinite(rate) for pair in pairs for rate in pair):
+        return None
+    ratio, low, high = ratio_interval(pairs, seed=0)
+    return ComparisonRecord(
+        suite=suite,
+        name=f"{baseline.name} vs {subject.name}",
+        baseline=Side(name=baseline.name, key=baseline.key),
+        subject=Side(name=subject.name, key=subject.key),
+        metric="samples_per_s",
+        ratio=ratio,
+        low=low,
+        high=high,
+        rounds=len(pairs),
+        pairs=pairs,
+        provenance=provenance,
+    )
+
+
+def step_seconds(results: list[RankResult]) -> list[list[float]]:
+    """Seconds of each timed step by round: those of the step's slowest rank.
+
+    Ranks that diverge may stop a step apart; the steps that all of them took count.
+    """
+    return [
+        [max(step) for step in zip(*ranks, strict=False)]
+        for ranks in zip(*(result.rounds for result in results), strict=False)
+    ]
+
+
+def _round_rates(results: list[RankResult]) -> list[float]:
+    samples = results[0].samples_per_step
+    return [samples / median(steps) if steps else math.nan for steps in step_seconds(results)]
+
+
+def _metrics(results: list[RankResult], counted: bool) -> Metrics:
+    """`counted`: whether the engine counts what it sends; torch's own do not."""
+    first = results[0]
+    found: Metrics = {
+        "parameters": first.parameters,
+        "padding": first.padding,
+        "steps": len(first.loss),
+        "skipped_steps": len(first.skipped_steps),
+    }
+    if first.loss:
+        found["loss.first"], found["loss.last"] = first.loss[0], first.loss[-1]
+    found |= _speed(results)
+    found |= _memory(results)
+    resumed = _resumed(first)
+    # A run that had one step left when it went on has nothing that could be called an ordinary step.
+    if counted and not (resumed and not any(first.rounds)):
+        found |= metrics.communication(first.comm, first.comm_per_layer)
+        found |= metrics.purposes((1, result.comm) for result in results)
+    on_processor = not first.memory.cuda
+    found |= metrics.bubble([result.pipeline for result in results if result.pipeline], cores=on_processor)
+    if resumed:
+        found["resumed_from"] = resumed[-1]
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _speed(results: list[RankResult]) -> Metrics:
+    seconds = [second for steps in step_seconds(results) for second in steps]
+    if not seconds:
+        return {}
+    middle, p20, p80 = summary(seconds)
+    first = results[0]
+    found = metrics.speed(
+        middle,
+        samples=first.samples_per_step,
+        tokens=first.tokens_per_step,
+        model_flops=first.model_flops_per_step,
+        hardware_flops=first.hardware_flops_per_step,
+        devices=len(results),
+    )
+    return {**found, "step_seconds.p20": p20, "step_seconds.p80": p80}
+
+
+def _memory(results: list[RankResult]) -> Metrics:
+    # A rank that diverges in its first steps has not looked at its memory yet.
+    known = [
+        (memory.rss_peak_bytes, Held(memory.states, memory.peak, memory.most, memory.init_peak_bytes or 0))
+        for memory in (result.memory for result in results)
+        if memory.states is not None and memory.peak is not None and memory.most is not None
+    ]
+    if not known:
+        return {}
+    return {
+        **metrics.memory([held for _, held in known]),
+        "memory.rss_peak_bytes": max(resident for resident, _ in known),
+    }
+
+
+def _series(results: list[RankResult]) -> Series:
+    first = results[0]
+    return Series(
+        loss=finite(first.loss),
+        grad_norm=finite(first.grad_norm),
+        loss_scale=finite(first.loss_scale),
+        skipped_steps=first.skipped_steps,
+        step_seconds=step_seconds(results),
+        resumed_from=_resumed(first) or None,
+        phase_seconds=[result.phase_seconds for result in results],
+        pipeline=[result.pipeline.as_dict() if result.pipeline else {} for result in results],
+    )
+
+
+def _resumed(result: RankResult) -> list[int]:
+    """Steps after which the run went on from a checkpoint."""
+    return [start["step"] for start in result.checkpoints.resumed] if result.checkpoints else []
+
+
+def _checkpoints(results: list[RankResult]) -> Checkpoints | None:
+    """Of all ranks together; None for a run without checkpoints."""
+    found = [result.checkpoints for result in results if result.checkpoints]
+    if not found:
+        return None
+    writes = zip(*(rank.write_seconds for rank in found), strict=False)
+    since = (_resumed(results[0]) or [0])[-1]
+    return Checkpoints(
+        resumed=found[0].resumed,
+        written=found[0].written,
+        write_seconds=[max(write) for write in writes],
+        failures=[failure for rank in found for failure in rank.failures],
+        times=f"of the steps after {since}, since the last start" if since else "of all steps",
+    )

@@ -1,0 +1,192 @@
+"""The metrics of a step under their names, one builder for what is measured and what is simulated.
+
+Names are fixed, since claims refer to them.  Times are seconds, sizes bytes, work FLOP.  A step takes as long as its
+slowest rank; memory is the largest of any rank; communication is rank 0's, of one ordinary step.
+
+- `memory.activations_bytes` are those at the moment of the device's peak, checkpoints included;
+  `memory.checkpoints_bytes` (on the device), `memory.host_bytes` (checkpoints in host memory) and
+  `memory.communication_bytes` (buffers of messages) are the most at any moment.
+- `memory.reserved_bytes` is what the caching allocator would reserve on the fullest device, `memory.used_bytes`
+  that and the context beside it.
+- `comm.purpose.GROUP.PURPOSE.*` are summed over all ranks, as no stage of a pipeline speaks for the others;
+  `comm.link.CLASS.sent_bytes` goes over a class of links; `comm.per_layer.*` is one block's for one micro-batch.
+- `pipeline.bubble` is the time that a step's busiest rank waited for other stages over the time that it computed,
+  (t - ideal)/ideal of 2104.04473 sec. 2.2: what the others wait for because it is slower is no bubble.  It is the
+  median over the undisturbed timed steps, with `.low` and `.high` its 95 % bootstrap interval.  A step is disturbed
+  if a rank was kept from its core while it computed, by other ranks or other programs: who waits for that rank waits
+  for nothing that a schedule knows.  With fewer than three undisturbed steps there is no interval, and no bubble.
+- `time.*` says where the slowest stage's seconds go in a simulation, `trace_seconds` what the simulation took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from repro.config import Experiment
+from repro.measure.statistics import ratio_interval
+from repro.models import flops, parameters
+from repro.parallel.pipeline.schedule import build, in_flight
+from repro.results.schema import LayerTraffic, Stage, Traffic
+
+Metrics: TypeAlias = dict[str, float]
+STEP_SECONDS = "step_seconds.median"
+DEVICE_FLOPS_PER_S = "hardware_flops_per_s.device"
+UNDISTURBED = 0.95
+"""Least part of its computing time that a rank has its core for, or the step is disturbed."""
+STATES = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes by category that one rank holds, or each rank of a simulated role."""
+
+    states: Mapping[str, int]
+    """Between two steps."""
+    peak: Mapping[str, int]
+    """When the device's `total` is largest."""
+    most: Mapping[str, int]
+    """The most of each category at any moment."""
+    init_peak_bytes: int
+
+
+def memory(ranks: Sequence[Held]) -> Metrics:
+    """The largest of any rank; nothing without one."""
+    if not ranks:
+        return {}
+    return {
+        "memory.states_bytes": max(sum(rank.states.values()) for rank in ranks),
+        "memory.peak_bytes": max(rank.peak["total"] for rank in ranks),
+        # Checkpoints are activations that forward keeps.
+        "memory.activations_bytes": max(
+            rank.peak["activations"] + rank.peak["checkpoints"] for rank in ranks
+        ),
+        "memory.checkpoints_bytes": max(rank.most["checkpoints"] for rank in ranks),
+        "memory.host_bytes": max(rank.most["host"] for rank in ranks),
+        "memory.init_peak_bytes": max(rank.init_peak_bytes for rank in ranks),
+        **{f"memory.{part}_bytes": max(rank.states[part] for rank in ranks) for part in STATES},
+    }
+
+
+def allocated(
+    ranks: Sequence[Held],
+    *,
+    context: int,
+    limit: int | None,
+    reserved: int | None,
+    fragmentation: float,
+    retries: int,
+) -> Metrics:
+    """What a simulation knows of memory besides.  `reserved`: None for a step that does not fit.  Bytes."""
+    metrics: Metrics = {
+        "memory.context_bytes": context,
+        "memory.communication_bytes": max(rank.most["communication"] for rank in ranks),
+    }
+    if limit is not None:
+        metrics["memory.limit_bytes"] = limit
+    if reserved is not None:
+        metrics["memory.reserved_bytes"] = reserved
+        metrics["memory.used_bytes"] = reserved + context
+        metrics["memory.fragmentation"] = round(fragmentation, 6)
+        metrics["memory.retries"] = retries
+    return metrics
+
+
+def communication(rows: Sequence[Traffic], per_layer: Sequence[LayerTraffic]) -> Metrics:
+    """Rank 0's.  One operation may be in several rows (sizes of the group, purposes): they add up."""
+    metrics: Metrics = {"comm.sent_bytes": sum(row.sent_bytes for row in rows)}
+    for row in rows:
+        _add(metrics, f"comm.{row.group}.{row.op}", calls=row.calls, payload_bytes=row.payload_bytes)
+        _add(metrics, f"comm.{row.group}.{row.op}", sent_bytes=row.sent_bytes)
+        if row.link:
+            _add(metrics, f"comm.link.{row.link}", sent_bytes=row.sent_bytes)
+    for layer in per_layer:
+        name = f"comm.per_layer.{layer.group}.{layer.op}"
+        _add(metrics, name, calls=layer.calls, sent_bytes=layer.sent_bytes)
+    return metrics
+
+
+def purposes(found: Iterable[tuple[int, Sequence[Traffic]]]) -> Metrics:
+    """Summed over all ranks.  `found`: rows, and how many ranks each of them stands for."""
+    metrics: Metrics = {}
+    for ranks, rows in found:
+        for row in rows:
+            if row.purpose:
+                name = f"comm.purpose.{row.group}.{row.purpose.replace(' ', '_')}"
+                _add(metrics, name, calls=ranks * row.calls, sent_bytes=ranks * row.sent_bytes)
+    return metrics
+
+
+def per_layer(experiment: Experiment, stage: int, rows: Iterable[Traffic]) -> list[LayerTraffic]:
+    """What one block of a pipeline `stage` communicates for one micro-batch, on average over the stage's blocks."""
+    layout = experiment.layout
+    blocks = sum(map(len, layout.parts(experiment.model.layers)[stage :: layout.pp]))
+    uses = layout.accumulation * blocks
+    return [
+        LayerTraffic(op=row.op, group=row.group, calls=row.calls / uses, sent_bytes=row.sent_bytes / uses)
+        for row in rows
+        if row.purpose == "block"
+    ]
+
+
+def speed(
+    seconds: float, *, samples: int, tokens: int, model_flops: float, hardware_flops: float, devices: int
+) -> Metrics:
+    """Of a step of `seconds`, and the work of all its ranks."""
+    return {
+        STEP_SECONDS: seconds,
+        "tokens_per_s": tokens / seconds,
+        "samples_per_s": samples / seconds,
+        "model_flops_per_s": model_flops / seconds,
+        "hardware_flops_per_s": hardware_flops / seconds,
+        DEVICE_FLOPS_PER_S: hardware_flops / seconds / devices,
+    }
+
+
+def parts(found: Mapping[str, float], factor: float) -> Metrics:
+    """Where the slowest stage's predicted seconds go; `factor` as calibrated."""
+    names = ("compute_s", "optimizer_s", "exposed_s", "hidden_s", "bubble_s")
+    return {**{f"time.{name}": found[name] for name in names}, "time.factor": factor}
+
+
+def work(experiment: Experiment, operator_flops: int) -> Metrics:
+    """FLOP of a step by the formulas, and by the operators of the busiest rank; micro-batches in flight."""
+    model, layout = experiment.model, experiment.layout
+    metrics: Metrics = {
+        "model.parameters": parameters.total(model),
+        "flops.model": flops.model_flops(model, experiment.seq, layout.global_batch),
+        "flops.hardware": flops.hardware_flops(model, experiment.seq, layout.global_batch, layout.recompute),
+        "flops.operators": operator_flops,
+    }
+    if layout.pp > 1:
+        schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
+        metrics["pipeline.in_flight"] = max(map(in_flight, schedule))
+    return metrics
+
+
+def bubble(stages: Sequence[Stage], *, cores: bool) -> Metrics:
+    """Of the ranks of a pipeline, each with its stage; `cores`: leave steps out in which one was kept from its core."""
+    if not stages:
+        return {}
+    by_rank = [zip(stage.busy_s, stage.idle_s, stage.core_s, strict=True) for stage in stages]
+    pairs = [
+        max((busy, idle) for busy, idle, _ in step)
+        for step in zip(*by_rank, strict=False)
+        if not cores or all(core >= UNDISTURBED * busy for busy, _, core in step)
+    ]
+    pairs = [pair for pair in pairs if min(pair) > 0]
+    metrics: Metrics = {
+        "pipeline.in_flight": max(stage.in_flight for stage in stages),
+        "pipeline.undisturbed_steps": len(pairs),
+    }
+    ratio, low, high = ratio_interval(pairs, seed=0) if pairs else (0.0, None, None)
+    if low is not None and high is not None:
+        metrics |= {"pipeline.bubble": ratio, "pipeline.bubble.low": low, "pipeline.bubble.high": high}
+    return metrics
+
+
+def _add(metrics: Metrics, name: str, **counts: float) -> None:
+    for quantity, count in counts.items():
+        at = f"{name}.{quantity}"
+        metrics[at] = metrics.get(at, 0) + count

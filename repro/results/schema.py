@@ -1,0 +1,360 @@
+"""The record as a type: what was run, how it ended, its metrics, and where they come from.
+
+A line of the store is one record, a JSON object whose keys are the fields here (`repro.results.parts`).  A store
+outlives the program that wrote it, and people merge, cut and edit files: `read` takes lines of every version since
+the first and says of others what they lack, so that no reader fails in the middle of one.  Times are seconds, sizes
+bytes, work FLOP.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from repro.config import PROTOCOL, Experiment
+from repro.config.errors import ConfigError
+from repro.config.experiment import from_dict
+from repro.results.parts import Part
+
+SCHEMA = 1
+"""Version of the record's layout."""
+MEASURED, SIMULATED = "measured", "simulated"
+"""Kinds of evidence that a record can be."""
+CONCLUSIVE = ("ok", "oom", "diverged")
+"""Outcomes that a further run would only repeat."""
+Provenance: TypeAlias = dict[str, Any]
+"""As `repro.measure.provenance` says it, and what a launcher adds (`slurm`)."""
+Bytes: TypeAlias = dict[str, int]
+"""By category of memory; a peak has the device's `total` too."""
+KernelsRan: TypeAlias = dict[str, dict[str, int]]
+"""Operator -> `cuda` or `torch: why` -> ranks on which it ran so.
+
+The one operator is `every operator` where there was no choice: on a CPU, or under `kernels = "reference"`.
+"""
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic(Part):
+    """What a rank communicates in one step by one operation, in one group, for one purpose."""
+
+    op: str
+    group: str
+    purpose: str = ""
+    size: int
+    """Ranks of the group."""
+    link: str | None = None
+    """Of a simulation: the slowest class of links that the group crosses."""
+    calls: int
+    payload_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTraffic(Part):
+    """What one block communicates for one micro-batch, on average over a rank's blocks."""
+
+    op: str
+    group: str
+    calls: float
+    sent_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory(Part):
+    """What a rank held.  A rank that diverged in its first steps, or of a comparison engine, knows no categories."""
+
+    states: Bytes | None = None
+    """After the first step: `parameters`, `gradients`, `optimizer`."""
+    peak: Bytes | None = None
+    """When the device's total was largest."""
+    most: Bytes | None = None
+    """The most of each category at any moment."""
+    peak_phase: str | None = None
+    init_peak_bytes: int | None = None
+    rss_peak_bytes: int = 0
+    cuda: Bytes = field(default_factory=dict)
+    """What the caching allocator says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(Part):
+    """A rank's pipeline stage: micro-batches in flight, and of each timed step its seconds."""
+
+    stage: int
+    in_flight: int
+    idle_s: list[float]
+    """Waiting for other stages."""
+    busy_s: list[float]
+    """Computing."""
+    core_s: list[float]
+    """Computing and in possession of a core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role(Part):
+    """Ranks of a simulated step that do the same."""
+
+    name: str
+    stage: int
+    ranks: int
+    parameters: int
+    states: Bytes
+    peak: Bytes
+    most: Bytes
+    peak_phase: str
+    peak_line: str
+    peak_operator: str
+    reserved_bytes: int | None
+    """By the caching allocator; None where the step does not fit."""
+    sent_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedOn(Part):
+    """What a simulation takes from a system: with other numbers, an older record is out of date."""
+
+    system: str
+    memory_bytes: float | None
+    context_bytes: int
+    devices_per_node: float | None
+    links: list[str]
+    numbers: str
+    """Stands for all that its time depends on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series(Part):
+    """What was seen step by step, and over a step."""
+
+    loss: list[float | None] | None = None
+    grad_norm: list[float | None] | None = None
+    loss_scale: list[float | None] | None = None
+    skipped_steps: list[int] | None = None
+    step_seconds: list[list[float]] | None = None
+    """Of each timed step, by round: those of its slowest rank."""
+    resumed_from: list[int] | None = None
+    """Steps after which the run went on from a checkpoint."""
+    phase_seconds: list[dict[str, float]] | None = None
+    """By rank: means over the timed steps."""
+    pipeline: list[dict[str, Any]] | None = None
+    """By rank: a `Stage`; empty without a pipeline."""
+    memory: dict[str, Any] | None = None
+    """Of a simulation, over the step on its fullest role (`repro.simulate.memory.timeline`)."""
+    seconds: dict[str, dict[str, float]] | None = None
+    """Of a simulation: the slowest stage's, `busy` by kind of operator, `exposed` by kind of communication."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(Part):
+    """What a run with checkpoints read, wrote and could not write."""
+
+    resumed: list[dict[str, Any]]
+    written: list[int]
+    write_seconds: list[float]
+    failures: list[dict[str, Any]]
+    times: str | None = None
+    """Of which steps the record's times are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult(Part):
+    """What one rank hands in of one experiment."""
+
+    rank: int
+    outcome: str
+    reason: str
+    loss: list[float]
+    grad_norm: list[float | None]
+    loss_scale: list[float]
+    skipped_steps: list[int]
+    checkpoints: Checkpoints | None = None
+    rounds: list[list[float]]
+    """Seconds of the timed steps."""
+    phase_seconds: dict[str, float]
+    pipeline: Stage | None = None
+    kernels: dict[str, list[str]] = field(default_factory=dict)
+    """Operator -> `cuda` or `torch: why`, each once."""
+    memory: RankMemory
+    comm: list[Traffic]
+    """Of one ordinary step."""
+    comm_per_layer: list[LayerTraffic] = field(default_factory=list)
+    tokens_per_step: int
+    samples_per_step: int
+    model_flops_per_step: float
+    hardware_flops_per_step: float
+    flops_formula: str
+    parameters: int
+    padding: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head(Part):
+    """What every record begins with."""
+
+    schema: int = SCHEMA
+    protocol: int | None = PROTOCOL
+    """Of measurement; another one's numbers are not comparable."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    written: str = field(default_factory=_now)
+    """UTC, ISO 8601."""
+    kind: str = field(default="", init=False)
+    suite: str
+    name: str
+
+    @property
+    def at(self) -> str:
+        """`suite/name`, as claims and captions cite it."""
+        return f"{self.suite}/{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentRecord(Head):
+    """How one experiment ended, and what was seen; measured and simulated evidence of one key are two records."""
+
+    kind: str = field(default="experiment", init=False)
+    key: str
+    conditions: dict[str, Any] = field(metadata={"key": "experiment"})
+    """As `Experiment.as_dict` writes them."""
+    evidence: str
+    outcome: str
+    reason: str
+    metrics: dict[str, float]
+    """By the names of `repro.results.metrics`."""
+    series: Series
+    checkpoints: Checkpoints | None = None
+    flops_formula: str = ""
+    memory_by_rank: list[RankMemory] = field(default_factory=list)
+    comm: list[Traffic] = field(default_factory=list)
+    """Rank 0's."""
+    comm_per_layer: list[LayerTraffic] = field(default_factory=list)
+    comm_by_rank: list[list[Traffic]] = field(default_factory=list)
+    kernels: KernelsRan | None = None
+    """Of a measurement: what computed each operator."""
+    roles: list[Role] | None = None
+    """Of a simulation."""
+    simulated_on: SimulatedOn | None = None
+    provenance: Provenance = field(default_factory=dict)
+    wall_s: float = 0.0
+    copy_of: str | None = None
+    """Id of the record that another suite, or another name, has of the same experiment."""
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """The experiment.  Raises `ConfigError` where a newer program has written what this one does not know."""
+        try:
+            return from_dict(self.conditions)
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            right = f"conditions that this version knows: {error}"
+            raise ConfigError("experiment", self.name, right) from None
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether a further run would only repeat its outcome."""
+        return self.outcome in CONCLUSIVE
+
+    def copy(self, experiment: Experiment, suite: str) -> ExperimentRecord:
+        """The record of an equal experiment, under the names of another suite."""
+        return replace(
+            self,
+            id=uuid.uuid4().hex,
+            suite=suite,
+            name=experiment.name,
+            conditions=experiment.as_dict(),
+            copy_of=self.id,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side(Part):
+    """One of two compared experiments."""
+
+    name: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRecord(Head):
+    """Ratio subject/baseline of two experiments that took turns."""
+
+    kind: str = field(default="comparison", init=False)
+    baseline: Side
+    subject: Side
+    metric: str
+    ratio: float
+    low: float | None
+    """With `high` the 95 % interval; too few rounds have none."""
+    high: float | None
+    rounds: int
+    pairs: list[list[float]] = field(default_factory=list)
+    """Of each round: the baseline's value and the subject's."""
+    provenance: Provenance = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsRecord(Head):
+    """Times of kernels on a device (`make bench-gpu`)."""
+
+    kind: str = field(default="kernels", init=False)
+    evidence: str
+    device: str
+    copy_bytes_per_s: float
+    rows: list[dict[str, Any]]
+    provenance: Provenance = field(default_factory=dict)
+
+
+Record: TypeAlias = ExperimentRecord | ComparisonRecord | KernelsRecord
+_KINDS: dict[str, type[ExperimentRecord] | type[ComparisonRecord] | type[KernelsRecord]] = {
+    "experiment": ExperimentRecord,
+    "comparison": ComparisonRecord,
+    "kernels": KernelsRecord,
+}
+_KEYS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "experiment": {
+        **dict.fromkeys(("suite", "name", "key", "written", "evidence", "outcome", "reason"), str),
+        **dict.fromkeys(("experiment", "metrics", "series"), dict),
+    },
+    "comparison": {
+        **dict.fromkeys(("suite", "name", "written"), str),
+        **dict.fromkeys(("baseline", "subject"), dict),
+        "metric": str,
+        "ratio": (int, float),
+        "rounds": int,
+    },
+    "kernels": dict.fromkeys(("suite", "name", "written"), str),
+}
+"""Keys that every record of a kind has had since the first, and their types."""
+_INNER: dict[str, dict[str, tuple[str, ...]]] = {
+    "experiment": {"experiment": ("model", "layout", "system", "engine")},
+    "comparison": {"baseline": ("name", "key"), "subject": ("name", "key")},
+    "kernels": {},
+}
+
+
+class NotARecord(ValueError):
+    """JSON data that is no whole record; `str` says what is wrong in a few words."""
+
+
+def read(document: Mapping[str, Any]) -> Record:
+    """The record that a line of the store holds.  Raises `NotARecord`."""
+    kind = document.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise NotARecord("kind: a kind of record, such as experiment")
+    for key, expected in _KEYS[kind].items():
+        if not isinstance(document.get(key), expected):
+            lacking = "missing" if key not in document else "of another type"
+            raise NotARecord(f"{key}: {lacking} in a record of kind {kind}")
+    for key, names in _INNER[kind].items():
+        for name in names:
+            if name not in document[key]:
+                raise NotARecord(f"{key}.{name}: missing in a record of kind {kind}")
+    return _KINDS[kind].read({"protocol": None, "id": "", **document})

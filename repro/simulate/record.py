@@ -1,0 +1,163 @@
+"""The record of a simulated step, under the names of measured ones where they mean the same.
+
+Memory is the largest of any role, communication that of the role which holds rank 0 (the first stage).  Times are
+there where the system says enough.  A step that does not fit has needs all the same: a record with the outcome `oom`
+says what would be live, but not what would be reserved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from repro.config import Experiment
+from repro.config.system import System
+from repro.models import flops
+from repro.results import metrics
+from repro.results.metrics import Held, Metrics
+from repro.results.schema import SIMULATED, ExperimentRecord, Role, Series, SimulatedOn, Traffic
+
+if TYPE_CHECKING:
+    from repro.simulate.step import RoleResult, Simulation
+
+
+def simulated_record(
+    experiment: Experiment, simulation: Simulation, system: System, *, suite: str, wall_s: float
+) -> ExperimentRecord:
+    """The record of one simulated experiment, `ok` or `oom`; its provenance is still to come."""
+    roles = simulation.roles
+    traffic = [_traffic(role) for role in roles]
+    per_layer = metrics.per_layer(experiment, roles[0].role.stage, traffic[0])
+    held = [_held(role) for role in roles]
+    fits = simulation.outcome == "ok"
+    fullest = simulation.fullest.replay
+    found: Metrics = {
+        "parameters": roles[0].parameters,
+        "padding": simulation.traces[0].padding,
+        **metrics.memory(held),
+        **metrics.allocated(
+            held,
+            context=simulation.context_bytes,
+            limit=simulation.limit_bytes,
+            reserved=fullest.peak_reserved if fits else None,
+            fragmentation=fullest.fragmentation,
+            retries=max(role.replay.retries for role in roles),
+        ),
+        **metrics.communication(traffic[0], per_layer),
+        **metrics.purposes(zip((_ranks(experiment, role) for role in roles), traffic, strict=True)),
+        **metrics.work(experiment, max(role.operator_flops for role in roles)),
+        **_time(experiment, simulation),
+        "trace_seconds": round(simulation.trace_seconds, 3),
+    }
+    return _record(
+        experiment,
+        suite,
+        wall_s,
+        outcome=simulation.outcome,
+        reason=simulation.reason,
+        metrics=found,
+        series=_series(experiment, simulation, system),
+        flops_formula=flops.FORMULA,
+        comm=traffic[0],
+        comm_per_layer=per_layer,
+        roles=[_role(experiment, role) for role in roles],
+        simulated_on=facts(system),
+    )
+
+
+def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: float) -> ExperimentRecord:
+    """The record of an experiment whose step could not be traced; it says why and nothing else."""
+    return _record(
+        experiment, suite, wall_s, outcome="error", reason=reason, metrics={}, series=Series(), roles=[]
+    )
+
+
+def facts(system: System) -> SimulatedOn:
+    """What a simulation takes from a system."""
+    from repro.simulate.time.calibration_points import calibration_points
+
+    return SimulatedOn(
+        system=system.name,
+        memory_bytes=system.device.memory_bytes.value,
+        context_bytes=system.context(),
+        devices_per_node=system.devices_per_node.value,
+        links=sorted(system.links),
+        numbers=hashlib.sha256(repr((system, calibration_points())).encode()).hexdigest()[:16],
+    )
+
+
+def _record(experiment: Experiment, suite: str, wall_s: float, **found: Any) -> ExperimentRecord:
+    return ExperimentRecord(
+        suite=suite,
+        name=experiment.name,
+        key=experiment.key,
+        conditions=experiment.as_dict(),
+        evidence=SIMULATED,
+        wall_s=round(wall_s, 3),
+        **found,
+    )
+
+
+def _held(role: RoleResult) -> Held:
+    memory = role.memory
+    peak = {"total": memory.peak_bytes, **memory.by_category}
+    return Held(memory.states, peak, memory.most, memory.init_peak_bytes)
+
+
+def _traffic(role: RoleResult) -> list[Traffic]:
+    return [Traffic(**row.__dict__) for row in role.traffic]
+
+
+def _time(experiment: Experiment, simulation: Simulation) -> Metrics:
+    prediction, layout = simulation.time, experiment.layout
+    if prediction is None:
+        return {}
+    model, samples = experiment.model, layout.global_batch
+    speed = metrics.speed(
+        prediction.seconds,
+        samples=samples,
+        tokens=samples * experiment.seq,
+        model_flops=flops.model_flops(model, experiment.seq, samples),
+        hardware_flops=flops.hardware_flops(model, experiment.seq, samples, layout.recompute),
+        devices=layout.world,
+    )
+    return {**speed, **metrics.parts(prediction.as_dict(), prediction.factor)}
+
+
+def _series(experiment: Experiment, simulation: Simulation, system: System) -> Series:
+    from repro.simulate.memory.timeline import over_step
+    from repro.simulate.time.device import DeviceCost
+
+    prediction, fullest = simulation.time, simulation.roles.index(simulation.fullest)
+    traced = simulation.traces[fullest]
+    if prediction is None:  # no peak, no bandwidth: operators by the bytes that they move
+        return Series(memory=over_step(traced, lambda operator: operator.read + operator.written))
+    cost = DeviceCost(system, experiment.layout.precision, prediction.factor)
+    found = prediction.as_dict()
+    return Series(
+        memory=over_step(traced, cost.seconds),
+        seconds={"busy": found["compute_by_kind"], "exposed": found["exposed_by_kind"]},
+    )
+
+
+def _role(experiment: Experiment, role: RoleResult) -> Role:
+    memory, held = role.memory, _held(role)
+    return Role(
+        name=role.role.name,
+        stage=role.role.stage,
+        ranks=_ranks(experiment, role),
+        parameters=role.parameters,
+        states=dict(held.states),
+        peak=dict(held.peak),
+        most=dict(held.most),
+        peak_phase=memory.phase,
+        peak_line=memory.line,
+        peak_operator=memory.operator,
+        reserved_bytes=None if role.replay.out_of_memory else role.replay.peak_reserved,
+        sent_bytes=sum(row.sent_bytes for row in role.traffic),
+    )
+
+
+def _ranks(experiment: Experiment, role: RoleResult) -> int:
+    """Ranks that do the same: the role's stages in every replica, on every tensor-parallel rank."""
+    return role.role.stages * experiment.layout.tp * experiment.layout.dp

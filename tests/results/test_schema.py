@@ -1,0 +1,104 @@
+"""A line of the store is read as it was written, whichever version wrote it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.config import Layout
+from repro.config.errors import ConfigError
+from repro.results import schema
+from repro.results.schema import ExperimentRecord, RankMemory, Role, Traffic
+from repro.results.store import Store
+from tests.records import lines, made_up
+
+TRAFFIC = {
+    "op": "send",
+    "group": "pp",
+    "purpose": "",
+    "size": 2,
+    "calls": 1,
+    "payload_bytes": 8,
+    "sent_bytes": 8,
+}
+HELD = {"rss_peak_bytes": 1, "cuda": {}}
+
+
+def line(**keys: Any) -> dict[str, Any]:
+    return {**made_up("a").as_dict(), **keys}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"series": {"loss": [1.0, None], "loss_scale": []}},
+        {"comm": [TRAFFIC], "comm_by_rank": [[TRAFFIC], []], "memory_by_rank": [HELD]},
+        {"comm": [TRAFFIC | {"link": "nvlink"}]},
+        {"roles": [], "evidence": "simulated"},
+        {"kernels": {"bias_gelu": {"cuda": 2}}, "copy_of": "x"},
+        {
+            "checkpoints": {
+                "resumed": [],
+                "written": [4],
+                "write_seconds": [0.1],
+                "failures": [],
+                "times": "of all",
+            }
+        },
+    ],
+    ids=["plain", "series", "ranks", "link", "roles", "kernels", "checkpoints"],
+)
+def test_what_is_read_is_written_again_without_more_or_less(keys: dict[str, Any]) -> None:
+    assert schema.read(line(**keys)).as_dict() == line(**keys)
+
+
+def test_parts_have_types() -> None:
+    role = dict.fromkeys(Role.__dataclass_fields__, 0) | {"name": "all", "reserved_bytes": None}
+    record = schema.read(line(comm_by_rank=[[TRAFFIC]], memory_by_rank=[HELD], roles=[role]))
+    assert isinstance(record, ExperimentRecord)
+    assert record.comm_by_rank[0][0] == Traffic(**TRAFFIC)
+    assert record.memory_by_rank == [RankMemory(rss_peak_bytes=1)]
+    assert record.roles == [Role(**role)]
+    assert record.as_dict()["roles"] == [role], "None is said where it means something"
+
+
+def test_a_line_of_the_first_version_is_read() -> None:
+    """It had no id, no protocol, no `kernels`; its experiment lacks what was added to layouts later."""
+    short = {key: value for key, value in line().items() if key in schema._KEYS["experiment"]} | {
+        "kind": "experiment"
+    }
+    model = {"name": "m", "layers": 2, "hidden": 16, "heads": 2, "vocab": 64, "seq": 16}
+    parts = {"model": model, "layout": {"dp": 2}, "training": {}, "limits": {}}
+    short["experiment"] = {"name": "a", "system": "local", "engine": "native", **parts}
+    record = schema.read(json.loads(json.dumps(short)))
+    assert isinstance(record, ExperimentRecord)
+    assert (record.id, record.protocol) == ("", None)
+    assert record.experiment.layout == Layout(dp=2)
+
+
+def test_conditions_that_this_version_does_not_know_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.append(made_up("a", experiment={**made_up("a").conditions, "layout": {"of_tomorrow": 1}}))
+        with pytest.raises(ConfigError, match="conditions that this version knows"):
+            _ = next(r for r in store.records() if isinstance(r, ExperimentRecord)).experiment
+        records, remarks = store.readable()
+        assert (records, len(remarks)) == ([], 1)
+        assert f"{store.path}:1: " in remarks[0]
+        assert len(store.records()) == 1, "a run goes on from it all the same"
+
+
+def test_lines_are_taken_over_as_they_are(tmp_path: Path) -> None:
+    """Of a newer version too, whose keys this one does not know."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    (theirs / "records").mkdir(parents=True)
+    written = [line(id="1", of_tomorrow={"a": 1}), line(id="2", kind="of tomorrow")]
+    text = "".join(json.dumps(document) + "\n" for document in written)
+    (theirs / "records" / "w.jsonl").write_text(text + '{"torn": 1}')
+    for copied in (2, 0):
+        with Store(mine) as store:
+            assert store.take_over(Store(theirs)) == copied
+    assert lines(mine) == written
