@@ -223,7 +223,7 @@ def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _origin(record: Record) -> dict[str, Any]:
-    from repro.report.page.measured import where
+    from repro.report.machines import where
 
     names = ("id", "kind", "suite", "name", "key", "evidence", "outcome", "written", "protocol")
     return {

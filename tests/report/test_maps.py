@@ -68,14 +68,32 @@ def test_every_record_is_in_its_place_least_memory_first() -> None:
         "8.0 GB (of-8000000000)",
     ]
     missing = ["no such\nlayout"]
-    small = ["9.9 GB", "d = 16, does not fit", "5.9 GB", "d = 8, does not fit", "3.0 GB", "d = 8, fits"]
-    large = ["9.9 GB", "d = 16, does not fit", "6.0 GB", "d = 8, fits", "3.0 GB", "d = 8, fits"]
+    small = ["5.9 GB\nd = 8, does not fit", "9.9 GB\nd = 16, does not fit", "3.0 GB\nd = 8, fits"]
+    large = ["6.0 GB\nd = 8, fits", "9.9 GB\nd = 16, does not fit", "3.0 GB\nd = 8, fits"]
     assert (words(drawing, 0), words(drawing, 1)) == (small + missing, large + missing)
     assert (len(drawing.records), drawing.missing, drawing.evidence) == (6, "", "simulated")
-    places = {text.get_text(): text.get_position() for text in drawing.figure.axes[0].texts}
-    assert [round(x) for x in places["9.9 GB"]] == [0, 0]
-    assert [round(x) for x in places["3.0 GB"]] == [1, 0]
-    assert [round(x) for x in places["5.9 GB"]] == [0, 1]
+    axes = drawing.figure.axes[0]
+    across, down = (
+        [label.get_text() for label in axis.get_ticklabels()] for axis in (axes.xaxis, axes.yaxis)
+    )
+    places = {text.get_text(): tuple(map(int, text.get_position())) for text in axes.texts}
+    assert {words: (across[x], down[y]) for words, (x, y) in places.items()} == {
+        small[0]: ("p = 1", "t = 2"),
+        small[1]: ("p = 1", "t = 1"),
+        small[2]: ("p = 2", "t = 1"),
+        missing[0]: ("p = 2", "t = 2"),
+    }
+
+
+def test_what_does_not_fit_is_never_blue() -> None:
+    """Live bytes may be less than the memory that the allocator has no room left in."""
+    drawing = drawn([record(1, 1, 3.05e9, SMALL), record(2, 1, 2.95e9, SMALL)])
+    assert drawing.figure is not None
+    axes = drawing.figure.axes[0]
+    assert words(drawing, 0) == ["4.0 GB\nd = 8, fits", "4.0 GB\nd = 16, does not fit"]
+    fits, not_fits = axes.collections[0].get_facecolors()
+    assert fits[2] > fits[0]
+    assert not_fits[2] < not_fits[0]
 
 
 def test_an_incomplete_map_says_what_runs_the_rest() -> None:

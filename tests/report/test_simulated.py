@@ -13,7 +13,7 @@ from repro.config import Experiment
 from repro.launch.simulated import attempt
 from repro.report.figures import draw_all
 from repro.report.page.build import build
-from repro.report.page.simulated import experiment_row
+from repro.report.page.records import simulated_row
 from repro.results.frames import experiments
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select
@@ -47,16 +47,16 @@ def test_figures_show_measured_records_only(traced: list[ExperimentRecord]) -> N
 
 
 def test_rows(traced: list[ExperimentRecord]) -> None:
-    row = experiment_row(traced[0])
+    row = simulated_row(traced[0])
     assert (row["anchor"], row["ranks"], row["outcome"]) == ("sim-smoke.states-z1-dp2", "2", "ok")
     assert row["states"] != "–" != row["reserved"]
     assert row["limit"] == "83.7 GB"
     assert row["between"] == "0 B", "two GPUs of one node"
-    tight = experiment_row(traced[1])
+    tight = simulated_row(traced[1])
     assert tight["layout"] == "tp 2 x pp 2, fp32, 1f1b, recomputation, P_a, scatter/gather, micro-batch 1"
     assert tight["reserved"] == "–"
     assert tight["where"].endswith("stage")
-    assert experiment_row(traced[2])["peak"] == "–"
+    assert simulated_row(traced[2])["peak"] == "–"
 
 
 @pytest.mark.usefixtures("without_figures")

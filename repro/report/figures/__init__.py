@@ -1,4 +1,8 @@
-"""The report's figures, one a module; each is drawn from records and says which."""
+"""The report's figures, one a module; each is drawn from records and says which.
+
+`style.py` has the look of all and what they ask of records, `redrawn.py` with its data the figures of the sources,
+`schedule_drawing.py` the one drawing of a pipeline schedule.  `report/page` and the views of `cli` may import it.
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from repro.report.figures.style import (
     Drawing,
     Record,
     canvas,
-    label,
     quiet,
+    stacked,
 )
 from repro.report.figures.values import View
 from repro.results.schema import SIMULATED
@@ -59,7 +59,7 @@ GROUPS = {"(tp)": "waits for tensor parallelism", "(pp)": "waits between stages"
 
 def draw(view: View, simulated: list[Record]) -> Drawing:
     """Left: seconds of Yuan's step.  Right: shares of the step in other layouts that a source published."""
-    records = {label(record): record for record in simulated if "step_seconds.median" in record.metrics}
+    records = {record.at: record for record in simulated if "step_seconds.median" in record.metrics}
     yuan = records.get(YUAN)
     others = {name: records[run] for name, run in OTHERS.items() if run in records}
     lacking = [run for run in (YUAN, *OTHERS.values()) if run not in records]
@@ -86,7 +86,7 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
         "bubble is waiting for other stages to compute. No source prints parts; Yuan's step is published. "
         "Claims: yuan-step-time, yuan-bubble."
     )
-    return Drawing(ID, TITLE, caption, tuple(map(label, shown)), missing, figure, SIMULATED)
+    return Drawing(ID, TITLE, caption, tuple(r.at for r in shown), missing, figure, SIMULATED)
 
 
 def parts(record: Record) -> dict[str, float]:
@@ -113,10 +113,8 @@ def _shares(axes: Axes, records: dict[str, Record]) -> set[str]:
     seen: set[str] = set()
     for y, record in enumerate(records.values()):
         found = parts(record)
-        whole, start = sum(found.values()), 0.0
-        for name, seconds in found.items():
-            axes.barh(y, 100 * seconds / whole, 0.62, left=start, color=COLOURS[name], lw=0)
-            start += 100 * seconds / whole
+        shares = {name: 100 * seconds / sum(found.values()) for name, seconds in found.items()}
+        stacked(axes, y, shares, COLOURS, 0.62, across=True)
         seen |= set(found)
         words = f"{record.metrics['step_seconds.median']:.3g} s"
         axes.annotate(words, (100, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
@@ -132,11 +130,8 @@ def _yuan(axes: Axes, view: View, record: Record) -> set[str]:
     """Draw Yuan's step beside the published one; the names of its parts."""
     printed = view.row(STEP).row.printed
     assert printed is not None
-    start, step = 0.0, record.metrics["step_seconds.median"]
-    found = parts(record)
-    for name, seconds in found.items():
-        axes.bar(1, seconds, 0.6, bottom=start, color=COLOURS[name], lw=0)
-        start += seconds
+    found, step = parts(record), record.metrics["step_seconds.median"]
+    stacked(axes, 1, found, COLOURS, 0.6, across=False)
     axes.bar(0, printed.value, 0.6, facecolor="none", edgecolor=INK, lw=1.3)
     for x, value, words in ((0, printed.value, printed.text), (1, step, f"{step:.2f}")):
         axes.annotate(f"{words} s", (x, value), (0, 3), textcoords="offset points", ha="center", fontsize=8.5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from repro.report.figures.style import (
     BLUE,
@@ -14,14 +14,10 @@ from repro.report.figures.style import (
     Record,
     canvas,
     dp,
-    label,
     quiet,
     succeeded,
     zero,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TITLE = "Communication volume by stage"
 RUN = "repro run suites/smoke.toml"
@@ -41,26 +37,30 @@ def draw(records: list[Record]) -> Drawing:
         return Drawing(
             "communication", TITLE, "No record of states-z0-dp2 and of stages to compare with it.", (), RUN
         )
+    import pandas as pd
+    import seaborn as sns
+
     degrees = sorted({dp(r) for r in shown})
     names = list(PUBLISHED)
 
+    frame = pd.DataFrame(
+        {
+            "stage": [names[_column(r)] for r in shown],
+            "ratio": [sent(r) / base[_model(r), dp(r)] for r in shown],
+            "degree": [f"measured, Nd = {dp(r)}" for r in shown],
+        }
+    )
     figure, axes = canvas(3.3)
-    width = 0.8 / len(degrees)
-    for record in shown:
-        ratio = sent(record) / base[_model(record), dp(record)]
-        index = degrees.index(dp(record))
-        x = _column(record) + (index - (len(degrees) - 1) / 2) * width
-        axes.bar(x, ratio, width * 0.92, color=COLOURS[index % len(COLOURS)])
-        axes.annotate(f"{ratio:.4f}", (x, ratio), (0, 4), textcoords="offset points", ha="center", fontsize=8)
-    for column, name in enumerate(names):
-        axes.hlines(PUBLISHED[name], column - 0.45, column + 0.45, color=INK, linewidth=2, zorder=3)
-    axes.set_xticks(range(len(names)), names)
-    axes.set_xlim(-0.6, len(names) - 0.4)
-    axes.set_ylim(0, 1.85)
-    axes.set_yticks([0, 0.5, 1, 1.5])
-    axes.set_ylabel("bytes sent, relative to DP")
+    look: dict[str, Any] = {"palette": COLOURS[: len(degrees)], "saturation": 1, "lw": 0, "gap": 0.08}
+    sns.barplot(frame, x="stage", y="ratio", hue="degree", order=names, errorbar=None, ax=axes, **look)
+    for bars in axes.containers:
+        axes.bar_label(bars, fmt="%.4f", padding=3, fontsize=8)
+    ends = ([place + side for place in range(len(names))] for side in (-0.45, 0.45))
+    axes.hlines(list(PUBLISHED.values()), *ends, color=INK, lw=2, zorder=3, label="published")
+    axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, 1.85), yticks=[0, 0.5, 1, 1.5])
+    axes.set(xlabel="", ylabel="bytes sent, relative to DP")
     quiet(axes, "y")
-    _legend(axes, degrees)
+    axes.legend(ncols=len(degrees) + 1, loc="upper left", bbox_to_anchor=(0, 1.12))
 
     caption = (
         "Bytes that one rank sends over the data-parallel group in one ordinary step, divided by those of "
@@ -68,7 +68,7 @@ def draw(records: list[Record]) -> Drawing:
         "release of February 2020 sent 1.5x under P_os as well. Small collectives, such as that of the "
         "gradient norm, count."
     )
-    return Drawing("communication", TITLE, caption, tuple(map(label, shown)), _incomplete(shown), figure)
+    return Drawing("communication", TITLE, caption, tuple(r.at for r in shown), _incomplete(shown), figure)
 
 
 def sent(record: Record) -> float:
@@ -84,18 +84,6 @@ def _column(record: Record) -> int:
     if record.experiment.layout.zero1_reduce == "all-reduce":
         return len(PUBLISHED) - 1
     return zero(record)
-
-
-def _legend(axes: Axes, degrees: list[int]) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    handles: list[Patch | Line2D] = [
-        Patch(color=COLOURS[i % len(COLOURS)], label=f"measured, Nd = {degree}")
-        for i, degree in enumerate(degrees)
-    ]
-    handles.append(Line2D([], [], color=INK, linewidth=2, label="published"))
-    axes.legend(handles=handles, ncols=len(handles), loc="upper left", bbox_to_anchor=(0, 1.12))
 
 
 def _incomplete(shown: list[Record]) -> str:

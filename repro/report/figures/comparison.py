@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from repro.render import units
-from repro.report.figures.style import BLUE, INK, MUTED, ORANGE, Drawing, canvas, label, quiet
+from repro.report.figures.style import BLUE, INK, MUTED, ORANGE, Drawing, canvas, quiet
 from repro.results.schema import ComparisonRecord
 
 TITLE = "Throughput of compared strategies"
@@ -52,7 +52,7 @@ def draw(comparisons: list[ComparisonRecord]) -> Drawing:
         caption += f" The newest {len(shown)} of {len(comparisons):,}."
     if rounds[0] <= 5:
         caption += " An interval from five rounds or fewer cannot give more than 94 % coverage."
-    return Drawing("comparison", TITLE, caption, tuple(map(label, shown)), "", figure)
+    return Drawing("comparison", TITLE, caption, tuple(r.at for r in shown), "", figure)
 
 
 def _ratios(record: ComparisonRecord) -> list[float]:

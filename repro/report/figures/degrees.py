@@ -12,7 +12,7 @@ from repro.report.figures.style import (
     Drawing,
     Record,
     canvas,
-    label,
+    needed,
     quiet,
 )
 from repro.report.figures.values import View
@@ -73,19 +73,11 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
     _legend(figure, whole)
     missing = RUN if len(found) < len(SYSTEMS) * len(DEGREES) else ""
     return Drawing(
-        ID, TITLE, _caption(found), tuple(sorted(map(label, found.values()))), missing, figure, SIMULATED
+        ID, TITLE, _caption(found), tuple(sorted(r.at for r in found.values())), missing, figure, SIMULATED
     )
 
 
 Found = dict[tuple[str, int], Record]
-
-
-def needed(record: Record) -> float:
-    """Bytes of the device: reserved and context, or live and context where it does not fit."""
-    metrics = record.metrics
-    return float(
-        metrics.get("memory.reserved_bytes", metrics["memory.peak_bytes"]) + metrics["memory.context_bytes"]
-    )
 
 
 def _whole(record: Record) -> float:

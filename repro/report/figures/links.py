@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from repro.report.figures.style import BLUE, INK, MUTED, VERMILION, Drawing, Record, canvas, label, quiet
+from repro.report.figures.style import (
+    BLUE,
+    INK,
+    MUTED,
+    VERMILION,
+    Drawing,
+    Record,
+    canvas,
+    dots,
+    legend_above,
+    quiet,
+)
 from repro.results.schema import SIMULATED
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 ID, TITLE = "links", "Communication by class of link"
 MODELS = ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")
 """Of ZeRO's Figure 2."""
 PANELS = (("zero", "ZeRO-100B"), ("megatron", "Megatron-LM"))
 RUN = "repro run suites/zero_throughput.toml --evidence simulated --only 'fig2-*'"
-CLASSES = {"nvlink": ("in the node (NVLink)", BLUE, "o"), "inter-node": ("between nodes", VERMILION, "s")}
+NAMES = {"nvlink": "in the node (NVLink)", "inter-node": "between nodes"}
+CLASSES = {NAMES["nvlink"]: (BLUE, "o"), NAMES["inter-node"]: (VERMILION, "s")}
+"""Colour and marker of a class of links."""
 
 
 def draw(simulated: list[Record]) -> Drawing:
     """One panel a system, one line a model: bytes that all GPUs send for one sample, by class of link."""
-    records = {label(r): r for r in simulated if r.conclusive and "comm.sent_bytes" in r.metrics}
+    records = {r.at: r for r in simulated if r.conclusive and "comm.sent_bytes" in r.metrics}
     found = {
         (model, system): records[name]
         for model in MODELS
@@ -31,53 +39,45 @@ def draw(simulated: list[Record]) -> Drawing:
         return Drawing(
             ID, TITLE, "No simulated record of ZeRO's Figure 2 in the store.", (), RUN, evidence=SIMULATED
         )
+    import pandas as pd
+
+    rows = [
+        (value, MODELS.index(model), NAMES[name], system)
+        for (model, system), record in found.items()
+        for name, value in by_class(record).items()
+    ]
+    sent = pd.DataFrame(rows, columns=["bytes", "place", "class", "system"])
     figure, grid = canvas(3.6, 1, 2, sharex=True, sharey=True)
     for axes, (system, title) in zip(grid, PANELS, strict=True):
         for y, model in enumerate(MODELS):
-            record = found.get((model, system))
-            if record is None:
-                axes.annotate(
-                    "no record", (0.5, y), xycoords=("axes fraction", "data"), color=MUTED, fontsize=8
-                )
-                continue
-            _line(axes, y, by_class(record))
-        axes.set_title(title)
-        axes.set_xscale("log")
-        axes.set_xlabel("bytes that all GPUs send for one sample")
+            if (model, system) not in found:
+                at = {"xycoords": ("axes fraction", "data"), "color": MUTED, "fontsize": 8}
+                axes.annotate("no record", (0.5, y), **at)
+        shown = sent[sent["system"] == system]
+        ends = shown.groupby("place")["bytes"].agg(["min", "max"])
+        axes.hlines(ends.index, ends["min"], ends["max"], color=MUTED, lw=1, zorder=1)
+        dots(axes, shown, "class", CLASSES, s=42, edgecolor=INK, lw=0.5)
+        axes.set(title=title, xscale="log", xlabel="bytes that all GPUs send for one sample", ylabel="")
         axes.xaxis.set_major_formatter(_bytes)
         quiet(axes, "x")
     grid[0].set_yticks(range(len(MODELS)), [model.upper() for model in MODELS])
     grid[0].set_ylim(len(MODELS) - 0.5, -0.5)
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], marker=marker, color=colour, linestyle="none", label=name)
-        for name, colour, marker in CLASSES.values()
-    ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=2)
+    legend_above(figure, CLASSES, ncols=2)
     caption = (
         "Simulated, not measured: counted where the step calls its collectives, by the slowest class of links that a "
         "group crosses, ring algorithms, over the samples of a step; layouts of the paper's Figure 2. Where model "
         "parallelism leaves the node, all of its traffic does. No source prints these bytes."
     )
     missing = RUN if len(found) < len(MODELS) * len(PANELS) else ""
-    return Drawing(ID, TITLE, caption, tuple(map(label, found.values())), missing, figure, SIMULATED)
+    return Drawing(ID, TITLE, caption, tuple(r.at for r in found.values()), missing, figure, SIMULATED)
 
 
 def by_class(record: Record) -> dict[str, float]:
     """Bytes for one sample over all GPUs, by class of link; classes that carry nothing are left out."""
     layout, metrics = record.experiment.layout, record.metrics
     ranks = layout.dp * layout.tp * layout.pp
-    sent = {name: metrics.get(f"comm.link.{name}.sent_bytes", 0) for name in CLASSES}
+    sent = {name: metrics.get(f"comm.link.{name}.sent_bytes", 0) for name in NAMES}
     return {name: ranks * value / layout.global_batch for name, value in sent.items() if value}
-
-
-def _line(axes: Axes, y: int, sent: dict[str, float]) -> None:
-    if len(sent) > 1:
-        axes.plot([min(sent.values()), max(sent.values())], [y, y], color=MUTED, lw=1, zorder=1)
-    for name, value in sent.items():
-        _, colour, marker = CLASSES[name]
-        axes.scatter(value, y, s=42, marker=marker, color=colour, edgecolors=INK, lw=0.5, zorder=2)
 
 
 def _bytes(value: float, _: object = None) -> str:

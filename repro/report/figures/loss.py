@@ -15,7 +15,6 @@ from repro.report.figures.style import (
     Record,
     canvas,
     dp,
-    label,
     quiet,
     succeeded,
     zero,
@@ -89,7 +88,7 @@ def draw(records: list[Record]) -> Drawing:
     if absent:
         caption += f" {absent} loss values were NaN and are not drawn."
     return Drawing(
-        "loss", TITLE, caption, tuple(map(label, [single, *others])), "" if others else RUN, figure
+        "loss", TITLE, caption, tuple(r.at for r in [single, *others]), "" if others else RUN, figure
     )
 
 

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from repro.render import units
-from repro.report.figures.style import BLUE, GREY, INK, MUTED, Drawing, Record, canvas, label, quiet
+from repro.report.figures.style import BLUE, GREY, INK, MUTED, Drawing, Record, canvas, quiet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,12 +81,12 @@ def pairs(experiments: list[Record], simulated: list[Record], metric: str) -> Pa
         if value and moved_to not in published:
             predicted[record.at.partition("@")[0]] = float(value)
     return [
-        (label(record), record.metrics[metric], predicted[label(record)])
+        (record.at, record.metrics[metric], predicted[record.at])
         for record in experiments
         if record.outcome == "ok"
         and record.experiment.engine == "native"
         and record.metrics.get(metric)
-        and label(record) in predicted
+        and record.at in predicted
     ]
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from repro.report.figures.style import (
-    GREY,
     INK,
     MUTED,
     SKY,
@@ -13,7 +12,7 @@ from repro.report.figures.style import (
     Drawing,
     Record,
     canvas,
-    label,
+    needed,
 )
 from repro.results.schema import SIMULATED
 
@@ -47,24 +46,16 @@ def draw(records: list[Record]) -> Drawing:
     for record in sorted(shown, key=_memory):
         panels.setdefault(record.experiment.system, {})[_place(record)] = record
     every = {place for cells in panels.values() for place in cells}
-    tensor, stages = sorted({t for t, _ in every}), sorted({p for _, p in every})
-
-    figure, grid = canvas(1.3 + 0.62 * len(tensor), 1, len(panels), squeeze=False)
+    figure, grid = canvas(1.3 + 0.62 * len({t for t, _ in every}), 1, len(panels), squeeze=False)
     for axes, cells in zip(grid[0], panels.values(), strict=True):
-        for (t, p), record in cells.items():
-            _field(axes, stages.index(p), tensor.index(t), record, (t, p) == PUBLISHED)
-        for x, p in enumerate(stages):
-            for y, t in enumerate(tensor):
-                if (t, p) not in every:
-                    axes.text(x, y, "no such\nlayout", color=MUTED, ha="center", va="center", fontsize=7.5)
-        _frame(axes, tensor, stages, next(iter(cells.values())))
+        _map(axes, cells, every)
     incomplete = len(panels) < 2 or any(set(cells) != every for cells in panels.values())
     drawn = [record for cells in panels.values() for record in cells.values()]
     return Drawing(
         "map",
         TITLE,
         _caption(drawn[0]),
-        tuple(map(label, drawn)),
+        tuple(r.at for r in drawn),
         RUN if incomplete else "",
         figure,
         evidence=SIMULATED,
@@ -81,47 +72,46 @@ def _memory(record: Record) -> float:
     return (on.memory_bytes if on else None) or 0.0
 
 
-def needed(record: Record) -> float:
-    """Bytes of the device that the layout takes: reserved and context, or live and context where it does not fit."""
-    metrics = record.metrics
-    reserved = metrics.get("memory.reserved_bytes", metrics["memory.peak_bytes"])
-    return float(reserved + metrics["memory.context_bytes"])
-
-
-def _field(axes: Axes, x: int, y: int, record: Record, published: bool) -> None:
-    """One layout: what it takes in words, and as a bar of the device's memory."""
+def _map(axes: Axes, cells: Cells, every: set[tuple[int, int]]) -> None:
+    """Share of the device's memory by t and p, blue where it fits; in words what it takes, and where there is none."""
+    import pandas as pd
+    import seaborn as sns
     from matplotlib.patches import Rectangle
 
-    fits = record.outcome == "ok"
-    share = needed(record) / _memory(record)
-    edge: dict[str, Any] = {"edgecolor": INK, "linewidth": 2.2} if published else {"edgecolor": "none"}
-    face: dict[str, Any] = {"facecolor": SKY if fits else VERMILION, "alpha": 0.22}
-    axes.add_patch(Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, zorder=1, linewidth=0, **face))
-    axes.add_patch(Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, zorder=4, fill=False, **edge))
-    width = 0.84 * min(1.0, share)
-    axes.add_patch(Rectangle((x - 0.42, y - 0.37), 0.84, 0.13, zorder=2, facecolor="white", linewidth=0))
-    hatch: dict[str, Any] = {} if fits else {"hatch": "/////", "edgecolor": "white"}
-    colour = SKY if fits else VERMILION
-    axes.add_patch(
-        Rectangle((x - 0.42, y - 0.37), width, 0.13, zorder=3, facecolor=colour, linewidth=0, **hatch)
+    rows = [(t, p, _share(record), _words(record)) for (t, p), record in cells.items()]
+    frame = pd.DataFrame(rows, columns=["t", "p", "share", "words"])
+    tensor, stages = (sorted({place[axis] for place in every}) for axis in (0, 1))
+    shares, words = (
+        frame.pivot(index="t", columns="p", values=name).reindex(index=tensor[::-1], columns=stages)
+        for name in ("share", "words")
     )
-    dp = record.experiment.layout.dp
-    text: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 5}
-    axes.text(x, y + 0.24, f"{needed(record) / 1e9:.1f} GB", weight="bold" if fits else "normal", **text)
-    words = f"d = {dp}, {'fits' if fits else 'does not fit'}"
-    axes.text(x, y - 0.04, words, fontsize=7.5, **text)
-
-
-def _frame(axes: Axes, tensor: list[int], stages: list[int], record: Record) -> None:
-    axes.set_xlim(-0.5, len(stages) - 0.5)
-    axes.set_ylim(-0.5, len(tensor) - 0.5)
-    axes.set_xticks(range(len(stages)), [f"p = {p}" for p in stages])
-    axes.set_yticks(range(len(tensor)), [f"t = {t}" for t in tensor])
+    colours = [*sns.light_palette(SKY, 9)[1:6], *sns.light_palette(VERMILION, 9)[1:6]]
+    look = {"annot_kws": {"color": INK, "fontsize": 8}, "linewidths": 3, "cbar": False}
+    sns.heatmap(shares, annot=words, fmt="", vmin=0, vmax=2, cmap=colours, ax=axes, **look)
+    for x, p in enumerate(stages):
+        for y, t in enumerate(tensor[::-1]):
+            if (t, p) not in every:
+                axes.text(
+                    x + 0.5, y + 0.5, "no such\nlayout", color=MUTED, ha="center", va="center", fontsize=7.5
+                )
+            elif (t, p) == PUBLISHED:
+                axes.add_patch(Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, fill=False, edgecolor=INK, lw=2.2))
+    axes.set_xticklabels([f"p = {p}" for p in stages])
+    axes.set_yticklabels([f"t = {t}" for t in tensor[::-1]], rotation=0)
     axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_color(GREY)
-        side.set_visible(False)
-    axes.set_title(f"{_memory(record) / 1e9:.1f} GB ({record.experiment.system})")
+    record = next(iter(cells.values()))
+    axes.set(xlabel="", ylabel="", title=f"{_memory(record) / 1e9:.1f} GB ({record.experiment.system})")
+
+
+def _share(record: Record) -> float:
+    """Of the device's memory; at least 1 where it does not fit, though what is live may be less than all of it."""
+    share = needed(record) / _memory(record)
+    return min(share, 0.999) if record.outcome == "ok" else max(share, 1.0)
+
+
+def _words(record: Record) -> str:
+    fits = "fits" if record.outcome == "ok" else "does not fit"
+    return f"{needed(record) / 1e9:.1f} GB\nd = {record.experiment.layout.dp}, {fits}"
 
 
 def _caption(record: Record) -> str:
@@ -131,7 +121,7 @@ def _caption(record: Record) -> str:
         f"Simulated, not measured: {model.name} on {gpus:,} GPUs with t tensor ranks, p pipeline stages and "
         f"d replicas, micro-batch {layout.micro_batch} of {layout.global_batch:,}, "
         f"{layout.precision}, activations recomputed, no ZeRO. Every (t, p) that divides layers and batch. "
-        "Number and bar: what the fullest GPU gives to the allocator and to what it cannot see (CUDA, NCCL), as a "
-        "share of its memory; where it does not fit, what is live instead of what is reserved. Frame: the layout "
-        f"of the run, t = {PUBLISHED[0]}, p = {PUBLISHED[1]}. Which A100 it had is not published."
+        "Number and shade: what the fullest GPU gives to the allocator and to what it cannot see (CUDA, NCCL), as a "
+        "share of its memory; blue fits. Where it does not fit, what is live instead of what is reserved. Frame: the "
+        f"layout of the run, t = {PUBLISHED[0]}, p = {PUBLISHED[1]}. Which A100 it had is not published."
     )

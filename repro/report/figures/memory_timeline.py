@@ -12,7 +12,6 @@ from repro.report.figures.style import (
     Drawing,
     Record,
     canvas,
-    label,
     zero,
 )
 from repro.results.schema import SIMULATED
@@ -37,7 +36,7 @@ NAMES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 
 def draw(simulated: list[Record]) -> Drawing:
     """A panel a layout: stacked bytes of the fullest role along the device's busy time."""
-    records = {label(record): record for record in simulated if record.series.memory}
+    records = {record.at: record for record in simulated if record.series.memory}
     rows = [[records.get(name) for name in row] for row in ROWS]
     shown = [record for row in rows for record in row if record]
     missing = " && ".join(run for row, run in zip(rows, RUN, strict=True) if not all(row))
@@ -76,7 +75,7 @@ def draw(simulated: list[Record]) -> Drawing:
         "device's operators, without waits; of each 96th of it the moment that holds most. Dotted: backward and "
         "update begin."
     )
-    return Drawing(ID, TITLE, caption, tuple(map(label, shown)), missing, figure, SIMULATED)
+    return Drawing(ID, TITLE, caption, tuple(r.at for r in shown), missing, figure, SIMULATED)
 
 
 def stacked(record: Record) -> dict[str, list[float]]:

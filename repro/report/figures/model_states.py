@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from repro.report.figures.style import CATEGORY, INK, STAGE, Drawing, Record, canvas, quiet
+from repro.report.figures.states import LOOK, PARTS
+from repro.report.figures.style import CATEGORY, INK, STAGE, Drawing, Record, canvas, quiet, stacked
 from repro.report.figures.values import Value, View
 from repro.results.schema import SIMULATED
 
 ID, TITLE = "zero-fig1", "ZeRO, Figure 1: model states of 7.5B on 64 GPUs"
 ROWS = "zero-fig1-7p5b/*"
 RUN = "repro run suites/zero_memory.toml --evidence simulated --only '7.5b-z*-n64'"
-PARTS = ("parameters", "gradients", "optimizer")
 
 
 def draw(view: View, simulated: list[Record]) -> Drawing:
@@ -27,11 +27,8 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
         record = records.get(ours.runs[0]) if ours else None
         if record:
             drawn.append(record.at)
-            left = 0.0
-            for part in PARTS:
-                width = record.metrics[f"memory.{part}_bytes"] / 1e9
-                axes.barh(y, width, 0.56, left=left, color=CATEGORY[part], lw=0, zorder=2)
-                left += width
+            sizes = {part: record.metrics[f"memory.{part}_bytes"] / 1e9 for part in PARTS}
+            stacked(axes, y, sizes, LOOK, 0.56, across=True)
         axes.barh(y, printed.value, 0.74, facecolor="none", edgecolor=INK, lw=1.3, zorder=3)
         if formula:
             axes.scatter(formula.value, y, s=30, marker="D", color=INK, edgecolors="white", lw=0.8, zorder=4)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from repro.render import units
-from repro.report.figures.style import CATEGORY, Drawing, Record, canvas, label, quiet
-from repro.report.page.measured import accounted
+from repro.report.figures.style import CATEGORY, Drawing, Record, accounted, canvas, quiet, stacked
 
 TITLE = "Peak memory of one step by category"
 RUN = "repro run suites/smoke.toml"
@@ -16,6 +15,7 @@ OUTLINE: dict[str, Any] = {
     "hatch": "////",
     "linewidth": 0.6,
 }
+LOOK: dict[str, Any] = CATEGORY | {"host": OUTLINE}
 LATER = ("checkpoints", "host")
 """Categories that few layouts have: in the legend where a bar shows them."""
 MOST = 40
@@ -41,12 +41,9 @@ def draw(records: list[Record]) -> Drawing:
         totals = [fullest(r)["total"] + fullest(r).get("host", 0) for r in rows]
         unit, scale = ("GB", 1e9) if max(totals) >= 1e9 else ("MB", 1e6)
         for y, record in enumerate(rows):
-            peak, base = fullest(record), 0.0
-            for category, colour in CATEGORY.items():
-                width = peak.get(category, 0) / scale
-                device = {"color": colour, "edgecolor": "white", "linewidth": 0.4}
-                axes.barh(y, width, 0.74, left=base, **(OUTLINE if category == "host" else device))
-                base += width
+            peak = fullest(record)
+            sizes = {category: count / scale for category, count in peak.items()}
+            base = stacked(axes, y, sizes, LOOK, 0.74, across=True)
             axes.annotate(
                 units.size(peak["total"]),
                 (base, y),
@@ -80,7 +77,7 @@ def draw(records: list[Record]) -> Drawing:
         caption += (
             f" Left out: {len(others)} experiments of engine {engines}, whose tensors are not accounted for."
         )
-    return Drawing("peak", TITLE, caption, tuple(map(label, shown)), "", figure)
+    return Drawing("peak", TITLE, caption, tuple(r.at for r in shown), "", figure)
 
 
 def _order(record: Record) -> tuple[str, int, int, int, str]:

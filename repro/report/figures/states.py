@@ -12,20 +12,21 @@ from repro.report.figures.style import (
     STAGE,
     Drawing,
     Record,
+    accounted,
     canvas,
     dp,
-    label,
     quiet,
+    stacked,
     succeeded,
     zero,
 )
-from repro.report.page.measured import accounted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PREFIX = "states-"
 PARTS = ("parameters", "gradients", "optimizer")
+LOOK = {part: CATEGORY[part] for part in PARTS}
 TITLE = "Memory of model states by stage and Nd"
 RUN = "repro run suites/smoke.toml --only 'states-*'"
 FORMULA = {0: "16Ψ", 1: "4Ψ + 12Ψ/Nd", 2: "2Ψ + 14Ψ/Nd", 3: "16Ψ/Nd"}
@@ -50,11 +51,8 @@ def draw(records: list[Record]) -> Drawing:
     figure, axes = canvas(3.7)
     for record in shown:
         x = _place(degrees, record)
-        base = 0.0
-        for part in PARTS:
-            height = record.metrics[f"memory.{part}_bytes"] / psi
-            axes.bar(x, height, 0.8, bottom=base, color=CATEGORY[part], edgecolor="white", linewidth=0.6)
-            base += height
+        parts = {part: record.metrics[f"memory.{part}_bytes"] / psi for part in PARTS}
+        base = stacked(axes, x, parts, LOOK, 0.8, across=False)
         axes.annotate(f"{base:.2f}", (x, base), (0, 6), textcoords="offset points", ha="center", fontsize=8)
         formula = bytes_per_parameter(zero(record), dp(record))
         axes.plot(
@@ -84,7 +82,7 @@ def draw(records: list[Record]) -> Drawing:
         caption += f"Largest difference between bar and diamond: {100 * worst:.2g} %; shards are padded to equal sizes."
     else:
         caption += "Bars and diamonds are equal to the byte."
-    return Drawing("states", TITLE, caption, tuple(map(label, shown)), _incomplete(shown), figure)
+    return Drawing("states", TITLE, caption, tuple(r.at for r in shown), _incomplete(shown), figure)
 
 
 def _measured(record: Record, psi: float) -> float:

@@ -1,19 +1,26 @@
-"""One look for all figures: colours that colour-blind readers tell apart, one font, thin frames."""
+"""One look for all figures: seaborn's theme in our font and ink, and colours that colour-blind readers tell apart.
+
+Grouped bars, points by class and maps are seaborn's, over tidy frames.  Ours are the marks that it has none for: bars
+stacked from parts (`stacked`), published beside simulated and measured values with their tolerance (`marks.py`), and
+schedules, whose tens of thousands of cells need one path a colour (`schedule_drawing.py`).  A line or two over a few
+records are matplotlib's own: a frame would take more code than it saves.
+"""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from repro.results.schema import ComparisonRecord, ExperimentRecord
+from repro.results.schema import ExperimentRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 Record: TypeAlias = ExperimentRecord
 
@@ -97,10 +104,12 @@ def png(drawing: Drawing) -> bytes:
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Thin frames, our font and colours, for drawing and for saving alike."""
+    """Seaborn's theme `ticks` in our font and colours, for drawing and for saving alike."""
     import matplotlib
+    import seaborn
 
     settings: Any = {
+        **seaborn.axes_style("ticks"),
         "svg.fonttype": "none",
         "svg.hashsalt": "repro",
         "font.family": "DejaVu Sans",
@@ -122,14 +131,8 @@ def look() -> Iterator[None]:
         "ytick.color": INK,
         "grid.color": GRID,
         "grid.linewidth": 0.8,
-        "axes.axisbelow": True,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "axes.facecolor": "white",
-        "figure.facecolor": "white",
-        "lines.solid_capstyle": "round",
-        "patch.edgecolor": "white",
-        "patch.force_edgecolor": True,
     }
     with matplotlib.rc_context(settings):
         yield
@@ -145,15 +148,49 @@ def canvas(
     return figure, figure.subplots(rows, columns, **keywords)
 
 
+def stacked(
+    axes: Axes, at: float, parts: Mapping[str, float], look: Mapping[str, Any], size: float, *, across: bool
+) -> float:
+    """One bar of `parts` in the order of `look`, which says how each is filled; where it ends.
+
+    `size`: how thick it is; `across`: to the right, otherwise upwards.
+    """
+    end = 0.0
+    for name, filled in look.items():
+        if length := parts.get(name, 0):
+            fill = filled if isinstance(filled, dict) else {"color": filled, "edgecolor": "white", "lw": 0.4}
+            if across:
+                axes.barh(at, length, size, left=end, zorder=2, **fill)
+            else:
+                axes.bar(at, length, size, bottom=end, zorder=2, **fill)
+            end += length
+    return end
+
+
+def dots(axes: Axes, frame: DataFrame, by: str, look: Mapping[str, tuple[str, str]], **style: Any) -> None:
+    """Scatter the first two columns of `frame`; `look`: colour and marker of every value of its column `by`."""
+    import seaborn
+
+    x, y, *_ = frame.columns
+    names, (colours, markers) = list(look), zip(*look.values(), strict=True)
+    orders: dict[str, Any] = {"hue_order": names, "style_order": names}
+    looks: dict[str, Any] = {"palette": list(colours), "markers": list(markers), **style}
+    if len(frame):
+        seaborn.scatterplot(frame, x=x, y=y, hue=by, style=by, ax=axes, legend=False, **orders, **looks)
+
+
+def legend_above(figure: Figure, look: Mapping[str, tuple[str, str]], **where: Any) -> None:
+    """What the colours and markers of `dots` mean, above all axes."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=c, marker=m, ls="none", label=name) for name, (c, m) in look.items()]
+    figure.legend(handles=handles, loc="outside upper center", **where)
+
+
 def quiet(axes: Axes, axis: str) -> None:
     """Grid lines across `axis` only."""
     axes.grid(visible=True, axis=axis)  # type: ignore[arg-type]
     axes.tick_params(length=3)
-
-
-def label(record: ExperimentRecord | ComparisonRecord) -> str:
-    """`suite/name`, as claims and captions cite records."""
-    return record.at
 
 
 def zero(record: Record) -> int:
@@ -169,3 +206,14 @@ def dp(record: Record) -> int:
 def succeeded(records: list[Record], prefix: str) -> list[Record]:
     """Measured experiments that ended ok and whose names start with `prefix`."""
     return [r for r in records if r.outcome == "ok" and r.name.startswith(prefix)]
+
+
+def accounted(record: Record) -> bool:
+    """Whether the record's memory is known by category: the comparison engines' tensors carry no mark."""
+    return bool(record.memory_by_rank) and record.metrics.get("memory.states_bytes", 0) > 0
+
+
+def needed(record: Record) -> float:
+    """Bytes of the device that a layout takes: reserved and context, or live and context where it does not fit."""
+    reserved = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
+    return reserved + record.metrics["memory.context_bytes"]

@@ -16,6 +16,8 @@ from repro.report.figures.style import (
     VERMILION,
     Drawing,
     canvas,
+    dots,
+    legend_above,
 )
 from repro.results.schema import SIMULATED
 from repro.validate.published import (
@@ -32,7 +34,6 @@ from repro.validate.published import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 ID, TITLE = "validation", "Published throughput against predicted"
@@ -58,34 +59,24 @@ def draw(found: Sequence[Point]) -> Drawing:
         return Drawing(
             ID, TITLE, "Nothing that was published in time is predicted.", (), RUN, evidence=SIMULATED
         )
+    import pandas as pd
+
+    # Some families have ratios only: the legend has those of both panels.
+    seen = {point.family for point in [*rates, *ratios]}
+    look = {family: LOOK[family] for family in FAMILIES if family in seen}
     figure, (left, right) = canvas(5.0, 1, 2)
     for axes, group, what in ((left, rates, "TFLOP/s per GPU"), (right, ratios, "ratio of two runs")):
         if not group:
             axes.set_visible(False)
             continue
-        for family in FAMILIES:
-            at = [_place(point) for point in group if point.family == family]
-            if at:
-                colour, marker = LOOK[family]
-                look = {"s": 24, "c": colour, "marker": marker, "alpha": 0.85, "lw": 0, "zorder": 3}
-                axes.scatter(*zip(*at, strict=True), label=family, **look)
+        frame = pd.DataFrame([_place(point) for point in group], columns=["published", "predicted"])
+        frame["family"] = [point.family for point in group]
+        dots(axes, frame, "family", look, s=28, alpha=0.85, lw=0, zorder=3)
         _frame(axes, [_place(point) for point in group], what)
         _name(axes, group)
     right.axvline(1, color=MUTED, lw=0.8, ls=":")
     right.axhline(1, color=MUTED, lw=0.8, ls=":")
-    # Outside the panels, where no point or name can come in its way; some families have ratios only.
-    shown: dict[str, Artist] = {}
-    for axes in (left, right):
-        handles, texts = axes.get_legend_handles_labels()
-        shown |= dict(zip(texts, handles, strict=True))
-    names = [family for family in FAMILIES if family in shown]
-    figure.legend(
-        [shown[name] for name in names],
-        names,
-        loc="outside upper center",
-        ncols=len(names),
-        handletextpad=0.2,
-    )
+    legend_above(figure, look, ncols=len(look), handletextpad=0.2)
     return Drawing(
         ID,
         TITLE,

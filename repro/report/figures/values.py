@@ -76,11 +76,6 @@ class View:
         self._oom = {r.at for r in simulated if r.outcome == "oom"}
         self._functions = {**FORMULAS, **Records(simulated).functions(SIMULATED)}
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is no ledger to draw from."""
-        return not self._rows
-
     def row(self, reference: str) -> RowResult:
         """The row `claim/label`.  Raises `ConfigError`."""
         if reference not in self._rows:

@@ -17,10 +17,12 @@ from repro.claims.table import table
 from repro.render.units import interval
 from repro.report import verdicts
 from repro.report.evidence import Evidence
-from repro.report.page import measured, simulated
+from repro.report.machines import Machines
+from repro.report.page.records import identity, measured_row, simulated_row
 
 if TYPE_CHECKING:
-    from repro.report.page.measured import Machines
+    from jinja2 import Template
+
     from repro.results.schema import ComparisonRecord, ExperimentRecord
     from repro.results.select import Selection
 
@@ -40,7 +42,7 @@ def context(
 ) -> dict[str, Any]:
     """What the template is filled with.  `figures`: as `build` saved them, with `records` by anchor."""
     everything = [*chosen.measured, *chosen.simulated]
-    machines = measured.Machines([*everything, *chosen.comparisons])
+    machines = Machines([*everything, *chosen.comparisons])
     known = {_anchor(record): record for record in everything}
     claims = [
         verdicts.claim_view(result, line, found.ledger, catalogue)
@@ -52,8 +54,8 @@ def context(
     read |= {anchor for figure in figures for anchor in figure["records"].values()}
     comparisons = sorted(chosen.comparisons, key=lambda record: record.written, reverse=True)
     lists = [
-        _listed(chosen.measured, read, measured.experiment_row, machines),
-        _listed(chosen.simulated, read, simulated.experiment_row, machines),
+        _listed(chosen.measured, read, measured_row, machines),
+        _listed(chosen.simulated, read, simulated_row, machines),
     ]
     compared = [_comparison(record, machines) for record in comparisons[:MOST]]
     named = {row["machine"] for rows in lists for row in [*rows["read"], *rows["others"]]}
@@ -79,7 +81,13 @@ def context(
 
 
 def render(values: dict[str, Any]) -> str:
-    """The page as text; a name that the template misses is an error."""
+    """The page as text."""
+    style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
+    return template("page.html").render(style=style, script=script, **values)
+
+
+def template(name: str) -> Template:
+    """One of the templates beside this file; a name that it misses is an error."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -90,8 +98,7 @@ def render(values: dict[str, Any]) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["code"] = _code
-    style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
-    return environment.get_template("page.html").render(style=style, script=script, **values)
+    return environment.get_template(name)
 
 
 def _code(words: str) -> Any:
@@ -130,7 +137,7 @@ def _line(entry: dict[str, Any], known: dict[str, ExperimentRecord], machines: M
         **entry,
         "outcome": record.outcome,
         "machine": machines.number(record),
-        **measured.identity(record),
+        **identity(record),
     }
 
 
@@ -143,5 +150,5 @@ def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
         "interval": interval(record.low, record.high),
         "rounds": record.rounds,
         "machine": machines.number(record),
-        **measured.identity(record),
+        **identity(record),
     }

@@ -16,9 +16,9 @@ from typing import Any
 from repro.claims.commands import ROOT
 from repro.config.errors import ConfigError
 from repro.report.evidence import VARIABLE
+from repro.report.page.context import TEMPLATES, template
 
 FOLDER = ROOT / "reports"
-TEMPLATES = Path(__file__).parent / "templates"
 CELL_S = 300
 """A cell that takes longer is stopped."""
 AT_ONCE = 2
@@ -131,7 +131,7 @@ def _save(path: Path, notebook: Any, out: Path) -> Rendered:
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8") + (TEMPLATES / "notebook.css").read_text(
         encoding="utf-8"
     )
-    page = _PAGE.format(
+    page = template("notebook.html").render(
         title=title,
         style=style + colours[0] + "\n@media (prefers-color-scheme: dark) {\n" + colours[1] + "\n}",
         body=body,
@@ -146,25 +146,3 @@ def title_of(notebook: Any, path: Path) -> str:
     """Its first heading; its name without one."""
     found = re.search(r"^# (.+)$", "\n".join(cell.source for cell in notebook.cells), re.MULTILINE)
     return found[1].strip() if found else path.stem
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-{style}
-</style>
-</head>
-<body class="notebook">
-<header><nav><a href="../index.html">All claims</a> <span class="muted">reports/{source}</span></nav></header>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""

@@ -1,56 +1,11 @@
-"""What was measured: the records that count, as a table of experiments and the machines they ran on."""
+"""Where records come from: machines, versions and source, in a few words each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from repro.render import units, words
-from repro.report.verdicts import anchor
-from repro.results.metrics import STEP_SECONDS
-from repro.results.schema import MEASURED, ExperimentRecord, Provenance, Record
-
-
-def accounted(record: ExperimentRecord) -> bool:
-    """Whether the record's memory is known by category: the comparison engines' tensors carry no mark."""
-    return bool(record.memory_by_rank) and record.metrics.get("memory.states_bytes", 0) > 0
-
-
-def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
-    """One line of the table of experiments, every number as text."""
-    metrics, experiment = record.metrics, record.experiment
-
-    def of(name: str) -> float | None:
-        return metrics.get(name)
-
-    known = accounted(record)
-    spread = ""
-    if of(STEP_SECONDS) is not None:
-        spread = f"[{units.seconds(of('step_seconds.p20'))}, {units.seconds(of('step_seconds.p80'))}]"
-    return {
-        "name": record.name,
-        "suite": record.suite,
-        "anchor": anchor(MEASURED, record.at),
-        "model": experiment.model.name,
-        "engine": experiment.engine,
-        "layout": words.layout(experiment.layout),
-        "outcome": record.outcome,
-        "reason": record.reason,
-        "step": units.seconds(of(STEP_SECONDS)),
-        "spread": spread,
-        "tokens_per_s": units.number(of("tokens_per_s")),
-        "states": units.size(of("memory.states_bytes") if known else None),
-        "peak": units.size(of("memory.peak_bytes") if known else None),
-        "resident": units.size(of("memory.rss_peak_bytes")),
-        "sent": units.size(of("comm.sent_bytes")),
-        "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NOTHING,
-        **identity(record),
-    }
-
-
-def identity(record: Record) -> dict[str, str]:
-    """Which record it is, and when it was written (UTC)."""
-    return {"id": record.id, "written": record.written[:16].replace("T", " ")}
+from repro.render import units
+from repro.results.schema import Provenance, Record
 
 
 class Machines:
