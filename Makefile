@@ -84,7 +84,7 @@ $(CREATED):
 # The second stamp depends on the first, so that `make -j` never runs two pips in one environment.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS) | $(CREATED)
 	@echo "installing the harness and torch in $(VENV) (the first time takes a minute or more)"
-	@$(PIP) -e .
+	@$(PIP) -e '.[report,slurm,text]'
 	@touch $@
 
 $(INSTALLED_TEST): $(INSTALLED)
@@ -120,10 +120,13 @@ bench-gpu: $(INSTALLED_TEST)
 	KERNEL_RECORDS=$(RESULTS) $(BIN)/python -m pytest tests/gpu/test_bandwidth.py -rs --benchmark-only \
 	  --override-ini='addopts=--import-mode=importlib --strict-markers' --override-ini=timeout=600 $(PYTEST_ARGS)
 
+# mypy sees the packages where an installation has them: kernels/ as repro.kernels.
 check: $(INSTALLED_TEST)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	@rm -rf build/typed && mkdir -p build/typed/repro
+	@ln -s $(CURDIR)/repro/* $(CURDIR)/kernels build/typed/repro
+	cd build/typed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
 
 format: $(INSTALLED_TEST)
 	$(BIN)/ruff format .

@@ -6,6 +6,7 @@ behind the `repro` command. Importing this package imports no torch.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -14,6 +15,10 @@ __all__ = ["Layout", "__version__", "parallelize"]
 if TYPE_CHECKING:
     from repro.config import Layout
     from repro.wrap.parallelize import parallelize
+
+if not os.path.isdir(os.path.join(__path__[0], "kernels")):
+    # A checkout: `repro.kernels` lies beside this package, and needs no installation to be found there.
+    __path__.append(os.path.dirname(__path__[0]))
 
 
 def __getattr__(name: str) -> Any:

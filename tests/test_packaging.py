@@ -1,0 +1,110 @@
+"""What pip installs: `kernels/` as `repro.kernels` with its CUDA sources, from a wheel and from a checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from repro.kernels.cuda import families
+from tests.kernels.test_cuda_compile import MISSING
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={**ENVIRONMENT, **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pip(*arguments: str | Path, cwd: Path) -> None:
+    """pip, which builds with the setuptools that is here and downloads nothing."""
+    offline = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--no-build-isolation")
+    run(sys.executable, "-m", "pip", *arguments, *offline, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an installation is made of, in a folder of its own: a build leaves files beside it."""
+    folder = tmp_path_factory.mktemp("packaging") / "checkout"
+    folder.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("repro", "kernels"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    pip("wheel", ".", "--wheel-dir", "dist", cwd=checkout)
+    (made,) = (checkout / "dist").glob("*.whl")
+    return made
+
+
+def environment(folder: Path, what: Path, *how: str) -> Path:
+    """The python of a virtual environment with an installation of `what`, which sees this one's other packages."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=what.parent)
+    library = next(folder.glob("lib*/python*/site-packages"))
+    pip("install", "--target", library, *how, what, cwd=what.parent)
+    for other in Path(sysconfig.get_path("purelib")).iterdir():
+        if "repro" not in other.name and not (library / other.name).exists():
+            (library / other.name).symlink_to(other)
+    return folder / "bin/python"
+
+
+def test_a_wheel_has_every_file(checkout: Path, wheel: Path) -> None:
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith("-info")}
+    expected = {
+        f"{prefix}{path.relative_to(checkout / name)}"
+        for name, prefix in (("repro", "repro/"), ("kernels", "repro/kernels/"))
+        for path in (checkout / name).rglob("*")
+        if path.is_file() and path.name != "README.md"
+    }
+    assert packed == expected
+
+
+WHERE = "import repro.kernels.cuda.compile as found; print(found.__file__)"
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_doctor_compiles_the_kernels_of_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv", wheel)
+    assert Path(run(python, "-c", WHERE, cwd=tmp_path).strip()).is_relative_to(tmp_path / "venv")
+    said = run(
+        *(python, "-c", "import sys; from repro.cli import main; sys.exit(main())"),
+        *("doctor", "--kernels", "sm_80"),
+        cwd=tmp_path,
+        REPRO_KERNEL_CACHE=str(tmp_path / "cache"),
+        COLUMNS="200",
+    )
+    for family in families.FAMILIES:
+        (line,) = (line for line in said.splitlines() if f"  {family} (sm_80)" in line)
+        assert " compiled, " in line
+
+
+def test_a_checkout_needs_no_installation(checkout: Path, tmp_path: Path) -> None:
+    """As where ranks are started from a shared folder, in whatever directory."""
+    where = run(sys.executable, "-c", WHERE, cwd=tmp_path, PYTHONPATH=str(checkout))
+    assert Path(where.strip()) == checkout / "kernels/cuda/compile.py"
+
+
+def test_an_editable_installation_finds_them_where_they_are(checkout: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv", checkout, "--editable")
+    where = run(python, "-c", WHERE, cwd=tmp_path)
+    assert Path(where.strip()) == checkout / "kernels/cuda/compile.py"
