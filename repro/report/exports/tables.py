@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.ledger import KINDS
 from repro.config import ConfigError
+from repro.host.extras import missing
 from repro.results.store import say
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _parquet(frame: pd.DataFrame, output: Path) -> None:
     try:
         typed.to_parquet(output, index=False)
     except ImportError:
-        raise ConfigError("--format", "parquet", "pyarrow to be installed: pip install pyarrow") from None
+        raise ConfigError("--format", "parquet", missing("pyarrow")) from None
 
 
 def _text(value: Any) -> str | None:

