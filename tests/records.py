@@ -26,11 +26,11 @@ def changed(record: R, **keys: Any) -> R:
 
 
 def lines(results: Path) -> list[dict[str, Any]]:
-    """What the files of a store hold, oldest first."""
+    """The whole lines of a store's files, oldest first."""
     found = [
         json.loads(line)
         for path in (results / "records").glob("*.jsonl")
-        for line in path.read_text().splitlines()
+        for line in path.read_text().split("\n")[:-1]
     ]
     return sorted(found, key=lambda document: str(document["written"]))
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
-
 from repro.config.layout import Layout
 from repro.config.system import System
 from repro.render import units
 
-_KEYS = [field.name for field in fields(Layout)]
 _SWITCHES = {
     "recompute": "recomputation",
     "sp": "sequence parallelism",
@@ -26,36 +21,33 @@ _KERNELS = {
 }
 
 
-def layout(spread: Layout | Mapping[str, Any], *, degrees: bool = True, batches: bool = False) -> str:
+def layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> str:
     """`tp 2 x dp 4, ZeRO 1, fp16, recomputation`: what is off, or 1, is not said.
 
-    `spread`: a layout, or the keys of one that a record holds.  `degrees`: also tp, pp and dp, and the pipeline's
-    schedule; `batches`: also the batches.
+    `degrees`: also tp, pp and dp, and the pipeline's schedule; `batches`: also the batches.
     """
-    given = spread if isinstance(spread, Mapping) else vars(spread)
-    of = {key: given.get(key, getattr(Layout, key)) for key in _KEYS}
-    axes = [f"{axis} {of[axis]}" for axis in ("tp", "pp", "dp") if of[axis] > 1]
+    axes = [f"{axis} {size}" for axis in ("tp", "pp", "dp") if (size := getattr(spread, axis)) > 1]
     parts = [" x ".join(axes) or "one rank"] if degrees else []
-    if of["dp"] > 1 or of["zero"]:
-        how = f" by {of['zero1_reduce']}" if of["zero1_reduce"] != "reduce-scatter" else ""
-        parts.append(f"ZeRO {of['zero']}{how}")
-    parts.append(of["precision"])
+    if spread.dp > 1 or spread.zero:
+        how = f" by {spread.zero1_reduce}" if spread.zero1_reduce != "reduce-scatter" else ""
+        parts.append(f"ZeRO {spread.zero}{how}")
+    parts.append(spread.precision)
     if batches:
-        parts.append(f"micro-batch {of['micro_batch']} of {of['global_batch']}")
-    if of["pp"] > 1 and degrees:
-        parts.append(of["schedule"] + (f" with {of['chunks']} chunks" if of["chunks"] > 1 else ""))
+        parts.append(f"micro-batch {spread.micro_batch} of {spread.global_batch}")
+    if spread.pp > 1 and degrees:
+        parts.append(spread.schedule + (f" with {spread.chunks} chunks" if spread.chunks > 1 else ""))
         if batches:
-            parts.append(f"{of['global_batch'] // of['dp'] // of['micro_batch']} micro-batches")
-    parts += [words for key, words in _SWITCHES.items() if of[key]]
-    if not of["cb"]:
+            parts.append(f"{spread.accumulation} micro-batches")
+    parts += [words for key, words in _SWITCHES.items() if getattr(spread, key)]
+    if not spread.cb:
         parts.append("without C_B")
-    if of["kernels"] != "fused":
-        parts.append(_KERNELS[of["kernels"]])
-    if of["tp"] > 1 and not of["tp_overlap"]:
+    if spread.kernels != "fused":
+        parts.append(_KERNELS[spread.kernels])
+    if spread.tp > 1 and not spread.tp_overlap:
         parts.append("sums over tp waited for")
-    if not of["overlap"]:
-        parts.append("gradients reduced after backward" if of["zero"] < 2 else "reductions waited for")
-    elif not of["gather_overlap"]:
+    if not spread.overlap:
+        parts.append("gradients reduced after backward" if spread.zero < 2 else "reductions waited for")
+    elif not spread.gather_overlap:
         parts.append("parameters gathered before the step")
     return ", ".join(parts)
 

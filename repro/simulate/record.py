@@ -15,7 +15,7 @@ from repro.config.system import System
 from repro.models import flops
 from repro.results import metrics
 from repro.results.metrics import Held, Metrics
-from repro.results.schema import SIMULATED, ExperimentRecord, Role, Series, SimulatedOn, Traffic
+from repro.results.schema import SIMULATED, ExperimentRecord, Role, Series, SimulatedOn
 
 if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
@@ -26,7 +26,7 @@ def simulated_record(
 ) -> ExperimentRecord:
     """The record of one simulated experiment, `ok` or `oom`; its provenance is still to come."""
     roles = simulation.roles
-    traffic = [_traffic(role) for role in roles]
+    traffic = [role.traffic for role in roles]
     per_layer = metrics.per_layer(experiment, roles[0].role.stage, traffic[0])
     held = [_held(role) for role in roles]
     fits = simulation.outcome == "ok"
@@ -102,10 +102,6 @@ def _held(role: RoleResult) -> Held:
     memory = role.memory
     peak = {"total": memory.peak_bytes, **memory.by_category}
     return Held(memory.states, peak, memory.most, memory.init_peak_bytes)
-
-
-def _traffic(role: RoleResult) -> list[Traffic]:
-    return [Traffic(**row.__dict__) for row in role.traffic]
 
 
 def _time(experiment: Experiment, simulation: Simulation) -> Metrics:

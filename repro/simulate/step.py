@@ -12,27 +12,12 @@ from repro.config.system import System
 from repro.models import flops, parameters
 from repro.parallel import mesh as meshes
 from repro.parallel.transports import NoTransport
+from repro.results.schema import Traffic
 from repro.simulate.memory.live import Memory, measure
 from repro.simulate.memory.replay import Replay, replay
 from repro.simulate.placement import Placement
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.trace.roles import Role, Trace, roles, trace
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank of a role sends in a step, by operation, group and purpose."""
-
-    op: str
-    group: str
-    purpose: str
-    size: int
-    """Ranks of the group."""
-    link: str
-    """The slowest class of links that the group crosses."""
-    calls: int
-    payload_bytes: int
-    sent_bytes: int
 
 
 @dataclass
@@ -142,7 +127,7 @@ class Simulation:
                 "sent_bytes": sum(t.sent_bytes for t in busiest.traffic),
                 "bytes_by_group": _sum(busiest.traffic, "group"),
                 "bytes_by_link": _sum(busiest.traffic, "link"),
-                "rows": [t.__dict__ for t in busiest.traffic],
+                "rows": [t.as_dict() for t in busiest.traffic],
             },
             "flops": {
                 "model": flops.model_flops(e.model, e.seq, e.layout.global_batch),
@@ -235,5 +220,16 @@ def _traffic(traced: Trace, experiment: Experiment, placement: Placement) -> lis
     found = []
     for (op, group, purpose), (size, calls, payload, sent) in sorted(counts.items()):
         link = placement.link_of(group, getattr(mesh, group).ranks)
-        found.append(Traffic(op, group, purpose, size, link, calls, payload, sent))
+        found.append(
+            Traffic(
+                op=op,
+                group=group,
+                purpose=purpose,
+                size=size,
+                link=link,
+                calls=calls,
+                payload_bytes=payload,
+                sent_bytes=sent,
+            )
+        )
     return found

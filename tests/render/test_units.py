@@ -78,8 +78,6 @@ def test_an_allocators_message() -> None:
 def test_a_layout_in_words_is_the_same_of_a_record() -> None:
     layout = Layout(tp=2, dp=2, sp=True, zero=1, zero1_reduce="all-reduce", global_batch=4)
     assert words.layout(layout) == "tp 2 x dp 2, ZeRO 1 by all-reduce, fp32, sequence parallelism"
-    assert words.layout({"tp": 2, "sp": True}) == "tp 2, fp32, sequence parallelism"  # of an older version
-    assert words.layout(vars(layout)) == words.layout(layout)
     assert words.layout(Layout()) == "one rank, fp32"
 
 

@@ -241,7 +241,8 @@ def _full(request: Request, layout: Layout, time: bool) -> Row:
     for role in found.roles:
         by_link: dict[str, int] = {}
         for sent in role.traffic:
-            by_link[sent.link] = by_link.get(sent.link, 0) + sent.sent_bytes
+            link = sent.link or ""
+            by_link[link] = by_link.get(link, 0) + sent.sent_bytes
         ideal = max(ideal, ideal_s(request, layout, by_link))
     row = Row(layout, found.outcome, FULL, document["memory"], document["comm"], ideal)
     row.trace_seconds = document["trace_seconds"]
