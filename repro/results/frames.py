@@ -28,58 +28,6 @@ def experiments(records: Iterable[Record]) -> pd.DataFrame:
     )
 
 
-def metrics(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record and metric: columns `metric` and `value`."""
-    return _frame(
-        {**_identity(record), "metric": metric, "value": value}
-        for record in _experiments(records)
-        for metric, value in record.metrics.items()
-    )
-
-
-def losses(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record and training step: `step`, `loss`, `grad_norm`."""
-    return _frame(
-        {**_identity(record), "step": step, "loss": loss, "grad_norm": norm}
-        for record in _experiments(records)
-        for step, (loss, norm) in enumerate(
-            zip(record.series.loss or (), record.series.grad_norm or (), strict=False)
-        )
-    )
-
-
-def step_seconds(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record and timed step: `round`, `step` within it, `seconds`."""
-    return _frame(
-        {**_identity(record), "round": number, "step": step, "seconds": seconds}
-        for record in _experiments(records)
-        for number, steps in enumerate(record.series.step_seconds or ())
-        for step, seconds in enumerate(steps)
-    )
-
-
-def memory(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record, rank, moment (`states` or `peak`) and category: `bytes`."""
-    return _frame(
-        {**_identity(record), "rank": rank, "moment": moment, "category": category, "bytes": size}
-        for record in _experiments(records)
-        for rank, held in enumerate(record.memory_by_rank)
-        for moment, sizes in (("states", held.states), ("peak", held.peak))
-        for category, size in (sizes or {}).items()
-        if category != "total"
-    )
-
-
-def communication(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record, rank, group and operation: `calls`, `payload_bytes`, `sent_bytes`."""
-    return _frame(
-        {**_identity(record), "rank": rank, **row.as_dict()}
-        for record in _experiments(records)
-        for rank, rows in enumerate(record.comm_by_rank)
-        for row in rows
-    )
-
-
 def comparisons(records: Iterable[Record]) -> pd.DataFrame:
     """One row per comparison record: `baseline`, `subject`, `ratio`, `low`, `high`, `rounds`."""
     names = ("suite", "name", "written", "metric", "ratio", "low", "high", "rounds")

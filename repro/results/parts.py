@@ -26,12 +26,28 @@ class Part:
     def read(cls: type[P], document: Mapping[str, Any]) -> P:
         """Of JSON data.  What has neither a key nor a default becomes None."""
         values = {}
-        for name, key, convert, required in _plan(typing.cast(Any, cls)):
-            if key in document:
-                values[name] = convert(document[key])
-            elif required:
-                values[name] = None
+        for field in _fields(typing.cast(Any, cls)):
+            if field.key in document:
+                values[field.name] = field.convert(document[field.key])
+            elif field.required:
+                values[field.name] = None
         return cls(**values)
+
+    @classmethod
+    def wrong(cls, document: Mapping[str, Any]) -> str:
+        """`KEY: missing`, or `of another type`, of the first field without a default for which it is so; else empty.
+
+        Fields that may be None are not looked at, nor what is in lists and dictionaries.
+        """
+        for field in _fields(typing.cast(Any, cls)):
+            if not field.required or not field.types:
+                continue
+            if not isinstance(document.get(field.key), field.types):
+                return f"{field.key}: {'missing' if field.key not in document else 'of another type'}"
+            inner = field.part.wrong(document[field.key]) if field.part is not None else ""
+            if inner:
+                return f"{field.key}.{inner}"
+        return ""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON data; `read` is the way back."""
@@ -62,20 +78,40 @@ def _plain(value: Any) -> Any:
     return value
 
 
+class _Field(typing.NamedTuple):
+    name: str
+    key: str
+    convert: Convert
+    required: bool
+    """Whether it has no default."""
+    types: tuple[type, ...]
+    """Of its JSON value; none where it may be null."""
+    part: type[Part] | None
+
+
 @lru_cache(maxsize=64)
-def _plan(cls: type) -> tuple[tuple[str, str, Convert, bool], ...]:
-    """Name, key and converter of each field of `cls`, and whether it has no default."""
+def _fields(cls: type) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(cls)
-    return tuple(
-        (
-            field.name,
-            field.metadata.get("key", field.name),
-            _converter(hints[field.name]),
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
-        )
-        for field in dataclasses.fields(cls)
-        if field.init
-    )
+    found = []
+    for field in dataclasses.fields(cls):
+        if field.init:
+            hint = hints[field.name]
+            kind = typing.get_origin(hint) or hint
+            part = kind if isinstance(kind, type) and issubclass(kind, Part) else None
+            no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            types = _TYPES.get(dict if part else kind, ())
+            key = field.metadata.get("key", field.name)
+            found.append(_Field(field.name, key, _converter(hint), no_default, types, part))
+    return tuple(found)
+
+
+_TYPES: dict[Any, tuple[type, ...]] = {
+    str: (str,),
+    int: (int,),
+    float: (int, float),
+    dict: (dict,),
+    list: (list,),
+}
 
 
 def _converter(hint: Any) -> Convert:

@@ -318,26 +318,8 @@ _KINDS: dict[str, type[ExperimentRecord] | type[ComparisonRecord] | type[Kernels
     "comparison": ComparisonRecord,
     "kernels": KernelsRecord,
 }
-_KEYS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "experiment": {
-        **dict.fromkeys(("suite", "name", "key", "written", "evidence", "outcome", "reason"), str),
-        **dict.fromkeys(("experiment", "metrics", "series"), dict),
-    },
-    "comparison": {
-        **dict.fromkeys(("suite", "name", "written"), str),
-        **dict.fromkeys(("baseline", "subject"), dict),
-        "metric": str,
-        "ratio": (int, float),
-        "rounds": int,
-    },
-    "kernels": dict.fromkeys(("suite", "name", "written"), str),
-}
-"""Keys that every record of a kind has had since the first, and their types."""
-_INNER: dict[str, dict[str, tuple[str, ...]]] = {
-    "experiment": {"experiment": ("model", "layout", "system", "engine")},
-    "comparison": {"baseline": ("name", "key"), "subject": ("name", "key")},
-    "kernels": {},
-}
+_CONDITIONS = ("model", "layout", "system", "engine")
+"""What every experiment has had since the first record of one."""
 
 
 class NotARecord(ValueError):
@@ -349,12 +331,13 @@ def read(document: Mapping[str, Any]) -> Record:
     kind = document.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise NotARecord("kind: a kind of record, such as experiment")
-    for key, expected in _KEYS[kind].items():
-        if not isinstance(document.get(key), expected):
-            lacking = "missing" if key not in document else "of another type"
-            raise NotARecord(f"{key}: {lacking} in a record of kind {kind}")
-    for key, names in _INNER[kind].items():
-        for name in names:
-            if name not in document[key]:
-                raise NotARecord(f"{key}.{name}: missing in a record of kind {kind}")
-    return _KINDS[kind].read({"protocol": None, "id": "", **document})
+    record = _KINDS[kind]
+    lacking = record.wrong(document)
+    if not lacking and not isinstance(document.get("written"), str):
+        lacking = "written: missing"
+    if not lacking and record is ExperimentRecord:
+        missing = [key for key in _CONDITIONS if key not in document["experiment"]]
+        lacking = f"experiment.{missing[0]}: missing" if missing else ""
+    if lacking:
+        raise NotARecord(f"{lacking} in a record of kind {kind}")
+    return record.read({"protocol": None, "id": "", **document})
