@@ -26,7 +26,7 @@ import seaborn as sns
 from repro.render.words import layout
 from repro.report import evidence
 from repro.report.exports.compare import compare
-from repro.report.machines import Machines
+from repro.report.origins import Machines
 
 RESULTS: Path | None = None
 BEFORE: Path | None = None

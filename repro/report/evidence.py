@@ -39,7 +39,7 @@ VARIABLE = "REPRO_RESULTS"
 
 
 @dataclass(frozen=True)
-class Evidence:
+class JudgedStore:
     """What a store says of the ledger.  `pattern`: a glob of claim ids, or of `suite/name`."""
 
     results: Path
@@ -168,11 +168,11 @@ class Evidence:
         return [record for record in self.records if fnmatchcase(record.at, pattern)]
 
 
-def read(results: Path | str | None = None) -> Evidence:
+def read(results: Path | str | None = None) -> JudgedStore:
     """The evidence in the store at `results`; an empty or missing one has analytic evidence only."""
     store = Store(Path(results) if results is not None else default())
     records, torn = store.readable()
-    return Evidence(results=store.root, records=records, torn=torn, ledger=load())
+    return JudgedStore(results=store.root, records=records, torn=torn, ledger=load())
 
 
 def default() -> Path:
@@ -223,7 +223,7 @@ def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _origin(record: Record) -> dict[str, Any]:
-    from repro.report.machines import where
+    from repro.report.origins import where
 
     names = ("id", "kind", "suite", "name", "key", "evidence", "outcome", "written", "protocol")
     return {

@@ -12,7 +12,7 @@ import pytest
 
 from repro.claims import reader
 from repro.report import evidence
-from repro.report.evidence import Evidence
+from repro.report.evidence import JudgedStore
 from repro.report.exports import artifact
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def one_ledger() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def found(synthetic_results: Path) -> Evidence:
+def found(synthetic_results: Path) -> JudgedStore:
     """The synthetic store and its judged ledger."""
     return evidence.read(synthetic_results)
 

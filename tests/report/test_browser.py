@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from repro.report.evidence import Evidence
+from repro.report.evidence import JudgedStore
 
 pytestmark = pytest.mark.timeout(300)  # a page is drawn by one core, which others may share
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -107,7 +107,7 @@ def test_loads_alone_and_without_complaint(
     assert picture.stat().st_size > 10_000
 
 
-def test_every_filter_leaves_what_the_ledger_says(visit: Any, found: Evidence) -> None:
+def test_every_filter_leaves_what_the_ledger_says(visit: Any, found: JudgedStore) -> None:
     page, about = visit(), found.ledger.about
     everything = [result.claim.id for result in found.judged]
     assert page.shown() == everything

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import synthetic
 
-from repro.report.figures import communication, comparison, draw_all, loss, peak, states
+from repro.report.figures import communication, comparison, draw_all, loss, measured_states, peak
 from repro.report.figures.style import CATEGORY, look
-from repro.report.machines import Machines
-from repro.report.page.records import measured_row
+from repro.report.origins import Machines
+from repro.report.page.record_tables import measured_row
 from repro.results.select import select
 from tests.records import changed
 
@@ -26,7 +26,7 @@ def drawn(module: Any, records: list[Any]) -> Any:
         return module.draw(records)
 
 
-@pytest.mark.parametrize("module", [states, communication, loss, comparison, peak])
+@pytest.mark.parametrize("module", [measured_states, communication, loss, comparison, peak])
 def test_without_records_nothing_is_drawn_and_the_remedy_is_named(module: Any) -> None:
     drawing = drawn(module, [])
     assert drawing.figure is None
@@ -35,7 +35,7 @@ def test_without_records_nothing_is_drawn_and_the_remedy_is_named(module: Any) -
 
 
 def test_states_bars_are_the_records_and_markers_the_formula(chosen: Any) -> None:
-    drawing = drawn(states, chosen.measured)
+    drawing = drawn(measured_states, chosen.measured)
     axes = drawing.figure.axes[0]
     metrics = {r.name: r.metrics for r in chosen.measured}
     tops: dict[float, float] = {}
@@ -55,10 +55,10 @@ def test_states_bars_are_the_records_and_markers_the_formula(chosen: Any) -> Non
 
 def test_incomplete_figures_say_what_is_missing(chosen: Any) -> None:
     some = [r for r in chosen.measured if r.name in ("states-z0-dp2", "states-z1-dp2")]
-    drawing = drawn(states, some)
+    drawing = drawn(measured_states, some)
     assert drawing.figure is not None
     assert set(drawing.records) == {"smoke/states-z0-dp2", "smoke/states-z1-dp2"}
-    assert drawing.missing == states.RUN
+    assert drawing.missing == measured_states.RUN
 
 
 def test_communication_is_relative_to_plain_data_parallelism(chosen: Any) -> None:

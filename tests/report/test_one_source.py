@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from repro import cli
-from repro.report.evidence import KINDS, Evidence
+from repro.report.evidence import KINDS, JudgedStore
 from tests.report.test_page import Page
 
 
@@ -58,7 +58,7 @@ def test_the_page(claims: list[dict[str, Any]], built: Path) -> None:
     assert [row["data-about"] for row in page.rows] == [claim["about"] for claim in claims]
 
 
-def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], found: Evidence) -> None:
+def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], found: JudgedStore) -> None:
     frame = found.values()
     assert list(frame["verdict"]) == [row["verdict"] for row in rows(claims)]
     assert list(found.claims()["verdict"]) == [claim["verdict"] for claim in claims]
@@ -90,7 +90,7 @@ def test_the_exports(claims: list[dict[str, Any]], exported: pd.DataFrame, kind:
         assert same, (line["claim"], line["value"])
 
 
-def test_the_summary_counts_what_the_claims_say(claims: list[dict[str, Any]], found: Evidence) -> None:
+def test_the_summary_counts_what_the_claims_say(claims: list[dict[str, Any]], found: JudgedStore) -> None:
     frame = found.summary().set_index("about")
     assert frame.loc["all", "claims"] == len(claims) == frame["claims"].iloc[:-1].sum()
     for about, line in frame.iloc[:-1].iterrows():

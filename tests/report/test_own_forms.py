@@ -13,7 +13,15 @@ from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.config import Experiment, Layout
 from repro.parallel.pipeline.schedule import build
-from repro.report.figures import breakdown, degrees, links, machine, memory_timeline, model_states, schedules
+from repro.report.figures import (
+    breakdown,
+    degrees,
+    link_traffic,
+    memory_timeline,
+    model_states,
+    predicted,
+    schedules,
+)
 from repro.report.figures.style import Drawing, look
 from repro.report.figures.values import View
 from repro.results.schema import ExperimentRecord
@@ -56,9 +64,9 @@ def test_without_records_each_names_its_remedy(view: View) -> None:
             degrees.draw(view, []),
             breakdown.draw(view, []),
             memory_timeline.draw([]),
-            links.draw([]),
+            link_traffic.draw([]),
         ]
-        drawings.append(machine.draw([], []))
+        drawings.append(predicted.draw([], []))
     for drawing in drawings:
         assert (drawing.figure, drawing.records) == (None, ())
         assert drawing.missing.startswith("repro run suites/")
@@ -180,12 +188,12 @@ def test_bytes_of_a_sample_are_summed_over_all_gpus() -> None:
         "comm.link.inter-node.sent_bytes": 1e9,
     }
     made = record("zero_throughput", "fig2-8b-zero", sent, tp=4, dp=2, micro_batch=8, global_batch=32)
-    assert links.by_class(made) == {"nvlink": 2e9, "inter-node": 0.25e9}
+    assert link_traffic.by_class(made) == {"nvlink": 2e9, "inter-node": 0.25e9}
     with look():
-        drawing = links.draw([made])
+        drawing = link_traffic.draw([made])
     assert drawing.records == ("zero_throughput/fig2-8b-zero",)
     assert words(drawing, 1) == ["no record"] * 9
-    assert drawing.missing == links.RUN
+    assert drawing.missing == link_traffic.RUN
     assert readable(drawing)
 
 
@@ -193,10 +201,10 @@ def test_only_predictions_for_this_machine_are_held_against_its_measurements() -
     measured = changed(record("machine", "dp-on-2", {"step_seconds.median": 2.0}, dp=2), evidence="measured")
     here = record("machine", "dp-on-2@here", {"step_seconds.median": 2.2}, dp=2)
     other = changed(record("machine", "dp-on-2@dgx2", {"step_seconds.median": 0.1}, dp=2), written="9999")
-    found = machine.pairs([measured], [here, other], "step_seconds.median")
+    found = predicted.pairs([measured], [here, other], "step_seconds.median")
     assert found == [("machine/dp-on-2", 2.0, 2.2)]
     with look():
-        drawing = machine.draw([measured], [here, other])
+        drawing = predicted.draw([measured], [here, other])
     assert "seconds of a step: 1 runs, median error 10.0%" in drawing.caption
-    assert drawing.missing == machine.RUN
+    assert drawing.missing == predicted.RUN
     assert readable(drawing)

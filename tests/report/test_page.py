@@ -14,8 +14,8 @@ from repro.claims.judge import judge
 from repro.claims.table import table
 from repro.cli.views.report import report as command
 from repro.config import ConfigError
-from repro.report.evidence import Evidence
-from repro.report.figures import states
+from repro.report.evidence import JudgedStore
+from repro.report.figures import measured_states
 from repro.report.page.build import Report, build
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
@@ -87,7 +87,7 @@ def test_needs_nothing_but_itself(text: str, page: Page) -> None:
     assert "@import" not in text
 
 
-def test_says_what_the_judge_says(page: Page, text: str, found: Evidence) -> None:
+def test_says_what_the_judge_says(page: Page, text: str, found: JudgedStore) -> None:
     judged = judge(found.ledger, found.records)
     assert [row["data-verdict"] for row in page.rows] == [result.verdict for result in judged]
     for line in table(judged):
@@ -130,7 +130,9 @@ def test_json_is_one_document(
 def test_empty_store_gives_the_ledger_and_says_what_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("repro.report.figures.draw_all", lambda measured, *of: [states.draw(measured)])
+    monkeypatch.setattr(
+        "repro.report.figures.draw_all", lambda measured, *of: [measured_states.draw(measured)]
+    )
     (tmp_path / "out" / "figures").mkdir(parents=True)
     stale = tmp_path / "out" / "figures" / "states.svg"
     stale.touch()

@@ -17,7 +17,7 @@ from repro.claims.ledger import Ledger
 from repro.claims.published import read
 from repro.claims.reader import load
 from repro.config.errors import ConfigError
-from repro.report.figures import draw_all, entries, marks, redrawn
+from repro.report.figures import draw_all, marks, redrawn, redrawn_entries
 from repro.report.figures.style import Drawing, canvas, look
 from repro.report.figures.values import Ours, Value, View
 from repro.results.schema import SIMULATED, ExperimentRecord
@@ -105,7 +105,7 @@ def by_id(drawings: list[Drawing], name: str) -> Drawing:
 
 def alone(name: str, ledger: Ledger, simulated: list[dict[str, Any]]) -> Drawing:
     """One figure, of the ledger judged on these records."""
-    entry = next(entry for entry in entries.load() if entry.id == name)
+    entry = next(entry for entry in redrawn_entries.load() if entry.id == name)
     claims = tuple(claim for claim in ledger.claims if claim.id in entry.claims)
     with look():
         return redrawn.draw(entry, View(judge(replace(ledger, claims=claims), simulated), simulated))
@@ -164,7 +164,7 @@ def test_the_error_is_drawn_and_filled_where_the_judge_accepts(ledger: Ledger) -
 
 
 def test_without_records_nothing_is_drawn_and_the_remedy_is_named(empty: list[Drawing]) -> None:
-    for entry in entries.load():
+    for entry in redrawn_entries.load():
         drawing = by_id(empty, entry.id)
         assert (drawing.figure, drawing.records) == (None, ())
         assert "--evidence simulated" in drawing.missing, entry.id
@@ -221,7 +221,7 @@ def test_no_text_overlaps_another_or_leaves_the_picture(full: list[Drawing]) -> 
     with look():
         found = {drawing.id: troubles(drawing.figure) for drawing in full if drawing.figure is not None}
     assert {name: lines for name, lines in found.items() if lines} == {}
-    assert len(found) >= len(entries.load())
+    assert len(found) >= len(redrawn_entries.load())
 
 
 def test_every_simulated_record_of_a_row_is_listed(ledger: Ledger, full: list[Drawing]) -> None:
@@ -244,9 +244,9 @@ def test_a_mistake_in_a_figure_names_it(ledger: Ledger, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"redrawn\.toml: f.*rows = 'zero-fig1-7p5b/P_os': claim/label with a \*"
     ):
-        entries.load(file)
+        redrawn_entries.load(file)
     view = View(judge(ledger, []), [])
-    entry = entries.load()[0]
+    entry = redrawn_entries.load()[0]
     series = replace(entry.panel[0].series[0], rows="zero-fig2-throughput/*: nothing")
     broken = replace(entry, panel=[replace(entry.panel[0], series=[series])])
     with pytest.raises(ConfigError, match=r"rows = 'zero-fig2-throughput/\*: nothing'"):

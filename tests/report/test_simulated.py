@@ -13,7 +13,7 @@ from repro.config import Experiment
 from repro.launch.simulated import attempt
 from repro.report.figures import draw_all
 from repro.report.page.build import build
-from repro.report.page.records import simulated_row
+from repro.report.page.record_tables import simulated_row
 from repro.results.frames import experiments
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select

@@ -6,7 +6,7 @@ import json as json_module
 import sys
 from pathlib import Path
 
-from repro.cli.views.schedule_plan import Plan, describe, make, number, share
+from repro.cli.views.schedule_plan import TimedSchedule, describe, make, number, share
 from repro.cli.views.schedule_text import show
 from repro.config.errors import require
 
@@ -40,7 +40,7 @@ def command(
     return 0
 
 
-def _svg(plan: Plan) -> str:
+def _svg(plan: TimedSchedule) -> str:
     """The picture as an SVG document."""
     from repro.report.figures import schedule_drawing, style
 

@@ -23,7 +23,7 @@ MOST_ACTIONS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Plan:
+class TimedSchedule:
     """A schedule and when it runs; `forward` and `backward` are relative times on one whole stage."""
 
     name: str
@@ -76,7 +76,7 @@ class Plan:
 
 def make(
     name: str, stages: int, micro_batches: int, chunks: int = 1, forward: str = "1", backward: str = "2"
-) -> Plan:
+) -> TimedSchedule:
     """Build and time a schedule; an empty `name` is `1f1b`, or `interleaved` with chunks > 1."""
     name = name or ("interleaved" if chunks > 1 else "1f1b")
     times = _time("--forward", forward), _time("--backward", backward)
@@ -87,10 +87,10 @@ def make(
         schedule = build(name, stages, micro_batches, chunks)
     except ConfigError as error:
         raise ConfigError(OPTIONS[error.key], error.value, error.expected) from None
-    return Plan(name, stages, micro_batches, chunks, *times, schedule, timeline(schedule, *times))
+    return TimedSchedule(name, stages, micro_batches, chunks, *times, schedule, timeline(schedule, *times))
 
 
-def describe(plan: Plan) -> dict[str, Any]:
+def describe(plan: TimedSchedule) -> dict[str, Any]:
     """The schedule as JSON data: times relative to `forward` and `backward`, counts of one step."""
     return {
         "schedule": plan.name,
@@ -125,7 +125,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     }
 
 
-def summary(plan: Plan) -> list[tuple[str, str]]:
+def summary(plan: TimedSchedule) -> list[tuple[str, str]]:
     """(name, sentence) of everything that the command says about a schedule."""
     idle = plan.total - plan.ideal
     return [
@@ -153,7 +153,7 @@ def number(value: Fraction | float) -> str:
     return units.number(float(value), digits=6)
 
 
-def _in_flight(plan: Plan) -> str:
+def _in_flight(plan: TimedSchedule) -> str:
     live = plan.in_flight
     what = "micro-batch" if plan.chunks == 1 else "(micro-batch, chunk) pair"
     if len(set(live)) == 1:
@@ -162,7 +162,7 @@ def _in_flight(plan: Plan) -> str:
     return f"{words.counted(live[0], what)} on stage 0, falling to {live[-1]} on stage {plan.stages - 1}"
 
 
-def _activations(plan: Plan) -> str:
+def _activations(plan: TimedSchedule) -> str:
     """In-flight activations in micro-batches through all layers, beside GPipe's."""
     most = max(plan.in_flight)
     parts = plan.stages * plan.chunks
@@ -175,7 +175,7 @@ def _activations(plan: Plan) -> str:
     return f"{said}; GPipe: {number(other)}"
 
 
-def _messages(plan: Plan) -> str:
+def _messages(plan: TimedSchedule) -> str:
     if not plan.messages:
         return "none"
     boundaries = plan.stages * plan.chunks - 1

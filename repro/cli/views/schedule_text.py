@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import ceil, floor
 from typing import TYPE_CHECKING
 
-from repro.cli.views.schedule_plan import Plan, number, summary
+from repro.cli.views.schedule_plan import TimedSchedule, number, summary
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
 from repro.render.console import WIDE, stdout
 from repro.render.table import facts
@@ -28,7 +28,7 @@ Cell = tuple[str, str]
 """One character and its rich style."""
 
 
-def show(plan: Plan) -> None:
+def show(plan: TimedSchedule) -> None:
     """Print the drawing, its legend and the summary to the terminal, in its width."""
     from rich.text import Text
 
@@ -42,7 +42,7 @@ def show(plan: Plan) -> None:
     console.print(said)
 
 
-def draw(plan: Plan, console: Console) -> list[Text]:
+def draw(plan: TimedSchedule, console: Console) -> list[Text]:
     """The drawing as lines no wider than the console."""
     from rich.text import Text
 
@@ -81,7 +81,7 @@ def draw(plan: Plan, console: Console) -> list[Text]:
     return lines
 
 
-def _shortest(plan: Plan) -> Fraction:
+def _shortest(plan: TimedSchedule) -> Fraction:
     return min(plan.forward, plan.backward) / plan.chunks
 
 
@@ -89,11 +89,11 @@ def _label(action: Action, colour: bool) -> str:
     return str(action.micro_batch) if colour else str(action)
 
 
-def _widest(plan: Plan, colour: bool) -> int:
+def _widest(plan: TimedSchedule, colour: bool) -> int:
     return len(_label(Action(FORWARD, plan.micro_batches - 1, plan.chunks - 1), colour))
 
 
-def _columns_per_action(plan: Plan, width: int, colour: bool) -> int:
+def _columns_per_action(plan: TimedSchedule, width: int, colour: bool) -> int:
     """Columns of the shortest action, or 0 where not every action gets one.
 
     Labels come first: in one line of time, else in several, else only colours or letters in one line.
@@ -113,7 +113,9 @@ def _columns_per_action(plan: Plan, width: int, colour: bool) -> int:
     return next((columns for columns in range(least - 1, 0, -1) if blocks(columns) == 1), 0)
 
 
-def _actions(plan: Plan, stage: int, columns: int, scale: Fraction, colour: bool, gap: bool) -> list[Cell]:
+def _actions(
+    plan: TimedSchedule, stage: int, columns: int, scale: Fraction, colour: bool, gap: bool
+) -> list[Cell]:
     """A stage's row with every action: its label, then its length, then a gap if all have room for it."""
     row: list[Cell] = [(IDLE, "dim")] * columns
     for action, start, stop in plan.slots[stage]:
@@ -127,7 +129,7 @@ def _actions(plan: Plan, stage: int, columns: int, scale: Fraction, colour: bool
     return row
 
 
-def _shares(plan: Plan, stage: int, columns: int, colour: bool) -> list[Cell]:
+def _shares(plan: TimedSchedule, stage: int, columns: int, colour: bool) -> list[Cell]:
     """A stage's row with a column for many actions: what it mostly does in that time."""
     shares = busy_shares(plan.slots[stage], float(plan.total), columns)
     row: list[Cell] = []
@@ -180,7 +182,7 @@ def _axis(first: int, last: int, scale: Fraction) -> str:
     return "".join(line)
 
 
-def _legend(plan: Plan, per_action: int, colour: bool) -> Text:
+def _legend(plan: TimedSchedule, per_action: int, colour: bool) -> Text:
     from rich.text import Text
 
     chunks = plan.chunks if per_action else 1
@@ -196,7 +198,7 @@ def _legend(plan: Plan, per_action: int, colour: bool) -> Text:
     return line
 
 
-def _notes(plan: Plan, per_action: int, colour: bool, broken: bool) -> Iterator[str]:
+def _notes(plan: TimedSchedule, per_action: int, colour: bool, broken: bool) -> Iterator[str]:
     if not per_action:
         yield "a column holds several actions: what the stage mostly does; --svg shows more"
         return

@@ -42,7 +42,7 @@ tolerance, and the cost in GPU-hours on the cluster that it needs. `make artifac
 
 
 @dataclass(frozen=True)
-class Cost:
+class GpuHours:
     """GPU-hours of one command."""
 
     least: float | None
@@ -76,14 +76,14 @@ def text() -> str:
     return "\n".join(parts)
 
 
-def cost(found: Command, catalogue: Catalogue) -> Cost:
+def cost(found: Command, catalogue: Catalogue) -> GpuHours:
     """GPU-hours of a measured command, of all its experiments together."""
     known = catalogue.suites[found.suite]
     chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
     # What is to run out of memory takes no step.
     least = [_arithmetic_hours(entry.experiment) if entry.expect != "oom" else 0.0 for entry in chosen]
     most = sum(e.experiment.limits.timeout_s * e.experiment.layout.world / HOUR_S for e in chosen)
-    return Cost(None if None in least else sum(hours or 0.0 for hours in least), most)
+    return GpuHours(None if None in least else sum(hours or 0.0 for hours in least), most)
 
 
 def _arithmetic_hours(experiment: Experiment) -> float | None:

@@ -14,17 +14,17 @@ from repro.report.figures import (
     communication,
     comparison,
     degrees,
-    entries,
-    links,
+    link_traffic,
     loss,
-    machine,
     maps,
+    measured_states,
     memory_timeline,
     model_states,
     peak,
+    predicted,
     redrawn,
+    redrawn_entries,
     schedules,
-    states,
     validation,
 )
 from repro.report.figures.style import Drawing, Record, look
@@ -52,12 +52,12 @@ def draw_all(
     found = list(simulated)
     with look():
         drawings = [
-            states.draw(experiments),
+            measured_states.draw(experiments),
             communication.draw(experiments),
             loss.draw(experiments),
             comparison.draw(comparisons),
             peak.draw(experiments),
-            machine.draw(experiments, found),
+            predicted.draw(experiments, found),
         ]
         if judged:
             drawings += _of_sources(View(judged, found), found)
@@ -68,10 +68,10 @@ def _of_sources(view: View, simulated: list[Record]) -> list[Drawing]:
     """What the reports show, with ours beside it; then what only a simulation can show of the same runs."""
     return [
         model_states.draw(view, simulated),
-        *(redrawn.draw(entry, view) for entry in entries.load()),
+        *(redrawn.draw(entry, view) for entry in redrawn_entries.load()),
         degrees.draw(view, simulated),
         breakdown.draw(view, simulated),
         schedules.draw(view),
         memory_timeline.draw(simulated),
-        links.draw(simulated),
+        link_traffic.draw(simulated),
     ]

@@ -21,20 +21,20 @@ GROUP = 0.84
 
 
 @dataclass(frozen=True)
-class Slot:
+class BarPair:
     """Where a series has its pair of bars at a place: the middle, and the width of both."""
 
     middle: float
     width: float
 
 
-def slot(place: int, series: float, count: int) -> Slot:
+def slot(place: int, series: float, count: int) -> BarPair:
     """Of series number `series` of `count` at `place`."""
     width = GROUP / count
-    return Slot(place - GROUP / 2 + (series + 0.5) * width, width * 0.94)
+    return BarPair(place - GROUP / 2 + (series + 0.5) * width, width * 0.94)
 
 
-def bars(axes: Axes, at: Slot, value: Value, colour: str, size: float) -> None:
+def bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
     """Published on the left, ours on the right; a dashed outline where a record is missing."""
     half = at.width / 2
     left, right = at.middle - half / 2, at.middle + half / 2
@@ -67,7 +67,7 @@ def bars(axes: Axes, at: Slot, value: Value, colour: str, size: float) -> None:
         axes.scatter(right, analytic.value / size, s=26, marker="D", c=INK, lw=0, zorder=5)
 
 
-def points(axes: Axes, at: Slot, value: Value, colour: str, size: float) -> None:
+def points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
     """For a logarithmic axis: a disc and a square with a line between them."""
     quarter = at.width / 4
     left, right = at.middle - quarter, at.middle + quarter
@@ -97,7 +97,7 @@ def points(axes: Axes, at: Slot, value: Value, colour: str, size: float) -> None
         )
 
 
-def error(axes: Axes, at: Slot, value: Value, colour: str, far: float) -> float:
+def error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
     """Ours less published, relative, as a stem with its number; what was drawn, 0 where nothing can be."""
     ours, printed = value.predicted, value.published
     if printed is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from repro.report.figures.states import LOOK, PARTS
+from repro.report.figures.measured_states import LOOK, PARTS
 from repro.report.figures.style import CATEGORY, INK, STAGE, Drawing, Record, canvas, quiet, stacked
 from repro.report.figures.values import Value, View
 from repro.results.schema import SIMULATED

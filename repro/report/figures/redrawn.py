@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from repro.claims.tolerance import RELATIVE
 from repro.report.figures import marks
-from repro.report.figures.entries import FigureEntry, PanelEntry, SeriesEntry
+from repro.report.figures.redrawn_entries import FigureEntry, PanelEntry, SeriesEntry
 from repro.report.figures.style import BLUE, GREEN, GREY, INK, ORANGE, Drawing, quiet
 from repro.report.figures.values import Value, View
 from repro.results.schema import SIMULATED
@@ -43,7 +43,7 @@ class Panel:
         """How wide it is."""
         return max(4, 2 * len(self.places) * self.crowd)
 
-    def slot(self, value: Value, series: str) -> marks.Slot:
+    def slot(self, value: Value, series: str) -> marks.BarPair:
         """Where a series has its bars at a place: side by side with the others that are there."""
         there = [name for name, values in self.series if any(other.at == value.at for other in values)]
         first = (self.crowd - len(there)) / 2

@@ -112,7 +112,7 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
     }
 
 
-def _remarks(found: evidence.Evidence, chosen: Selection) -> list[str]:
+def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
     remarks = found.torn[:MOST_REMARKS]
     if len(found.torn) > MOST_REMARKS:
         remarks.append(f"and {len(found.torn) - MOST_REMARKS} more lines that are no records")

@@ -16,9 +16,9 @@ from repro.claims.commands import Catalogue
 from repro.claims.table import table
 from repro.render.units import interval
 from repro.report import verdicts
-from repro.report.evidence import Evidence
-from repro.report.machines import Machines
-from repro.report.page.records import identity, measured_row, simulated_row
+from repro.report.evidence import JudgedStore
+from repro.report.origins import Machines
+from repro.report.page.record_tables import identity, measured_row, simulated_row
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -34,7 +34,7 @@ MOST_PROVENANCES = 20
 
 
 def context(
-    found: Evidence,
+    found: JudgedStore,
     chosen: Selection,
     figures: list[dict[str, Any]],
     remarks: list[str],
