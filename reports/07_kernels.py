@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # Kernels: what a generation of software changes
+# # Kernels: what a set of operators changes
 #
 # Megatron-LM of 2019 ran every operator by itself, that of 2020 fused scale, mask and softmax, and today's attention
 # never writes its scores. The engine really runs all three (`kernels = "unfused"`, `"softmax"`, `"fused"`), so the
@@ -34,7 +34,7 @@ found = evidence.read()
 found.table("meg1-baseline-39tf")
 
 # %% [markdown]
-# ## The same step with each generation, from the store
+# ## The same step with each set of operators, from the store
 
 # %%
 rows = []
