@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from repro.parallel.zero.units import default_units
-from tests.parallel.edge_models import Containers
+from tests.wrap.edge_models import Containers
 
 
 def test_blocks_are_the_nearest_modules_with_a_forward() -> None:

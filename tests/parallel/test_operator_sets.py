@@ -18,12 +18,12 @@ from repro.parallel.comm import Work
 from repro.simulate.memory.live import Memory, measure
 from repro.simulate.trace.events import Message, Operator, Phase, Wait
 from repro.simulate.trace.roles import Trace, roles, trace
-from tests.parallel.stock_models import BATCH as STOCK_BATCH
-from tests.parallel.stock_models import Tied, optimizer_of, train_stock
 from tests.parallel.test_parity import BATCH, alone, assert_same, run
-from tests.parallel.test_wrap import assert_trained_like_one
 from tests.pool import RankPool
 from tests.training import LEARNING, micro_batches, smallest, tiny, train
+from tests.wrap.stock_models import BATCH as STOCK_BATCH
+from tests.wrap.stock_models import Tied, optimizer_of, train_stock
+from tests.wrap.test_parallelize import assert_trained_like_one
 
 LONG = Model(name="long", layers=2, hidden=16, heads=2, vocab=32, seq=256)
 """Little but scores."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import repro
 from repro.config import ConfigError, Layout
-from tests.parallel.stock_models import BATCH, MODELS, Tied, optimizer_of, train_stock
 from tests.pool import RankPool
+from tests.wrap.stock_models import BATCH, MODELS, Tied, optimizer_of, train_stock
 
 HERE = Path(__file__).parent
 

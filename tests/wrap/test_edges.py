@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 from torch import nn
 
-from tests.parallel.edge_models import (
+from tests.pool import RankPool
+from tests.wrap.edge_models import (
     STAGES,
     Containers,
     DataDependent,
@@ -26,7 +27,6 @@ from tests.parallel.edge_models import (
     train,
     two_passes,
 )
-from tests.pool import RankPool
 
 
 @STAGES

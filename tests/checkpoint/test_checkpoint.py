@@ -18,9 +18,9 @@ from repro.checkpoint.region import Rectangle, matrix_rows
 from repro.checkpoint.state import STATES
 from repro.config import Experiment, Layout
 from repro.launch.interrupt import Stopped
+from tests.checkpoint.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
 from tests.launch.runs import fill, small_disk
 from tests.pool import RankPool, forks
-from tests.train.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
 from tests.training import TINY
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from repro.checkpoint import files, index
 from repro.checkpoint.region import Rectangle, matrix_rows, rectangles
 from repro.config import ConfigError
-from tests.train.saved import HALF, LAYOUTS, checkpoint, experiment, start, train
+from tests.checkpoint.saved import HALF, LAYOUTS, checkpoint, experiment, start, train
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import repro
 from repro.config import Layout
-from tests.parallel.edge_models import STAGES, STEPS, WIDTH
 from tests.pool import RankPool
+from tests.wrap.edge_models import STAGES, STEPS, WIDTH
 
 
 class Mixed(nn.Module):

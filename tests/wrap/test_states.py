@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import repro
 from repro.config import Layout
-from tests.parallel.edge_models import STAGES, WIDTH, Plain, layout_of, message_of, once
 from tests.pool import RankPool
+from tests.wrap.edge_models import STAGES, WIDTH, Plain, layout_of, message_of, once
 
 
 def states_after_step(zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:

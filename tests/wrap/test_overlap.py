@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import repro
-from tests.parallel.edge_models import WIDTH, layout_of, once
 from tests.pool import RankPool
+from tests.wrap.edge_models import WIDTH, layout_of, once
 
 
 class Stack(nn.Module):

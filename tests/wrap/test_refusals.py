@@ -13,7 +13,8 @@ from repro.parallel import mesh as meshes
 from repro.parallel.zero.flat_buffer import Tag
 from repro.parallel.zero.stages import ShardedModule, Sharding
 from repro.parallel.zero.units import default_units
-from tests.parallel.edge_models import (
+from tests.pool import RankPool
+from tests.wrap.edge_models import (
     STAGES,
     WIDTH,
     Plain,
@@ -26,7 +27,6 @@ from tests.parallel.edge_models import (
     train,
     two_passes,
 )
-from tests.pool import RankPool
 
 
 @pytest.mark.parametrize("kind", [Plain, Reentrant])
