@@ -1,13 +1,11 @@
 """PyTorch's own strategies on the same model, to compare with: DDP, ZeroRedundancyOptimizer, FSDP2.
 
-=====  ==========================================================================================
-stage  what runs
-=====  ==========================================================================================
-0      DistributedDataParallel, AdamW
-1      DistributedDataParallel, ZeroRedundancyOptimizer(AdamW)
-2      FSDP2, parameters kept between forward and backward (`reshard_after_forward=False`)
-3      FSDP2
-=====  ==========================================================================================
+| stage | what runs |
+|---|---|
+| 0 | DistributedDataParallel, AdamW |
+| 1 | DistributedDataParallel, ZeroRedundancyOptimizer(AdamW) |
+| 2 | FSDP2, parameters kept between forward and backward (`reshard_after_forward=False`) |
+| 3 | FSDP2 |
 
 fp32 and tp = 1 only.  Communication is torch's and is not counted.
 """

@@ -2,14 +2,12 @@
 
 What a rank holds of a bucket of P elements depends on the ZeRO stage (1910.02054 sec. 5; n = Nd):
 
-======  ==========  =========  =================
-stage   parameters  gradients  optimizer's shard
-======  ==========  =========  =================
-0       P           P          P
-1       P           P          P / n
-2       P           P / n      P / n
-3       P / n       P / n      P / n
-======  ==========  =========  =================
+| stage | parameters | gradients | optimizer's shard |
+|---|---|---|---|
+| 0 | P | P | P |
+| 1 | P | P | P / n |
+| 2 | P | P / n | P / n |
+| 3 | P / n | P / n | P / n |
 
 Full parameters (stage 3) and full gradients (stages 2 and 3) exist only while they are needed.  What a
 bucket keeps is allocated once and contiguous; M_D (sec. 6.3) gives the full gradients of stages 2 and 3 a

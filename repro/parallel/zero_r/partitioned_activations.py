@@ -1,13 +1,12 @@
 """Activation checkpoints: what forward keeps of a block for recomputation, and where (1910.02054 sec. 6.1).
 
-============  ==============================  ==============================================
-layout        a rank keeps of x [b, s, h]     before the block runs again
-============  ==============================  ==============================================
-(plain)       x itself
-`pa`        its 1/tp, P_a                   an all-gather over the tp group
-`pa_cpu`    that (or, with tp = 1 or sp,    a copy to the device, started while the block
-              x) in host memory, P_a+cpu      after it runs backward; then the same
-============  ==============================  ==============================================
+| layout | a rank keeps of x [b, s, h] | before the block runs again |
+|---|---|---|
+| (neither) | x itself | nothing |
+| `pa` | its 1/tp, P_a | an all-gather over the tp group |
+| `pa_cpu` | that (with tp = 1 or sp: x) in host memory, P_a+cpu | a copy to the device; then the same |
+
+The copy to the device starts while the block after it runs backward.
 
 With `md` what is kept lies in one allocation (M_D, sec. 6.3).  On CUDA copies to and from the host run on
 a stream of their own and the host never waits for them.
