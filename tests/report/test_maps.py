@@ -64,12 +64,12 @@ def test_every_record_is_in_its_place_least_memory_first() -> None:
     drawing = drawn([*both(1, 1, 9e9), *both(2, 1, 5e9), *both(1, 2, 2e9)])
     assert drawing.figure is not None
     assert [axes.get_title("left") for axes in drawing.figure.axes] == [
-        "4.0 GB (of-4000000000)",
-        "8.0 GB (of-8000000000)",
+        "4 GB (of-4000000000)",
+        "8 GB (of-8000000000)",
     ]
     missing = ["no such\nlayout"]
-    small = ["5.9 GB\nd = 8, does not fit", "9.9 GB\nd = 16, does not fit", "3.0 GB\nd = 8, fits"]
-    large = ["6.0 GB\nd = 8, fits", "9.9 GB\nd = 16, does not fit", "3.0 GB\nd = 8, fits"]
+    small = ["5.9 GB\nd = 8, does not fit", "9.9 GB\nd = 16, does not fit", "3 GB\nd = 8, fits"]
+    large = ["6 GB\nd = 8, fits", "9.9 GB\nd = 16, does not fit", "3 GB\nd = 8, fits"]
     assert (words(drawing, 0), words(drawing, 1)) == (small + missing, large + missing)
     assert (len(drawing.records), drawing.missing, drawing.evidence) == (6, "", "simulated")
     axes = drawing.figure.axes[0]
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_never_blue() -> None:
     drawing = drawn([record(1, 1, 3.05e9, SMALL), record(2, 1, 2.95e9, SMALL)])
     assert drawing.figure is not None
     axes = drawing.figure.axes[0]
-    assert words(drawing, 0) == ["4.0 GB\nd = 8, fits", "4.0 GB\nd = 16, does not fit"]
+    assert words(drawing, 0) == ["3.95 GB\nd = 8, fits", "3.95 GB\nd = 16, does not fit"]
     fits, not_fits = axes.collections[0].get_facecolors()
     assert fits[2] > fits[0]
     assert not_fits[2] < not_fits[0]

@@ -158,7 +158,7 @@ def test_schedules_are_those_that_the_runner_executes(view: View) -> None:
     for axes in drawing.figure.axes:
         assert axes.get_xlim() == (0, 33), "GPipe's 8 x 3 and 3 x 3 idle: no panel cuts another's actions"
     titles = [axes.get_title("left") for axes in drawing.figure.axes]
-    assert ["37.5%" in title for title in titles] == [True, True, False]
+    assert ["37.5 %" in title for title in titles] == [True, True, False]
     assert all("twin not measured" in title for title in titles)
     assert drawing.missing == schedules.RUN
 
@@ -205,6 +205,6 @@ def test_only_predictions_for_this_machine_are_held_against_its_measurements() -
     assert found == [("machine/dp-on-2", 2.0, 2.2)]
     with look():
         drawing = predicted.draw([measured], [here, other])
-    assert "seconds of a step: 1 runs, median error 10.0%" in drawing.caption
+    assert "seconds of a step: 1 runs, median error 10.0 %" in drawing.caption
     assert drawing.missing == predicted.RUN
     assert readable(drawing)

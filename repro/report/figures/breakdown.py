@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from repro.claims.judge import how_to_run
+from repro.render import units
 from repro.report.figures.style import (
     BLUE,
     GREEN,
@@ -116,7 +117,7 @@ def _shares(axes: Axes, records: dict[str, Record]) -> set[str]:
         shares = {name: 100 * seconds / sum(found.values()) for name, seconds in found.items()}
         stacked(axes, y, shares, COLOURS, 0.62, across=True)
         seen |= set(found)
-        words = f"{record.metrics['step_seconds.median']:.3g} s"
+        words = units.seconds(record.metrics["step_seconds.median"])
         axes.annotate(words, (100, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(records)), list(records))
     axes.set_ylim(len(records) - 0.5, -0.5)

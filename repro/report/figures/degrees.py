@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from repro.render import units
 from repro.report.figures.style import (
     BLUE,
     MUTED,
@@ -86,10 +87,10 @@ def _whole(record: Record) -> float:
 
 
 def _memory(axes: Axes, found: Found, whole: float) -> None:
-    top = TOP * whole / 1e9
+    top = TOP * whole / units.GB
     for (prefix, degree), record in found.items():
         number = list(SYSTEMS).index(prefix)
-        x, size = DEGREES.index(degree) + (number - 0.5) * 0.42, needed(record) / 1e9
+        x, size = DEGREES.index(degree) + (number - 0.5) * 0.42, needed(record) / units.GB
         fits, colour = record.outcome == "ok", SYSTEMS[prefix][1]
         look: dict[str, Any] = {"color": colour, "lw": 0}
         if not fits:
@@ -107,7 +108,7 @@ def _memory(axes: Axes, found: Found, whole: float) -> None:
             fontsize=7.5,
             bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8} if inside else None,
         )
-    axes.axhline(whole / 1e9, color=VERMILION, lw=1.4, zorder=3)
+    axes.axhline(whole / units.GB, color=VERMILION, lw=1.4, zorder=3)
     axes.set_ylim(0, top)
     _across(axes, "model-parallel degree (▲ published)", "GB per GPU, simulated")
 
@@ -123,7 +124,7 @@ def _node(axes: Axes, found: Found) -> None:
         samples = gpus // degree * record.experiment.layout.micro_batch
         axes.bar(x, samples, 0.38, color=SYSTEMS[prefix][1], lw=0, zorder=2)
         rate = record.metrics.get("hardware_flops_per_s.device")
-        words = f"{samples}" + (f" ({rate / 1e12:.0f} TF)" if rate else "")
+        words = f"{samples}" + (f" ({rate / units.TERA:.0f} TF)" if rate else "")
         place: dict[str, Any] = {
             "textcoords": "offset points",
             "ha": "center",
@@ -150,7 +151,7 @@ def _legend(figure: Figure, whole: float) -> None:
 
     handles = [Patch(facecolor=colour, label=name) for name, colour in SYSTEMS.values()]
     handles.append(Patch(facecolor="white", edgecolor=MUTED, hatch="//////", label="does not fit"))
-    handles.append(Patch(facecolor=VERMILION, label=f"memory of the GPU, {whole / 1e9:.1f} GB"))
+    handles.append(Patch(facecolor=VERMILION, label=f"memory of the GPU, {units.size(whole)}"))
     figure.legend(handles=handles, loc="outside upper center", ncols=4)
 
 

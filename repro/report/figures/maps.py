@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from repro.render import units
 from repro.report.figures.style import (
     INK,
     MUTED,
@@ -100,7 +101,7 @@ def _map(axes: Axes, cells: Cells, every: set[tuple[int, int]]) -> None:
     axes.set_yticklabels([f"t = {t}" for t in tensor[::-1]], rotation=0)
     axes.tick_params(length=0)
     record = next(iter(cells.values()))
-    axes.set(xlabel="", ylabel="", title=f"{_memory(record) / 1e9:.1f} GB ({record.experiment.system})")
+    axes.set(xlabel="", ylabel="", title=f"{units.size(_memory(record))} ({record.experiment.system})")
 
 
 def _share(record: Record) -> float:
@@ -111,7 +112,7 @@ def _share(record: Record) -> float:
 
 def _words(record: Record) -> str:
     fits = "fits" if record.outcome == "ok" else "does not fit"
-    return f"{needed(record) / 1e9:.1f} GB\nd = {record.experiment.layout.dp}, {fits}"
+    return f"{units.size(needed(record))}\nd = {record.experiment.layout.dp}, {fits}"
 
 
 def _caption(record: Record) -> str:

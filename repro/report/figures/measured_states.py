@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from repro.render import units
 from repro.report.figures.style import (
     CATEGORY,
     INK,
@@ -79,7 +80,8 @@ def draw(records: list[Record]) -> Drawing:
         f"that holds most. Diamonds: {', '.join(FORMULA.values())} with K = 12 (ZeRO paper, sec. 5). "
     )
     if worst:
-        caption += f"Largest difference between bar and diamond: {100 * worst:.2g} %; shards are padded to equal sizes."
+        caption += f"Largest difference between bar and diamond: {units.number(100 * worst)} %; "
+        caption += "shards are padded to equal sizes."
     else:
         caption += "Bars and diamonds are equal to the byte."
     return Drawing("states", TITLE, caption, tuple(r.at for r in shown), _incomplete(shown), figure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from repro.render import units
 from repro.report.figures.style import (
     CATEGORY,
     INK,
@@ -81,7 +82,7 @@ def draw(simulated: list[Record]) -> Drawing:
 def stacked(record: Record) -> dict[str, list[float]]:
     """GB by category on the device, of equal lengths."""
     memory = record.series.memory or {}
-    unit = memory["unit"] / 1e9
+    unit = memory["unit"] / units.GB
     size = max(len(row) for row in memory["bytes"].values())
     return {
         name: [unit * value for value in (row if len(row) > 1 else row * size)]
@@ -100,7 +101,7 @@ def _panel(axes: Axes, record: Record) -> set[str]:
     )
     limit = record.metrics.get("memory.limit_bytes")
     if limit:
-        axes.axhline(limit / 1e9, color=INK, ls="--", lw=1.2)
+        axes.axhline(limit / units.GB, color=INK, ls="--", lw=1.2)
     before = ""
     for part, name, _ in (record.series.memory or {})["phases"]:
         if name in NAMES and name != before:
@@ -126,7 +127,7 @@ def _height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
     most = {
         number: max(map(sum, zip(*stacked(r).values(), strict=True))) for number, r in enumerate(row) if r
     }
-    limit = max(r.metrics.get("memory.limit_bytes", 0) / 1e9 for r in row if r)
+    limit = max(r.metrics.get("memory.limit_bytes", 0) / units.GB for r in row if r)
     top = 1.06 * max(limit, *most.values())
     if limit and top > 2 * limit:
         top = CUT * limit
@@ -139,5 +140,5 @@ def _height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
                     "fontsize": 8,
                 }
                 box = {"facecolor": "white", "lw": 0, "pad": 1.5}
-                line[number].annotate(f"up to {value:.0f} GB ↑", (0.5, 0.97), bbox=box, **place)
+                line[number].annotate(f"up to {units.number(value)} GB ↑", (0.5, 0.97), bbox=box, **place)
     line[0].set_ylim(0, top)

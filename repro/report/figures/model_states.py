@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from repro.render import units
 from repro.report.figures.measured_states import LOOK, PARTS
 from repro.report.figures.style import CATEGORY, INK, STAGE, Drawing, Record, canvas, quiet, stacked
 from repro.report.figures.values import Value, View
@@ -27,7 +28,7 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
         record = records.get(ours.runs[0]) if ours else None
         if record:
             drawn.append(record.at)
-            sizes = {part: record.metrics[f"memory.{part}_bytes"] / 1e9 for part in PARTS}
+            sizes = {part: record.metrics[f"memory.{part}_bytes"] / units.GB for part in PARTS}
             stacked(axes, y, sizes, LOOK, 0.56, across=True)
         axes.barh(y, printed.value, 0.74, facecolor="none", edgecolor=INK, lw=1.3, zorder=3)
         if formula:

@@ -56,7 +56,8 @@ def draw(experiments: list[Record], simulated: list[Record]) -> Drawing:
         _panel(axes, points, what, words)
         errors = [abs(predicted / measured - 1) for _, measured, predicted in points]
         parts.append(
-            f"{what}: {len(points)} runs, median error {median(errors):.1%}, largest {max(errors):.1%}"
+            f"{what}: {len(points)} runs, median error {units.percent(median(errors))}, "
+            f"largest {units.percent(max(errors))}"
         )
     shown = {name for points in found.values() for name, _, _ in points}
     caption = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from repro.parallel.pipeline.schedule import bubble, build, in_flight, timeline
+from repro.render import units
 from repro.report.figures import schedule_drawing
 from repro.report.figures.style import Drawing, canvas
 from repro.report.figures.values import View
@@ -37,15 +38,15 @@ def draw(view: View) -> Drawing:
             twin = (
                 f"twin of {row.row.label.partition(': ')[0].partition(', ')[2]}: measured {measured.text} %"
             )
-            twin += f", formula {float(measured.expected or 0):.3g} %"
+            twin += f", formula {units.number(float(measured.expected or 0))} %"
             records += [name for name in measured.experiments if name not in records]
         missing = missing or twin == "twin not measured"
         kept = max(in_flight(actions) for actions in schedule)
         idle = float(bubble(schedule))
         half = f", 1/{chunks} of a stage each" if chunks > 1 else ""
         axes.set_title(
-            f"{title}: idle for {idle:.1%} of its compute time (counted), activations of at most {kept} micro-batches "
-            f"kept{half}\n{twin}",
+            f"{title}: idle for {units.percent(idle)} of its compute time (counted), activations of at most {kept} "
+            f"micro-batches kept{half}\n{twin}",
             fontsize=8.5,
             fontweight="normal",
         )

@@ -7,6 +7,7 @@ from math import log10
 from typing import TYPE_CHECKING
 
 from repro.claims.published import UNITS
+from repro.render import units
 from repro.report.figures.style import (
     BLUE,
     GREEN,
@@ -91,7 +92,7 @@ def draw(found: Sequence[Point]) -> Drawing:
 def _place(point: Point) -> tuple[float, float]:
     """Published and predicted, in TFLOP/s per GPU or as a plain ratio."""
     if point.kind == RATE:
-        predicted = point.device_flops / 1e12
+        predicted = point.device_flops / units.TERA
         return predicted / point.factor, predicted
     return point.published * UNITS[point.unit], point.predicted * UNITS[point.unit]
 
@@ -147,7 +148,7 @@ def _name(axes: Axes, points: Sequence[Point]) -> None:
 
 def _caption(found: Sequence[Point]) -> str:
     parts = [
-        f"{family.name}: {family.points} points, median error {family.median:.0%}, "
+        f"{family.name}: {family.points} points, median error {units.percent(family.median)}, "
         f"{family.close} within 25 %, worst {family.worst.error:+.0%}"
         for family in families(found)
     ]

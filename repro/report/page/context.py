@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.commands import Catalogue
 from repro.claims.table import table
+from repro.render import units
 from repro.render.units import interval
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
@@ -146,7 +147,7 @@ def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
         "suite": record.suite,
         "subject": record.subject.name,
         "baseline": record.baseline.name,
-        "ratio": f"{record.ratio:.3g}",
+        "ratio": units.number(record.ratio),
         "interval": interval(record.low, record.high),
         "rounds": record.rounds,
         "machine": machines.number(record),

@@ -59,7 +59,7 @@ def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
         "anchor": anchor(SIMULATED, record.at),
         "model": experiment.model.name,
         "system": experiment.system,
-        "ranks": f"{values.world:,}",
+        "ranks": units.number(values.world),
         "layout": f"{words.layout(values)}, micro-batch {values.micro_batch}",
         "outcome": record.outcome,
         "reason": units.readable(record.reason),
