@@ -1,5 +1,6 @@
 """A session without torch: ranks that beat, sum and wait through files, and misbehave on request.
 
+With a path in `FAKE_BUSY`, rank 0 finds its port taken until there is a file.
 An experiment stays in its second step as long as a file of its name is in the folder `FAKE_HOLD`.
 What goes wrong is said in `FAKE_FAULT` as `KIND:NAME:RANK:STEP`
 (several separated by commas) and concerns the experiment of that name, so that its key stays the same.
@@ -52,6 +53,12 @@ def run_rank(
     pace = float(os.environ.get("FAKE_STEP_S", "0.01"))
     log = os.environ.get("FAKE_LOG")
     hold = Path(os.environ.get("FAKE_HOLD", "/nonexistent"))
+    busy = os.environ.get("FAKE_BUSY")
+    if busy and rank == 0 and not Path(busy).exists():
+        Path(busy).touch()
+        raise RuntimeError(
+            "The server socket has failed to listen: port in use (EADDRINUSE: address already in use)"
+        )
     ring = _Ring(rendezvous, rank, world)
     results = {}
     sequence = 0

@@ -1,4 +1,4 @@
-"""What submitit runs in every task of an allocation, and how a job that is to end asks to be requeued."""
+"""What submitit runs in an allocation, and how a job that is to end asks to be requeued."""
 
 from __future__ import annotations
 
@@ -18,26 +18,23 @@ AGAIN_S = 2.0
 
 
 @dataclass(frozen=True)
-class Allocation:
-    """One bundle of a submission, to be called in each of its tasks.  submitit pickles it."""
+class RunBundle:
+    """One bundle of a submission, to be called in its job.  submitit pickles it."""
 
     submission: str
     """The submission's folder."""
     bundle: int
 
     def __call__(self) -> dict[str, Any]:
-        """Run the bundle as its controller in the first task, and as an agent in the others.
+        """Run the bundle; how many experiments had which outcome.
 
-        Returns how many experiments had which outcome (agents: nothing).  The handlers of SIGTERM and of
-        submitit's SIGUSR2 only set a flag while it runs: the watching loop ends the case that is running, and
-        then submitit's own handler is called from here, the main thread.
+        The handlers of SIGTERM and of submitit's SIGUSR2 only set a flag while it runs: the watching loop ends the
+        case that is running, and then submitit's own handler is called from here, the main thread.
         """
         from repro.launch.slurm import controller
 
         environment = dict(os.environ)
         folder = Path(self.submission)
-        if int(environment.get("SLURM_PROCID", "0")):
-            return serve(controller.channel_of(folder, environment))
         from repro.launch.slurm.bundle import counts
         from repro.launch.slurm.stop import REQUEUE, Stop
 
@@ -60,21 +57,7 @@ class Allocation:
         """What submitit requeues: the same again, which does what is missing."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(Allocation(self.submission, self.bundle))
-
-
-def serve(path: Path) -> dict[str, Any]:
-    """Be an agent.  Exits with 1 when the controller is gone."""
-    from repro.launch.slurm.agent import Agent
-    from repro.launch.slurm.channel import Lost
-
-    try:
-        Agent(path).run()
-    except Lost as lost:
-        # No exception: submitit would take that for the job's own result, and the job may be on its way back.
-        print(f"agent: {lost}", file=sys.stderr, flush=True)
-        sys.exit(1)
-    return {}
+        return DelayedSubmission(RunBundle(self.submission, self.bundle))
 
 
 def _wait_for(stop: Any) -> None:

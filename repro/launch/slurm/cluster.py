@@ -1,12 +1,13 @@
-"""A launch whose ranks are spread over the nodes of an allocation; `repro.launch.supervise` watches it as any."""
+"""A launch whose ranks are spread over the nodes of an allocation, as one job step."""
 
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 import signal
+import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,21 @@ from repro.config.enums import Phase
 from repro.launch import stacks
 from repro.launch.beacon import Position
 from repro.launch.failures import LOST_NODE
-from repro.launch.job import Job
-from repro.launch.local import DEVICES, read_json
-from repro.launch.slurm import channel
-from repro.launch.slurm.channel import Message
-from repro.launch.slurm.crew import Crew
-from repro.launch.slurm.nodes import Report
+from repro.launch.job import STOP, Job
+from repro.launch.local import DEVICES
+from repro.launch.slurm import process, task
+from repro.launch.slurm.link import ENDED, Links, Message
+from repro.launch.slurm.step import Allocation, Step
+from repro.launch.slurm.stop import Stop
 from repro.results.store import DISK_FULL
 
-PORT_S = 30.0
+LOOK_S = 0.05
 REAP_S = 20.0
+"""How long tasks may take to end when their connection does."""
+REAP_LOST_S = 3.0
+"""The same where a node is lost, whose tasks never end."""
+PATIENCE_S = 5.0
+"""A task that ends without a word may have been ended with the whole job: its signal may come a moment later."""
 PORTS = 3
 """How many ports are tried before a launch fails because others take them."""
 _TAKEN = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
@@ -47,68 +53,65 @@ class _Seen:
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     full: str = ""
     """The file for which its node had no room."""
+    gone: str = ""
+    """How its task was lost; empty while it is there."""
+    gone_at: float = 0.0
+    ended_alone: bool = False
+    """Whether its task has ended on a node that answers."""
 
 
 class ClusterLaunch:
-    """A running job, one rank for each of the first `job.world` agents."""
+    """A running job: one step, one task for each rank."""
 
-    _count = 0
-
-    def __init__(self, job: Job, logs: Path, crew: Crew, *, target: str, on_loss: Callable[[str], None]):
-        """`on_loss` is told at the end if an agent is gone: then there cannot be another launch."""
-        self._on_loss = on_loss
+    def __init__(
+        self, job: Job, logs: Path, allocation: Allocation, nodes: list[str], *, target: str, stop: Stop
+    ):
+        """`nodes`: of every rank.  `stop` is told if a node is gone: then there cannot be another launch."""
+        assert len(nodes) >= job.world, "fewer places than ranks"
         self.job, self.world, self.logs = job, job.world, logs
-        self._crew, self._target = crew, target
-        self._agents: list[Report] = crew.reports()[: self.world]
-        self._rank_of = {agent.task: rank for rank, agent in enumerate(self._agents)}
-        self._ranks = [_Seen() for _ in self._agents]
-        self._id, self._port, self._ports = 0, 0, 0
-        assert len(self._agents) == self.world, "fewer agents than ranks"
+        self._allocation, self._nodes, self._target, self._stop = allocation, nodes, target, stop
+        self._ranks = [_Seen() for _ in range(self.world)]
+        self._links: Links | None = None
+        self._step: Step | None = None
+        self._ports = 0
+        self._asked_to_stop = False
+        self._loss = ""
 
     def start(self) -> None:
         """Start all ranks.  Raises `OSError` if the shared folder has no room for their logs."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
-        self.job.save(self.logs / "job.json")
+        self.job.save(self.logs / process.JOB)
         self._begin()
 
     def _begin(self) -> None:
-        """Fresh ranks, and for them a port that is free on the node of rank 0."""
-        ClusterLaunch._count += 1
-        self._id, self._port = ClusterLaunch._count, 0
+        """A step with fresh ranks, and for them a port that is free on this node, which is that of rank 0."""
+        site, address = self._allocation.site, self._allocation.address
+        token = secrets.token_hex(16)
         self._ports += 1
-        self._ranks = [_Seen() for _ in self._agents]
-        self._say(0, "port", address=self._crew.address)
-        self._wait_for(lambda: bool(self._port or self._lost(0)), PORT_S)
-        if not self._port and not self._lost(0):
-            reason = f"the agent on {self._agents[0].node} named no port within {PORT_S:g} s"
-            report = {"rank": 0, "outcome": "error", "reason": reason}
-            self._ranks = [_Seen(code=1, report=report) for _ in self._agents]
-            return
-        nodes = [agent.node for agent in self._agents]
-        document = read_json(self.logs / "job.json")
-        for rank, agent in enumerate(self._agents):
-            self._say(
-                rank,
-                "launch",
-                job=document,
-                rank=rank,
-                world=self.world,
-                local_world=nodes.count(agent.node),
-                device=DEVICES.get(self.job.experiments[0].system, "cuda"),
-                address=self._crew.address,
-                port=self._port,
-                logs=str(self.logs),
-                target=self._target,
-                limited=bool(self.job.memory_bytes),
-            )
+        self._ranks = [_Seen() for _ in range(self.world)]
+        self._links = Links(address, token=token)
+        task.Launch(
+            address=address,
+            port=self._links.port,
+            token=token,
+            rendezvous=free_port(address),
+            per_node=self._allocation.per_node,
+            device=DEVICES.get(self.job.experiments[0].system, "cuda"),
+            target=self._target,
+            limited=bool(self.job.memory_bytes),
+            interface=site.environment.interface,
+            variables=site.environment.variables,
+            umask=self._allocation.umask,
+        ).save(self.logs)
+        self._step = self._allocation.step(self.world, task.__name__, self.logs)
 
     # -- what supervise asks -----------------------------------------------------------------------
 
     def poll(self, rank: int) -> int | None:
-        """Exit code of `rank`, negative for a signal; 1 if its agent is lost; None while it runs."""
+        """Exit code of `rank`, negative for a signal; 1 if its task is lost; None while it runs."""
         if rank == 0:
-            self._pump()
+            self._look()
             if self._taken():
                 self.kill()
                 self._begin()
@@ -116,7 +119,7 @@ class ClusterLaunch:
         return 1 if seen.code is None and self._lost(rank) else seen.code
 
     def position(self, rank: int) -> Position:
-        """Where `rank` was when its agent looked last, about a second ago at most; times are this host's."""
+        """Where `rank` was when its task looked last, about a second ago at most; times are this host's."""
         return self._ranks[rank].position
 
     def stopped(self, rank: int) -> bool:
@@ -127,7 +130,9 @@ class ClusterLaunch:
         """How `rank` says it ended, or that its node is lost."""
         seen = self._ranks[rank]
         if seen.code is None and (lost := self._lost(rank)):
-            return {"rank": rank, "outcome": "error", "reason": f"{LOST_NODE}{lost}"}
+            # Asked to write a checkpoint and to end, it may be ended by SLURM before it has: no fault of a node.
+            outcome = "interrupted" if self._asked_to_stop else "error"
+            return {"rank": rank, "outcome": outcome, "reason": f"{LOST_NODE}{lost}"}
         if seen.full:
             reason = f"disk full while starting the ranks: {seen.full}"
             return {"rank": rank, "outcome": "error", "reason": reason}
@@ -135,7 +140,7 @@ class ClusterLaunch:
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
         """All ranks' results of the job's experiment `index`; None unless every rank finished it."""
-        self._pump()
+        self._look()
         found = [seen.results.get(index) for seen in self._ranks]
         complete = [result for result in found if result is not None]
         return complete if len(complete) == self.world else None
@@ -146,52 +151,54 @@ class ClusterLaunch:
 
     def dump_stacks(self) -> None:
         """Have every rank write its Python stacks to its log, and hear of it; where all of them are goes beside."""
-        for rank in range(self.world):
-            self._say(rank, "stacks")
-        lines = [f"rank {r} on {a.node}: {self.position(r)}" for r, a in enumerate(self._agents)]
+        if self._step is not None:
+            self._step.signal(stacks.SIGNAL)
+        lines = [f"rank {rank} on {self._nodes[rank]}: {self.position(rank)}" for rank in range(self.world)]
         (self.logs / "positions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        seen = list(enumerate(self._ranks))
-        self._wait_for(
-            lambda: all(s.dumped or s.stopped or self.poll_quietly(rank) is not None for rank, s in seen),
-            stacks.WAIT_S + channel.BEAT_S,
-        )
+        end = time.monotonic() + stacks.WAIT_S + process.LOOK_S
+        while time.monotonic() < end:
+            self._look()
+            if all(seen.dumped or seen.stopped or seen.code is not None for seen in self._ranks):
+                return
+            time.sleep(LOOK_S)
 
     def ask_to_stop(self) -> None:
         """Have the ranks write a checkpoint after the step that they are in, and end."""
-        for rank in range(self.world):
-            self._say(rank, "stop")
+        self._asked_to_stop = True
+        (self.logs / STOP).touch()
 
     def kill(self) -> None:
-        """Kill what still runs and wait until it has ended, or until its agent is lost."""
-        running = [rank for rank, seen in enumerate(self._ranks) if seen.code is None]
-        for rank in running:
-            self._say(rank, "signal", number=int(signal.SIGKILL))
-        self._wait_for(lambda: all(self.poll_quietly(rank) is not None for rank in running), REAP_S)
-
-    def poll_quietly(self, rank: int) -> int | None:
-        """As `poll`, without starting again what found its port taken."""
-        return 1 if self._ranks[rank].code is None and self._lost(rank) else self._ranks[rank].code
+        """Kill what still runs and wait until it has ended, or only a lost node's can be left."""
+        if self._links is not None:
+            self._look()
+            self._links.close()
+            self._links = None
+        if self._step is not None:
+            self._loss = next((lost for rank in range(self.world) if (lost := self._lost(rank))), "")
+            self._step.end(REAP_LOST_S if self._loss else REAP_S)
+            self._step = None
 
     def close(self, *, keep_logs: Path | None) -> None:
-        """Have the agents remove their files; the logs move to `keep_logs` where something failed."""
+        """End it; the logs move to `keep_logs` where something failed."""
         self.kill()
-        for rank in range(self.world):
-            self._say(rank, "close")
+        (self.logs / task.FILE).unlink(missing_ok=True)
         if keep_logs is None:
             shutil.rmtree(self.logs, ignore_errors=True)
         elif keep_logs != self.logs and self.logs.exists():
             shutil.rmtree(keep_logs, ignore_errors=True)
             self.logs.rename(keep_logs)
-        if lost := self._crew.losses():
-            self._on_loss(f"{LOST_NODE}{lost}")
+        if self._loss:
+            self._stop.give_up(f"{LOST_NODE}{self._loss}")
 
-    # -- the agents --------------------------------------------------------------------------------
-
-    def _say(self, to: int, what: str, **fields: Any) -> None:
-        self._crew.send(self._agents[to].task, {"do": what, "launch": self._id, **fields})
+    # -- the tasks ---------------------------------------------------------------------------------
 
     def _lost(self, rank: int) -> str:
-        return self._crew.lost(self._agents[rank].task)
+        """How the task of a rank that has not ended was lost, with its node; empty while it is there."""
+        seen = self._ranks[rank]
+        patience = PATIENCE_S if seen.ended_alone else 0.0
+        if seen.code is not None or not seen.gone or time.monotonic() - seen.gone_at < patience:
+            return ""
+        return f"{self._nodes[rank]}: {seen.gone}"
 
     def _taken(self) -> bool:
         """Whether rank 0 found its port in use, and another may be tried."""
@@ -204,26 +211,25 @@ class ClusterLaunch:
             and _TAKEN.search(said) is not None
         )
 
-    def _wait_for(self, what: Callable[[], bool], seconds: float) -> None:
-        """Take in what the agents say until `what()` holds or time is up."""
-
-        def look() -> bool:
-            self._pump()
-            return what()
-
-        self._crew.wait_for(look, seconds)
-
-    def _pump(self) -> None:
-        now = time.monotonic()
-        for task, message in self._crew.messages():
-            if message.get("launch") == self._id and task in self._rank_of:
-                self._apply(self._rank_of[task], message, now)
+    def _look(self) -> None:
+        """Take in what the tasks say, and who is gone."""
+        if self._links is None or self._step is None:
+            return
+        now, over = time.monotonic(), self._step.code is not None
+        for rank, message in self._links.messages():
+            if rank < self.world:
+                self._apply(rank, message, now)
+        for rank, seen in enumerate(self._ranks):
+            if seen.code is not None or seen.gone:
+                continue
+            seen.gone, seen.gone_at = self._links.ended.get(rank, ""), now
+            seen.ended_alone = seen.gone == ENDED
+            if over and not self._links.here(rank):
+                seen.gone, seen.ended_alone = f"its task did not start: {self._step.said()}", True
 
     def _apply(self, rank: int, message: Message, now: float) -> None:
         seen, what = self._ranks[rank], message["say"]
-        if what == "port":
-            self._port = message["port"]
-        elif what == "position":
+        if what == "position":
             position = Position(*message["at"])
             # A word that was heard before keeps its time: only a new one is progress.
             if position.seconds != seen.said:
@@ -232,6 +238,8 @@ class ClusterLaunch:
             seen.stopped = message["stopped"]
         elif what == "stacks":
             seen.dumped = True
+        elif what == "signal" and message["number"] == signal.SIGTERM:
+            self._stop.terminate(self._nodes[rank])
         elif what == "result":
             seen.results[message["index"]] = message["result"]
         elif what == "ended":
@@ -240,19 +248,27 @@ class ClusterLaunch:
                 seen.full = message["file"]
 
 
+def free_port(address: str) -> int:
+    """A port that nobody uses on `address` now; the launch is tried again if somebody takes it before rank 0."""
+    with socket.create_server((address, 0)) as server:
+        return int(server.getsockname()[1])
+
+
 class ClusterLauncher:
     """Starts jobs in one allocation.  Nothing else runs there, and a case is submitted once: no locks."""
 
-    def __init__(self, logs: Path, crew: Crew, target: str, on_loss: Callable[[str], None]):
-        self.logs, self._crew, self._target, self._on_loss = logs, crew, target, on_loss
+    def __init__(self, logs: Path, allocation: Allocation, nodes: list[str], target: str, stop: Stop):
+        """`nodes`: of every rank."""
+        self.logs, self._allocation, self._nodes = logs, allocation, nodes
+        self._target, self._stop = target, stop
 
     def take(self, keys: list[str]) -> bool:
-        """Always."""
+        """There is nobody to keep them from."""
         return True
 
     def release(self) -> None:
-        """Nothing to do."""
+        """Nothing was taken."""
 
     def launch(self, job: Job, logs: Path) -> ClusterLaunch:
-        """A launch on the first agents."""
-        return ClusterLaunch(job, logs, self._crew, target=self._target, on_loss=self._on_loss)
+        """A launch on the first nodes."""
+        return ClusterLaunch(job, logs, self._allocation, self._nodes, target=self._target, stop=self._stop)

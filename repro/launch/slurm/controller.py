@@ -1,27 +1,28 @@
-"""The first task of an allocation: it gathers the agents, runs the bundle with them, and alone writes records."""
+"""The one task that SLURM starts of a job: it runs the bundle, each launch a step, and alone writes records."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
+import shutil
 import socket
-import subprocess
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 from repro import systems
 from repro.config import ConfigError
 from repro.launch.failures import LOST_NODE
+from repro.launch.local import read_json
 from repro.launch.plan import Task
 from repro.launch.recorder import Recorder
 from repro.launch.runner import Runner, rank_target
-from repro.launch.slurm import agent, channel, nodes, profile
+from repro.launch.slurm import nodes, profile
 from repro.launch.slurm.bundle import BundleFile
 from repro.launch.slurm.cluster import ClusterLauncher
-from repro.launch.slurm.crew import Crew, welcome
 from repro.launch.slurm.nodes import Report
 from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.step import Allocation
 from repro.launch.slurm.stop import Stop
 from repro.launch.slurm.work import Work
 from repro.results.store import Store
@@ -29,6 +30,9 @@ from repro.results.store import Store
 SHARED = 0o022
 PRIVATE = 0o077
 FILES = 16384
+BOOT_S = 300.0
+"""How long nodes may take until a task starts: they may boot one by one."""
+LOOK_S = 0.05
 
 
 def job_of(environment: dict[str, str]) -> str:
@@ -37,40 +41,33 @@ def job_of(environment: dict[str, str]) -> str:
     return f"{array}_{index}" if array and index else environment.get("SLURM_JOB_ID", "0")
 
 
-def channel_of(folder: Path, environment: dict[str, str]) -> Path:
-    """The file through which the agents of this start of the job find its controller."""
-    restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
-    return channel.file_of(folder, job_of(environment), restarts)
-
-
 def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -> BundleFile:
     """Run bundle `index` of the submission in `folder` until it is done or `stop`.
 
     Returns how the bundle stands.  Raises `DiskFull` and `ConfigError`.
     """
-    site = profile.load(folder / "profile.toml")
-    umask = PRIVATE if site.private else SHARED
-    os.umask(umask)
+    allocation = allocated(folder, environment)
+    site = allocation.site
     stop.delay_s = site.slurm.signal_delay_s
     work = Work.load(folder)
     restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
     state = BundleFile(folder, work.bundles[index], job_of(environment), restarts)
     tasks = state.remaining(work.bundles[index].tasks)
     try:
-        with crew_of(folder, site, umask, environment) as crew, Store(folder.parents[1]) as store:
-            stop.ended_elsewhere = lambda: crew.terminated
-            count = int(environment.get("SLURM_NTASKS", "1"))
-            complete = crew.gather(count, channel.CONNECT_S, lambda: bool(stop))
-            reports = crew.reports()
+        with Store(folder.parents[1]) as store:
+            reports, missing = survey(allocation, folder / f"nodes-{job_of(environment)}-{restarts}", stop)
             place = {"slurm": nodes.place(reports, environment)} if reports else {}
             recorder = Recorder(work.suite, store, state, place=place)
-            if not complete and not stop:
-                _refuse(recorder, tasks, missing_agents(reports, count))
-            elif complete and (wrong := wrong_hardware(reports, site)):
+            if missing and not stop:
+                _refuse(recorder, tasks, missing)
+            elif not missing and (wrong := wrong_hardware(reports, site)):
                 _refuse(recorder, tasks, wrong)
-            elif complete:
+            elif not missing:
                 state.on(place["slurm"]["nodes"])
-                launcher = ClusterLauncher(folder / "logs" / str(index), crew, rank_target(), stop.give_up)
+                names = [report.node for report in reports]
+                launcher = ClusterLauncher(
+                    folder / "logs" / str(index), allocation, names, rank_target(), stop
+                )
                 Runner(recorder, state, stop, launcher, rerun=work.rerun).run(tasks)
     except Exception as error:
         state.end(reason=f"{type(error).__name__}: {error}")
@@ -79,32 +76,50 @@ def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -
     return state
 
 
-@contextlib.contextmanager
-def crew_of(folder: Path, site: Profile, umask: int, environment: dict[str, str]) -> Iterator[Crew]:
-    """The agents' connections, and the agent of this task; all of them end well unless the block raises."""
+def allocated(folder: Path, environment: dict[str, str]) -> Allocation:
+    """What SLURM gave this job, by its environment and the profile in `folder`.  Sets the umask, and room for links.
+
+    Raises `ConfigError`.
+    """
+    site = profile.load(folder / "profile.toml")
+    umask = PRIVATE if site.private else SHARED
+    os.umask(umask)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < FILES:  # a connection for each of many ranks
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, hard) if hard > 0 else FILES, hard))
-    address = address_of(site.environment.interface, environment, site.file)
-    variables = site.environment.variables
-    crew = Crew(address, welcome(interface=site.environment.interface, variables=variables, umask=umask))
-    path = channel_of(folder, environment)
-    own: subprocess.Popen[bytes] | None = None
-    dismiss = False
-    try:
-        channel.publish(path, crew.place)
-        own = agent.beside(path)
-        yield crew
-        dismiss = True
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        crew.close(dismiss=dismiss)
-        if own is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                own.wait(agent.END_S)
-            own.kill()
-            own.wait()
+    return Allocation(
+        nodes=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
+        per_node=int(environment.get("SLURM_NTASKS_PER_NODE", "1")),
+        site=site,
+        address=address_of(site.environment.interface, environment, site.file),
+        umask=umask,
+    )
+
+
+def survey(allocation: Allocation, folder: Path, stop: Stop) -> tuple[list[Report], str]:
+    """What every task sees of its node, in the order of ranks, and whose report is missing: empty if none is."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    step = allocation.step(allocation.tasks, nodes.__name__, folder)
+    end = time.monotonic() + BOOT_S
+    while step.code is None and not stop and time.monotonic() < end:
+        time.sleep(LOOK_S)
+    step.end(0.0)
+    found = [read_json(nodes.file_of(folder, task)) for task in range(allocation.tasks)]
+    reports = [Report(**report) for report in found if report is not None]
+    missing = "" if len(reports) == allocation.tasks else _missing(reports, allocation.tasks, step.said())
+    shutil.rmtree(folder, ignore_errors=True)
+    return reports, missing
+
+
+def _missing(reports: list[Report], tasks: int, said: str) -> str:
+    """Which nodes no report came from."""
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+    expected = SlurmJobEnvironment().hostnames
+    silent = [name for name in expected if name not in {report.node for report in reports}]
+    who = ", ".join(silent) or "of the allocation"
+    return f"{LOST_NODE}{who}: {len(reports)} of {tasks} tasks started: {said or f'no word for {BOOT_S:g} s'}"
 
 
 def address_of(interface: str, environment: dict[str, str], file: str) -> str:
@@ -146,17 +161,6 @@ def wrong_hardware(reports: list[Report], site: Profile) -> str:
     if site.system in systems.HERE:
         return ""
     return nodes.mismatch(reports, systems.load(site.system), site.gpus_per_node)
-
-
-def missing_agents(reports: list[Report], count: int) -> str:
-    """Whose agents did not come."""
-    from submitit.slurm.slurm import SlurmJobEnvironment
-
-    expected = SlurmJobEnvironment().hostnames
-    silent = [name for name in expected if name not in {report.node for report in reports}]
-    who = ", ".join(silent) or "of the allocation"
-    came = f"{len(reports)} of {count} agents came within {channel.CONNECT_S:g} s"
-    return f"{LOST_NODE}{who}: {came}"
 
 
 def _refuse(recorder: Recorder, tasks: list[Task], reason: str) -> None:

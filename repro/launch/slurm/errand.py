@@ -1,6 +1,6 @@
 """One job on all nodes of an allocation whose results the submitting process waits for: `repro calibrate --profile`.
 
-The same agents and the same launch as a suite's, without a store: results come back in a file.
+The same launch as a suite's, without a store: results come back in a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from repro.host.files import write_json
 from repro.launch import supervise
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
-from repro.launch.slurm import allocation, channel, controller, nodes, profile, script
+from repro.launch.slurm import controller, nodes, script
 from repro.launch.slurm.cluster import ClusterLaunch
 from repro.launch.slurm.pack import Array
 from repro.launch.slurm.profile import Profile
@@ -37,7 +37,7 @@ LATE_S = 20.0
 
 @dataclass(frozen=True)
 class Errand:
-    """What every task of the job calls.  submitit pickles it; it cannot be requeued."""
+    """What the job calls.  submitit pickles it; it cannot be requeued."""
 
     folder: str
     """On a shared folder: the job, the profile, and the answer."""
@@ -45,11 +45,8 @@ class Errand:
     """What a rank calls, `module:function`."""
 
     def __call__(self) -> str:
-        """Run the job as its controller in the first task, and as an agent in the others; the outcome."""
+        """Run the job; the outcome."""
         environment, folder = dict(os.environ), Path(self.folder)
-        if int(environment.get("SLURM_PROCID", "0")):
-            allocation.serve(controller.channel_of(folder, environment))
-            return ""
         stop = Stop(controller.job_of(environment))
         for number in (REQUEUE, signal.SIGTERM):
             signal.signal(number, stop.note)
@@ -60,30 +57,25 @@ class Errand:
 
 def _run(folder: Path, target: str, stop: Stop, environment: dict[str, str]) -> dict[str, Any]:
     """The answer: outcome, reason, where it ran, the load of this node before, and the ranks' results."""
-    site = profile.load(folder / "profile.toml")
-    umask = controller.PRIVATE if site.private else controller.SHARED
-    os.umask(umask)
     answer: dict[str, Any] = {"outcome": "error", "load": round(os.getloadavg()[0], 2), "results": []}
-    with controller.crew_of(folder, site, umask, environment) as crew:
-        stop.ended_elsewhere = lambda: crew.terminated
-        count = int(environment.get("SLURM_NTASKS", "1"))
-        complete = crew.gather(count, channel.CONNECT_S, lambda: bool(stop))
-        reports = crew.reports()
-        if not complete:
-            return answer | {"reason": stop.reason or controller.missing_agents(reports, count)}
-        answer["place"] = nodes.place(reports, environment)
-        if wrong := controller.wrong_hardware(reports, site):
-            return answer | {"reason": wrong}
-        launch = ClusterLaunch(
-            Job.load(folder / JOB), folder / "ranks", crew, target=target, on_loss=stop.give_up
-        )
-        ending = supervise.Ending("error")
-        try:
-            launch.start()
-            ending = supervise.watch(launch, interrupted=lambda: stop.reason)
-            answer["results"] = launch.results(0) or []
-        finally:
-            launch.close(keep_logs=None if ending.outcome == "ok" else folder / "ranks")
+    allocation = controller.allocated(folder, environment)
+    reports, missing = controller.survey(allocation, folder / "nodes", stop)
+    if missing:
+        return answer | {"reason": stop.reason or missing}
+    answer["place"] = nodes.place(reports, environment)
+    if wrong := controller.wrong_hardware(reports, allocation.site):
+        return answer | {"reason": wrong}
+    names = [report.node for report in reports]
+    launch = ClusterLaunch(
+        Job.load(folder / JOB), folder / "ranks", allocation, names, target=target, stop=stop
+    )
+    ending = supervise.Ending("error")
+    try:
+        launch.start()
+        ending = supervise.watch(launch, interrupted=lambda: stop.reason)
+        answer["results"] = launch.results(0) or []
+    finally:
+        launch.close(keep_logs=None if ending.outcome == "ok" else folder / "ranks")
     return answer | {"outcome": ending.outcome, "reason": ending.reason}
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from repro.config import ConfigError
 from repro.config.system import System
+from repro.host.files import write_json
 from repro.launch.failures import WRONG_HARDWARE
 from repro.launch.slurm import topology
 
@@ -22,7 +25,7 @@ _MEMORY_SLACK = 0.08
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one agent says of itself and its node.  Bytes, MHz."""
+    """What one task says of itself and its node.  Bytes, MHz."""
 
     node: str
     """As SLURM calls it."""
@@ -46,10 +49,6 @@ class Report:
     """Above the node, from the top (`.topology.switches`)."""
     links: dict[str, Any] = field(default_factory=dict)
     """Between the GPUs of the node (`.topology.gpu_links`)."""
-
-    def message(self) -> dict[str, Any]:
-        """As it goes over the channel."""
-        return asdict(self)
 
 
 def report(environment: dict[str, str], *, gpus: bool) -> Report:
@@ -204,3 +203,13 @@ def place(reports: list[Report], environment: dict[str, str]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def file_of(folder: Path, task: int) -> Path:
+    """Where a task writes its report."""
+    return folder / f"report-{task}.json"
+
+
+if __name__ == "__main__":
+    seen = report(dict(os.environ), gpus=True)
+    write_json(file_of(Path(sys.argv[1]), seen.task), asdict(seen))

@@ -45,7 +45,8 @@ def run(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
         command.append(
             f"--gres=gpu:{gpus}" if site.slurm.gpu_request == "gres" else f"--gpus-per-node={gpus}"
         )
-    lines = [*script.setup(site), f"exec {script.python(site)} -m {__name__} {shlex.quote(str(marker))}"]
+    python = shlex.quote(site.environment.python or sys.executable)
+    lines = [*script.setup(site), f"exec {python} -m {__name__} {shlex.quote(str(marker))}"]
     try:
         output = call([*command, "bash", "-c", " && ".join(lines)], timeout_s=WAIT_S)
     finally:

@@ -10,9 +10,6 @@ from typing import Any
 from repro.launch.slurm.pack import Array
 from repro.launch.slurm.profile import Profile
 
-LATE_S = 120
-"""Seconds that srun waits for the others after the first task's end; a profile's `SLURM_WAIT` overrides it."""
-
 
 def parameters(array: Array, profile: Profile, job_name: str) -> dict[str, Any]:
     """submitit's parameters (`SlurmExecutor.update_parameters`) for `array`."""
@@ -32,7 +29,8 @@ def parameters(array: Array, profile: Profile, job_name: str) -> dict[str, Any]:
         "signal_delay_s": slurm.signal_delay_s,
         "array_parallelism": slurm.array_parallelism,
         "setup": setup(profile),
-        "srun_args": _srun(profile),
+        # One task, the controller; it starts the ranks, and has no GPU or core for itself.
+        "srun_args": ["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],
         "exclusive": slurm.exclusive,
         # Neighbours by rank share a node: the layout's order says who they are.
         "additional_parameters": {"requeue": True, "distribution": "block", **slurm.options},
@@ -52,17 +50,15 @@ def setup(profile: Profile) -> list[str]:
     """Shell lines before the ranks start."""
     environment = profile.environment
     lines = ["umask 077"] if profile.private else []
-    # The end of a task whose node was cut off never reaches srun, which would hold the others' nodes until the time
-    # limit.  Tasks end together, within seconds, so whoever is later than this is gone.
-    lines.append(f"export SLURM_WAIT={LATE_S}")
     lines += [f"module load {shlex.quote(module)}" for module in environment.modules]
     lines += environment.setup
     return lines + [f"export {key}={shlex.quote(value)}" for key, value in environment.variables.items()]
 
 
 def python(profile: Profile) -> str:
-    """The interpreter on the nodes, as a shell word."""
-    return shlex.quote(profile.environment.python or sys.executable)
+    """The interpreter of the controller, as a shell word.  A container has no srun: the controller is outside of it."""
+    inside = profile.environment.container
+    return shlex.quote(sys.executable if inside else profile.environment.python or sys.executable)
 
 
 def text(array: Array, profile: Profile, job_name: str, folder: Path) -> str:
@@ -77,16 +73,3 @@ def text(array: Array, profile: Profile, job_name: str, folder: Path) -> str:
         map_count=count if count > 1 else None,
         **parameters(array, profile, job_name),
     )
-
-
-def _srun(profile: Profile) -> list[str]:
-    environment = profile.environment
-    # An agent that is killed must not take the others with it, whatever the site's KillOnBadExit says.
-    arguments = ["--kill-on-bad-exit=0"]
-    if profile.slurm.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
-        arguments.append(f"--cpus-per-task={profile.slurm.cpus_per_task}")
-    if environment.container:
-        arguments.append(f"--container-image={environment.container}")
-    if environment.container_mounts:
-        arguments.append(f"--container-mounts={environment.container_mounts}")
-    return arguments

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import datetime
 from types import FrameType
 
@@ -15,6 +16,8 @@ from repro.launch.failures import CANCELLED, NODE_FAILURE, PREEMPTED, TIME_LIMIT
 
 REQUEUE = signal.SIGUSR2
 """submitit's signal: the job is preempted or near its time limit, and is to be requeued."""
+SIGNALS = (signal.SIGTERM, REQUEUE)
+"""SLURM may send them to every process of a job, ranks and commands included; they are for the controller."""
 ASK_S = 5.0
 ACCOUNTED_S = 3.0
 """How long the accounting may lag behind."""
@@ -36,19 +39,23 @@ class Stop:
         """How long before the time limit SLURM was asked to send its signal."""
         self._seen: list[int] = []
         self._why = ""
-        self.ended_elsewhere: Callable[[], str] = lambda: ""
-        """Node whose agent got SIGTERM."""
+        self._terminated_node = ""
+        """Node where a rank's task got SIGTERM."""
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """A signal handler: nothing happens here."""
         self._seen.append(number)
+
+    def terminate(self, node: str) -> None:
+        """SLURM is ending the job, as a task on `node` was told."""
+        self._terminated_node = node
 
     def give_up(self, why: str) -> None:
         """Stop for a reason of our own, after what runs now."""
         self._why = self._why or why
 
     def __bool__(self) -> bool:
-        return bool(self._seen or self._why or self.ended_elsewhere())
+        return bool(self._seen or self._why or self._terminated_node)
 
     @property
     def stop_s(self) -> float:
@@ -63,14 +70,14 @@ class Stop:
     @property
     def terminated(self) -> bool:
         """Whether SLURM is ending the job and decides itself what becomes of it."""
-        return signal.SIGTERM in self._seen or bool(self.ended_elsewhere())
+        return signal.SIGTERM in self._seen or bool(self._terminated_node)
 
     @property
     def signal(self) -> str:
         """Name of the first signal; empty without one."""
         if self._seen:
             return signal.Signals(self._seen[0]).name
-        return "SIGTERM" if self.ended_elsewhere() else ""
+        return "SIGTERM" if self._terminated_node else ""
 
     @property
     def reason(self) -> str:
@@ -136,7 +143,8 @@ def _down(nodes: str) -> list[str]:
 def _said(command: list[str]) -> str:
     """What SLURM answers; nothing if it does not."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
+        with blocked():  # or a command that asks what a signal means dies of that signal
+            done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout
@@ -148,3 +156,13 @@ def _time(text: str) -> float | None:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
+
+
+@contextlib.contextmanager
+def blocked() -> Iterator[None]:
+    """What starts inside has `SIGNALS` blocked for life: a mask is inherited, and there is no moment without."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

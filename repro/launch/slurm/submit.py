@@ -105,7 +105,7 @@ def submit_array(
     """Hand one array to submitit; SLURM's number of it.  Raises `SchedulerError`."""
     import submitit
 
-    from repro.launch.slurm.allocation import Allocation
+    from repro.launch.slurm.allocation import RunBundle
 
     executor = submitit.SlurmExecutor(
         folder / "submitit", max_num_timeout=requeues, python=script.python(site)
@@ -114,7 +114,7 @@ def submit_array(
     try:
         # One function for one element is no array: SLURM's id then has no index.
         with executor.batch() if len(bundles) > 1 else nullcontext():
-            jobs = [executor.submit(Allocation(submission=str(folder), bundle=bundle)) for bundle in bundles]
+            jobs = [executor.submit(RunBundle(submission=str(folder), bundle=bundle)) for bundle in bundles]
     except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
         raise SchedulerError(" ".join(str(error).split())[:400]) from None
     return str(jobs[0].job_id).split("_")[0]

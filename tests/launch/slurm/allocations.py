@@ -1,4 +1,4 @@
-"""Allocations without SLURM: what srun would start, as plain processes with the environment that SLURM would set."""
+"""Allocations without SLURM: a job's controller as a plain process, with the environment that SLURM would set."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from submitit.core.utils import DelayedSubmission
 
 from repro import suites
 from repro.launch.plan import Task
-from repro.launch.slurm.allocation import Allocation
+from repro.launch.slurm.allocation import RunBundle
 from repro.launch.slurm.work import Bundle, Work
 from tests.launch.runs import FAKE, ROOT, wait_for
 from tests.records import lines
+from tests.launch.slurm import fake_srun
 
-PROFILE = "[slurm]\ntasks_per_node = 2\n"
+PROFILE = '[slurm]\ntasks_per_node = 2\ncpus_per_task = 1\n[environment]\ninterface = "lo"\n'
+RANK = "repro.launch.rank"
 SCONTROL = """#!/bin/sh
 echo "$@" >> {log}
 case "$*" in show*) echo "JobId=7 JobState={state} PreemptTime={preempted}";; esac
@@ -47,18 +51,22 @@ class Submission:
         alone = [entry.experiment for entry in loaded.entries if entry.experiment.name not in compared]
         tasks += [Task(experiments=(experiment,)) for experiment in alone]
         Work(suite=loaded, bundles=(Bundle(index=0, tasks=tuple(tasks)),), rerun=rerun).save(self.folder)
-        delayed = DelayedSubmission(Allocation(str(self.folder), 0))
+        delayed = DelayedSubmission(RunBundle(str(self.folder), 0))
         delayed.set_timeout(60, 3)
         delayed.dump(self.submitit / "7_submitted.pkl")
         self.bin, self.ring, self.calls = root / "bin", root / "ring", root / "scontrol.log"
         self.bin.mkdir()
         self.ring.mkdir()
+        self._program("srun", f"#!{sys.executable}\n{Path(fake_srun.__file__).read_text()}")
         self.says()
 
     def says(self, *, state: str = "RUNNING", preempted: str = "2026-11-21T10:00:00") -> None:
         """What `scontrol show job` answers."""
-        program = self.bin / "scontrol"
-        program.write_text(SCONTROL.format(log=self.calls, state=state, preempted=preempted))
+        self._program("scontrol", SCONTROL.format(log=self.calls, state=state, preempted=preempted))
+
+    def _program(self, name: str, text: str) -> None:
+        program = self.bin / name
+        program.write_text(text)
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
 
     def records(self) -> list[dict[str, Any]]:
@@ -81,77 +89,79 @@ class Submission:
         return found
 
 
-class Srun:
-    """The tasks of one start of the job, `per_node` on each node."""
+class Job:
+    """One start of the job: its controller, which starts steps with `fake_srun`."""
 
     def __init__(
-        self, submission: Submission, *, tasks: int = 2, per_node: int = 1, restarts: int = 0, **more: str
+        self, submission: Submission, *, nodes: int = 2, per_node: int = 1, restarts: int = 0, **more: str
     ):
         self.submission = submission
-        nodes = [f"n{1 + task // per_node}" for task in range(tasks)]
-        self.tasks: list[subprocess.Popen[str]] = []
-        self.logs: list[Path] = []
-        for task in range(tasks):
-            environment = {
-                **os.environ,
-                "PATH": f"{submission.bin}:{os.environ['PATH']}",
-                "PYTHONPATH": str(ROOT),
-                "SUBMITIT_EXECUTOR": "slurm",
-                "SLURM_JOB_ID": "7",
-                "SLURM_JOB_NODELIST": ",".join(dict.fromkeys(nodes)),
-                "SLURM_JOB_NUM_NODES": "1",  # one machine: the loopback interface reaches all of them
-                "SLURM_NTASKS": str(tasks),
-                "SLURM_PROCID": str(task),
-                "SLURM_LOCALID": str(task % per_node),
-                "SLURM_NODEID": str(task // per_node),
-                "SLURMD_NODENAME": nodes[task],
-                "SLURM_RESTART_COUNT": str(restarts),
-                "SLURM_CPUS_PER_TASK": "1",
-                "REPRO_RANK_TARGET": FAKE,
-                "FAKE_RING": str(submission.ring),
-                **more,
-            }
-            self.logs.append(submission.folder / f"task-{task}-{restarts}.log")
-            with open(self.logs[-1], "w") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "submitit.core._submit", str(submission.submitit)],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    env=environment,
-                    start_new_session=True,
-                )
-            self.tasks.append(process)
+        environment = {
+            **os.environ,
+            "PATH": f"{submission.bin}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "SUBMITIT_EXECUTOR": "slurm",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": ",".join(f"n{1 + node}" for node in range(nodes)),
+            "SLURM_JOB_NUM_NODES": str(nodes),
+            "SLURM_NTASKS_PER_NODE": str(per_node),
+            "SLURM_NTASKS": "1",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURMD_NODENAME": "n1",
+            "SLURM_RESTART_COUNT": str(restarts),
+            "REPRO_RANK_TARGET": FAKE,
+            "FAKE_RING": str(submission.ring),
+            **more,
+        }
+        self.output = submission.folder / f"job-{restarts}.log"
+        with open(self.output, "w") as log:
+            self.controller = subprocess.Popen(
+                [sys.executable, "-m", "submitit.core._submit", str(submission.submitit)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
 
-    def wait(self, seconds: float = 40) -> list[int]:
-        """Exit codes of all tasks."""
+    def wait(self, seconds: float = 40) -> int:
+        """Exit code of the controller."""
         try:
-            return [task.wait(seconds) for task in self.tasks]
+            return self.controller.wait(seconds)
         finally:
             self.kill()
 
     def signal(self, number: int) -> None:
-        """As slurmstepd: to every process of every task, ranks included."""
-        for task in self.tasks:
-            if task.poll() is None:
-                family = [psutil.Process(task.pid), *psutil.Process(task.pid).children(recursive=True)]
-                for process in family:
+        """As slurmstepd: to the controller, and to every process of the ranks' step."""
+        for process in self._family():
+            with suppress(psutil.Error):
+                line = process.cmdline()
+                if process.pid == self.controller.pid or "repro.launch.slurm.task" in line or RANK in line:
                     process.send_signal(number)
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks that run now."""
+        return self._numbered(RANK, lambda process: process.cmdline()[process.cmdline().index("--rank") + 1])
+
+    def tasks(self) -> dict[int, psutil.Process]:
+        """What runs a rank each."""
+        return self._numbered("repro.launch.slurm.task", lambda process: process.environ()["SLURM_PROCID"])
+
+    def _numbered(self, word: str, number: Callable[[psutil.Process], str]) -> dict[int, psutil.Process]:
         found = {}
-        for task in self.tasks:
-            if task.poll() is not None:
-                continue
-            for process in psutil.Process(task.pid).children(recursive=True):
-                try:
-                    line = process.cmdline()
-                except psutil.Error:
-                    continue
-                if "repro.launch.rank" in line:
-                    found[int(line[line.index("--rank") + 1])] = process
+        for process in self._family():
+            with suppress(psutil.Error):
+                if word in process.cmdline() and "srun" not in " ".join(process.cmdline()[:3]):
+                    found[int(number(process))] = process
         return found
+
+    def _family(self) -> list[psutil.Process]:
+        if self.controller.poll() is not None:
+            return []
+        own = psutil.Process(self.controller.pid)
+        return [own, *own.children(recursive=True)]
 
     def reach(self, name: str, step: int = 0) -> dict[int, psutil.Process]:
         """Wait until experiment `name` is in its `step`-th step or later; its ranks."""
@@ -167,16 +177,11 @@ class Srun:
 
     def kill(self) -> None:
         """Leave nothing behind."""
-        for task in self.tasks:
-            if task.poll() is None:
-                children = psutil.Process(task.pid).children(recursive=True)
-                for process in [psutil.Process(task.pid), *children]:
-                    try:
-                        process.send_signal(signal.SIGKILL)
-                    except psutil.NoSuchProcess:
-                        continue
-                task.wait(10)
+        for process in reversed(self._family()):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self.controller.wait(10)
 
     def log(self) -> str:
-        """What all tasks printed."""
-        return "\n".join(path.read_text() for path in self.logs)
+        """What the controller printed."""
+        return self.output.read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import stat
@@ -14,15 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from repro.config import Experiment, Layout, Model, Training
 from repro.launch.failures import failure
-from repro.launch.job import Job
-from repro.launch.slurm import channel, cluster
-from repro.launch.slurm.crew import Crew, welcome
-from repro.launch.slurm.nodes import Report
 from tests.launch.held_session import HELD
 from tests.launch.runs import experiments, fill, run, small_disk, wait_for, write_suite
-from tests.launch.slurm.allocations import PROFILE, Srun, Submission
+from tests.launch.slurm.allocations import PROFILE, Job, Submission
 
 SLOW = {"FAKE_STEP_S": "0.3"}
 
@@ -33,12 +27,12 @@ def submission(tmp_path: Path) -> Submission:
 
 
 @contextmanager
-def running(submission: Submission, **options: object) -> Iterator[Srun]:
-    srun = Srun(submission, **options)  # type: ignore[arg-type]
+def running(submission: Submission, **options: object) -> Iterator[Job]:
+    job = Job(submission, **options)  # type: ignore[arg-type]
     try:
-        yield srun
+        yield job
     finally:
-        srun.kill()
+        job.kill()
 
 
 def classes(submission: Submission) -> dict[str, str]:
@@ -67,8 +61,8 @@ def test_real_ranks_train_as_locally(tmp_path: Path) -> None:
     )
     suite = write_suite(tmp_path, body, limits="hang_s = 60")
     submission = Submission(tmp_path, suite)
-    with running(submission, REPRO_RANK_TARGET="repro.launch.session:run_rank") as srun:
-        assert srun.wait(90) == [0, 0], srun.log()
+    with running(submission, REPRO_RANK_TARGET="repro.launch.session:run_rank") as job:
+        assert job.wait(90) == 0, job.log()
     assert run(suite, tmp_path / "local", fake=False)[0] == 0
     slurm = submission.records()
     local = [
@@ -91,8 +85,8 @@ def test_real_ranks_train_as_locally(tmp_path: Path) -> None:
 def test_each_rank_knows_its_place(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, experiments("a", extra="layout = { dp = 4 }"))
     submission = Submission(tmp_path, suite)
-    with running(submission, tasks=4, per_node=2, **SLOW) as srun:
-        ranks = srun.reach("a")
+    with running(submission, nodes=2, per_node=2, **SLOW) as job:
+        ranks = job.reach("a")
         assert sorted(ranks) == [0, 1, 2, 3]
         for number, rank in ranks.items():
             environment = rank.environ()
@@ -106,8 +100,8 @@ def test_each_rank_knows_its_place(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_costs_one_case(submission: Submission) -> None:
-    with running(submission, FAKE_FAULT="kill:a:1:2") as srun:
-        assert srun.wait() == [0, 0], srun.log()
+    with running(submission, FAKE_FAULT="kill:a:1:2") as job:
+        assert job.wait() == 0, job.log()
     assert classes(submission) == {"a": "rank-killed", "b": ""}
     assert submission.reasons()["a"].startswith("rank 1 was killed by signal 9 (SIGKILL) at step 2, backward")
     logs = submission.folder / "logs" / "0"
@@ -122,9 +116,9 @@ def test_files_are_the_users_own_unless_the_profile_says_otherwise(
     profile = f"{PROFILE}[storage]\nprivate = {private}\n"
     submission = Submission(tmp_path, suite, profile=profile)
     made_here = {*submission.results.rglob("*"), submission.results}
-    with running(submission, FAKE_FAULT="kill:a:1:2") as srun:
-        made_here |= set(srun.logs)
-        assert srun.wait() == [0, 0], srun.log()
+    with running(submission, FAKE_FAULT="kill:a:1:2") as job:
+        made_here |= {job.output}
+        assert job.wait() == 0, job.log()
     written = [path for path in submission.results.rglob("*") if path not in made_here]
     kinds = {path.name.rpartition(".")[2] for path in written}
     assert {"jsonl", "out", "err", "pkl"} <= kinds, "records, logs of ranks, submitit's result"
@@ -137,14 +131,14 @@ def test_files_are_the_users_own_unless_the_profile_says_otherwise(
 def test_a_case_without_memory_costs_one_case(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, experiments("a", "b"), limits="hang_s = 20, memory_bytes = 50_000_000")
     submission = Submission(tmp_path, suite)
-    with running(submission, FAKE_FAULT="memory:a:1:1") as srun:
-        assert srun.wait() == [0, 0], srun.log()
+    with running(submission, FAKE_FAULT="memory:a:1:1") as job:
+        assert job.wait() == 0, job.log()
     assert classes(submission) == {"a": "out-of-memory", "b": ""}
 
 
 def test_a_stopped_rank_is_a_hang(submission: Submission) -> None:
-    with running(submission, FAKE_FAULT="stop:a:1:2") as srun:
-        assert srun.wait() == [0, 0], srun.log()
+    with running(submission, FAKE_FAULT="stop:a:1:2") as job:
+        assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "hang", "b": "ok"}
     assert "rank 1 is stopped (SIGSTOP or a debugger) at step 2" in submission.reasons()["a"]
     logs = submission.folder / "logs" / "0" / submission.records()[0]["key"]
@@ -154,47 +148,102 @@ def test_a_stopped_rank_is_a_hang(submission: Submission) -> None:
     assert "most recent call first" in (logs / "rank-0.err").read_text(), "no stacks of the rank that waits"
 
 
-def test_a_lost_agent_is_named_and_the_rest_is_asked_for_again(submission: Submission) -> None:
-    with running(submission, **SLOW) as srun:
-        ranks = srun.reach("a")
-        srun.tasks[1].kill()
-        assert srun.wait() == [255, -signal.SIGKILL], srun.log()
+def test_a_lost_task_is_named_and_the_rest_is_asked_for_again(submission: Submission) -> None:
+    """A rank whose task is gone can say nothing any more; its node, named, is none to go on with."""
+    with running(submission, **SLOW) as job:
+        ranks = job.reach("a")
+        job.tasks()[1].kill()
+        assert job.wait() == 255, job.log()
         assert gone(ranks)
     assert classes(submission) == {"a": "lost-node"}
-    assert "lost node n2" in submission.reasons()["a"]
+    assert "lost node n2: its task ended without a word" in submission.reasons()["a"]
     assert submission.state["phase"] == "stopped"
     assert "requeue 7" in submission.calls.read_text()
-    with running(submission, restarts=1) as srun:
-        assert srun.wait() == [0, 0], srun.log()
+    with running(submission, restarts=1) as job:
+        assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "error", "b": "ok"}, "what failed waits until it is asked for"
 
 
-def test_without_their_controller_agents_and_ranks_end(submission: Submission) -> None:
-    with running(submission, **SLOW) as srun:
-        ranks = srun.reach("a")
-        assert len(ranks) == 2
-        srun.tasks[0].kill()
-        assert srun.wait() == [-signal.SIGKILL, 1], srun.log()
+def test_tasks_that_end_with_the_whole_job_are_no_lost_node(submission: Submission) -> None:
+    """SLURM may end the ranks a moment before it tells the controller, which is to run the case again."""
+    submission.says(state="COMPLETING", preempted="None")
+    with running(submission, **SLOW) as job:
+        job.reach("a")
+        for task in job.tasks().values():
+            task.kill()
+        job.controller.send_signal(signal.SIGTERM)
+        assert job.wait() == 128 + signal.SIGTERM, job.log()
+    assert submission.outcomes() == {"a": "interrupted"}
+
+
+def test_a_step_that_does_not_start_is_said(submission: Submission) -> None:
+    """A node that is down when the nodes are looked at, and one that goes down later."""
+    srun = submission.bin / "srun"
+    working = srun.read_text()
+    failing = "#!/bin/sh\necho 'srun: error: Node n2 is not available' >&2\nexit 1\n"
+    srun.write_text(failing)
+    with running(submission) as job:
+        assert job.wait() == 0, job.log()
+    assert classes(submission) == {"a": "lost-node", "b": "lost-node"}
+    assert "0 of 2 tasks started: srun: error: Node n2 is not available" in submission.reasons()["a"]
+    only_looks = working.replace(
+        "    tasks, per_node", "    assert arguments[2] == NODES, 'no step'\n    tasks, per_node"
+    )
+    srun.write_text(only_looks.replace("import os\n", 'import os\nNODES = "repro.launch.slurm.nodes"\n', 1))
+    (submission.folder / "bundle-0.json").unlink()
+    with running(submission) as job:
+        assert job.wait() == 255, job.log()
+    assert "its task did not start: AssertionError: no step" in submission.reasons()["a"]
+
+
+def test_without_their_controller_tasks_and_ranks_end(submission: Submission) -> None:
+    with running(submission, **SLOW) as job:
+        ranks = {**job.reach("a"), **{2 + number: task for number, task in job.tasks().items()}}
+        assert len(ranks) == 4
+        job.controller.kill()
+        assert job.wait() == -signal.SIGKILL, job.log()
         assert gone(ranks)
-    assert not (submission.submitit / "7_1_result.pkl").exists(), "submitit would take the job for done"
-    with running(submission, restarts=1) as srun:
-        assert srun.wait() == [0, 0], srun.log()
+    with running(submission, restarts=1) as job:
+        assert job.wait() == 0, job.log()
+    assert submission.outcomes() == {"a": "ok", "b": "ok"}
+
+
+def test_a_port_that_somebody_takes_costs_a_start_and_no_case(submission: Submission) -> None:
+    with running(submission, FAKE_BUSY=str(submission.ring / "busy")) as job:
+        assert job.wait() == 0, job.log()
+    assert (submission.ring / "busy").exists()
+    assert submission.outcomes() == {"a": "ok", "b": "ok"}
+
+
+def test_a_stranger_does_no_harm(submission: Submission) -> None:
+    """Whoever has no token is cut off, whatever it says."""
+    with running(submission, **SLOW) as job:
+        ranks = job.reach("a")
+        (place,) = submission.folder.glob("logs/0/*/launch.json")
+        assert place.stat().st_mode & 0o777 == 0o600
+        said = json.loads(place.read_text())
+        for words in (b"GET / HTTP/1.1\r\n", b'{"token":"guessed","rank":0}\n{"say":"ended","code":9}\n'):
+            with socket.create_connection((said["address"], said["port"]), timeout=10) as stranger:
+                stranger.sendall(words)
+                assert stranger.recv(1) == b""
+        assert ranks
+        assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
 def test_preemption_requeues_and_runs_again_only_what_it_met(submission: Submission) -> None:
-    with running(submission, **SLOW) as srun:
-        srun.reach("b")
-        srun.signal(signal.SIGUSR2)
-        assert srun.wait()[0] == 255, srun.log()
+    with running(submission, **SLOW) as job:
+        job.reach("b")
+        job.signal(signal.SIGUSR2)
+        assert job.wait() == 255, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "interrupted"}
     assert classes(submission)["b"] == "preempted"
     state = submission.state
     assert (state["phase"], state["stopped"]["signal"]) == ("stopped", "SIGUSR2")
     assert submission.calls.read_text().splitlines()[-1] == "requeue 7"
     before = len(submission.records())
-    with running(submission, restarts=1) as srun:
-        assert srun.wait() == [0, 0], srun.log()
+    with running(submission, restarts=1) as job:
+        assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
     assert len(submission.records()) == before + 1, "what was done is not done again"
 
@@ -207,13 +256,13 @@ def test_a_long_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     submission = Submission(tmp_path, suite)
     (tmp_path / "a").touch()
     held = {"REPRO_RANK_TARGET": "tests.launch.held_session:run_rank", "FAKE_HOLD": str(tmp_path)}
-    with running(submission, **held) as srun:
-        srun.reach("a", HELD)
-        srun.signal(signal.SIGUSR2)
-        assert srun.wait(90)[0] == 255, srun.log()
+    with running(submission, **held) as job:
+        job.reach("a", HELD)
+        job.signal(signal.SIGUSR2)
+        assert job.wait(90) == 255, job.log()
     assert classes(submission) == {"a": "preempted"}
-    with running(submission, restarts=1, **held) as srun:
-        assert srun.wait(90) == [0, 0], srun.log()
+    with running(submission, restarts=1, **held) as job:
+        assert job.wait(90) == 0, job.log()
     assert submission.outcomes() == {"a": "ok"}
     record = submission.records()[-1]
     assert len(record["series"]["loss"]) == 8
@@ -222,91 +271,33 @@ def test_a_long_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 def test_a_cancelled_job_is_not_requeued(submission: Submission) -> None:
     submission.says(state="CANCELLED", preempted="None")
-    with running(submission, **SLOW) as srun:
-        srun.reach("a")
-        srun.signal(signal.SIGTERM)
-        assert srun.wait()[0] == 128 + signal.SIGTERM, srun.log()
+    with running(submission, **SLOW) as job:
+        job.reach("a")
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 128 + signal.SIGTERM, job.log()
     assert classes(submission) == {"a": "cancelled"}
     assert "requeue" not in submission.calls.read_text()
 
 
 def test_wrong_hardware_starts_nothing(tmp_path: Path) -> None:
-    profile = 'system = "dgx2"\n[slurm]\ngpus_per_node = 16\n'
+    profile = 'system = "dgx2"\n[slurm]\ngpus_per_node = 16\n[environment]\ninterface = "lo"\n'
     suite = write_suite(tmp_path, experiments("a", "b"))
     submission = Submission(tmp_path, suite, profile=profile)
-    with running(submission) as srun:
-        assert srun.wait() == [0, 0], srun.log()
+    with running(submission) as job:
+        assert job.wait() == 0, job.log()
     assert set(submission.outcomes().values()) == {"error"}
     assert set(classes(submission).values()) == {"wrong-hardware"}
     assert submission.reasons()["a"].startswith("wrong hardware: node n1 has ")
     assert submission.reasons()["a"].endswith(": not comparable")
 
 
-def test_a_silent_agent_is_lost(tmp_path: Path) -> None:
-    """A node that is cut off ends no connection: only its silence tells."""
-    crew = Crew("127.0.0.1", welcome(interface="", variables={}, umask=0o077), lost_s=0.5)
-    channel.publish(tmp_path / "channel.json", crew.place)
-    report = Report(node="n2", node_index=1, local=0, task=0, tasks=1)
-    link, _ = channel.connect(tmp_path / "channel.json", {"report": report.message()}, seconds=10)
-    assert crew.gather(1, 10, lambda: False)
-    with pytest.raises(channel.Lost, match="task 0 is here already"):
-        channel.connect(tmp_path / "channel.json", {"report": report.message()}, seconds=0.2)
-    wait_for(lambda: crew.lost(0) == "n2: no word from its agent for 0.5 s")
-    crew.close(dismiss=True)
-    link.close()
-
-
-def test_without_a_port_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that names none would leave every rank waiting at port 0 until the launch counts as a hang."""
-    monkeypatch.setattr(cluster, "PORT_S", 0.3)
-    crew = Crew("127.0.0.1", welcome(interface="", variables={}, umask=0o077), lost_s=30)
-    channel.publish(tmp_path / "channel.json", crew.place)
-    report = Report(node="n2", node_index=0, local=0, task=0, tasks=1)
-    link, _ = channel.connect(tmp_path / "channel.json", {"report": report.message()}, seconds=10)
-    assert crew.gather(1, 10, lambda: False)
-    model = Model(name="least", layers=1, hidden=1, heads=1, vocab=2, seq=1)
-    job = Job(experiments=[Experiment(name="a", model=model, layout=Layout(), training=Training())])
-    launch = cluster.ClusterLaunch(job, tmp_path / "logs", crew, target="", on_loss=lambda why: None)
-    launch.start()
-    assert launch.poll(0) == 1
-    said = launch.report(0)
-    assert said is not None
-    assert said["reason"] == "the agent on n2 named no port within 0.3 s"
-    assert [message["do"] for message in link.wait(10)] == ["port"]
-    launch.close(keep_logs=None)
-    crew.close(dismiss=False)
-    link.close()
-
-
-def test_strangers_and_stale_files_do_no_harm(submission: Submission) -> None:
-    """An agent that finds a former controller's file, or the wrong token, asks again; a stranger is refused."""
-    path = channel.file_of(submission.folder, "7", 0)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        gone = server.getsockname()[1]
-    channel.publish(path, channel.Place("127.0.0.1", gone, "stale"))
-    with running(submission, **SLOW) as srun:
-        wait_for(lambda: (place := channel.find(path)) is not None and place.port != gone)
-        place = channel.find(path)
-        assert place is not None
-        assert os.stat(path).st_mode & 0o777 == 0o600
-        wrong = tmp = submission.folder / "wrong.json"
-        channel.publish(tmp, place._replace(token="guessed"))
-        with pytest.raises(channel.Lost, match="wrong token"):
-            channel.connect(wrong, {"report": {}}, seconds=0.5)
-        with socket.create_connection((place.address, place.port)) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            assert srun.wait() == [0, 0], srun.log()
-    assert submission.outcomes() == {"a": "ok", "b": "ok"}
-    assert not path.exists()
-
-
 def test_a_full_disk_is_said(tmp_path: Path) -> None:
     with small_disk(tmp_path) as disk:
         suite = write_suite(tmp_path, experiments("a", "b"))
         submission = Submission(disk, suite)
-        with running(submission, FAKE_RING=str(tmp_path), **SLOW) as srun:
-            srun.reach("a")
+        with running(submission, FAKE_RING=str(tmp_path), **SLOW) as job:
+            job.reach("a")
             fill(disk)
-            assert srun.wait()[0] == 1, srun.log()
+            assert job.wait() == 1, job.log()
         assert submission.outcomes() == {"a": "error"}
         assert "disk full" in submission.reasons()["a"]

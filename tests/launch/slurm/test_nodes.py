@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,7 @@ def test_other_cards_are_named_with_their_node(kind: tuple[str, int, str]) -> No
 
 
 def test_two_tasks_never_share_a_gpu() -> None:
-    shared = [
-        Report(**{**report.message(), "gpus": [card(*V100, 0)]}) for report in node("n1", 0, V100, tasks=2)
-    ]
+    shared = [replace(report, gpus=[card(*V100, 0)]) for report in node("n1", 0, V100, tasks=2)]
     assert mismatch(shared, systems.load("dgx2"), 16).startswith("wrong hardware: node n1 has 1 x Tesla V100")
 
 
@@ -257,7 +256,7 @@ def test_the_address_is_the_interfaces_or_is_asked_for() -> None:
         controller.address_of("ib7", {}, "site.toml")
 
 
-def test_folders_of_killed_agents_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_killed_tasks_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "work_parent", lambda: tmp_path)
     dead = tmp_path / f"{process.FOLDER}dead"
     dead.mkdir()

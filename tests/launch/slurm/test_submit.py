@@ -8,12 +8,14 @@ import socket
 import stat
 import subprocess
 from dataclasses import replace
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from repro import cli, suites
+from repro.launch.slurm import profile, step
 from repro.launch.slurm.registry import Registry
 from repro.results.measured import experiment_record
 from repro.results.store import Store
@@ -174,13 +176,19 @@ def test_all_that_a_profile_says_is_in_the_script(
     order = ["module load cuda/12.6", "source /shared/venv/bin/activate", "export NCCL_IB_HCA=mlx5", "srun "]
     assert [text.index(line) for line in order] == sorted(text.index(line) for line in order)
     command = next(line for line in a if line.startswith("srun "))
+    # The controller is alone, outside of the container, which has no srun; the ranks' steps are inside.
+    for word in ("--nodes=1", "--ntasks=1", "--relative=0", "--overlap", sys.executable):
+        assert word in command
+    assert "container" not in command
+    ranks = step.command(profile.load(site), 18, 8, ["module", "folder"])
     for word in (
         "--container-image=image.sqsh",
         "--container-mounts=/data",
-        "--kill-on-bad-exit=0",
-        "/opt/python",
+        "--cpus-per-task=6",
+        "--nodes=3",
     ):
-        assert word in command
+        assert word in ranks
+    assert ranks[-4:] == ["/opt/python", "-m", "module", "folder"]
     assert "torchrun" not in text
 
 

@@ -1,0 +1,161 @@
+"""One TCP connection from the task of each rank to the controller: it says how the rank fares, and shows who is gone.
+
+Messages are JSON lines and go one way, but for the controller's last word: when it closes the connection, or is gone,
+the task kills its rank and ends.  Who does not answer any more is noticed by the kernel (TCP keepalive).  A task shows
+a token that it has read from a file of the user's.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import selectors
+import socket
+from typing import Any
+
+Message = dict[str, Any]
+
+LOST_S = 15
+"""Who does not answer for this long is lost: the node is down, or the network between."""
+_STRANGER_BYTES = 1 << 16
+ENDED = "its task ended without a word"
+
+
+def _notice_silence(sock: socket.socket) -> None:
+    """Have the kernel end the connection when the other host does not answer for `LOST_S`."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, LOST_S // 3),
+        (socket.TCP_KEEPINTVL, LOST_S // 3),
+        (socket.TCP_KEEPCNT, 2),
+        (socket.TCP_USER_TIMEOUT, LOST_S * 1000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Link:
+    """The task's side."""
+
+    def __init__(self, address: str, port: int, *, token: str, rank: int):
+        """Raises `OSError` if there is no controller."""
+        self._socket = socket.create_connection((address, port), timeout=LOST_S)
+        self._socket.settimeout(None)
+        _notice_silence(self._socket)
+        self.address = str(self._socket.getsockname()[0])
+        """Our own on this connection."""
+        self.open = True
+        """Until the controller has closed it or is gone."""
+        self.send({"token": token, "rank": rank})
+
+    def send(self, message: Message) -> None:
+        """Send one message; nothing happens if nobody listens any more."""
+        line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        try:
+            self._socket.sendall(line)
+        except OSError:
+            self.open = False
+
+    def wait(self, seconds: float) -> None:
+        """Wait for time to pass or the connection to end."""
+        self._socket.settimeout(seconds)
+        try:
+            if self._socket.recv(1) == b"":
+                self.open = False
+        except TimeoutError as error:
+            if error.errno:  # by the kernel's clock, not by ours
+                self.open = False
+        except OSError:
+            self.open = False
+        self._socket.settimeout(None)
+
+
+class Links:
+    """The controller's side: all tasks of one launch.  Nothing here waits."""
+
+    def __init__(self, address: str, *, token: str):
+        self._token = token
+        self._listener = socket.create_server((address, 0), backlog=1024)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._rank_of: dict[socket.socket, int] = {}
+        self._unfinished: dict[socket.socket, bytearray] = {}
+        self.ended: dict[int, str] = {}
+        """How the connection of a rank has ended: `ENDED`, or why it is lost."""
+
+    def messages(self) -> list[tuple[int, Message]]:
+        """What has come in, with the rank that it is about."""
+        found: list[tuple[int, Message]] = []
+        for key, _ in self._selector.select(0):
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            if sock is self._listener:
+                self._accept()
+            else:
+                found += self._read(sock)
+        return found
+
+    def here(self, rank: int) -> bool:
+        """Whether the task of `rank` has come, ever."""
+        return rank in self.ended or rank in self._rank_of.values()
+
+    def close(self) -> None:
+        """End all connections, and with them the ranks."""
+        for sock in [*self._unfinished]:
+            self._drop(sock)
+        if self._listener.fileno() >= 0:
+            self._listener.close()
+            self._selector.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # nobody is left, or somebody has gone again
+                return
+            sock.setblocking(False)
+            _notice_silence(sock)
+            self._unfinished[sock] = bytearray()
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def _read(self, sock: socket.socket) -> list[tuple[int, Message]]:
+        ended = ""
+        buffer = self._unfinished[sock]
+        while not ended:
+            try:
+                data = sock.recv(1 << 18)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                ended = f"no answer from it for {LOST_S} s ({error.strerror or error})"
+                break
+            buffer += data
+            ended = "" if data else ENDED
+        *lines, rest = bytes(buffer).split(b"\n")
+        self._unfinished[sock] = bytearray(rest)
+        known = [message for line in lines if (message := self._known(sock, line)) is not None]
+        stranger = sock not in self._rank_of
+        if not stranger and ended:
+            self.ended[self._rank_of[sock]] = ended
+        if ended or (stranger and (lines or len(rest) > _STRANGER_BYTES)):
+            self._drop(sock)
+        return known
+
+    def _known(self, sock: socket.socket, line: bytes) -> tuple[int, Message] | None:
+        """A message of one of ours; the first of each says whose it is."""
+        try:
+            message = json.loads(line)
+            if sock in self._rank_of:
+                return self._rank_of[sock], message
+            if hmac.compare_digest(str(message["token"]), self._token):
+                self._rank_of[sock] = int(message["rank"])
+        except (ValueError, KeyError, TypeError):
+            pass
+        return None
+
+    def _drop(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        self._unfinished.pop(sock, None)
+        self._rank_of.pop(sock, None)
+        sock.close()

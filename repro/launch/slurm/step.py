@@ -1,0 +1,113 @@
+"""A job step: tasks that SLURM places, starts, signals and reaps on the nodes of this job, by `srun --overlap`.
+
+Steps overlap, so that the controller, itself a task, keeps no core or GPU from the ranks, and a step whose node is
+cut off does not keep the next one from starting on other nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from repro.launch.slurm.profile import Profile
+
+_OUTER = (
+    *("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES"),
+    *("SLURM_DISTRIBUTION", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_WAIT", "SLURM_OVERLAP"),
+)
+"""What of the controller's own step srun would take for wishes about the next one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """The nodes that SLURM gave this job, and how steps are started on them."""
+
+    nodes: int
+    per_node: int
+    """Ranks of a node."""
+    site: Profile
+    address: str
+    """Of the first node, where the controller and rank 0 are."""
+    umask: int
+
+    @property
+    def tasks(self) -> int:
+        """Ranks that all nodes hold."""
+        return self.nodes * self.per_node
+
+    def step(self, tasks: int, module: str, folder: Path) -> Step:
+        """`python -m MODULE FOLDER`, `tasks` times, neighbours on one node; srun's words go to a file in `folder`."""
+        return Step(command(self.site, tasks, self.per_node, [module, str(folder)]), folder / "srun.err")
+
+
+def command(site: Profile, tasks: int, per_node: int, module: list[str]) -> list[str]:
+    """The step's whole command line."""
+    environment = site.environment
+    wanted = {
+        "overlap": "",
+        "relative": "0",  # from the first node on, where the controller is
+        "nodes": str(-(-tasks // per_node)),
+        "ntasks": str(tasks),
+        "ntasks-per-node": str(per_node),
+        # Neighbours by rank share a node, whatever way the site spreads tasks: layouts count on it.
+        "distribution": f"plane={per_node}",
+        # How a launch ends is judged by who watches it: the other ranks may still say what they saw.
+        "kill-on-bad-exit": "0",
+        "wait": "0",
+        "cpus-per-task": str(site.slurm.cpus_per_task or ""),
+        "container-image": environment.container,
+        "container-mounts": environment.container_mounts,
+    }
+    options = [
+        f"--{key}={value}" if value else f"--{key}"
+        for key, value in wanted.items()
+        if value or key == "overlap"
+    ]
+    return ["srun", *options, environment.python or sys.executable, "-m", *module]
+
+
+class Step:
+    """One `srun`, a child of this process."""
+
+    def __init__(self, command: list[str], errors: Path):
+        self._errors = errors
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(_OUTER)}
+        with open(errors, "wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                env=inherited,
+                start_new_session=True,
+            )
+
+    @property
+    def code(self) -> int | None:
+        """Of the task that ended worst; None while any runs."""
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        """Send `SIGUSR1` or `SIGUSR2` to all tasks: srun passes these on, straight to their nodes."""
+        if self.code is None:
+            self._process.send_signal(number)
+
+    def end(self, seconds: float) -> None:
+        """Wait until all tasks have ended; after `seconds` srun is killed, and SLURM kills what it can reach."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+            return
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def said(self) -> str:
+        """The last line that srun or a task wrote to standard error."""
+        with contextlib.suppress(OSError):
+            lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            return lines[-1][:300] if lines else ""
+        return ""
