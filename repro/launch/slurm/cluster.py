@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import shutil
@@ -165,7 +166,8 @@ class ClusterLaunch:
     def ask_to_stop(self) -> None:
         """Have the ranks write a checkpoint after the step that they are in, and end."""
         self._asked_to_stop = True
-        (self.logs / STOP).touch()
+        with contextlib.suppress(OSError):  # then they are killed, and go on from their last checkpoint
+            (self.logs / STOP).touch()
 
     def kill(self) -> None:
         """Kill what still runs and wait until it has ended, or only a lost node's can be left."""
@@ -215,7 +217,10 @@ class ClusterLaunch:
         """Take in what the tasks say, and who is gone."""
         if self._links is None or self._step is None:
             return
-        now, over = time.monotonic(), self._step.code is not None
+        now, starts = time.monotonic(), self._step.starts
+        over = self._step.code is not None
+        if self._step.starts != starts:  # slurmctld is waited for: no hang of the ranks
+            self._ranks[0].position = _NOWHERE._replace(seconds=now)
         for rank, message in self._links.messages():
             if rank < self.world:
                 self._apply(rank, message, now)

@@ -6,16 +6,17 @@ cut off does not keep the next one from starting on other nodes.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from repro.launch.slurm.profile import Profile
 
+UNREACHABLE_S = 600.0
+_UNREACHABLE = "Unable to contact slurm controller"
 _OUTER = (
     *("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES"),
     *("SLURM_DISTRIBUTION", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_WAIT", "SLURM_OVERLAP"),
@@ -53,7 +54,6 @@ def command(site: Profile, tasks: int, per_node: int, module: list[str]) -> list
         "relative": "0",  # from the first node on, where the controller is
         "nodes": str(-(-tasks // per_node)),
         "ntasks": str(tasks),
-        "ntasks-per-node": str(per_node),
         # Neighbours by rank share a node, whatever way the site spreads tasks: layouts count on it.
         "distribution": f"plane={per_node}",
         # How a launch ends is judged by who watches it: the other ranks may still say what they saw.
@@ -75,39 +75,54 @@ class Step:
     """One `srun`, a child of this process."""
 
     def __init__(self, command: list[str], errors: Path):
-        self._errors = errors
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(_OUTER)}
-        with open(errors, "wb") as file:
-            self._process = subprocess.Popen(
-                command,
+        self._command, self._errors = command, errors
+        self.starts = 0
+        """How often srun was started: again for as long as `UNREACHABLE_S` while slurmctld does not answer."""
+        self._until = time.monotonic() + UNREACHABLE_S
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        with open(self._errors, "wb") as file:
+            return subprocess.Popen(
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=file,
-                env=inherited,
+                env={key: value for key, value in os.environ.items() if not key.startswith(_OUTER)},
                 start_new_session=True,
             )
 
     @property
     def code(self) -> int | None:
-        """Of the task that ended worst; None while any runs."""
-        return self._process.poll()
+        """Of the task that ended worst; None while any runs, or is yet to start."""
+        code = self._process.poll()
+        if code and time.monotonic() < self._until and _UNREACHABLE in self._words():
+            self._process = self._start()
+            return None
+        return code
 
     def signal(self, number: int) -> None:
         """Send `SIGUSR1` or `SIGUSR2` to all tasks: srun passes these on, straight to their nodes."""
-        if self.code is None:
+        if self._process.poll() is None:
             self._process.send_signal(number)
 
     def end(self, seconds: float) -> None:
         """Wait until all tasks have ended; after `seconds` srun is killed, and SLURM kills what it can reach."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        self._until = 0.0
+        try:
             self._process.wait(seconds)
-            return
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def said(self) -> str:
         """The last line that srun or a task wrote to standard error."""
-        with contextlib.suppress(OSError):
-            lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            return lines[-1][:300] if lines else ""
-        return ""
+        lines = self._words().strip().splitlines()
+        return lines[-1][:300] if lines else ""
+
+    def _words(self) -> str:
+        try:
+            return self._errors.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""

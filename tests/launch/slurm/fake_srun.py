@@ -16,8 +16,7 @@ def main(arguments: list[str]) -> int:
     while arguments[0].startswith("--"):
         key, _, value = arguments.pop(0).removeprefix("--").partition("=")
         options[key] = value
-    tasks, per_node = int(options["ntasks"]), int(options["ntasks-per-node"])
-    assert options["distribution"] == f"plane={per_node}"
+    tasks, per_node = int(options["ntasks"]), int(options["distribution"].removeprefix("plane="))
     assert options["wait"] == options["kill-on-bad-exit"] == options["relative"] == "0"
     assert "overlap" in options
     nodes = os.environ["SLURM_JOB_NODELIST"].split(",")[: int(options["nodes"])]

@@ -196,6 +196,22 @@ def test_a_step_that_does_not_start_is_said(submission: Submission) -> None:
     assert "its task did not start: AssertionError: no step" in submission.reasons()["a"]
 
 
+def test_a_step_waits_for_a_slurmctld_that_is_down(submission: Submission) -> None:
+    """srun gives up within seconds; a site's slurmctld is restarted while jobs run."""
+    srun = submission.bin / "srun"
+    gone = "srun: error: Unable to confirm allocation for job 7: Unable to contact slurm controller (connect failure)"
+    up, refused = submission.ring / "up", submission.ring / "refused"
+    refuse = (
+        f"    if not os.path.exists('{up}'):\n        open('{refused}', 'w')\n        sys.exit('{gone}\\n')\n"
+    )
+    srun.write_text(srun.read_text().replace("    options = {}", f"{refuse}    options = {{}}"))
+    with running(submission) as job:
+        wait_for(refused.exists, 30)
+        up.touch()
+        assert job.wait() == 0, job.log()
+    assert submission.outcomes() == {"a": "ok", "b": "ok"}
+
+
 def test_without_their_controller_tasks_and_ranks_end(submission: Submission) -> None:
     with running(submission, **SLOW) as job:
         ranks = {**job.reach("a"), **{2 + number: task for number, task in job.tasks().items()}}
