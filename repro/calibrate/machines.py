@@ -33,7 +33,7 @@ class Machine(Protocol):
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         """`outcome`, `reason`, `results` of the ranks, `load` before they began, and `place`, of an
-        allocation what `repro.launch.slurm.nodes.place` says."""
+        allocation what `repro.launch.slurm.allocation.nodes.place` says."""
 
 
 class Here:
@@ -74,7 +74,8 @@ class Nodes:
 
         Raises `ConfigError`.
         """
-        from repro.launch.slurm import errand, profile
+        from repro.launch.slurm.site import profile
+        from repro.launch.slurm.submission import errand
 
         self.site = profile.load(profile_file)
         expected = f"{self.site.system}, which the nodes of {profile_file} are"
@@ -96,8 +97,8 @@ class Nodes:
         self._check_partition()
 
     def _check_partition(self) -> None:
-        from repro.launch.slurm import check
-        from repro.launch.slurm.scheduler import Scheduler, SchedulerError, check_partition
+        from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError, check_partition
+        from repro.launch.slurm.submission import check
 
         file = self.site.file
         try:
@@ -111,10 +112,10 @@ class Nodes:
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         """See `Machine`."""
-        from repro.launch.slurm import errand
-        from repro.launch.slurm.limits import minutes
-        from repro.launch.slurm.pack import Array, Shape
-        from repro.launch.slurm.scheduler import SchedulerError
+        from repro.launch.slurm.site.limits import minutes
+        from repro.launch.slurm.site.scheduler import SchedulerError
+        from repro.launch.slurm.submission import errand
+        from repro.launch.slurm.submission.pack import Array, Shape
 
         slurm = self.site.slurm
         shape = Shape(

@@ -8,9 +8,10 @@ import pytest
 
 from repro import suites
 from repro.config import Experiment
-from repro.launch.slurm import dryrun, profile
-from repro.launch.slurm.intent import intend
-from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.site import profile
+from repro.launch.slurm.site.profile import Profile
+from repro.launch.slurm.submission import dryrun
+from repro.launch.slurm.submission.intent import intend
 from repro.results.store import Store
 from repro.suites import Suite
 from repro.systems import load as load_system

@@ -33,7 +33,7 @@ def submit(
     json: Json = False,
 ) -> int:
     """Submit to SLURM what the store lacks of a suite and no job is at: a job array for each shape."""
-    from repro.launch.slurm.submit import command
+    from repro.launch.slurm.submission.submit import command
 
     return command(suite, profile, results, only or [], exclude, dry_run, move, rerun, json)
 
@@ -48,7 +48,7 @@ def status(
     json: Json = False,
 ) -> int:
     """Show where every submitted case stands.  Exit code 3: something is open; 1: something failed."""
-    from repro.launch.slurm.status import command
+    from repro.launch.slurm.following.status import command
 
     return command(results, watch, every, json)
 
@@ -63,7 +63,7 @@ def logs(
     ] = None,
 ) -> int:
     """Show what a case or one of its ranks wrote last."""
-    from repro.launch.slurm.logs import command
+    from repro.launch.slurm.following.logs import command
 
     return command(results, case, rank)
 
@@ -79,7 +79,7 @@ def cancel(
     results: Results = Path("results"),
 ) -> int:
     """Cancel jobs that wait or run."""
-    from repro.launch.slurm.cancel import command
+    from repro.launch.slurm.following.cancel import command
 
     return command(results, what)
 
@@ -94,6 +94,6 @@ def collect(
     json: Json = False,
 ) -> int:
     """Record what was lost or cancelled without a word, and check every record."""
-    from repro.launch.slurm.collect import command
+    from repro.launch.slurm.following.collect import command
 
     return command(results, into, json)

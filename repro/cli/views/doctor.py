@@ -29,8 +29,8 @@ def cluster(profile: Path, results: Path, nodes: int, json: bool) -> int:
 
     `nodes`: also start a short job on that many nodes and look around there.  Raises `ConfigError` for a bad profile.
     """
-    from repro.launch.slurm.doctor import examine
-    from repro.launch.slurm.profile import load
+    from repro.launch.slurm.site.profile import load
+    from repro.launch.slurm.submission.doctor import examine
 
     hint = "" if nodes else "--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder."
     checks = list(examine(load(profile), results.absolute(), nodes))

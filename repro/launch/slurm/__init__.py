@@ -1,1 +1,4 @@
-"""Suites on a SLURM cluster: submission through submitit, the ranks' controller, and what became of it."""
+"""Suites on a SLURM cluster: `submission`, `following` and `allocation`, which each import the next, and `site` below.
+
+The command line and `repro.calibrate` may import it.
+"""

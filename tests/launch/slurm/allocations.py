@@ -18,11 +18,11 @@ from submitit.core.utils import DelayedSubmission
 
 from repro import suites
 from repro.launch.plan import Task
-from repro.launch.slurm.allocation import RunBundle
-from repro.launch.slurm.work import Bundle, Work
+from repro.launch.slurm.allocation.entry import RunBundle
+from repro.launch.slurm.allocation.work import Bundle, Work
 from tests.launch.runs import FAKE, ROOT, wait_for
-from tests.records import lines
 from tests.launch.slurm import fake_srun
+from tests.records import lines
 
 PROFILE = '[slurm]\ntasks_per_node = 2\ncpus_per_task = 1\n[environment]\ninterface = "lo"\n'
 RANK = "repro.launch.rank"
@@ -138,7 +138,11 @@ class Job:
         for process in self._family():
             with suppress(psutil.Error):
                 line = process.cmdline()
-                if process.pid == self.controller.pid or "repro.launch.slurm.task" in line or RANK in line:
+                if (
+                    process.pid == self.controller.pid
+                    or "repro.launch.slurm.allocation.task" in line
+                    or RANK in line
+                ):
                     process.send_signal(number)
 
     def ranks(self) -> dict[int, psutil.Process]:
@@ -147,7 +151,9 @@ class Job:
 
     def tasks(self) -> dict[int, psutil.Process]:
         """What runs a rank each."""
-        return self._numbered("repro.launch.slurm.task", lambda process: process.environ()["SLURM_PROCID"])
+        return self._numbered(
+            "repro.launch.slurm.allocation.task", lambda process: process.environ()["SLURM_PROCID"]
+        )
 
     def _numbered(self, word: str, number: Callable[[psutil.Process], str]) -> dict[int, psutil.Process]:
         found = {}

@@ -189,7 +189,9 @@ def test_a_step_that_does_not_start_is_said(submission: Submission) -> None:
     only_looks = working.replace(
         "    tasks, per_node", "    assert arguments[2] == NODES, 'no step'\n    tasks, per_node"
     )
-    srun.write_text(only_looks.replace("import os\n", 'import os\nNODES = "repro.launch.slurm.nodes"\n', 1))
+    srun.write_text(
+        only_looks.replace("import os\n", 'import os\nNODES = "repro.launch.slurm.allocation.nodes"\n', 1)
+    )
     (submission.folder / "bundle-0.json").unlink()
     with running(submission) as job:
         assert job.wait() == 255, job.log()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.launch.slurm import probe, profile
+from repro.launch.slurm.site import profile
+from repro.launch.slurm.submission import probe
 from tests.launch.slurm.conftest import FakeSlurm
 
 

@@ -14,8 +14,8 @@ from repro.config import ConfigError, Experiment, Layout, Model
 from repro.launch.device import cuda_index
 from repro.launch.failures import CLASSES, failure
 from repro.launch.plan import Task
-from repro.launch.slurm import bundle, controller, process, stop, topology
-from repro.launch.slurm.nodes import Report, mismatch, place
+from repro.launch.slurm.allocation import bundle, controller, process, stop, topology
+from repro.launch.slurm.allocation.nodes import Report, mismatch, place
 from repro.suites import Comparison
 
 V100 = ("Tesla V100-SXM3-32GB", 34_057_748_480, "7.0")

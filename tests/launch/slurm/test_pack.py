@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from repro import suites
 from repro.launch import plan
-from repro.launch.slurm import profile
-from repro.launch.slurm.pack import arrays, nodes_for
-from repro.launch.slurm.work import Work
+from repro.launch.slurm.allocation.work import Work
+from repro.launch.slurm.site import profile
+from repro.launch.slurm.submission.pack import arrays, nodes_for
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 

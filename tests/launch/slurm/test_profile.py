@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from repro.config import ConfigError
-from repro.launch.slurm import profile
-from repro.launch.slurm.limits import UNLIMITED, clock, minutes
+from repro.launch.slurm.site import profile
+from repro.launch.slurm.site.limits import UNLIMITED, clock, minutes
 
 READY = sorted((Path(__file__).parents[3] / "slurm").glob("*.toml"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from repro.launch.slurm.scheduler import Scheduler, SchedulerError, expand
+from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError, expand
 from tests.launch.slurm.conftest import FakeSlurm
 
 JOB = {"state": "RUNNING", "reason": "None", "nodes": "n[1-2]", "exit": "0:0"}

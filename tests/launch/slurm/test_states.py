@@ -14,10 +14,11 @@ from repro import cli, suites
 from repro.config import Experiment
 from repro.host.files import write_json
 from repro.launch import plan
-from repro.launch.slurm import logs, profile
-from repro.launch.slurm.pack import arrays
-from repro.launch.slurm.registry import Registry, Submission, Submitted
-from repro.launch.slurm.work import Work
+from repro.launch.slurm.allocation.work import Work
+from repro.launch.slurm.following import logs
+from repro.launch.slurm.following.registry import Registry, Submission, Submitted
+from repro.launch.slurm.site import profile
+from repro.launch.slurm.submission.pack import arrays
 from repro.results.measured import experiment_record
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite

@@ -7,16 +7,17 @@ import os
 import socket
 import stat
 import subprocess
-from dataclasses import replace
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from repro import cli, suites
-from repro.launch.slurm import profile, step
-from repro.launch.slurm.registry import Registry
+from repro.launch.slurm.allocation import step
+from repro.launch.slurm.following.registry import Registry
+from repro.launch.slurm.site import profile
 from repro.results.measured import experiment_record
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite

@@ -1,7 +1,7 @@
-"""The task of one rank, which srun starts: it runs the rank as its child and says how it fares, and never dies of it.
+"""The task of one rank, which srun starts: it runs the rank as its child, says how it fares, never dies of it.
 
-`python -m repro.launch.slurm.task FOLDER`.  A rank that is killed, runs out of memory or is stopped can say nothing;
-its task does.  When the controller closes the connection, or is gone, the task kills the rank and ends.
+`python -m repro.launch.slurm.allocation.task FOLDER`.  A rank that is killed, runs out of memory or is stopped can say
+nothing; its task does.  When the controller closes the connection, or is gone, the task kills the rank and ends.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 
 from repro.launch import stacks
-from repro.launch.slurm.link import Link
-from repro.launch.slurm.process import RankProcess
-from repro.launch.slurm.stop import SIGNALS
+from repro.launch.slurm.allocation.link import Link
+from repro.launch.slurm.allocation.process import RankProcess
+from repro.launch.slurm.allocation.stop import SIGNALS
 
 FILE = "launch.json"
 POLL_S = 0.1

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from repro.config import ConfigError
 from repro.doctor.check import LIMITED, NO, YES, Check
-from repro.launch.slurm import check, probe, script
-from repro.launch.slurm.dryrun import counted
-from repro.launch.slurm.limits import clock, minutes
-from repro.launch.slurm.pack import Array, Shape
-from repro.launch.slurm.profile import CaseClass, Profile
-from repro.launch.slurm.scheduler import Partition, Scheduler, SchedulerError, call, check_partition
+from repro.launch.slurm.site.limits import clock, minutes
+from repro.launch.slurm.site.profile import CaseClass, Profile
+from repro.launch.slurm.site.scheduler import Partition, Scheduler, SchedulerError, call, check_partition
+from repro.launch.slurm.submission import check, probe, script
+from repro.launch.slurm.submission.pack import Array, Shape
+from repro.render.words import counted
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from repro.config.errors import ConfigError
-from repro.launch.slurm.limits import minutes
+from repro.launch.slurm.site.limits import minutes
 
 TIMEOUT_S = 30.0
 WAITING = frozenset(

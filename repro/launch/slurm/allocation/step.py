@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.site.profile import Profile
 
 UNREACHABLE_S = 600.0
 _UNREACHABLE = "Unable to contact slurm controller"

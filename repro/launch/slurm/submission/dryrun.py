@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import Experiment
-from repro.launch.slurm import script
-from repro.launch.slurm.intent import Intent
-from repro.launch.slurm.limits import clock
-from repro.launch.slurm.pack import Array
+from repro.launch.slurm.site.limits import clock
+from repro.launch.slurm.submission import script
+from repro.launch.slurm.submission.intent import Intent
+from repro.launch.slurm.submission.pack import Array
 
 _SUBMISSION = "SUBMISSION"
 """Stands for the name that a real submission gets."""

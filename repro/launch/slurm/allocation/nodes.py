@@ -15,7 +15,7 @@ from repro.config import ConfigError
 from repro.config.system import System
 from repro.host.files import write_json
 from repro.launch.failures import WRONG_HARDWARE
-from repro.launch.slurm import topology
+from repro.launch.slurm.allocation import topology
 
 _FAMILY = re.compile(r"\b(?:Tesla |NVIDIA |GeForce |Quadro )*((?:RTX |GTX )?[A-Z]{1,2}\d{1,4}[A-Z]?)\b")
 _FORM = re.compile(r"\b(SXM\d?|PCIe?|NVL|HGX)\b", re.IGNORECASE)

@@ -1,82 +1,28 @@
-"""One job on all nodes of an allocation whose results the submitting process waits for: `repro calibrate --profile`.
-
-The same launch as a suite's, without a store: results come back in a file.
-"""
+"""A job whose answer the submitting process waits for: the near side of `repro.launch.slurm.allocation.errand`."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from repro.config import ConfigError
-from repro.host.files import write_json
-from repro.launch import supervise
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
-from repro.launch.slurm import controller, nodes, script
-from repro.launch.slurm.cluster import ClusterLaunch
-from repro.launch.slurm.pack import Array
-from repro.launch.slurm.profile import Profile
-from repro.launch.slurm.scheduler import JobState, Scheduler, SchedulerError
-from repro.launch.slurm.stop import REQUEUE, Stop
+from repro.launch.slurm.allocation.errand import ANSWER, JOB, Errand
+from repro.launch.slurm.site.profile import Profile
+from repro.launch.slurm.site.scheduler import JobState, Scheduler, SchedulerError
+from repro.launch.slurm.submission import script
+from repro.launch.slurm.submission.pack import Array
 
-JOB, ANSWER = "job.json", "answer.json"
 POLL_S = 1.0
 SILENCE_S = 120.0
 """How long SLURM may not answer."""
 LATE_S = 20.0
 """Shared folders may show a file this late; a job may take as long to leave the queue."""
-
-
-@dataclass(frozen=True)
-class Errand:
-    """What the job calls.  submitit pickles it; it cannot be requeued."""
-
-    folder: str
-    """On a shared folder: the job, the profile, and the answer."""
-    target: str
-    """What a rank calls, `module:function`."""
-
-    def __call__(self) -> str:
-        """Run the job; the outcome."""
-        environment, folder = dict(os.environ), Path(self.folder)
-        stop = Stop(controller.job_of(environment))
-        for number in (REQUEUE, signal.SIGTERM):
-            signal.signal(number, stop.note)
-        answer = _run(folder, self.target, stop, environment)
-        write_json(folder / ANSWER, answer)
-        return str(answer["outcome"])
-
-
-def _run(folder: Path, target: str, stop: Stop, environment: dict[str, str]) -> dict[str, Any]:
-    """The answer: outcome, reason, where it ran, the load of this node before, and the ranks' results."""
-    answer: dict[str, Any] = {"outcome": "error", "load": round(os.getloadavg()[0], 2), "results": []}
-    allocation = controller.allocated(folder, environment)
-    reports, missing = controller.survey(allocation, folder / "nodes", stop)
-    if missing:
-        return answer | {"reason": stop.reason or missing}
-    answer["place"] = nodes.place(reports, environment)
-    if wrong := controller.wrong_hardware(reports, allocation.site):
-        return answer | {"reason": wrong}
-    names = [report.node for report in reports]
-    launch = ClusterLaunch(
-        Job.load(folder / JOB), folder / "ranks", allocation, names, target=target, stop=stop
-    )
-    ending = supervise.Ending("error")
-    try:
-        launch.start()
-        ending = supervise.watch(launch, interrupted=lambda: stop.reason)
-        answer["results"] = launch.results(0) or []
-    finally:
-        launch.close(keep_logs=None if ending.outcome == "ok" else folder / "ranks")
-    return answer | {"outcome": ending.outcome, "reason": ending.reason}
 
 
 def submit(folder: Path, job: Job, site: Profile, array: Array, name: str, *, target: str) -> str:

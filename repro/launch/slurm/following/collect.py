@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import ConfigError
-from repro.launch.slurm.dryrun import counted
-from repro.launch.slurm.registry import Registry
-from repro.launch.slurm.scheduler import Scheduler, SchedulerError
-from repro.launch.slurm.states import (
+from repro.launch.slurm.following.registry import Registry
+from repro.launch.slurm.following.states import (
     CANCELLED,
     DONE,
     FAILED,
@@ -22,6 +20,8 @@ from repro.launch.slurm.states import (
     CaseState,
     Survey,
 )
+from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError
+from repro.render.words import counted
 from repro.results.measured import experiment_record
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store

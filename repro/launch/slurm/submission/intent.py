@@ -9,9 +9,9 @@ from repro import suites
 from repro.config import ConfigError, Experiment
 from repro.launch import plan
 from repro.launch.plan import Task
-from repro.launch.slurm.pack import Array, arrays
-from repro.launch.slurm.profile import Profile
-from repro.launch.slurm.work import Work
+from repro.launch.slurm.allocation.work import Work
+from repro.launch.slurm.site.profile import Profile
+from repro.launch.slurm.submission.pack import Array, arrays
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import SIMULATED
 from repro.results.select import by_key

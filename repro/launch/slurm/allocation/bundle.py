@@ -14,7 +14,7 @@ from repro.host.files import write_json
 from repro.launch.beacon import Position
 from repro.launch.plan import Task
 from repro.launch.progress import Progress
-from repro.launch.slurm.work import Bundle
+from repro.launch.slurm.allocation.work import Bundle
 from repro.results.store import DISK_FULL
 
 WRITE_S = 2.0

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from repro.launch.slurm.pack import Array
-from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.site.profile import Profile
+from repro.launch.slurm.submission.pack import Array
 
 
 def parameters(array: Array, profile: Profile, job_name: str) -> dict[str, Any]:

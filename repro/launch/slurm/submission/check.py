@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 from repro.config import ConfigError
-from repro.launch.slurm.intent import Intent
-from repro.launch.slurm.limits import clock
-from repro.launch.slurm.profile import Profile
-from repro.launch.slurm.scheduler import Partition, Scheduler, check_partition
+from repro.launch.slurm.site.limits import clock
+from repro.launch.slurm.site.profile import Profile
+from repro.launch.slurm.site.scheduler import Partition, Scheduler, check_partition
+from repro.launch.slurm.submission.intent import Intent
 
 
 def folder(site: Profile, results: Path) -> None:

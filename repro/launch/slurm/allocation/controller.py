@@ -17,14 +17,15 @@ from repro.launch.local import read_json
 from repro.launch.plan import Task
 from repro.launch.recorder import Recorder
 from repro.launch.runner import Runner, rank_target
-from repro.launch.slurm import nodes, profile
-from repro.launch.slurm.bundle import BundleFile
-from repro.launch.slurm.cluster import ClusterLauncher
-from repro.launch.slurm.nodes import Report
-from repro.launch.slurm.profile import Profile
-from repro.launch.slurm.step import Allocation
-from repro.launch.slurm.stop import Stop
-from repro.launch.slurm.work import Work
+from repro.launch.slurm.allocation import nodes
+from repro.launch.slurm.allocation.bundle import BundleFile
+from repro.launch.slurm.allocation.launch import ClusterLauncher
+from repro.launch.slurm.allocation.nodes import Report
+from repro.launch.slurm.allocation.step import Allocation
+from repro.launch.slurm.allocation.stop import Stop
+from repro.launch.slurm.allocation.work import Work
+from repro.launch.slurm.site import profile
+from repro.launch.slurm.site.profile import Profile
 from repro.results.store import Store
 
 SHARED = 0o022

@@ -12,12 +12,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from repro.config import ConfigError
-from repro.launch.slurm import check, dryrun, profile, script
-from repro.launch.slurm.intent import Intent, intend
-from repro.launch.slurm.profile import Profile
-from repro.launch.slurm.registry import Registry, Submission, Submitted
-from repro.launch.slurm.scheduler import Scheduler, SchedulerError
-from repro.launch.slurm.states import Survey
+from repro.launch.slurm.following.registry import Registry, Submission, Submitted
+from repro.launch.slurm.following.states import Survey
+from repro.launch.slurm.site import profile
+from repro.launch.slurm.site.profile import Profile
+from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError
+from repro.launch.slurm.submission import check, dryrun, script
+from repro.launch.slurm.submission.intent import Intent, intend
 from repro.results.store import Store
 
 PRIVATE = 0o077
@@ -105,7 +106,7 @@ def submit_array(
     """Hand one array to submitit; SLURM's number of it.  Raises `SchedulerError`."""
     import submitit
 
-    from repro.launch.slurm.allocation import RunBundle
+    from repro.launch.slurm.allocation.entry import RunBundle
 
     executor = submitit.SlurmExecutor(
         folder / "submitit", max_num_timeout=requeues, python=script.python(site)

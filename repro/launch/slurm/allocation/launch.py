@@ -19,10 +19,10 @@ from repro.launch.beacon import Position
 from repro.launch.failures import LOST_NODE
 from repro.launch.job import STOP, Job
 from repro.launch.local import DEVICES
-from repro.launch.slurm import process, task
-from repro.launch.slurm.link import ENDED, Links, Message
-from repro.launch.slurm.step import Allocation, Step
-from repro.launch.slurm.stop import Stop
+from repro.launch.slurm.allocation import process, task
+from repro.launch.slurm.allocation.link import ENDED, Links, Message
+from repro.launch.slurm.allocation.step import Allocation, Step
+from repro.launch.slurm.allocation.stop import Stop
 from repro.results.store import DISK_FULL
 
 LOOK_S = 0.05

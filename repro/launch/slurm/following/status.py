@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from repro.config import ConfigError
-from repro.launch.slurm.registry import Registry
-from repro.launch.slurm.scheduler import Scheduler, SchedulerError
-from repro.launch.slurm.states import (
+from repro.launch.slurm.following.registry import Registry
+from repro.launch.slurm.following.states import (
     CANCELLED,
     DONE,
     FAILED,
@@ -26,6 +25,7 @@ from repro.launch.slurm.states import (
     CaseState,
     Survey,
 )
+from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError
 from repro.results.store import Store
 
 REFRESH_S = 5.0

@@ -8,9 +8,9 @@ from typing import Any
 
 from repro.config import Experiment
 from repro.launch.failures import failure
-from repro.launch.slurm.registry import Registry, Submission
-from repro.launch.slurm.scheduler import JobState, Scheduler
-from repro.launch.slurm.work import Bundle
+from repro.launch.slurm.allocation.work import Bundle
+from repro.launch.slurm.following.registry import Registry, Submission
+from repro.launch.slurm.site.scheduler import JobState, Scheduler
 from repro.results.schema import ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import Store

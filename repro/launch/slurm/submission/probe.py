@@ -1,4 +1,4 @@
-"""A look around from the nodes: `python -m repro.launch.slurm.probe FOLDER` in a short job prints JSON."""
+"""A look around from the nodes: `python -m repro.launch.slurm.submission.probe FOLDER` in a short job prints JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from repro.doctor.check import LIMITED, NO, YES, Check
-from repro.launch.slurm import script
-from repro.launch.slurm.nodes import differs
-from repro.launch.slurm.profile import Profile
-from repro.launch.slurm.scheduler import SchedulerError, call
+from repro.launch.slurm.allocation.nodes import differs
+from repro.launch.slurm.site.profile import Profile
+from repro.launch.slurm.site.scheduler import SchedulerError, call
+from repro.launch.slurm.submission import script
 
 WAIT_S = 300.0
 """How long a node is waited for."""

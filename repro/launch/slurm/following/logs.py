@@ -6,8 +6,8 @@ import difflib
 from pathlib import Path
 
 from repro.config import ConfigError
-from repro.launch.slurm.registry import Registry, Submission
-from repro.launch.slurm.work import Bundle
+from repro.launch.slurm.allocation.work import Bundle
+from repro.launch.slurm.following.registry import Registry, Submission
 
 TAIL_BYTES = 8000
 FEW = 8

@@ -12,7 +12,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError, require
 from repro.config.files import build, read_toml
-from repro.launch.slurm.limits import minutes
+from repro.launch.slurm.site.limits import minutes
 
 REQUESTS = ("gpus-per-node", "gres", "none")
 
@@ -80,7 +80,8 @@ class Environment:
     python: str = ""
     """The interpreter on the nodes; empty: the one that submits."""
     container: str = ""
-    """Image for `srun --container-image` (pyxis); empty: none."""
+    """Image of the ranks for `srun --container-image` (pyxis); empty: none.  The job's controller is outside of it, with
+    the interpreter that submits."""
     container_mounts: str = ""
     """`srun --container-mounts`."""
     interface: str = ""

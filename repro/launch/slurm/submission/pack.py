@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from repro.config import Experiment
 from repro.launch.plan import Task
-from repro.launch.slurm.limits import minutes
-from repro.launch.slurm.profile import Profile
-from repro.launch.slurm.work import Bundle
+from repro.launch.slurm.allocation.work import Bundle
+from repro.launch.slurm.site.limits import minutes
+from repro.launch.slurm.site.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

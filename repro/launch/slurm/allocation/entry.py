@@ -31,12 +31,12 @@ class RunBundle:
         The handlers of SIGTERM and of submitit's SIGUSR2 only set a flag while it runs: the watching loop ends the
         case that is running, and then submitit's own handler is called from here, the main thread.
         """
-        from repro.launch.slurm import controller
+        from repro.launch.slurm.allocation import controller
 
         environment = dict(os.environ)
         folder = Path(self.submission)
-        from repro.launch.slurm.bundle import counts
-        from repro.launch.slurm.stop import REQUEUE, Stop
+        from repro.launch.slurm.allocation.bundle import counts
+        from repro.launch.slurm.allocation.stop import REQUEUE, Stop
 
         stop = Stop(controller.job_of(environment), int(environment.get("SLURM_RESTART_COUNT", "0")))
         previous = {number: signal.signal(number, stop.note) for number in (REQUEUE, signal.SIGTERM)}

@@ -21,7 +21,7 @@ from typing import Any
 from repro.config.errors import ConfigError
 from repro.host.files import write_json
 from repro.launch import processes
-from repro.launch.slurm.work import Work
+from repro.launch.slurm.allocation.work import Work
 
 FILE = "submission.json"
 _LOCK_S = 600.0
