@@ -270,7 +270,7 @@ def test_link_cut_in_mid_case(tmp_path: Path) -> None:
     """The node is named, others go on, the job ends although its node does not answer, and the case runs on request."""
     with started("-cut", N="3", NODE_TIMEOUT="300") as lab:
         slurm = {"array_parallelism": 2, "requeues": 0}
-        bench = Bench(lab, tmp_path, slurm, {"wide": 2}, {"SLURM_WAIT": "5"})
+        bench = Bench(lab, tmp_path, slurm, {"wide": 2})
         bench.hold("wide")
         bench.hold("other")
         suite = bench.suite(case("wide", "dp = 2"), case("other", "micro_batch = 2"))
@@ -297,6 +297,24 @@ def test_link_cut_in_mid_case(tmp_path: Path) -> None:
         assert {row["state"] for row in bench.ended(["wide"]).values()} == {"done"}, bench.logs()
         assert cut not in bench.latest()["wide"]["provenance"]["slurm"]["nodes"]
         assert bench.begun().count("other") == 1
+
+
+def test_slurmctld_is_away_when_a_launch_is_to_start(lab: Lab, tmp_path: Path) -> None:
+    """What runs goes on without it, and what comes next waits for it."""
+    bench = Bench(lab, tmp_path, {"cases_per_job": 2})
+    bench.hold("a")
+    bench.submit(bench.suite(*(case(name, "dp = 2", seed=seed) for seed, name in enumerate("ab"))))
+    bench.running_step("a")
+    os.kill(int((lab.folder / "slurmctld.pid").read_text()), signal.SIGKILL)
+    bench.release("a")
+    lab.wait_for("the end of a", lambda: bench.outcomes("a"))
+    errors = "jobs/*/logs/*/*/srun.err"
+    lab.wait_for("srun has given up", lambda: any(path.stat().st_size for path in bench.results.glob(errors)))
+    lab.script("restart-slurmctld")
+    status = bench.ended()
+    assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
+    assert bench.begun() == ["a", "b"]
+    assert bench.outcomes("b") == ["ok"]
 
 
 def test_without_accounting(tmp_path: Path) -> None:

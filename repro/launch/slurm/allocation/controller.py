@@ -78,9 +78,9 @@ def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -
 
 
 def allocated(folder: Path, environment: dict[str, str]) -> Allocation:
-    """What SLURM gave this job, by its environment and the profile in `folder`.  Sets the umask, and room for links.
+    """What SLURM gave this job, by its environment and the profile in `folder`.  Raises `ConfigError`.
 
-    Raises `ConfigError`.
+    Sets this process's umask, and its limit of open files.
     """
     site = profile.load(folder / "profile.toml")
     umask = PRIVATE if site.private else SHARED

@@ -20,7 +20,7 @@ from repro.launch.failures import LOST_NODE
 from repro.launch.job import STOP, Job
 from repro.launch.local import DEVICES
 from repro.launch.slurm.allocation import process, task
-from repro.launch.slurm.allocation.link import ENDED, Links, Message
+from repro.launch.slurm.allocation.connection import ENDED, Listener, Message
 from repro.launch.slurm.allocation.step import Allocation, Step
 from repro.launch.slurm.allocation.stop import Stop
 from repro.results.store import DISK_FULL
@@ -72,7 +72,7 @@ class ClusterLaunch:
         self.job, self.world, self.logs = job, job.world, logs
         self._allocation, self._nodes, self._target, self._stop = allocation, nodes, target, stop
         self._ranks = [_Seen() for _ in range(self.world)]
-        self._links: Links | None = None
+        self._listener: Listener | None = None
         self._step: Step | None = None
         self._ports = 0
         self._asked_to_stop = False
@@ -91,10 +91,10 @@ class ClusterLaunch:
         token = secrets.token_hex(16)
         self._ports += 1
         self._ranks = [_Seen() for _ in range(self.world)]
-        self._links = Links(address, token=token)
+        self._listener = Listener(address, token=token)
         task.Launch(
             address=address,
-            port=self._links.port,
+            port=self._listener.port,
             token=token,
             rendezvous=free_port(address),
             per_node=self._allocation.per_node,
@@ -171,10 +171,10 @@ class ClusterLaunch:
 
     def kill(self) -> None:
         """Kill what still runs and wait until it has ended, or only a lost node's can be left."""
-        if self._links is not None:
+        if self._listener is not None:
             self._look()
-            self._links.close()
-            self._links = None
+            self._listener.close()
+            self._listener = None
         if self._step is not None:
             self._loss = next((lost for rank in range(self.world) if (lost := self._lost(rank))), "")
             self._step.end(REAP_LOST_S if self._loss else REAP_S)
@@ -215,21 +215,21 @@ class ClusterLaunch:
 
     def _look(self) -> None:
         """Take in what the tasks say, and who is gone."""
-        if self._links is None or self._step is None:
+        if self._listener is None or self._step is None:
             return
         now, starts = time.monotonic(), self._step.starts
         over = self._step.code is not None
         if self._step.starts != starts:  # slurmctld is waited for: no hang of the ranks
             self._ranks[0].position = _NOWHERE._replace(seconds=now)
-        for rank, message in self._links.messages():
+        for rank, message in self._listener.messages():
             if rank < self.world:
                 self._apply(rank, message, now)
         for rank, seen in enumerate(self._ranks):
             if seen.code is not None or seen.gone:
                 continue
-            seen.gone, seen.gone_at = self._links.ended.get(rank, ""), now
+            seen.gone, seen.gone_at = self._listener.ended.get(rank, ""), now
             seen.ended_alone = seen.gone == ENDED
-            if over and not self._links.here(rank):
+            if over and not self._listener.here(rank):
                 seen.gone, seen.ended_alone = f"its task did not start: {self._step.said()}", True
 
     def _apply(self, rank: int, message: Message, now: float) -> None:

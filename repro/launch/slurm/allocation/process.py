@@ -18,7 +18,7 @@ from repro.launch import rank as rank_program
 from repro.launch.beacon import Lookout
 from repro.launch.job import STOP, Job
 from repro.launch.local import read_json, work_parent
-from repro.launch.slurm.allocation.link import Message
+from repro.launch.slurm.allocation.connection import Message
 from repro.launch.slurm.allocation.stop import blocked
 from repro.launch.supervise import kernel_oom_kills
 

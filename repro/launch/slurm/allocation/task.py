@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from repro.launch import stacks
-from repro.launch.slurm.allocation.link import Link
+from repro.launch.slurm.allocation.connection import Connection
 from repro.launch.slurm.allocation.process import RankProcess
 from repro.launch.slurm.allocation.stop import SIGNALS
 
@@ -115,17 +115,17 @@ def main(arguments: list[str]) -> int:
     os.umask(launch.umask)
     rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     try:
-        link = Link(launch.address, launch.port, token=launch.token, rank=rank)
+        connection = Connection(launch.address, launch.port, token=launch.token, rank=rank)
     except OSError as error:
         print(f"rank {rank}: no controller at {launch.address}: {error}", file=sys.stderr)
         return 1
     rendezvous = f"tcp://{launch.address}:{launch.rendezvous}"
     process = RankProcess(rendezvous, launch.device, launch.target, folder, rank, world)
     with contextlib.closing(process):
-        process.start(environment(launch, rank, world, link.address))
-        while link.open:
+        process.start(environment(launch, rank, world, connection.address))
+        while connection.open:
             for news in process.news(time.monotonic()):
-                link.send(news)
+                connection.send(news)
             if process.code is not None:
                 return process.code if process.code >= 0 else 128 - process.code
             while seen:
@@ -133,8 +133,8 @@ def main(arguments: list[str]) -> int:
                 if number == stacks.SIGNAL:
                     process.dump_stacks()
                 else:
-                    link.send({"say": "signal", "number": int(number)})
-            link.wait(POLL_S)
+                    connection.send({"say": "signal", "number": int(number)})
+            connection.wait(POLL_S)
     return 128 + signal.SIGKILL
 
 

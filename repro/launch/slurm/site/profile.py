@@ -80,8 +80,8 @@ class Environment:
     python: str = ""
     """The interpreter on the nodes; empty: the one that submits."""
     container: str = ""
-    """Image of the ranks for `srun --container-image` (pyxis); empty: none.  The job's controller is outside of it, with
-    the interpreter that submits."""
+    """Image for `srun --container-image` (pyxis); empty: none.  The ranks are inside; the job's controller is outside,
+    with the interpreter that submits."""
     container_mounts: str = ""
     """`srun --container-mounts`."""
     interface: str = ""

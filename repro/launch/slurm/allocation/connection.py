@@ -7,6 +7,7 @@ a token that it has read from a file of the user's.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import selectors
@@ -15,30 +16,30 @@ from typing import Any
 
 Message = dict[str, Any]
 
-LOST_S = 15
+SILENT_S = 15
 """Who does not answer for this long is lost: the node is down, or the network between."""
 _STRANGER_BYTES = 1 << 16
 ENDED = "its task ended without a word"
 
 
 def _notice_silence(sock: socket.socket) -> None:
-    """Have the kernel end the connection when the other host does not answer for `LOST_S`."""
+    """Have the kernel end the connection when the other host does not answer for `SILENT_S`."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, LOST_S // 3),
-        (socket.TCP_KEEPINTVL, LOST_S // 3),
+        (socket.TCP_KEEPIDLE, SILENT_S // 3),
+        (socket.TCP_KEEPINTVL, SILENT_S // 3),
         (socket.TCP_KEEPCNT, 2),
-        (socket.TCP_USER_TIMEOUT, LOST_S * 1000),
+        (socket.TCP_USER_TIMEOUT, SILENT_S * 1000),
     ):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class Link:
+class Connection:
     """The task's side."""
 
     def __init__(self, address: str, port: int, *, token: str, rank: int):
         """Raises `OSError` if there is no controller."""
-        self._socket = socket.create_connection((address, port), timeout=LOST_S)
+        self._socket = socket.create_connection((address, port), timeout=SILENT_S)
         self._socket.settimeout(None)
         _notice_silence(self._socket)
         self.address = str(self._socket.getsockname()[0])
@@ -69,16 +70,16 @@ class Link:
         self._socket.settimeout(None)
 
 
-class Links:
+class Listener:
     """The controller's side: all tasks of one launch.  Nothing here waits."""
 
     def __init__(self, address: str, *, token: str):
         self._token = token
-        self._listener = socket.create_server((address, 0), backlog=1024)
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
+        self._server = socket.create_server((address, 0), backlog=1024)
+        self._server.setblocking(False)
+        self.port = int(self._server.getsockname()[1])
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._server, selectors.EVENT_READ)
         self._rank_of: dict[socket.socket, int] = {}
         self._unfinished: dict[socket.socket, bytearray] = {}
         self.ended: dict[int, str] = {}
@@ -90,7 +91,7 @@ class Links:
         for key, _ in self._selector.select(0):
             sock = key.fileobj
             assert isinstance(sock, socket.socket)
-            if sock is self._listener:
+            if sock is self._server:
                 self._accept()
             else:
                 found += self._read(sock)
@@ -104,14 +105,14 @@ class Links:
         """End all connections, and with them the ranks."""
         for sock in [*self._unfinished]:
             self._drop(sock)
-        if self._listener.fileno() >= 0:
-            self._listener.close()
+        if self._server.fileno() >= 0:
+            self._server.close()
             self._selector.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = self._server.accept()
             except OSError:  # nobody is left, or somebody has gone again
                 return
             sock.setblocking(False)
@@ -128,7 +129,10 @@ class Links:
             except BlockingIOError:
                 break
             except OSError as error:
-                ended = f"no answer from it for {LOST_S} s ({error.strerror or error})"
+                silent = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH)
+                ended = (
+                    f"no answer from it for {SILENT_S} s" if silent else f"connection lost ({error.strerror})"
+                )
                 break
             buffer += data
             ended = "" if data else ENDED
