@@ -305,11 +305,16 @@ def test_slurmctld_is_away_when_a_launch_is_to_start(lab: Lab, tmp_path: Path) -
     bench.hold("a")
     bench.submit(bench.suite(*(case(name, "dp = 2", seed=seed) for seed, name in enumerate("ab"))))
     bench.running_step("a")
-    os.kill(int((lab.folder / "slurmctld.pid").read_text()), signal.SIGKILL)
+    os.kill(int((lab.folder / "slurmctld.pid").read_text()), signal.SIGTERM)  # it saves what it knows
     bench.release("a")
     lab.wait_for("the end of a", lambda: bench.outcomes("a"))
-    errors = "jobs/*/logs/*/*/srun.err"
-    lab.wait_for("srun has given up", lambda: any(path.stat().st_size for path in bench.results.glob(errors)))
+    steps: set[int] = set()
+
+    def again() -> bool:
+        steps.update(pid for pid, _ in ranks("--distribution=plane"))
+        return len(steps) > 1
+
+    lab.wait_for("srun has given up and is started again", again, 60)
     lab.script("restart-slurmctld")
     status = bench.ended()
     assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
