@@ -235,7 +235,7 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
     assert submit(suite, site, results, "--dry-run") == 0
     out = capsys.readouterr().out
     # Whole nodes: one hour of 16 GPUs for each of two cases.
-    assert "2 cases in 1 job array; at most 32.0 GPU-hours, 64.00 at 2 an hour" in out
+    assert "2 cases in 1 job array; at most 32 GPU-hours, 64.00 at 2 an hour" in out
     assert "no predicted times in the store" in out
     with Store(results) as store:
         for entry in suites.load(suite).entries:

@@ -11,6 +11,8 @@ from repro.launch.slurm.site.limits import clock
 from repro.launch.slurm.submission import script
 from repro.launch.slurm.submission.intent import Intent
 from repro.launch.slurm.submission.pack import Array
+from repro.render import units
+from repro.render.words import counted
 
 _SUBMISSION = "SUBMISSION"
 """Stands for the name that a real submission gets."""
@@ -31,11 +33,11 @@ def show(intent: Intent, results: Path, *, json: bool) -> None:
     what = "GPU-hours" if intent.profile.gpus_per_node else "core-hours"
     print(
         f"{counted(len(intent.cases), 'case')} in {counted(len(intent.arrays), 'job array')};"
-        f" at most {most:.1f} {what}" + _price(intent, most)
+        f" at most {units.number(most)} {what}" + _price(intent, most)
     )
     if count:
         print(
-            f"the time model predicts {predicted:.3g} {what} of steps for {count} of them"
+            f"the time model predicts {units.number(predicted)} {what} of steps for {count} of them"
             + _price(intent, predicted)
         )
     elif intent.cases and intent.profile.gpus_per_node:
@@ -79,11 +81,6 @@ def line(array: Array) -> str:
     )
 
 
-def counted(number: int, thing: str) -> str:
-    """`1 case`, `2 cases`."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
 def left_out(intent: Intent) -> None:
     """Say which cases are not submitted, and why."""
     for name, job in intent.running.items():
@@ -112,7 +109,7 @@ def _case(intent: Intent, experiment: Experiment) -> str:
     found = intent.predictions.get(experiment.name)
     if found is None or found.gpu_hours is None:
         return experiment.name
-    return f"{experiment.name} ({found.gpu_hours:.3g} GPU-hours)"
+    return f"{experiment.name} ({units.number(found.gpu_hours)} GPU-hours)"
 
 
 def _price(intent: Intent, hours: float) -> str:

@@ -19,6 +19,7 @@ from repro.launch.slurm.site.profile import Profile
 from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError
 from repro.launch.slurm.submission import check, dryrun, script
 from repro.launch.slurm.submission.intent import Intent, intend
+from repro.render.words import counted
 from repro.results.store import Store
 
 PRIVATE = 0o077
@@ -93,7 +94,7 @@ def _submit(intent: Intent, registry: Registry, profile_file: Path, json: bool) 
         print(jsonlib.dumps(document))
     else:
         dryrun.left_out(intent)
-        cases = dryrun.counted(len(intent.cases), "case")
+        cases = counted(len(intent.cases), "case")
         print(f"submitted {cases} as {submission.id}; `repro status` says how they are")
     if failure:
         print(f"error: sbatch failed, the rest was not submitted: {failure}", file=sys.stderr)

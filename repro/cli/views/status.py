@@ -1,0 +1,137 @@
+"""`repro status`: cases x jobs in one table."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from repro.config import ConfigError
+from repro.launch.slurm.following.registry import Registry
+from repro.launch.slurm.following.states import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    LOST,
+    PENDING,
+    REQUEUED,
+    RUNNING,
+    STATES,
+    CaseState,
+)
+from repro.launch.slurm.following.status import code, read
+from repro.launch.slurm.site.scheduler import SchedulerError
+from repro.render.console import stdout
+from repro.render.table import table
+from repro.results.store import Store
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+REFRESH_S = 5.0
+_COLOURS = {
+    RUNNING: "green",
+    FAILED: "red",
+    LOST: "red",
+    CANCELLED: "yellow",
+    REQUEUED: "yellow",
+    PENDING: "dim",
+}
+
+
+def command(results: Path, watch: bool, every: bool, json: bool) -> int:
+    """Print where every case of the newest submission of each suite stands; `every`: of all submissions.
+
+    Returns 0 when nothing is open and nothing failed, 3 while cases wait or run, 1 if some failed.
+    """
+    registry, store = Registry(results), Store(results)
+    if not registry.all():
+        raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
+    try:
+        if watch and not json:
+            return _watch(registry, store, every)
+        cases, warnings = read(registry, store, every)
+    except SchedulerError as error:
+        raise ConfigError("SLURM", expected=f"does not answer: {error}") from None
+    if json:
+        print(jsonlib.dumps({"cases": [case.as_dict() for case in cases], "warnings": warnings}))
+    else:
+        _show(cases, warnings, stdout())
+    return code(cases)
+
+
+def _show(cases: list[CaseState], warnings: list[str], console: Console) -> None:
+    """Print a table of what is not done, and the totals."""
+    if console.is_terminal or len(cases) <= 60:
+        console.print(_table(cases))
+    else:
+        console.print(_table([case for case in cases if case.state != DONE]))
+    console.print(_totals(cases), markup=False)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if any(case.state in (LOST, CANCELLED) and not case.recorded for case in cases):
+        console.print("`repro collect` records what was lost or cancelled; `repro submit` runs it again")
+
+
+def _table(cases: list[CaseState]) -> Table:
+    made = table("case", "job", "state", "nodes", "", left=5, wrap=("",))
+    made.columns[-1].overflow = "fold"
+    for case in cases:
+        state = (
+            f"{case.state} ({case.outcome})" if case.state == DONE and case.outcome != "ok" else case.state
+        )
+        if case.state in (FAILED, LOST):
+            state = f"{case.state}: {case.failure}"
+        again = f"started {case.restarts + 1} times" if case.restarts else ""
+        detail = "; ".join(part for part in (case.detail, again) if part)
+        colour = _COLOURS.get(case.state, "")
+        made.add_row(
+            case.name, case.job, f"[{colour}]{state}[/]" if colour else state, case.nodes, _plain(detail)
+        )
+    return made
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _totals(cases: list[CaseState]) -> str:
+    counts = Counter(case.state for case in cases)
+    text = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    suites = ", ".join(dict.fromkeys(case.suite for case in cases))
+    return f"{suites}: {len(cases)} cases: {text}"
+
+
+def _watch(registry: Registry, store: Store, every: bool) -> int:
+    """Show the table again every few seconds, until nothing waits or runs.  Raises `SchedulerError`.
+
+    A cluster that does not answer for a while, after it has answered once, is no reason to stop.
+    """
+    from rich.live import Live
+
+    console = stdout()
+    cases, warnings = read(registry, store, every)
+    note = ""
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            shown = _table([case for case in cases if case.state != DONE] or cases)
+            shown.caption, shown.caption_justify = _plain(f"{_totals(cases)}{note}"), "left"
+            live.update(shown, refresh=True)
+            if not note and code(cases) != 3:
+                break
+            time.sleep(REFRESH_S)
+            try:
+                cases, warnings = read(registry, store, every)
+                note = ""
+            except SchedulerError as error:
+                note = (
+                    note or f"; as of {time.strftime('%H:%M:%S')}, since when SLURM does not answer: {error}"
+                )
+    _show(cases, warnings, console)
+    return code(cases)
