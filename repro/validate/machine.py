@@ -65,7 +65,7 @@ def compare(records: Iterable[Record], system: System) -> Machine:
             missing[name] = f"it has {ranks} ranks, {system.name} was measured with {system.provenance.ranks}"
             continue
         try:
-            seconds = predict(experiment, system, trace_roles(experiment, gloo=gloo)).seconds
+            seconds = predict(experiment, system, trace_roles(experiment, gloo=gloo)).step_s
         except ConfigError as error:
             missing[name] = str(error)
             continue

@@ -35,7 +35,7 @@ def factor(generation: CalibrationPoint) -> float:
             training=DROPOUT,
             system=system.name,
         )
-        return timed(experiment, system, trace_roles(experiment), factor=1.0).seconds
+        return timed(experiment, system, trace_roles(experiment), factor=1.0).step_s
 
     at_few = modelled(few)
     per_layer = (modelled(more) - at_few) / (more - few)

@@ -16,7 +16,7 @@ from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
 from repro.simulate.time.program import OPTIMIZER
 from repro.simulate.time.schedule import Timeline
-from repro.simulate.time.stage import StageTime
+from repro.simulate.time.stretch import StageTime
 from repro.simulate.time.timed import timed
 from repro.simulate.trace.roles import Trace, trace_roles
 
@@ -34,21 +34,21 @@ class Prediction:
     factor: float
 
     @property
-    def seconds(self) -> float:
+    def step_s(self) -> float:
         """Of one step."""
-        return self.timeline.seconds
+        return self.timeline.step_s
 
     @property
     def samples_per_s(self) -> float:
         """Samples of all replicas."""
-        return self.experiment.layout.global_batch / self.seconds
+        return self.experiment.layout.global_batch / self.step_s
 
     @property
     def flops_per_device(self) -> float:
         """FLOP/s of one device under `repro.models.flops.FORMULA`, recomputation counted."""
         e, layout = self.experiment, self.experiment.layout
         work = flops.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
-        return work / self.seconds / layout.world
+        return work / self.step_s / layout.world
 
     @property
     def slowest(self) -> StageTime:
@@ -65,7 +65,7 @@ class Prediction:
         optimizer = busy.get(OPTIMIZER, 0.0)
         compute = sum(busy.values()) - optimizer
         return {
-            "step_s": self.seconds,
+            "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,
             "flops_per_device": self.flops_per_device,
             "formula": flops.FORMULA,
@@ -75,7 +75,7 @@ class Prediction:
             "optimizer_s": optimizer,
             "exposed_s": exposed,
             "hidden_s": max(0.0, total - exposed),
-            "bubble_s": max(0.0, self.seconds - compute - optimizer - exposed),
+            "bubble_s": max(0.0, self.step_s - compute - optimizer - exposed),
             "compute_by_kind": busy,
             "exposed_by_kind": dict(stage.exposed),
             "communication_by_kind": dict(stage.communication),

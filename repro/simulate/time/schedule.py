@@ -16,7 +16,8 @@ from repro.config import Layout
 from repro.parallel.pipeline.schedule import Action, build
 from repro.simulate.time.cores import Cores, Work
 from repro.simulate.time.program import Issue, Program
-from repro.simulate.time.stage import ACROSS, Key, Meeting, Span, Stage, StageTime
+from repro.simulate.time.stage import ACROSS, Key, Meeting, Span, Stage, Steps
+from repro.simulate.time.stretch import StageTime
 
 
 class Transfers(Protocol):
@@ -30,7 +31,8 @@ class Transfers(Protocol):
 class Timeline:
     """A scheduled step."""
 
-    seconds: float
+    step_s: float
+    """Seconds of the step, predicted."""
     stages: list[StageTime]
     spans: list[Span]
     unmatched: int
@@ -62,6 +64,7 @@ class _Schedule:
             for group in ACROSS
         }
         self.woken: list[object] = []
+        self.stretches: dict[int, Steps] = {}
         self.stages = [Stage(self, stage, program, record=record) for stage, program in enumerate(programs)]
 
     def run(self) -> None:
@@ -145,6 +148,6 @@ def schedule(
     everything.run()
     stages = everything.stages
     first, second = zip(*(stage.finished for stage in stages), strict=True)
-    seconds = max(stage.end for stage in second) - max(stage.end for stage in first)
+    step_s = max(stage.end for stage in second) - max(stage.end for stage in first)
     spans = [span for stage in stages for span in stage.spans]
-    return Timeline(seconds, list(second), spans, sum(stage.unmatched for stage in stages))
+    return Timeline(step_s, list(second), spans, sum(stage.unmatched for stage in stages))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from repro.config import Layout
@@ -17,6 +17,7 @@ from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
 from repro.parallel.pipeline.schedule import FORWARD, Action, needs
 from repro.simulate.time.cores import Work
 from repro.simulate.time.program import KINDS, Await, Block, Issue, Item, Program, Send
+from repro.simulate.time.stretch import INSIDE, StageTime, Stretch, parts
 
 TRANSFER = "send between stages (pp)"
 ACROSS = ("world", "pp", "embedding")
@@ -35,21 +36,6 @@ class Span:
     seconds: float
 
 
-@dataclass
-class StageTime:
-    """Where one stage's seconds of a step went."""
-
-    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """The compute stream, by kind of operator."""
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """It waited for communication, by label."""
-    communication: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """All communication, hidden or not, by label."""
-    bubble: float = 0.0
-    """It waited for another stage to compute."""
-    end: float = 0.0
-
-
 Key = tuple[int, int, int, int]
 """Sender, receiver, channel, number of the message."""
 
@@ -62,6 +48,10 @@ class Meeting:
         self.end: float | None = None
 
 
+Steps = list[Item | Stretch]
+"""The items of an action, or of the optimizer, as a stage goes through them."""
+
+
 class Peers(Protocol):
     """What a stage asks of all stages together."""
 
@@ -71,6 +61,9 @@ class Peers(Protocol):
     """Ranks for each core that stages share; 1: they share none."""
     arrivals: dict[Key, tuple[float, float]]
     """When each message began to arrive, and when it was there."""
+
+    stretches: dict[int, Steps]
+    """By the identity of a list of items, which the stages of a role share."""
 
     def actions(self, stage: int) -> Sequence[Action]:
         """Of a step of `stage`, in order."""
@@ -92,6 +85,8 @@ class Stage:
         """`record`: keep the spans of the last step."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
         self.actions = peers.actions(stage)
+        self.sources = [self._source_of(action) for action in self.actions]
+        """The stage that sends the input of each."""
         self.blocking = waits_for_sends(peers.layout)
         self.now = 0.0
         self.streams: dict[str, float] = defaultdict(float)
@@ -106,6 +101,10 @@ class Stage:
         self.spans: list[Span] = []
         self.unmatched = 0
         """Waits for what was never issued."""
+        self.taken: dict[Stretch, int] = defaultdict(int)
+        """How often each was gone through in this step."""
+        self.tail = self._prepared(program.tail)
+        self.pieces = [self._prepared(program.of(action)) for action in self.actions]
 
     def steps(self, steps: int) -> Generator[object, None, None]:
         """Run `steps` steps; yields what it waits for until that is known."""
@@ -119,26 +118,56 @@ class Stage:
     def _step(self) -> Generator[object, None, None]:
         self._post(0)
         for position, action in enumerate(self.actions):
-            if self._source(position) is not None:
+            if self.sources[position] is not None:
                 yield from self._receive()
             self._post(position + 1)
             name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
-            yield from self._run(self.program.of(action), name)
+            yield from self._run(self.pieces[position], name)
         for under_way in self.sent.values():
             while under_way:
                 yield from self._sent(under_way.popleft())
-        yield from self._run(self.program.tail, "optimizer")
+        yield from self._run(self.tail, "optimizer")
+        for stretch, times in self.taken.items():
+            self.time.add(stretch.time, times)
+        self.taken.clear()
 
-    def _source(self, position: int) -> int | None:
-        """The stage that sends the input of the action at `position`."""
+    def _prepared(self, items: Sequence[Item]) -> Steps:
+        """`items` with every stretch among them as one."""
+        if id(items) not in self.all.stretches:
+            found: Steps = []
+            for whole, part in parts(items):
+                alone = whole and len(part) > 1 and self.all.oversubscription == 1
+                found += [self._stretch(part)] if alone else part
+            self.all.stretches[id(items)] = found
+        return self.all.stretches[id(items)]
+
+    def _stretch(self, items: Sequence[Item]) -> Stretch:
+        """Go through `items` with nothing under way."""
+        before = self.now, self.streams, self.under_way, self.time
+        self.now, self.streams, self.under_way, self.time = 0.0, defaultdict(float), defaultdict(deque), StageTime()
+        for waited in self._run(items, ""):
+            raise AssertionError(f"a stretch waits for {waited}")
+        keys = frozenset(item.key for item in items if isinstance(item, Issue))
+        found = Stretch(items, self.now, keys, self.time)
+        self.now, self.streams, self.under_way, self.time = before
+        return found
+
+    def _alone(self, stretch: Stretch) -> bool:
+        """Whether nothing that is under way delays `stretch`, and nobody asks for its spans."""
+        if self.recording:
+            return False
+        busy = self.streams if self.all.overlap_cost else (INSIDE,)
+        return not any(self.streams[group] > self.now for group in busy) and not any(
+            self.under_way[key] for key in stretch.keys
+        )
+
+    def _source_of(self, action: Action) -> int | None:
         layout = self.all.layout
-        if position >= len(self.actions):
-            return None
-        needed = needs(self.actions[position], self.stage, layout.pp, layout.chunks)
+        needed = needs(action, self.stage, layout.pp, layout.chunks)
         return None if needed is None or needed[0] == self.stage else needed[0]
 
     def _post(self, position: int) -> None:
-        source = self._source(position)
+        source = self.sources[position] if position < len(self.sources) else None
         if source is None:
             return
         channel = Boundary.channel(self.actions[position].kind)
@@ -173,9 +202,15 @@ class Stage:
         self._record("compute", "waiting for a stage", self.now, end - self.now)
         self.now = end
 
-    def _run(self, items: Sequence[Item], name: str) -> Generator[object, None, None]:
+    def _run(self, items: Sequence[Item | Stretch], name: str) -> Generator[object, None, None]:
         for item in items:
-            if isinstance(item, Block):
+            if isinstance(item, Stretch):
+                if self._alone(item):
+                    self.taken[item] += 1
+                    self.now += item.seconds
+                else:
+                    yield from self._run(item.items, name)
+            elif isinstance(item, Block):
                 seconds = self._slowed(item.seconds)
                 if self.all.oversubscription > 1:
                     work = Work(self.now, seconds)

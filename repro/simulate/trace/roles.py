@@ -60,8 +60,8 @@ class Trace:
     parameters: int
     """Of this rank."""
     padding: int
-    seconds: float
-    """Wall-clock time that tracing took."""
+    tracing_s: float
+    """Seconds of wall-clock time that tracing took."""
 
     @property
     def step(self) -> list[Event]:

@@ -85,10 +85,10 @@ def test_seconds_add_up(name: str) -> None:
     """Nothing waits for what was never sent, and what is exposed or hidden is all that is communicated."""
     found = predicted(name, base_system())
     assert found.timeline.unmatched == 0
-    assert found.seconds > 0
+    assert found.step_s > 0
     for stage in found.timeline.stages:
         assert sum(stage.exposed.values()) <= sum(stage.communication.values()) * (1 + 1e-9) + 1e-12
-        assert sum(stage.busy.values()) + sum(stage.exposed.values()) + stage.bubble <= found.seconds * 2
+        assert sum(stage.busy.values()) + sum(stage.exposed.values()) + stage.bubble <= found.step_s * 2
     document = found.as_dict()
     parts = sum(document[key] for key in ("compute_s", "optimizer_s", "exposed_s", "bubble_s"))
     assert parts == pytest.approx(document["step_s"], rel=1e-6)
@@ -97,8 +97,8 @@ def test_seconds_add_up(name: str) -> None:
 @settings(deadline=None, max_examples=60)
 @given(name=st.sampled_from(sorted(LAYOUTS)), factors=st.tuples(*[st.floats(1, 20)] * 3))
 def test_a_faster_machine_is_never_slower(name: str, factors: tuple[float, float, float]) -> None:
-    slow = predicted(name, base_system()).seconds
-    fast = predicted(name, faster(base_system(), *factors)).seconds
+    slow = predicted(name, base_system()).step_s
+    fast = predicted(name, faster(base_system(), *factors)).step_s
     assert fast <= slow * (1 + 1e-9)
     assert fast >= slow / max(factors) / (1 + 1e-9)
 
@@ -107,7 +107,7 @@ def test_a_faster_machine_is_never_slower(name: str, factors: tuple[float, float
 def test_never_below_the_roofline(name: str) -> None:
     """All FLOP at the peak, and all bytes of matrix products and of memory-bound operators at the bandwidth."""
     system = base_system()
-    found = predicted(name, system).seconds
+    found = predicted(name, system).step_s
     peak = system.peak("fp16")
     bandwidth = system.device.memory_bandwidth.known("memory_bandwidth")
     for traced in traces(name):
@@ -135,9 +135,9 @@ def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> 
     assert all(not any(stage.exposed.values()) for stage in found.stages)
     busiest = max(sum(stage.busy.values()) for stage in found.stages)
     if layout.pp == 1:
-        assert found.seconds == pytest.approx(busiest)
+        assert found.step_s == pytest.approx(busiest)
     else:
-        assert found.seconds >= busiest
+        assert found.step_s >= busiest
 
 
 def test_twice_the_layers_take_about_twice_as_long() -> None:
@@ -145,7 +145,7 @@ def test_twice_the_layers_take_about_twice_as_long() -> None:
         seconds = [
             predict(
                 experiment(name, replace(MODEL, layers=layers, vocab=64)), base_system(), factor=1.0
-            ).seconds
+            ).step_s
             for layers in (12, 24)
         ]
         assert 1.8 < seconds[1] / seconds[0] < 2.05
@@ -197,7 +197,7 @@ def test_pipelines_without_messages_take_what_the_schedule_counts(name: str, p: 
     layout = Layout(pp=p, global_batch=m, schedule=name, chunks=chunks)
     counted = float(bubble(build(name, p, m, chunks)))
     found = pipeline(layout, 0.0)
-    assert found.seconds == pytest.approx(3 * m * (1 + counted))
+    assert found.step_s == pytest.approx(3 * m * (1 + counted))
     assert found.unmatched == 0
     # What is not computing is waiting.
     for stage in found.stages:
@@ -206,11 +206,11 @@ def test_pipelines_without_messages_take_what_the_schedule_counts(name: str, p: 
 
 def test_messages_that_fit_under_the_next_action_cost_only_the_way_through() -> None:
     layout = Layout(pp=4, global_batch=16)
-    free, slow = pipeline(layout, 0.0).seconds, pipeline(layout, 0.25).seconds
+    free, slow = pipeline(layout, 0.0).step_s, pipeline(layout, 0.25).step_s
     # Down the pipeline and back, 3 messages each way; between the two, steady state hides them or not.
     assert slow >= free + 6 * 0.25
     blocking = pipeline(replace(layout, overlap=False), 0.25)
-    assert blocking.seconds > slow
+    assert blocking.step_s > slow
     assert sum(blocking.stages[1].exposed.values()) >= 16 * 0.25
     assert blocking.stages[0].communication[TRANSFER] == pytest.approx(2 * 16 * 0.25)  # out and in
 
@@ -254,7 +254,7 @@ def crowded(p: int, micro_batches: int, oversubscription: float) -> float:
             made.segments[action] = [Block(1.0, (("matmul", 1.0),))]
             made.segments[action] += [Send(offset, channel, 1)] if inside else []
         stages.append(made)
-    return schedule(layout, stages, AtOnce(), oversubscription=oversubscription).seconds
+    return schedule(layout, stages, AtOnce(), oversubscription=oversubscription).step_s
 
 
 def test_a_bubble_gives_its_cores_to_those_that_compute() -> None:
