@@ -151,11 +151,15 @@ class Network:
             if self.layout.world > 1:
                 yield self.placement.ranks_of(group, 0)
             return
-        for rank in range(self.layout.world):
-            if group == "embedding" or self.placement.layout.index_of(group, rank) == 0:
-                ranks = self.placement.ranks_of(group, rank)
-                if len(ranks) > 1 and ranks[0] == rank:
-                    yield ranks
+        for rank in range(self.layout.world) if group == "embedding" else self._starts(group):
+            ranks = self.placement.ranks_of(group, rank)
+            if len(ranks) > 1 and ranks[0] == rank:
+                yield ranks
+
+    def _starts(self, axis: str) -> list[int]:
+        """The first rank of every group of an axis of the layout."""
+        stride, degree = self.layout.strides[axis], getattr(self.layout, axis)
+        return [rank for rank in range(self.layout.world) if rank // stride % degree == 0]
 
     def _link_of(self, group: str) -> str:
         found = {self.placement.link_of(group, ranks) for ranks in self._groups(group)}
@@ -198,10 +202,9 @@ class Network:
 
     def _edge(self, from_stage: int, to_stage: int) -> dict[tuple[int, int], str]:
         """Who sends to whom from one stage to another, and over which class of links."""
-        place, world = self.placement, range(self.layout.world)
-        senders = [rank for rank in world if place.layout.index_of("pp", rank) == from_stage]
-        pairs = [(rank, place.ranks_of("pp", rank)[to_stage]) for rank in senders]
-        return {pair: place.link_of("pp", pair) for pair in pairs}
+        stride = self.layout.strides["pp"]
+        pairs = [(first + from_stage * stride, first + to_stage * stride) for first in self._starts("pp")]
+        return {pair: self.placement.link_of("pp", pair) for pair in pairs}
 
     def _slowest_link(self, from_stage: int, to_stage: int) -> str:
         links = set(self._edge(from_stage, to_stage).values())
