@@ -22,7 +22,7 @@ COMMAND = ["typer", "rich", "scipy"]
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        rank = "repro.launch.rank" in getattr(sys, "orig_argv", [])
+        rank = "repro.launch.rank.program" in getattr(sys, "orig_argv", [])
         if name.partition(".")[0] in OPTIONAL + COMMAND * rank:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 

@@ -19,9 +19,9 @@ from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.host.resources import usable_cores
 from repro.launch.beacon import Beacon
-from repro.launch.device import own_device
 from repro.launch.job import Job
-from repro.launch.session import process_group
+from repro.launch.rank.device import own_device
+from repro.launch.rank.session import process_group
 from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.parallel import mesh as meshes
 from repro.systems.local import has_nvlink

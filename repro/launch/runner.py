@@ -12,11 +12,11 @@ from repro.config import Experiment
 from repro.launch import plan, supervise
 from repro.launch.beacon import Position
 from repro.launch.job import Job
-from repro.launch.local import LocalLaunch
+from repro.launch.local.launcher import LocalLaunch
 from repro.launch.locks import Locks
 from repro.launch.plan import Task
 from repro.launch.progress import Progress
-from repro.launch.rank import TARGET
+from repro.launch.rank.program import TARGET
 from repro.launch.recorder import DiskFull, Recorder, Results
 from repro.results.store import DISK_FULL
 

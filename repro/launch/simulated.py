@@ -22,7 +22,7 @@ from repro.host.workers import WorkerDied, Workers
 from repro.launch.interrupt import Interrupt
 from repro.launch.locks import Locks
 from repro.launch.progress import Progress
-from repro.launch.rank import describe
+from repro.launch.rank.program import describe
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.summary import Ended, ended, summarise
 from repro.results.schema import SIMULATED, ExperimentRecord

@@ -110,7 +110,7 @@ def _time(experiment: Experiment, simulation: Simulation) -> Metrics:
         return {}
     model, samples = experiment.model, layout.global_batch
     speed = metrics.speed(
-        prediction.seconds,
+        prediction.step_s,
         samples=samples,
         tokens=samples * experiment.seq,
         model_flops=flops.model_flops(model, experiment.seq, samples),

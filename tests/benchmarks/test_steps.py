@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Training
-from repro.launch.experiment import Run
+from repro.launch.rank.experiment import Run
 from repro.models import load
 from repro.parallel import mesh as meshes
 from tests.pool import RankPool

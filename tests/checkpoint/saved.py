@@ -10,8 +10,8 @@ import torch
 
 from repro.checkpoint import index
 from repro.config import Experiment, Layout, Model
-from repro.launch.experiment import Run
-from repro.launch.resume import Place
+from repro.launch.rank.experiment import Run
+from repro.launch.rank.resume import Place
 from repro.parallel import mesh as meshes
 from tests.training import TINY, tiny
 

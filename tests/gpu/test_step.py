@@ -7,7 +7,7 @@ import torch
 
 from repro.config import Layout
 from repro.kernels.cuda.families import FAMILIES
-from repro.launch.experiment import Run
+from repro.launch.rank.experiment import Run
 from repro.parallel import mesh as meshes
 from tests.parallel.test_parity import BATCH, alone
 from tests.training import tiny, train

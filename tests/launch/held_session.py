@@ -45,7 +45,9 @@ def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
 ) -> dict[str, dict[str, Any]]:
     """Train every experiment of the job."""
-    from repro.launch.session import run_rank as run  # torch, which tests that only name this file do without
+    from repro.launch.rank.session import (
+        run_rank as run,  # torch, which tests that only name this file do without
+    )
 
     held: Any = _HeldBeacon(beacon, job, rank)
     return run(job, rank=rank, world=world, device=device, rendezvous=rendezvous, beacon=held)

@@ -95,7 +95,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
             line = child.cmdline()
         except psutil.Error:
             continue
-        if "repro.launch.rank" in line:
+        if "repro.launch.rank.program" in line:
             found.append((int(line[line.index("--rank") + 1]), child))
     return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Training
-from repro.launch.experiment import Diverged, Run
+from repro.launch.rank.experiment import Diverged, Run
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StepClock
 from repro.models.flops import hardware_flops, model_flops

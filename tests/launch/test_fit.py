@@ -11,8 +11,8 @@ import torch
 from repro import cli
 from repro.config import Layout, Model
 from repro.launch import fit as measured
-from repro.launch import trial
 from repro.launch.beacon import Beacon, Lookout
+from repro.launch.rank import trial
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.simulate.memory.live import measure

@@ -18,8 +18,8 @@ from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda import program as programs
 from repro.kernels.cuda.compile import Target
 from repro.kernels.cuda.program import Program, Unavailable
-from repro.launch.experiment import Run
 from repro.launch.progress import Progress
+from repro.launch.rank.experiment import Run
 from repro.launch.recorder import Recorder
 from repro.parallel import mesh as meshes
 from repro.results.kernels import fallbacks, of_ranks

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
-from repro.launch import session
-from repro.launch.experiment import Run
 from repro.launch.job import Job
+from repro.launch.rank import session
+from repro.launch.rank.experiment import Run
 from tests.training import tiny
 
 PAIR = [

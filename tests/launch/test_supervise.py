@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from repro.config import Experiment, Layout, Limits, Model, Training
-from repro.launch import rank as rank_program
 from repro.launch import supervise
 from repro.launch.beacon import Position
 from repro.launch.job import Job
-from repro.launch.local import LocalLaunch, environment
+from repro.launch.local.launcher import LocalLaunch, environment
+from repro.launch.rank import program as rank_program
 from repro.launch.supervise import Ending, signal_name, watch
 from tests.launch.runs import FAKE
 

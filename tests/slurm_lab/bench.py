@@ -178,12 +178,12 @@ class Bench:
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
 
 
-def ranks(word: str = "repro.launch.rank") -> list[tuple[int, str]]:
+def ranks(word: str = "repro.launch.rank.program") -> list[tuple[int, str]]:
     """Processes of ranks on all nodes, which share this machine: (pid, host name of the node)."""
     return [(pid, environment["SLURMD_NODENAME"]) for pid, environment in environments(word)]
 
 
-def environments(word: str = "repro.launch.rank") -> list[tuple[int, dict[str, str]]]:
+def environments(word: str = "repro.launch.rank.program") -> list[tuple[int, dict[str, str]]]:
     """The same processes, with what each has in its environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):

@@ -144,7 +144,12 @@ class Stage:
     def _stretch(self, items: Sequence[Item]) -> Stretch:
         """Go through `items` with nothing under way."""
         before = self.now, self.streams, self.under_way, self.time
-        self.now, self.streams, self.under_way, self.time = 0.0, defaultdict(float), defaultdict(deque), StageTime()
+        self.now, self.streams, self.under_way, self.time = (
+            0.0,
+            defaultdict(float),
+            defaultdict(deque),
+            StageTime(),
+        )
         for waited in self._run(items, ""):
             raise AssertionError(f"a stretch waits for {waited}")
         keys = frozenset(item.key for item in items if isinstance(item, Issue))

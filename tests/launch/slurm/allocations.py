@@ -25,7 +25,7 @@ from tests.launch.slurm import fake_srun
 from tests.records import lines
 
 PROFILE = '[slurm]\ntasks_per_node = 2\ncpus_per_task = 1\n[environment]\ninterface = "lo"\n'
-RANK = "repro.launch.rank"
+RANK = "repro.launch.rank.program"
 SCONTROL = """#!/bin/sh
 echo "$@" >> {log}
 case "$*" in show*) echo "JobId=7 JobState={state} PreemptTime={preempted}";; esac

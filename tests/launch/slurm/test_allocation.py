@@ -61,7 +61,7 @@ def test_real_ranks_train_as_locally(tmp_path: Path) -> None:
     )
     suite = write_suite(tmp_path, body, limits="hang_s = 60")
     submission = Submission(tmp_path, suite)
-    with running(submission, REPRO_RANK_TARGET="repro.launch.session:run_rank") as job:
+    with running(submission, REPRO_RANK_TARGET="repro.launch.rank.session:run_rank") as job:
         assert job.wait(90) == 0, job.log()
     assert run(suite, tmp_path / "local", fake=False)[0] == 0
     slurm = submission.records()

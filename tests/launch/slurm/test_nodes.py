@@ -11,9 +11,9 @@ import pytest
 
 from repro import systems
 from repro.config import ConfigError, Experiment, Layout, Model
-from repro.launch.device import cuda_index
 from repro.launch.failures import CLASSES, failure
 from repro.launch.plan import Task
+from repro.launch.rank.device import cuda_index
 from repro.launch.slurm.allocation import bundle, controller, process, stop, topology
 from repro.launch.slurm.allocation.nodes import Report, mismatch, place
 from repro.suites import Comparison

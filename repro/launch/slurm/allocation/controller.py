@@ -13,7 +13,7 @@ from pathlib import Path
 from repro import systems
 from repro.config import ConfigError
 from repro.launch.failures import LOST_NODE
-from repro.launch.local import read_json
+from repro.launch.local.launcher import read_json
 from repro.launch.plan import Task
 from repro.launch.recorder import Recorder
 from repro.launch.runner import Runner, rank_target

@@ -18,7 +18,7 @@ from repro.launch import stacks
 from repro.launch.beacon import Position
 from repro.launch.failures import LOST_NODE
 from repro.launch.job import STOP, Job
-from repro.launch.local import DEVICES
+from repro.launch.local.launcher import DEVICES
 from repro.launch.slurm.allocation import process, task
 from repro.launch.slurm.allocation.connection import ENDED, Listener, Message
 from repro.launch.slurm.allocation.step import Allocation, Step

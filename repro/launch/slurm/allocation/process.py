@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from repro.launch import processes, stacks
-from repro.launch import rank as rank_program
+from repro.launch import stacks
 from repro.launch.beacon import Lookout
 from repro.launch.job import STOP, Job
-from repro.launch.local import read_json, work_parent
+from repro.launch.local import processes
+from repro.launch.local.launcher import read_json, work_parent
+from repro.launch.rank import program as rank_program
 from repro.launch.slurm.allocation.connection import Message
 from repro.launch.slurm.allocation.stop import blocked
 from repro.launch.supervise import kernel_oom_kills

@@ -81,7 +81,7 @@ def environment(launch: Launch, rank: int, world: int, address: str) -> dict[str
     defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     chosen: dict[str, str] = {}
     if launch.limited:
-        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)  # as repro.launch.local.environment
+        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)  # as repro.launch.local.launcher.environment
     if "SLURM_CPUS_PER_TASK" in os.environ:
         chosen |= threads
     else:

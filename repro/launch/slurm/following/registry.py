@@ -20,7 +20,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.host.files import write_json
-from repro.launch import processes
+from repro.launch.local import processes
 from repro.launch.slurm.allocation.work import Work
 
 FILE = "submission.json"

@@ -16,9 +16,9 @@ from repro.data import open_stream
 from repro.engines import build_engine
 from repro.engines.native import NativeEngine
 from repro.launch.interrupt import Stopped
-from repro.launch.resume import CheckpointManager
-from repro.launch.resume import Place as CheckpointPlace
-from repro.launch.series import Diverged, Series
+from repro.launch.rank.resume import CheckpointManager
+from repro.launch.rank.resume import Place as CheckpointPlace
+from repro.launch.rank.series import Diverged, Series
 from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import COMPUTING, CORE, StepClock

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from repro.launch import rank as rank_program
+from repro.launch.rank import program as rank_program
 
 ERROR_BYTES = 4000
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from repro.config import Experiment
-from repro.launch import processes, stacks
-from repro.launch import rank as rank_program
+from repro.launch import stacks
 from repro.launch.beacon import Lookout, Position
 from repro.launch.job import STOP, Job
+from repro.launch.local import processes
+from repro.launch.rank import program as rank_program
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
 """Systems that this launcher knows: the processor cores or the CUDA devices of the machine at hand."""

@@ -16,10 +16,10 @@ from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.engines.native import NativeEngine
 from repro.launch.beacon import Beacon
-from repro.launch.device import own_device
-from repro.launch.experiment import process_memory
 from repro.launch.job import Job
-from repro.launch.session import mesh_of, process_group
+from repro.launch.rank.device import own_device
+from repro.launch.rank.experiment import process_memory
+from repro.launch.rank.session import mesh_of, process_group
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.simulate.trace.roles import shortened

@@ -1,4 +1,4 @@
-"""One rank: `python -m repro.launch.rank JOB.json --rank R ...`, started by a launcher, never by hand.
+"""One rank: `python -m repro.launch.rank.program JOB.json --rank R ...`, started by a launcher, never by hand.
 
 Whatever happens, the rank leaves a result file that says what and why, unless it is killed outright;
 then its beacon says where.  The process needs torch and the standard library only.
@@ -23,11 +23,11 @@ from repro.host.files import write_json
 from repro.host.processes import die_with_parent
 from repro.launch import stacks
 from repro.launch.beacon import Beacon
-from repro.launch.device import own_device
 from repro.launch.interrupt import Stopped
 from repro.launch.job import Job
+from repro.launch.rank.device import own_device
 
-TARGET = "repro.launch.session:run_rank"
+TARGET = "repro.launch.rank.session:run_rank"
 EXIT = {"ok": 0, "error": 1, "oom": 3, "diverged": 4, "interrupted": 5}
 _NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc",
@@ -146,7 +146,7 @@ def finished_file(folder: Path, index: int, rank: int) -> Path:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m repro.launch.rank", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m repro.launch.rank.program", description=__doc__)
     parser.add_argument("job", type=Path, help="the job's JSON file")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.launch.beacon import Beacon
-from repro.launch.device import own_device
-from repro.launch.experiment import Diverged, Report, Run
 from repro.launch.job import Job
-from repro.launch.resume import Place
+from repro.launch.rank.device import own_device
+from repro.launch.rank.experiment import Diverged, Report, Run
+from repro.launch.rank.resume import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh
 
