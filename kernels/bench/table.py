@@ -10,7 +10,7 @@ from repro.kernels.bench.cases import OURS
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One case done by one of its ways."""
 
     case: str
@@ -29,7 +29,7 @@ class Row:
         return self.nbytes / self.seconds
 
 
-def render(rows: Sequence[Row], copy: float) -> list[str]:
+def render(rows: Sequence[BenchRow], copy: float) -> list[str]:
     """Lines of a table; `copy` in bytes a second. Each case begins with our kernel."""
     lines = [
         f"copy: {copy / 1e9:,.0f} GB/s",
@@ -55,22 +55,22 @@ def render(rows: Sequence[Row], copy: float) -> list[str]:
     return lines + [f"faster than the kernel: {text}" for text in slower]
 
 
-def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_data(rows: Sequence[BenchRow]) -> list[dict[str, Any]]:
     """The rows as plain data, in the order of the table, with their `bytes_per_s`."""
     return [{**asdict(row), "bytes_per_s": row.bandwidth} for row in _sorted(rows)]
 
 
-def _of(rows: Sequence[Row], like: Row, who: str) -> Row | None:
+def _of(rows: Sequence[BenchRow], like: BenchRow, who: str) -> BenchRow | None:
     same = (row for row in rows if (row.case, row.dtype, row.who) == (like.case, like.dtype, who))
     return next(same, None)
 
 
-def _faster(rows: Sequence[Row], row: Row) -> bool:
+def _faster(rows: Sequence[BenchRow], row: BenchRow) -> bool:
     ours = _of(rows, row, OURS)
     return ours is not None and row.seconds < ours.seconds
 
 
-def _sorted(rows: Sequence[Row]) -> list[Row]:
+def _sorted(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """By case and dtype as they came, our kernel first."""
     order = {key: i for i, key in enumerate(dict.fromkeys((row.case, row.dtype) for row in rows))}
     return sorted(rows, key=lambda row: (order[row.case, row.dtype], row.who != OURS))

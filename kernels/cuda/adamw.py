@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda.lists import parts
-from repro.kernels.cuda.program import Launcher, Program, Unavailable, type_of
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, type_of
 
 SHARDS = 48
 """Shards in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
@@ -45,7 +45,7 @@ def examples() -> list[Program]:
 
 
 def adamw_(
-    on: Launcher,
+    on: KernelLauncher,
     masters: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],

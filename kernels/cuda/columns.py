@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import Launcher, Loaded, Program
+from repro.kernels.cuda.program import KernelLauncher, Loaded, Program
 
 ARGUMENTS = struct.Struct("@PPiii0q")
 
@@ -54,7 +54,7 @@ def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[i
     return None if best is None else (best[1], best[2])
 
 
-def spread(on: Launcher, rows: int, columns: int, width: int, threads: int) -> tuple[int, int]:
+def spread(on: KernelLauncher, rows: int, columns: int, width: int, threads: int) -> tuple[int, int]:
     """(blocks, rows at once) of a grid whose threads keep `width` columns each: 2048 threads a multiprocessor."""
     vectors = columns // width
     work, room = rows * vectors, 2048 * on.processors

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import Launcher, Program, Unavailable, type_of
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, type_of
 
 BLOCKS = 64
 """Most blocks on a multiprocessor."""
@@ -26,7 +26,7 @@ def examples() -> list[Program]:
     return [program("bfloat16"), program("half")]
 
 
-def cross_entropy_max(on: Launcher, logits: Tensor) -> Tensor:
+def cross_entropy_max(on: KernelLauncher, logits: Tensor) -> Tensor:
     """Row maxima, fp32 [n]."""
     logits = logits.contiguous()
     maximum = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
@@ -35,7 +35,7 @@ def cross_entropy_max(on: Launcher, logits: Tensor) -> Tensor:
 
 
 def cross_entropy_sums(
-    on: Launcher, logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int
+    on: KernelLauncher, logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int
 ) -> Tensor:
     """fp32 [2, n]."""
     sums = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
@@ -44,7 +44,7 @@ def cross_entropy_sums(
 
 
 def cross_entropy_backward_(
-    on: Launcher,
+    on: KernelLauncher,
     logits: Tensor,
     maximum: Tensor,
     sums: Tensor,
@@ -59,7 +59,7 @@ def cross_entropy_backward_(
 
 
 def _launch(
-    on: Launcher,
+    on: KernelLauncher,
     kernel: str,
     logits: Tensor,
     maximum: Tensor,

@@ -16,7 +16,7 @@ import torch
 
 from repro.kernels.cuda import cache as disk
 from repro.kernels.cuda import compile as compiler
-from repro.kernels.cuda.program import Launcher, Loaded, Program, Unavailable
+from repro.kernels.cuda.program import KernelLauncher, Loaded, Program, Unavailable
 
 
 @cache
@@ -36,13 +36,13 @@ _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 """torch's own, without the check whether CUDA is initialised: there are CUDA tensors already."""
 
-_devices: dict[int, Device | Unavailable] = {}
+_devices: dict[int, CudaDevice | Unavailable] = {}
 
 
-def device(index: int) -> Launcher:
+def device(index: int) -> KernelLauncher:
     """The launcher of torch's device `cuda:<index>`. Raises Unavailable."""
     found = _devices.get(index)
-    return found if type(found) is Device else _once(_devices, index, lambda: Device(index))
+    return found if type(found) is CudaDevice else _once(_devices, index, lambda: CudaDevice(index))
 
 
 def _once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
@@ -59,7 +59,7 @@ def _once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     return found
 
 
-class Device:
+class CudaDevice:
     """One GPU."""
 
     def __init__(self, index: int):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from repro.kernels import random
 from repro.kernels.cuda import columns as sums
-from repro.kernels.cuda.program import Launcher, Program, Unavailable, aligned, type_of
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, aligned, type_of
 
 
 @cache
@@ -27,7 +27,7 @@ def examples() -> list[Program]:
 
 
 def bias_dropout_residual(
-    on: Launcher,
+    on: KernelLauncher,
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -58,7 +58,7 @@ def bias_dropout_residual(
 
 
 def bias_dropout_residual_backward(
-    on: Launcher,
+    on: KernelLauncher,
     grad: Tensor,
     has_bias: bool,
     p: float,

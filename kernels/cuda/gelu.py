@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda import columns as sums
-from repro.kernels.cuda.program import Launcher, Program, Unavailable, aligned, type_of
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, aligned, type_of
 
 
 @cache
@@ -31,7 +31,7 @@ def _program(x: Tensor, bias: Tensor, others: tuple[Tensor, ...], columns: int) 
     return program(type_of(x), type_of(bias), width), width
 
 
-def bias_gelu(on: Launcher, x: Tensor, bias: Tensor) -> Tensor:
+def bias_gelu(on: KernelLauncher, x: Tensor, bias: Tensor) -> Tensor:
     """y."""
     x, bias = x.contiguous(), bias.contiguous()
     y, columns = torch.empty_like(x), x.shape[-1]
@@ -44,7 +44,7 @@ def bias_gelu(on: Launcher, x: Tensor, bias: Tensor) -> Tensor:
     return y
 
 
-def bias_gelu_backward(on: Launcher, grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def bias_gelu_backward(on: KernelLauncher, grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """dx and dbias."""
     grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
     if grad.dtype != x.dtype:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda import columns as sums
-from repro.kernels.cuda.program import Launcher, Program, Unavailable, aligned, type_of
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, aligned, type_of
 
 BLOCKS_FORWARD, THREADS_BACKWARD = 64, 1024
 """Most blocks, and threads that the registers of backward allow, on a multiprocessor."""
@@ -53,7 +53,7 @@ def _program(x: Tensor, weight: Tensor, others: list[Tensor], *, backward: bool)
 
 
 def layer_norm(
-    on: Launcher, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+    on: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and rstd."""
     x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
@@ -74,7 +74,7 @@ def layer_norm(
 
 
 def layer_norm_backward(
-    on: Launcher, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
+    on: KernelLauncher, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias."""
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()

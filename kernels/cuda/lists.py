@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from repro.kernels.cuda.program import Launcher, Loaded, Program
+from repro.kernels.cuda.program import KernelLauncher, Loaded, Program
 
 BLOCKS = 8
 """Blocks on a multiprocessor that fill it."""
@@ -15,7 +15,7 @@ Part = tuple[Loaded, list[tuple[int, ...]], list[int], int]
 
 
 def parts(
-    on: Launcher, tensors: Iterable[tuple[Program, tuple[int, ...]]], room: int, chunk: int
+    on: KernelLauncher, tensors: Iterable[tuple[Program, tuple[int, ...]]], room: int, chunk: int
 ) -> list[Part]:
     """Launches of at most `room` tensors of one program each.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda.lists import parts
-from repro.kernels.cuda.program import Launcher, Program, type_of
+from repro.kernels.cuda.program import KernelLauncher, Program, type_of
 
 TENSORS = 160
 """Tensors in one launch: their pointers travel as arguments, of which there may be 4096 bytes."""
@@ -35,7 +35,7 @@ def examples() -> list[Program]:
     return [program("float"), program("bfloat16")]
 
 
-def norm_squared(on: Launcher, tensors: list[Tensor]) -> Tensor:
+def norm_squared(on: KernelLauncher, tensors: list[Tensor]) -> Tensor:
     """One launch for every 160 tensors of a type, and one that adds up; every block leaves one number."""
     tensors = [tensor.contiguous() for tensor in tensors]
     sources = [(program(type_of(t)), (t.data_ptr(), t.numel())) for t in tensors]

@@ -58,7 +58,7 @@ class Loaded(Protocol):
         ...
 
 
-class Launcher(Protocol):
+class KernelLauncher(Protocol):
     """A device. A binding loads all its programs before it launches any, so that a failure changes nothing."""
 
     processors: int

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda.columns import row_shape
-from repro.kernels.cuda.program import Launcher, Program, Unavailable, aligned, type_of
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, aligned, type_of
 
 BLOCKS = 64
 """Most blocks on a multiprocessor."""
@@ -34,19 +34,19 @@ def examples() -> list[Program]:
     return [program(*rows, backward) for rows in usual for backward in (False, True)]
 
 
-def causal_softmax(on: Launcher, scores: Tensor, scale: float) -> Tensor:
+def causal_softmax(on: KernelLauncher, scores: Tensor, scale: float) -> Tensor:
     """The weights."""
     return _launch(on, "forward", scores.contiguous(), None, scale)
 
 
-def causal_softmax_backward(on: Launcher, grad: Tensor, y: Tensor, scale: float) -> Tensor:
+def causal_softmax_backward(on: KernelLauncher, grad: Tensor, y: Tensor, scale: float) -> Tensor:
     """The gradient of the scores."""
     if grad.dtype != y.dtype:
         raise Unavailable("causal_softmax_backward needs a gradient of the dtype of the weights")
     return _launch(on, "backward", y.contiguous(), grad.contiguous(), scale)
 
 
-def _launch(on: Launcher, kernel: str, x: Tensor, grad: Tensor | None, scale: float) -> Tensor:
+def _launch(on: KernelLauncher, kernel: str, x: Tensor, grad: Tensor | None, scale: float) -> Tensor:
     out, size = torch.empty_like(x), x.shape[-1]
     if x.numel():
         width, operands = 16 // x.element_size(), [x, out, *([] if grad is None else [grad])]

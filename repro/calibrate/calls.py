@@ -18,7 +18,7 @@ from torch import Tensor
 from repro import kernels
 from repro.config import Experiment
 from repro.simulate.trace.events import Operator
-from repro.simulate.trace.recorder import Recorder
+from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import roles, trace
 from repro.simulate.trace.shapes import call_of
 
@@ -26,7 +26,7 @@ ATTENTION = "aten._scaled_dot_product_flash_attention"
 
 
 @dataclass(frozen=True)
-class Shape:
+class OperandShape:
     """A tensor argument without its data."""
 
     sizes: tuple[int, ...]
@@ -43,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: its arguments with a `Shape` for each tensor, and what the trace counts."""
+    """One call of an operator: its arguments with a `OperandShape` for each tensor, and what the trace counts."""
 
     function: Any
     args: tuple[Any, ...]
@@ -60,7 +60,7 @@ class Call:
         return self.operator.read + self.operator.written
 
 
-class CallRecorder(Recorder):
+class CallRecorder(TraceRecorder):
     """A recorder that also keeps every counted call; equal ones once."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callab
         return _attention(call, device, generator)
 
     def real(value: Any) -> Any:
-        if isinstance(value, Shape):
+        if isinstance(value, OperandShape):
             return _tensor(value, device, generator, _below(call))
         return device if isinstance(value, torch.device) else value
 
@@ -159,7 +159,7 @@ def _below(call: Call) -> int:
     return 2
 
 
-def _tensor(shape: Shape, device: torch.device, generator: torch.Generator, below: int = 2) -> Tensor:
+def _tensor(shape: OperandShape, device: torch.device, generator: torch.Generator, below: int = 2) -> Tensor:
     """A tensor with values that no operator turns into infinities, NaN or denormal numbers, which are slow."""
     flat = torch.empty(shape.extent, dtype=shape.dtype, device=device)
     if shape.dtype.is_floating_point:
@@ -171,7 +171,7 @@ def _tensor(shape: Shape, device: torch.device, generator: torch.Generator, belo
 
 def _shape_of(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return Shape(tuple(value.shape), value.stride(), value.dtype)
+        return OperandShape(tuple(value.shape), value.stride(), value.dtype)
     return value
 
 

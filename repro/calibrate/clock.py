@@ -26,7 +26,7 @@ SLEEP_HZ = 4e9
 """Twice the clock of any GPU: it is kept busy while the host enqueues the calls, so that it never waits for it."""
 
 
-class Timing(NamedTuple):
+class OperatorTiming(NamedTuple):
     """Seconds of one call: median and quartiles over repeats."""
 
     median: float
@@ -40,9 +40,11 @@ class Timing(NamedTuple):
         return (self.high - self.low) / 2 / self.median if self.median else 0.0
 
 
-def timing(seconds: Sequence[float]) -> Timing:
+def timing(seconds: Sequence[float]) -> OperatorTiming:
     """Median and quartiles of a sample."""
-    return Timing(quantile(seconds, 0.5), quantile(seconds, 0.25), quantile(seconds, 0.75), len(seconds))
+    return OperatorTiming(
+        quantile(seconds, 0.5), quantile(seconds, 0.25), quantile(seconds, 0.75), len(seconds)
+    )
 
 
 class OperatorClock:
@@ -66,7 +68,7 @@ class OperatorClock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def time(self, make: Callable[[], Callable[[], object]], nbytes: int) -> Timing:
+    def time(self, make: Callable[[], Callable[[], object]], nbytes: int) -> OperatorTiming:
         """Seconds of one call of what `make` returns, which reads and writes `nbytes`.
 
         Calls go round among several sets of arguments, as many as the cache does not hold: a step does not

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from repro.calibrate import document_links, fit
-from repro.calibrate.fit import Point
+from repro.calibrate.fit import Measurement
 from repro.calibrate.numbers import middle, quantity, rounded
 from repro.config.timing import OperatorRate
 from repro.measure.statistics import quantile
@@ -123,9 +123,9 @@ def _rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _rates(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, OperatorRate], list[float]]:
     """Rates, and the absolute relative error of the rate that counts at each call."""
-    points: dict[str, list[Point]] = {}
+    points: dict[str, list[Measurement]] = {}
     for row in rows:
-        points.setdefault(row["name"], []).append(Point(row["nbytes"], row["flops"], row["median"]))
+        points.setdefault(row["name"], []).append(Measurement(row["nbytes"], row["flops"], row["median"]))
     rates = fit.rates(points)
     errors = [
         abs(error) for name, found in points.items() for error in fit.errors(fit.rate_of(rates, name), found)

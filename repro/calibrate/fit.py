@@ -19,7 +19,7 @@ CLOSE = 0.1
 """Nor does it need one if the common rate is this close to its calls (median of the relative errors)."""
 
 
-class Point(NamedTuple):
+class Measurement(NamedTuple):
     """One measured call."""
 
     nbytes: float
@@ -28,7 +28,7 @@ class Point(NamedTuple):
     seconds: float
 
 
-def fit(points: Sequence[Point]) -> OperatorRate:
+def fit(points: Sequence[Measurement]) -> OperatorRate:
     """The rate with the least sum of squared *relative* errors: calls of a microsecond count like those of a second.
 
     Terms that the points do not need are 0 (non-negative least squares, Lawson and Hanson 1974).
@@ -47,19 +47,19 @@ def fit(points: Sequence[Point]) -> OperatorRate:
     return OperatorRate(fixed_s=fixed, per_byte_s=per_byte, per_flop_s=per_flop)
 
 
-def errors(rate: OperatorRate, points: Sequence[Point]) -> list[float]:
+def errors(rate: OperatorRate, points: Sequence[Measurement]) -> list[float]:
     """Relative error of the rate at every point, predicted / measured - 1."""
     return [rate.seconds(flops=point.flops, nbytes=point.nbytes) / point.seconds - 1 for point in points]
 
 
-def median_error(rate: OperatorRate, points: Sequence[Point]) -> float:
+def median_error(rate: OperatorRate, points: Sequence[Measurement]) -> float:
     """Median of the absolute relative errors."""
     return quantile([abs(error) for error in errors(rate, points)], 0.5)
 
 
-def rates(points: Mapping[str, Sequence[Point]]) -> dict[str, OperatorRate]:
+def rates(points: Mapping[str, Sequence[Measurement]]) -> dict[str, OperatorRate]:
     """Rates by operator: `matmul` and `elementwise` for all, and one of its own for each that differs."""
-    pools: dict[str, list[Point]] = {MATMUL: [], ELEMENTWISE: []}
+    pools: dict[str, list[Measurement]] = {MATMUL: [], ELEMENTWISE: []}
     for name, found in points.items():
         if name in PRODUCTS:
             pools[MATMUL] += found
@@ -80,7 +80,7 @@ def rate_of(known: Mapping[str, OperatorRate], name: str) -> OperatorRate:
     return known.get(name) or known[MATMUL if name in PRODUCTS else ELEMENTWISE]
 
 
-def spans(points: Sequence[Point]) -> bool:
+def spans(points: Sequence[Measurement]) -> bool:
     """Whether the points say how seconds grow with size."""
     sizes = [max(1.0, point.nbytes) for point in points]
     return len(set(sizes)) >= CALLS and math.log2(max(sizes) / min(sizes)) >= math.log2(SPAN)

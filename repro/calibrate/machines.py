@@ -115,10 +115,10 @@ class Nodes:
         from repro.launch.slurm.site.limits import minutes
         from repro.launch.slurm.site.scheduler import SchedulerError
         from repro.launch.slurm.submission import errand
-        from repro.launch.slurm.submission.pack import Array, Shape
+        from repro.launch.slurm.submission.pack import Array, ArrayShape
 
         slurm = self.site.slurm
-        shape = Shape(
+        shape = ArrayShape(
             nodes=self.nodes,
             tasks_per_node=self.per_node,
             time_min=minutes(slurm.time_limit),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from repro.config import Layout
-from repro.simulate.time.measured_collectives import Span
+from repro.simulate.time.measured_collectives import GroupSpan
 
 if TYPE_CHECKING:
     from repro.parallel.comm import Group
@@ -14,7 +14,7 @@ INSIDE, BETWEEN = "inside", "between"
 """Groups of ranks of one node, and groups that reach over nodes."""
 
 
-class Kind(Span):
+class Kind(GroupSpan):
     """Groups that lie alike; together they hold all ranks and work at the same time."""
 
     @property

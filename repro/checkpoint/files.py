@@ -29,7 +29,7 @@ ITEM = 4
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """One tensor of a file: a rectangle of one state of one parameter."""
 
     name: str
@@ -45,7 +45,7 @@ class Entry:
 
 def write(
     path: Path,
-    entries: Sequence[tuple[Entry, Tensor]],
+    entries: Sequence[tuple[FileEntry, Tensor]],
     shapes: Mapping[str, Sequence[int]],
     progress: Callable[[], None],
 ) -> None:
@@ -74,7 +74,7 @@ def write(
         os.fsync(file.fileno())
 
 
-def contents(path: Path) -> tuple[list[tuple[Entry, int]], dict[str, tuple[int, ...]]]:
+def contents(path: Path) -> tuple[list[tuple[FileEntry, int]], dict[str, tuple[int, ...]]]:
     """What is in a file that this module wrote: every tensor with the byte at which it begins, and the shapes."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -86,7 +86,7 @@ def contents(path: Path) -> tuple[list[tuple[Entry, int]], dict[str, tuple[int, 
         name, state, place = title.rsplit("/", 2)
         (row, _), (column, _) = (part.split(":") for part in place.split(","))
         rows, columns = value["shape"]
-        entry = Entry(name, state, Rectangle(int(row), rows, int(column), columns))
+        entry = FileEntry(name, state, Rectangle(int(row), rows, int(column), columns))
         found.append((entry, 8 + length + value["data_offsets"][0]))
     return found, shapes
 

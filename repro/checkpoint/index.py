@@ -29,7 +29,7 @@ KEPT = 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A rectangle of a parameter in one file."""
 
     file: str
@@ -56,7 +56,7 @@ class Index:
     """Bytes of every rank's file."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of every parameter, whole."""
-    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    pieces: Mapping[str, tuple[FilePiece, ...]] = field(default_factory=dict)
     """Of every parameter; they do not overlap and leave nothing out."""
 
 
@@ -92,11 +92,11 @@ def prune(root: Path, kept: int = KEPT) -> None:
 
 def gather(
     folder: Path, ranks: int
-) -> tuple[dict[str, int], dict[str, tuple[int, ...]], dict[str, tuple[Piece, ...]]]:
+) -> tuple[dict[str, int], dict[str, tuple[int, ...]], dict[str, tuple[FilePiece, ...]]]:
     """Sizes of all ranks' files, shapes of all parameters, and every parameter's pieces in the files."""
     sizes: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FilePiece]] = {}
     for rank in range(ranks):
         path = rank_file(folder, rank)
         sizes[path.name] = path.stat().st_size
@@ -107,7 +107,7 @@ def gather(
             offsets.setdefault((entry.name, entry.rectangle), {})[entry.state] = at
         for (name, rectangle), begins in offsets.items():
             places = tuple(begins[state] for state in STATES)
-            pieces.setdefault(name, []).append(Piece(path.name, rectangle, places))
+            pieces.setdefault(name, []).append(FilePiece(path.name, rectangle, places))
     return sizes, shapes, {name: tuple(found) for name, found in pieces.items()}
 
 
@@ -160,7 +160,7 @@ def load(folder: Path) -> Index:
             shapes={name: tuple(row["shape"]) for name, row in document["parameters"].items()},
             pieces={
                 name: tuple(
-                    Piece(
+                    FilePiece(
                         piece["file"],
                         Rectangle(*piece["rectangle"]),
                         tuple(piece["offsets"][state] for state in STATES),

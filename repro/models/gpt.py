@@ -186,7 +186,7 @@ class Block(nn.Module):
         return self.mlp(self.attention(x, place, mask), place)
 
 
-class Head(nn.Module):
+class LossHead(nn.Module):
     """Final norm, logits with the tied embedding, loss per token: [b, s, h] and [b, s] to fp32 [b * s]."""
 
     def __init__(self, setting: Setting, tokens: nn.Parameter | None):
@@ -264,7 +264,7 @@ class GPT(nn.Module):
             self.embed.positions.partial = layout.sp  # type: ignore[attr-defined]
         self.blocks = nn.ModuleDict({str(i): Block(setting, i + 1) for i in self.part.layers})
         if self.part.last:
-            self.head = Head(setting, self.embed.tokens if self.part.first else None)
+            self.head = LossHead(setting, self.embed.tokens if self.part.first else None)
         if self.part.first != self.part.last:
             tokens = self.embed.tokens if self.part.first else self.head.tokens
             tokens.tied = True  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from repro.parallel.ledger import Ledger
+from repro.parallel.ledger import CommLedger
 from repro.parallel.transports import MAX, SUM, NoTransport, Transport, Work
 
 __all__ = ["MAX", "SUM", "Group", "Work"]
@@ -23,7 +23,7 @@ class Group:
         ranks: tuple[int, ...],
         rank: int,
         transport: Transport,
-        ledger: Ledger,
+        ledger: CommLedger,
         *,
         blocking: bool = False,
     ):

@@ -27,7 +27,7 @@ class Traffic:
 
 
 @dataclass
-class Ledger:
+class CommLedger:
     """Counts every collective of one rank; belongs to one set of groups, never shared."""
 
     traffic: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from repro.config import Layout
 from repro.parallel.comm import Group
-from repro.parallel.ledger import Ledger
+from repro.parallel.ledger import CommLedger
 from repro.parallel.transports import Channels, GlooTransport, NcclTransport, NoTransport, Transport
 
 
@@ -38,21 +38,21 @@ class Mesh:
     """The stages of one pipeline; `pp.rank` is the stage."""
     embedding: Group
     """First and last stage of the pipeline, which both hold the tied embedding; other stages are alone."""
-    ledger: Ledger
+    ledger: CommLedger
 
 
 def build(
     layout: Layout,
     rank: int,
     transport_of: Callable[[tuple[int, ...]], Transport],
-    ledger: Ledger | None = None,
+    ledger: CommLedger | None = None,
 ) -> Mesh:
     """The mesh of `rank` in the layout's grid.
 
     `transport_of` is called for every group of the grid in the same order on every rank (creating a
     process group is itself collective).
     """
-    ledger = ledger or Ledger()
+    ledger = ledger or CommLedger()
 
     def mine(name: str, of_axis: Sequence[tuple[int, ...]], *, blocking: bool = False) -> Group:
         found = Group(name, (rank,), rank, NoTransport(), ledger)
@@ -75,7 +75,7 @@ def build(
     )
 
 
-def single(ledger: Ledger | None = None) -> Mesh:
+def single(ledger: CommLedger | None = None) -> Mesh:
     """The mesh of one process that communicates with nobody."""
     return build(Layout(), 0, lambda ranks: NoTransport(), ledger)
 

@@ -17,13 +17,13 @@ from repro.results.metrics import Held, Metrics
 from repro.results.parts import finite
 from repro.results.schema import (
     MEASURED,
-    Checkpoints,
+    CheckpointReport,
     ComparisonRecord,
     ExperimentRecord,
     Provenance,
     RankResult,
-    Series,
     Side,
+    StepSeries,
 )
 
 _WORST_FIRST = ("oom", "diverged", "error", "ok")
@@ -57,7 +57,7 @@ def experiment_record(
         outcome=outcome,
         reason=reason,
         metrics=_metrics(results, experiment.engine == "native") if results else {},
-        series=_series(results) if results else Series(),
+        series=_series(results) if results else StepSeries(),
         checkpoints=_checkpoints(results),
         flops_formula=first.flops_formula if first else "",
         memory_by_rank=[result.memory for result in results],
@@ -175,9 +175,9 @@ def _memory(results: list[RankResult]) -> Metrics:
     }
 
 
-def _series(results: list[RankResult]) -> Series:
+def _series(results: list[RankResult]) -> StepSeries:
     first = results[0]
-    return Series(
+    return StepSeries(
         loss=finite(first.loss),
         grad_norm=finite(first.grad_norm),
         loss_scale=finite(first.loss_scale),
@@ -194,14 +194,14 @@ def _resumed(result: RankResult) -> list[int]:
     return [start["step"] for start in result.checkpoints.resumed] if result.checkpoints else []
 
 
-def _checkpoints(results: list[RankResult]) -> Checkpoints | None:
+def _checkpoints(results: list[RankResult]) -> CheckpointReport | None:
     """Of all ranks together; None for a run without checkpoints."""
     found = [result.checkpoints for result in results if result.checkpoints]
     if not found:
         return None
     writes = zip(*(rank.write_seconds for rank in found), strict=False)
     since = (_resumed(results[0]) or [0])[-1]
-    return Checkpoints(
+    return CheckpointReport(
         resumed=found[0].resumed,
         written=found[0].written,
         write_seconds=[max(write) for write in writes],

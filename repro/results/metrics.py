@@ -28,7 +28,7 @@ from repro.config import Experiment
 from repro.measure.statistics import ratio_interval
 from repro.models import flops, parameters
 from repro.parallel.pipeline.schedule import build, in_flight
-from repro.results.schema import LayerTraffic, Stage, Traffic
+from repro.results.schema import LayerTraffic, StageReport, TrafficRow
 
 Metrics: TypeAlias = dict[str, float]
 STEP_SECONDS = "step_seconds.median"
@@ -93,7 +93,7 @@ def allocated(
     return metrics
 
 
-def communication(rows: Sequence[Traffic], per_layer: Sequence[LayerTraffic]) -> Metrics:
+def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic]) -> Metrics:
     """Rank 0's.  One operation may be in several rows (sizes of the group, purposes): they add up."""
     metrics: Metrics = {"comm.sent_bytes": sum(row.sent_bytes for row in rows)}
     for row in rows:
@@ -107,7 +107,7 @@ def communication(rows: Sequence[Traffic], per_layer: Sequence[LayerTraffic]) ->
     return metrics
 
 
-def purposes(found: Iterable[tuple[int, Sequence[Traffic]]]) -> Metrics:
+def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
     """Summed over all ranks.  `found`: rows, and how many ranks each of them stands for."""
     metrics: Metrics = {}
     for ranks, rows in found:
@@ -118,7 +118,7 @@ def purposes(found: Iterable[tuple[int, Sequence[Traffic]]]) -> Metrics:
     return metrics
 
 
-def per_layer(experiment: Experiment, stage: int, rows: Iterable[Traffic]) -> list[LayerTraffic]:
+def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) -> list[LayerTraffic]:
     """What one block of a pipeline `stage` communicates for one micro-batch, on average over the stage's blocks."""
     layout = experiment.layout
     blocks = sum(map(len, layout.parts(experiment.model.layers)[stage :: layout.pp]))
@@ -165,7 +165,7 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
     return metrics
 
 
-def bubble(stages: Sequence[Stage], *, cores: bool) -> Metrics:
+def bubble(stages: Sequence[StageReport], *, cores: bool) -> Metrics:
     """Of the ranks of a pipeline, each with its stage; `cores`: leave steps out in which one was kept from its core."""
     if not stages:
         return {}

@@ -16,10 +16,10 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 Convert = Callable[[Any], Any]
-P = TypeVar("P", bound="Part")
+P = TypeVar("P", bound="RecordPart")
 
 
-class Part:
+class RecordPart:
     """A base of frozen dataclasses that are a JSON object, or part of one."""
 
     @classmethod
@@ -71,7 +71,7 @@ def finite(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Part):
+    if isinstance(value, RecordPart):
         return value.as_dict()
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
@@ -86,7 +86,7 @@ class _Field(typing.NamedTuple):
     """Whether it has no default."""
     types: tuple[type, ...]
     """Of its JSON value; none where it may be null."""
-    part: type[Part] | None
+    part: type[RecordPart] | None
 
 
 @lru_cache(maxsize=64)
@@ -97,7 +97,7 @@ def _fields(cls: type) -> tuple[_Field, ...]:
         if field.init:
             hint = hints[field.name]
             kind = typing.get_origin(hint) or hint
-            part = kind if isinstance(kind, type) and issubclass(kind, Part) else None
+            part = kind if isinstance(kind, type) and issubclass(kind, RecordPart) else None
             no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             types = _TYPES.get(dict if part else kind, ())
             key = field.metadata.get("key", field.name)
@@ -120,7 +120,7 @@ def _converter(hint: Any) -> Convert:
     if origin in (typing.Union, types.UnionType):
         inner = _converter(next((one for one in arguments if one is not type(None)), Any))
         return inner if inner is _itself else lambda value: None if value in (None, {}) else inner(value)
-    if isinstance(hint, type) and issubclass(hint, Part):
+    if isinstance(hint, type) and issubclass(hint, RecordPart):
         return lambda value: hint.read(value) if isinstance(value, Mapping) else value
     if origin is list:
         inner = _converter(arguments[0])

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from repro.config import PROTOCOL, Experiment
 from repro.config.errors import ConfigError
 from repro.config.experiment import from_dict
-from repro.results.parts import Part
+from repro.results.parts import RecordPart
 
 SCHEMA = 1
 """Version of the record's layout."""
@@ -42,7 +42,7 @@ def _now() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic(Part):
+class TrafficRow(RecordPart):
     """What a rank communicates in one step by one operation, in one group, for one purpose."""
 
     op: str
@@ -58,7 +58,7 @@ class Traffic(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerTraffic(Part):
+class LayerTraffic(RecordPart):
     """What one block communicates for one micro-batch, on average over a rank's blocks."""
 
     op: str
@@ -68,7 +68,7 @@ class LayerTraffic(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankMemory(Part):
+class RankMemory(RecordPart):
     """What a rank held.  A rank that diverged in its first steps, or of a comparison engine, knows no categories."""
 
     states: Bytes | None = None
@@ -85,7 +85,7 @@ class RankMemory(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage(Part):
+class StageReport(RecordPart):
     """A rank's pipeline stage: micro-batches in flight, and of each timed step its seconds."""
 
     stage: int
@@ -99,7 +99,7 @@ class Stage(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Role(Part):
+class SimulatedRole(RecordPart):
     """Ranks of a simulated step that do the same."""
 
     name: str
@@ -118,7 +118,7 @@ class Role(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedOn(Part):
+class SimulatedOn(RecordPart):
     """What a simulation takes from a system: with other numbers, an older record is out of date."""
 
     system: str
@@ -131,7 +131,7 @@ class SimulatedOn(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series(Part):
+class StepSeries(RecordPart):
     """What was seen step by step, and over a step."""
 
     loss: list[float | None] | None = None
@@ -145,7 +145,7 @@ class Series(Part):
     phase_seconds: list[dict[str, float]] | None = None
     """By rank: means over the timed steps."""
     pipeline: list[dict[str, Any]] | None = None
-    """By rank: a `Stage`; empty without a pipeline."""
+    """By rank: a `StageReport`; empty without a pipeline."""
     memory: dict[str, Any] | None = None
     """Of a simulation, over the step on its fullest role (`repro.simulate.memory.timeline`)."""
     seconds: dict[str, dict[str, float]] | None = None
@@ -153,7 +153,7 @@ class Series(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoints(Part):
+class CheckpointReport(RecordPart):
     """What a run with checkpoints read, wrote and could not write."""
 
     resumed: list[dict[str, Any]]
@@ -165,7 +165,7 @@ class Checkpoints(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankResult(Part):
+class RankResult(RecordPart):
     """What one rank hands in of one experiment."""
 
     rank: int
@@ -175,15 +175,15 @@ class RankResult(Part):
     grad_norm: list[float | None]
     loss_scale: list[float]
     skipped_steps: list[int]
-    checkpoints: Checkpoints | None = None
+    checkpoints: CheckpointReport | None = None
     rounds: list[list[float]]
     """Seconds of the timed steps."""
     phase_seconds: dict[str, float]
-    pipeline: Stage | None = None
+    pipeline: StageReport | None = None
     kernels: dict[str, list[str]] = field(default_factory=dict)
     """Operator -> `cuda` or `torch: why`, each once."""
     memory: RankMemory
-    comm: list[Traffic]
+    comm: list[TrafficRow]
     """Of one ordinary step."""
     comm_per_layer: list[LayerTraffic] = field(default_factory=list)
     tokens_per_step: int
@@ -196,7 +196,7 @@ class RankResult(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head(Part):
+class RecordHead(RecordPart):
     """What every record begins with."""
 
     schema: int = SCHEMA
@@ -216,7 +216,7 @@ class Head(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentRecord(Head):
+class ExperimentRecord(RecordHead):
     """How one experiment ended, and what was seen; measured and simulated evidence of one key are two records."""
 
     kind: str = field(default="experiment", init=False)
@@ -228,17 +228,17 @@ class ExperimentRecord(Head):
     reason: str
     metrics: dict[str, float]
     """By the names of `repro.results.metrics`."""
-    series: Series
-    checkpoints: Checkpoints | None = None
+    series: StepSeries
+    checkpoints: CheckpointReport | None = None
     flops_formula: str = ""
     memory_by_rank: list[RankMemory] = field(default_factory=list)
-    comm: list[Traffic] = field(default_factory=list)
+    comm: list[TrafficRow] = field(default_factory=list)
     """Rank 0's."""
     comm_per_layer: list[LayerTraffic] = field(default_factory=list)
-    comm_by_rank: list[list[Traffic]] = field(default_factory=list)
+    comm_by_rank: list[list[TrafficRow]] = field(default_factory=list)
     kernels: KernelsRan | None = None
     """Of a measurement: what computed each operator."""
-    roles: list[Role] | None = None
+    roles: list[SimulatedRole] | None = None
     """Of a simulation."""
     simulated_on: SimulatedOn | None = None
     provenance: Provenance = field(default_factory=dict)
@@ -275,7 +275,7 @@ class ExperimentRecord(Head):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side(Part):
+class Side(RecordPart):
     """One of two compared experiments."""
 
     name: str
@@ -283,7 +283,7 @@ class Side(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonRecord(Head):
+class ComparisonRecord(RecordHead):
     """Ratio subject/baseline of two experiments that took turns."""
 
     kind: str = field(default="comparison", init=False)
@@ -301,7 +301,7 @@ class ComparisonRecord(Head):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelsRecord(Head):
+class KernelsRecord(RecordHead):
     """Times of kernels on a device (`make bench-gpu`)."""
 
     kind: str = field(default="kernels", init=False)

@@ -15,7 +15,7 @@ from repro.config.system import System
 from repro.models import flops
 from repro.results import metrics
 from repro.results.metrics import Held, Metrics
-from repro.results.schema import SIMULATED, ExperimentRecord, Role, Series, SimulatedOn
+from repro.results.schema import SIMULATED, ExperimentRecord, SimulatedOn, SimulatedRole, StepSeries
 
 if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
@@ -68,7 +68,7 @@ def simulated_record(
 def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: float) -> ExperimentRecord:
     """The record of an experiment whose step could not be traced; it says why and nothing else."""
     return _record(
-        experiment, suite, wall_s, outcome="error", reason=reason, metrics={}, series=Series(), roles=[]
+        experiment, suite, wall_s, outcome="error", reason=reason, metrics={}, series=StepSeries(), roles=[]
     )
 
 
@@ -120,25 +120,25 @@ def _time(experiment: Experiment, simulation: Simulation) -> Metrics:
     return {**speed, **metrics.parts(prediction.as_dict(), prediction.factor)}
 
 
-def _series(experiment: Experiment, simulation: Simulation, system: System) -> Series:
+def _series(experiment: Experiment, simulation: Simulation, system: System) -> StepSeries:
     from repro.simulate.memory.timeline import over_step
     from repro.simulate.time.device import DeviceCost
 
     prediction, fullest = simulation.time, simulation.roles.index(simulation.fullest)
     traced = simulation.traces[fullest]
     if prediction is None:  # no peak, no bandwidth: operators by the bytes that they move
-        return Series(memory=over_step(traced, lambda operator: operator.read + operator.written))
+        return StepSeries(memory=over_step(traced, lambda operator: operator.read + operator.written))
     cost = DeviceCost(system, experiment.layout.precision, prediction.factor)
     found = prediction.as_dict()
-    return Series(
+    return StepSeries(
         memory=over_step(traced, cost.seconds),
         seconds={"busy": found["compute_by_kind"], "exposed": found["exposed_by_kind"]},
     )
 
 
-def _role(experiment: Experiment, role: RoleResult) -> Role:
+def _role(experiment: Experiment, role: RoleResult) -> SimulatedRole:
     memory, held = role.memory, _held(role)
-    return Role(
+    return SimulatedRole(
         name=role.role.name,
         stage=role.role.stage,
         ranks=_ranks(experiment, role),

@@ -12,22 +12,22 @@ from repro.config.system import System
 from repro.models import flops, parameters
 from repro.parallel import mesh as meshes
 from repro.parallel.transports import NoTransport
-from repro.results.schema import Traffic
+from repro.results.schema import TrafficRow
 from repro.simulate.memory.live import Memory, measure
 from repro.simulate.memory.replay import Replay, replay
 from repro.simulate.placement import Placement
 from repro.simulate.time.predict import Prediction, predict
-from repro.simulate.trace.roles import Role, Trace, roles, trace
+from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
 
 
 @dataclass
 class RoleResult:
     """One role of a simulated step."""
 
-    role: Role
+    role: PipelineRole
     memory: Memory
     replay: Replay
-    traffic: list[Traffic]
+    traffic: list[TrafficRow]
     operator_flops: int
     """FLOP of the role's operators in a step."""
     parameters: int
@@ -154,7 +154,7 @@ def _role(role: RoleResult) -> dict[str, Any]:
     }
 
 
-def _sum(rows: list[Traffic], key: str) -> dict[str, int]:
+def _sum(rows: list[TrafficRow], key: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for row in rows:
         name = getattr(row, key)
@@ -207,7 +207,7 @@ def simulate(
     return Simulation(experiment, system.name, limit, context, results, seconds, traces, prediction, no_time)
 
 
-def _traffic(traced: Trace, experiment: Experiment, placement: Placement) -> list[Traffic]:
+def _traffic(traced: Trace, experiment: Experiment, placement: Placement) -> list[TrafficRow]:
     layout = experiment.layout
     rank = meshes.groups(layout, "pp")[0][traced.role.stage]
     mesh = meshes.build(layout, rank, lambda ranks: NoTransport())
@@ -221,7 +221,7 @@ def _traffic(traced: Trace, experiment: Experiment, placement: Placement) -> lis
     for (op, group, purpose), (size, calls, payload, sent) in sorted(counts.items()):
         link = placement.link_of(group, getattr(mesh, group).ranks)
         found.append(
-            Traffic(
+            TrafficRow(
                 op=op,
                 group=group,
                 purpose=purpose,

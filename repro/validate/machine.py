@@ -36,7 +36,7 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineErrors:
     """All pairs of a store and a system."""
 
     system: str
@@ -50,7 +50,7 @@ class Machine:
         return median(abs(pair.error) for pair in self.pairs)
 
 
-def compare(records: Iterable[Record], system: System) -> Machine:
+def compare(records: Iterable[Record], system: System) -> MachineErrors:
     """Predict on `system` every experiment that was measured on the machine at hand and ended ok."""
     from repro.simulate.time.predict import predict
     from repro.simulate.trace.roles import trace_roles
@@ -77,7 +77,7 @@ def compare(records: Iterable[Record], system: System) -> Machine:
                 predicted=seconds,
             )
         )
-    return Machine(system=system.name, pairs=tuple(pairs), missing=missing)
+    return MachineErrors(system=system.name, pairs=tuple(pairs), missing=missing)
 
 
 def _measured_here(record: ExperimentRecord) -> bool:

@@ -13,7 +13,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from repro.simulate.memory.pools import MIB
 from repro.simulate.memory.replay import replay
-from repro.simulate.trace.events import Alloc, Event, Free, Phase
+from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
 
 pytestmark = pytest.mark.benchmarks
 
@@ -27,7 +27,7 @@ def steps() -> list[Event]:
     while len(events) < EVENTS:
         checkpoints = []
         for phase in ("forward", "backward"):
-            events.append(Phase(phase, 0))
+            events.append(PhaseStart(phase, 0))
             for _ in range(125):
                 if phase == "forward":
                     checkpoints.append(count)

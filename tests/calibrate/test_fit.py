@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from repro.calibrate import fit
-from repro.calibrate.fit import Point
+from repro.calibrate.fit import Measurement
 from repro.config.timing import OperatorRate
 
 SIZES = [(2.0**k, 2.0**j) for k in range(10, 26, 3) for j in range(12, 34, 5)]
 TERM = st.floats(min_value=0.1, max_value=10.0)
 
 
-def points_of(rate: OperatorRate, noise: list[float] | None = None) -> list[Point]:
+def points_of(rate: OperatorRate, noise: list[float] | None = None) -> list[Measurement]:
     factors = noise or [1.0] * len(SIZES)
     return [
-        Point(nbytes, flops, rate.seconds(flops=flops, nbytes=nbytes) * factor)
+        Measurement(nbytes, flops, rate.seconds(flops=flops, nbytes=nbytes) * factor)
         for (nbytes, flops), factor in zip(SIZES, factors, strict=True)
     ]
 
@@ -40,7 +40,7 @@ def test_noise_moves_the_rate_no_further_than_itself(noise: list[float]) -> None
 
 @given(st.lists(st.tuples(TERM, TERM, TERM), min_size=1, max_size=8))
 def test_nothing_is_negative(rows: list[tuple[float, float, float]]) -> None:
-    found = fit.fit([Point(a * 1e6, b * 1e6, c * 1e-4) for a, b, c in rows])
+    found = fit.fit([Measurement(a * 1e6, b * 1e6, c * 1e-4) for a, b, c in rows])
     assert found.seconds(flops=0, nbytes=0) >= 0
     assert found.seconds(flops=1e9, nbytes=1e9) >= found.seconds(flops=1e8, nbytes=1e8)
 
@@ -49,11 +49,12 @@ def test_own_rates_only_where_they_differ() -> None:
     """Streams of one speed share `elementwise`; what is slower, and products, have their own."""
     sizes = [2.0**k for k in range(12, 26, 2)]
     streams = {
-        name: [Point(n, 0, 5e-6 + n * 1e-10) for n in sizes] for name in ("aten.add", "aten.mul", "aten.sub")
+        name: [Measurement(n, 0, 5e-6 + n * 1e-10) for n in sizes]
+        for name in ("aten.add", "aten.mul", "aten.sub")
     }
-    slow = [Point(n, n, 2e-4 + n * 1e-9) for n in sizes]
-    product = [Point(n, n**1.5, 1e-5 + n**1.5 * 1e-11) for n in sizes]
-    tiny = [Point(8, 0, 2e-5)]
+    slow = [Measurement(n, n, 2e-4 + n * 1e-9) for n in sizes]
+    product = [Measurement(n, n**1.5, 1e-5 + n**1.5 * 1e-11) for n in sizes]
+    tiny = [Measurement(8, 0, 2e-5)]
     found = fit.rates(
         {**streams, "repro.slow": slow, "aten.mm": product, "aten.bmm": product, "aten.sqrt": tiny}
     )

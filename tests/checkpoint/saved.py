@@ -11,7 +11,7 @@ import torch
 from repro.checkpoint import index
 from repro.config import Experiment, Layout, Model
 from repro.launch.rank.experiment import Run
-from repro.launch.rank.resume import Place
+from repro.launch.rank.resume import CheckpointPlace
 from repro.parallel import mesh as meshes
 from tests.training import TINY, tiny
 
@@ -42,7 +42,7 @@ def experiment(
 def start(experiment: Experiment, root: Path) -> Run:
     layout = experiment.layout
     mesh = meshes.distributed(layout, "cpu") if layout.world > 1 else meshes.single()
-    place = Place(root, root / "stop") if experiment.training.checkpoint_every else None
+    place = CheckpointPlace(root, root / "stop") if experiment.training.checkpoint_every else None
     return Run(experiment, mesh, torch.device("cpu"), lambda step, phase: None, place)
 
 

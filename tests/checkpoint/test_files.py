@@ -75,7 +75,7 @@ def test_any_cut_can_be_read_from_any_other(
         patch.setattr(files, "SLICE", slice_)
         patch.setattr(files, "GAP", gap)
         path = tmp_path / "rank-0.safetensors"
-        entries = [(files.Entry("a.b", "weight", cut), of(cut)) for cut in written]
+        entries = [(files.FileEntry("a.b", "weight", cut), of(cut)) for cut in written]
         files.write(path, entries, {"a.b": (rows, width)}, lambda: None)
         found, shapes = files.contents(path)
         assert shapes == {"a.b": (rows, width)}

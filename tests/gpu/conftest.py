@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from repro.kernels.bench.table import Row, as_data, render
+from repro.kernels.bench.table import BenchRow, as_data, render
 from repro.measure.provenance import provenance
 from repro.results.schema import KernelsRecord
 from repro.results.store import Store
@@ -20,7 +20,7 @@ MEASURED: dict[str, Any] = {"rows": []}
 RECORDS = "KERNEL_RECORDS"
 
 
-def record(rows: Sequence[Row], copy: float, device: str, provenance: dict[str, Any]) -> KernelsRecord:
+def record(rows: Sequence[BenchRow], copy: float, device: str, provenance: dict[str, Any]) -> KernelsRecord:
     """The table's numbers, and where they come from."""
     return KernelsRecord(
         suite="bench-gpu",

@@ -16,7 +16,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from repro.kernels.bench.cases import OURS, Case, cases
 from repro.kernels.bench.clock import Clock, clock_of, copy_bandwidth, overhead_seconds
-from repro.kernels.bench.table import Row
+from repro.kernels.bench.table import BenchRow
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmarks]
 
@@ -67,4 +67,4 @@ def test_bandwidth(
     benchmark.extra_info |= {"GB/s": nbytes / seconds / 1e9, "share of copy": nbytes / seconds / copy()}
     measured["copy"] = copy()
     name = str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-    measured["rows"].append(Row(case.name, who, name, seconds, nbytes, case.goal, overhead))
+    measured["rows"].append(BenchRow(case.name, who, name, seconds, nbytes, case.goal, overhead))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from repro.kernels.cuda.program import Launcher, Loaded, Program
+from repro.kernels.cuda.program import KernelLauncher, Loaded, Program
 
 
 class Elsewhere:
     """Calls bindings on copies of their tensors on another device, and copies back what was written."""
 
-    def __init__(self, launcher: Launcher, device: str):
+    def __init__(self, launcher: KernelLauncher, device: str):
         self.launcher, self.device = launcher, device
         self.processors = launcher.processors
         self.reversed = False

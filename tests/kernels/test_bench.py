@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from repro.kernels.bench import clock as clocks
 from repro.kernels.bench.cases import COMPILED, EAGER, OURS, PLAIN, Case, cases
 from repro.kernels.bench.clock import Clock, DeviceClock, copy_bandwidth, median_seconds, overhead_seconds
-from repro.kernels.bench.table import Row, render
+from repro.kernels.bench.table import BenchRow, render
 from repro.results.select import by_key
 from repro.results.store import Store
 from tests.gpu.conftest import record
@@ -140,10 +140,10 @@ def test_bytes_are_those_of_the_formulas(case: Case) -> None:
 
 
 ROWS = [
-    Row("bias_gelu", EAGER, "bf16", 2e-3, 10**9, 0.9),
-    Row("bias_gelu", OURS, "bf16", 1e-3, 10**9, 0.9, 8.25e-6),
-    Row("norm", OURS, "fp32", 2e-3, 10**9, 0.9),
-    Row("norm", EAGER, "fp32", 1e-3, 10**9, 0.9),
+    BenchRow("bias_gelu", EAGER, "bf16", 2e-3, 10**9, 0.9),
+    BenchRow("bias_gelu", OURS, "bf16", 1e-3, 10**9, 0.9, 8.25e-6),
+    BenchRow("norm", OURS, "fp32", 2e-3, 10**9, 0.9),
+    BenchRow("norm", EAGER, "fp32", 1e-3, 10**9, 0.9),
 ]
 
 

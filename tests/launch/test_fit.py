@@ -16,7 +16,7 @@ from repro.launch.rank import trial
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.simulate.memory.live import measure
-from repro.simulate.trace.roles import Role, trace
+from repro.simulate.trace.roles import PipelineRole, trace
 from tests.training import tiny
 
 MODEL = Model(name="tiny", layers=4, hidden=64, heads=4, vocab=512, seq=32)
@@ -66,7 +66,7 @@ def test_one_rank_of_many_holds_what_that_rank_would(layout: Layout, tmp_path: P
     for stage in sorted({0, layout.pp - 1}):
         as_rank = meshes.groups(layout, "pp")[0][stage]
         name = "all" if layout.pp == 1 else "first" if stage == 0 else "last"
-        expected = measure(trace(experiment, Role(name, stage, 1)).events)
+        expected = measure(trace(experiment, PipelineRole(name, stage, 1)).events)
         tracker = MemoryTracker()
         with tracker:
             trial._try(experiment, as_rank, 0, torch.device("cpu"), beacon)

@@ -16,7 +16,7 @@ from repro.models.operator_sets import WeightDropout, past
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Work
 from repro.simulate.memory.live import Memory, measure
-from repro.simulate.trace.events import Message, Operator, Phase, Wait
+from repro.simulate.trace.events import Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import Trace, roles, trace
 from tests.parallel.test_parity import BATCH, alone, assert_same, run
 from tests.pool import RankPool
@@ -246,7 +246,7 @@ def tp_collectives(layout: Layout) -> list[tuple[str, str, str, int]]:
     phase, products = "", 0
     issued: dict[int, tuple[Message, int]] = {}
     for event in trace(experiment, roles(experiment)[0]).events:
-        if isinstance(event, Phase):
+        if isinstance(event, PhaseStart):
             phase = event.name
         elif isinstance(event, Operator):
             products += event.name.startswith(("aten.mm", "aten.addmm"))
@@ -319,7 +319,7 @@ def test_parameters_gathered_before_the_step(two: RankPool) -> None:
         gathers = {e.work for e in traced.events if isinstance(e, Message) and e.purpose == "parameters"}
         found: Counter[str] = Counter()
         for event in traced.events[: traced.step_stop]:
-            if isinstance(event, Phase):
+            if isinstance(event, PhaseStart):
                 phase = event.name
             elif isinstance(event, Wait) and event.work in gathers:
                 found[phase] += 1

@@ -11,7 +11,7 @@ import pytest
 from repro.config import Layout
 from repro.config.errors import ConfigError
 from repro.results import schema
-from repro.results.schema import ExperimentRecord, RankMemory, Role, Traffic
+from repro.results.schema import ExperimentRecord, RankMemory, SimulatedRole, TrafficRow
 from repro.results.store import Store
 from tests.records import lines, made_up
 
@@ -57,12 +57,12 @@ def test_what_is_read_is_written_again_without_more_or_less(keys: dict[str, Any]
 
 
 def test_parts_have_types() -> None:
-    role = dict.fromkeys(Role.__dataclass_fields__, 0) | {"name": "all", "reserved_bytes": None}
+    role = dict.fromkeys(SimulatedRole.__dataclass_fields__, 0) | {"name": "all", "reserved_bytes": None}
     record = schema.read(line(comm_by_rank=[[TRAFFIC]], memory_by_rank=[HELD], roles=[role]))
     assert isinstance(record, ExperimentRecord)
-    assert record.comm_by_rank[0][0] == Traffic(**TRAFFIC)
+    assert record.comm_by_rank[0][0] == TrafficRow(**TRAFFIC)
     assert record.memory_by_rank == [RankMemory(rss_peak_bytes=1)]
-    assert record.roles == [Role(**role)]
+    assert record.roles == [SimulatedRole(**role)]
     assert record.as_dict()["roles"] == [role], "None is said where it means something"
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from repro.simulate.plan.candidates import Request
     from repro.simulate.plan.fit import Question
     from repro.simulate.plan.plan import Plan
-    from repro.simulate.plan.rows import Row
+    from repro.simulate.plan.rows import PlanRow
 
 SHOWN = 12
 """Layouts of a plan that are printed; `--json` has all."""
@@ -120,7 +120,7 @@ def show_plan(request: Request, plan: Plan) -> None:
     _ruled_out(console, [row for row in rows if row.outcome not in (OK, UNDECIDED)])
 
 
-def _layouts(console: Console, request: Request, rows: Sequence[Row], *, timed: bool) -> None:
+def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, timed: bool) -> None:
     from repro.simulate.plan.rows import FULL, OK, training
 
     trained = timed and request.tokens > 0
@@ -173,11 +173,11 @@ def _layouts(console: Console, request: Request, rows: Sequence[Row], *, timed: 
     console.print("\n" + textwrap.fill(note, console.width), style="dim", markup=False)
 
 
-def _ruled_out(console: Console, rows: Sequence[Row]) -> None:
+def _ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
     """For each tp, pp and ZeRO stage: the least that its layouts would need, and the term that is too much."""
     if not rows:
         return
-    least: dict[tuple[int, int, int], tuple[int, Row]] = {}
+    least: dict[tuple[int, int, int], tuple[int, PlanRow]] = {}
     for row in rows:
         key = (row.layout.tp, row.layout.pp, row.layout.zero)
         count, best = least.get(key, (0, row))

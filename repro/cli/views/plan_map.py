@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from repro.render import units, words
 from repro.render.console import stdout
 from repro.render.table import table
-from repro.simulate.plan.rows import FULL, OK, OOM, STATES, Row
+from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +70,7 @@ def _words(cell: Cell | None, limits: Sequence[int]) -> Text:
     return Text(f"{number}\n{'too close to tell' if undecided else 'does not fit'}", style=NEVER)
 
 
-def best(cell: Cell) -> Row:
+def best(cell: Cell) -> PlanRow:
     """The row that tells most of what a cell needs: a full trace that fits, else the one with most memory."""
     rows = [cell.rows[limit] for limit in sorted(cell.rows)]
     full = [row for row in rows if row.evidence == FULL and row.outcome == OK]

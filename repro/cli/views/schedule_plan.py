@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from repro.config.errors import ConfigError, require
-from repro.parallel.pipeline.schedule import Schedule, Slot, build, in_flight, timeline
+from repro.parallel.pipeline.schedule import Schedule, TimedAction, build, in_flight, timeline
 from repro.render import units, words
 
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B with flush", "interleaved": "Interleaved 1F1B"}
@@ -33,7 +33,7 @@ class TimedSchedule:
     forward: Fraction
     backward: Fraction
     schedule: Schedule
-    slots: list[list[Slot]]
+    slots: list[list[TimedAction]]
 
     @property
     def ideal(self) -> Fraction:

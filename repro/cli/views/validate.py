@@ -25,7 +25,7 @@ from repro.validate.published import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from repro.validate.machine import Machine
+    from repro.validate.machine import MachineErrors
 
 RUN = "repro run suites/NAME.toml --evidence simulated"
 
@@ -56,7 +56,7 @@ def command(results: Path, json: bool, svg: Path | None, system: str) -> int:
     return 0
 
 
-def as_dict(found: Sequence[Point], machine: Machine | None = None) -> dict[str, Any]:
+def as_dict(found: Sequence[Point], machine: MachineErrors | None = None) -> dict[str, Any]:
     """Plain JSON data."""
     ratios = [point for point in found if point.kind == RATIO and not point.left_out]
     document: dict[str, Any] = {
@@ -180,7 +180,7 @@ def _line(family: Family) -> tuple[str, ...]:
     )
 
 
-def show_machine(machine: Machine, console: Console) -> None:
+def show_machine(machine: MachineErrors, console: Console) -> None:
     """Predicted against measured."""
     from rich.text import Text
 

@@ -16,8 +16,7 @@ from repro.data import open_stream
 from repro.engines import build_engine
 from repro.engines.native import NativeEngine
 from repro.launch.interrupt import Stopped
-from repro.launch.rank.resume import CheckpointManager
-from repro.launch.rank.resume import Place as CheckpointPlace
+from repro.launch.rank.resume import CheckpointManager, CheckpointPlace
 from repro.launch.rank.series import Diverged, Series
 from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker
@@ -26,7 +25,7 @@ from repro.models import flops
 from repro.models.gpt import Place
 from repro.parallel.mesh import Mesh
 from repro.results.metrics import per_layer
-from repro.results.schema import Checkpoints, RankMemory, RankResult, Stage, Traffic
+from repro.results.schema import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 from repro.train.part import MicroBatch
 
 __all__ = ["Diverged", "Run"]
@@ -56,7 +55,7 @@ class Run:
         self.stream = open_stream(experiment.training, experiment.model)
         self.kernels = KernelTally(device.type, plain=experiment.layout.kernels.plain)
         self.memory = RankMemory()
-        self.comm: list[Traffic] = []
+        self.comm: list[TrafficRow] = []
         report(0, Phase.INIT)
         # torch's engines do not say what their storages are for, and a partial account would flatter them.
         self.tracker = MemoryTracker() if experiment.engine == "native" else None
@@ -125,7 +124,7 @@ class Run:
             self._step(self.clock.mark)
             if i == count - 1:
                 self.engine.synchronize()
-                self.comm = [Traffic.read(row) for row in self.mesh.ledger.rows()]
+                self.comm = [TrafficRow.read(row) for row in self.mesh.ledger.rows()]
             self.clock.mark("end")
             if self._between():
                 rows += self.clock.read()  # or a long run's clock would hold an event for every mark
@@ -228,25 +227,25 @@ class Run:
             padding=self.engine.padding(),
         )
 
-    def _checkpoints(self) -> Checkpoints | None:
+    def _checkpoints(self) -> CheckpointReport | None:
         """What was read and written."""
         checkpoints = self.checkpoints
         if checkpoints is None:
             return None
-        return Checkpoints(
+        return CheckpointReport(
             resumed=self.resumed,
             written=checkpoints.written,
             write_seconds=checkpoints.seconds,
             failures=checkpoints.failures,
         )
 
-    def _pipeline(self) -> Stage | None:
+    def _pipeline(self) -> StageReport | None:
         """The rank's stage, and of each timed step: how long it waited for other stages, how long it computed,
         and how long of that it had a core."""
         if self.experiment.layout.pp == 1:
             return None
         rows = self.phase_rows
-        return Stage(
+        return StageReport(
             **self.engine.pipeline_report(),
             idle_s=[row[Phase.IDLE] for row in rows],
             busy_s=[sum(row[phase] for phase in COMPUTING) for row in rows],

@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointPlace:
     """Where a run's checkpoints are, and what asks it to stop."""
 
     root: Path
@@ -46,14 +46,14 @@ class Place:
     stop: Path
 
     @staticmethod
-    def of(job: Job, experiment: Experiment) -> Place | None:
+    def of(job: Job, experiment: Experiment) -> CheckpointPlace | None:
         """The place that the launcher gives; None for an experiment without checkpoints."""
         every = experiment.training.checkpoint_every
         if not every:
             return None
         if not job.checkpoints:
             raise ConfigError("checkpoint_every", every, "0 where nothing is stored")
-        return Place(Path(job.checkpoints), Path(job.folder) / STOP)
+        return CheckpointPlace(Path(job.checkpoints), Path(job.folder) / STOP)
 
 
 class CheckpointManager:
@@ -65,7 +65,7 @@ class CheckpointManager:
         mesh: Mesh,
         engine: NativeEngine,
         device: torch.device,
-        place: Place,
+        place: CheckpointPlace,
         progress: Callable[[], None],
     ):
         """`progress` is called while a checkpoint is written, so that nobody takes the time for a hang."""
@@ -135,7 +135,7 @@ class CheckpointManager:
         for fragment in state.fragments(self.engine, owned=True):
             shapes[fragment.name] = fragment.shape
             for kind, tensor in zip(state.STATES, fragment.states, strict=True):
-                entries.append((files.Entry(fragment.name, kind, fragment.rectangle), tensor))
+                entries.append((files.FileEntry(fragment.name, kind, fragment.rectangle), tensor))
         mine = index.rank_file(folder, self.mesh.rank)
         steps: list[Callable[[], None]] = [
             lambda: self._make(folder),

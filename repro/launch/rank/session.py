@@ -17,7 +17,7 @@ from repro.launch.beacon import Beacon
 from repro.launch.job import Job
 from repro.launch.rank.device import own_device
 from repro.launch.rank.experiment import Diverged, Report, Run
-from repro.launch.rank.resume import Place
+from repro.launch.rank.resume import CheckpointPlace
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh
 
@@ -85,7 +85,7 @@ def _start(job: Job, index: int, device: torch.device, beacon: Beacon, mesh: Mes
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return Run(experiment, mesh, device, report, None if job.apart else Place.of(job, experiment))
+    return Run(experiment, mesh, device, report, None if job.apart else CheckpointPlace.of(job, experiment))
 
 
 def _alone(job: Job, index: int, device: torch.device, beacon: Beacon) -> dict[str, Any]:

@@ -36,7 +36,7 @@ Schedule = tuple[tuple[Action, ...], ...]
 """What each stage runs: `schedule[stage][position]`."""
 
 
-class Slot(NamedTuple):
+class TimedAction(NamedTuple):
     """When a stage is busy with an action, from `start` to `stop`."""
 
     action: Action
@@ -87,7 +87,7 @@ def in_flight(actions: Sequence[Action]) -> int:
 
 def timeline(
     schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2
-) -> list[list[Slot]]:
+) -> list[list[TimedAction]]:
     """When every action runs, exactly, each as early as its stage's order and its input allow.
 
     `forward` and `backward` are the times of one micro-batch on one whole stage; an action on one of v
@@ -103,7 +103,7 @@ def timeline(
 
     return [
         [
-            Slot(action, exact(start), exact(start + durations[action.kind]))
+            TimedAction(action, exact(start), exact(start + durations[action.kind]))
             for action, start in zip(actions, begin, strict=True)
         ]
         for actions, begin in zip(schedule, starts, strict=True)

@@ -18,7 +18,7 @@ ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Slot(Generic[Tag]):
+class ParameterSlot(Generic[Tag]):
     """One parameter's place in a bucket: elements `start` to `stop`."""
 
     index: int
@@ -33,7 +33,7 @@ class Slot(Generic[Tag]):
 class BucketPlan(Generic[Tag]):
     """Where each parameter of one bucket lies, and how the bucket is sharded over `n` ranks."""
 
-    slots: tuple[Slot[Tag], ...]
+    slots: tuple[ParameterSlot[Tag], ...]
     n: int
 
     @property
@@ -81,7 +81,7 @@ def plan_bucket(sizes: Iterable[tuple[int, int, Tag]], n: int) -> BucketPlan[Tag
     """One bucket of (parameter index, elements, tag), in the order given."""
     slots, start = [], 0
     for index, numel, tag in sizes:
-        slots.append(Slot(index, start, start + numel, tag))
+        slots.append(ParameterSlot(index, start, start + numel, tag))
         start += numel
     return BucketPlan(tuple(slots), n)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Slot, in_flight
+from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, TimedAction, in_flight
 from repro.report.figures.style import GRID, canvas
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ PART = 1.2
 """Least points of one part of a merged row."""
 SMALLEST, LARGEST = 4.5, 8.5
 """Points of the numbers in cells; where only smaller ones fit there are none."""
-Rows = Sequence[Sequence[Slot]]
+Rows = Sequence[Sequence[TimedAction]]
 """When each stage runs what, as `parallel.pipeline.schedule.timeline` returns it."""
 
 ONE = {FORWARD: "#0072b2", BACKWARD: "#e69f00"}
@@ -53,7 +53,7 @@ def _channels(colour: str) -> tuple[int, ...]:
     return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
 
 
-def busy_shares(row: Sequence[Slot], total: float, columns: int) -> list[tuple[float, float]]:
+def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[tuple[float, float]]:
     """For each of `columns` equal parts of the step the shares in which a stage runs F and B."""
     scale = columns / total
     forward, backward = [0.0] * columns, [0.0] * columns
@@ -164,7 +164,7 @@ def _mixed(axes: Axes, rows: Rows, total: float, columns: int) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _in_flight(row: Sequence[Slot]) -> int:
+def _in_flight(row: Sequence[TimedAction]) -> int:
     return in_flight([slot.action for slot in row])
 
 

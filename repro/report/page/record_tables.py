@@ -8,7 +8,7 @@ from repro.render import units, words
 from repro.report.figures.style import accounted
 from repro.report.verdicts import anchor
 from repro.results.metrics import STEP_SECONDS
-from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record, Role
+from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record, SimulatedRole
 
 
 def measured_row(record: ExperimentRecord) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
     }
 
 
-def _where(role: Role | None) -> str:
+def _where(role: SimulatedRole | None) -> str:
     """Where in the step the fullest rank holds most: `backward, first stage`."""
     if role is None:
         return ""

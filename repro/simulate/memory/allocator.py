@@ -28,8 +28,8 @@ from repro.simulate.memory.pools import (
     SMALL,
     UNLIMITED,
     UNMAPPED,
-    Block,
-    Device,
+    DeviceMemory,
+    MemoryBlock,
     Pool,
     round_up,
 )
@@ -74,7 +74,7 @@ class OutOfMemory(Exception):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class AllocatedRange:
     """A block of a segment: address and size in bytes, and the `id` that lives there (None: free)."""
 
     address: int
@@ -101,12 +101,12 @@ class CachingAllocator:
             max_split,
             f"bytes, at least {LARGE_SEGMENT} (20 MiB), or nothing",
         )
-        self._device = Device(limit)
+        self._device = DeviceMemory(limit)
         pool = ExpandablePool if expandable else Pool
         unsplit = UNLIMITED if max_split is None else max_split
         self._small = pool(self._device, small=True, max_split=unsplit)
         self._large = pool(self._device, small=False, max_split=unsplit)
-        self._live: dict[int, tuple[Pool, Block] | None] = {}
+        self._live: dict[int, tuple[Pool, MemoryBlock] | None] = {}
         self.allocated = self.peak_allocated = 0
         """Bytes of live blocks, now and at most."""
         self.retries = 0
@@ -163,24 +163,24 @@ class CachingAllocator:
         """Share of the reserved bytes that holds no live block, 0 to 1."""
         return 1 - self.allocated / self.reserved if self.reserved else 0.0
 
-    def segments(self) -> list[list[Stretch]]:
+    def segments(self) -> list[list[AllocatedRange]]:
         """Every segment as the blocks that tile it, by address; of one that grows, each mapped stretch."""
         names = {place[1].address: id for id, place in self._live.items() if place is not None}
-        found: list[list[Stretch]] = []
+        found: list[list[AllocatedRange]] = []
         for pool in (self._small, self._large):
             for _, head in sorted(pool.heads.items()):
                 found.append([])
-                block: Block | None = head
+                block: MemoryBlock | None = head
                 while block is not None:
                     if block.state is UNMAPPED:
                         found.append([])
                     else:
                         name = names[block.address] if block.state is LIVE else None
-                        found[-1].append(Stretch(block.address, block.size, name))
+                        found[-1].append(AllocatedRange(block.address, block.size, name))
                     block = block.next
         return [blocks for blocks in found if blocks]
 
-    def _grow(self, pool: Pool, size: int) -> Block | None:
+    def _grow(self, pool: Pool, size: int) -> MemoryBlock | None:
         block = pool.grow(size)
         if block is None and pool.release_oversize(size):
             block = pool.grow(size)

@@ -19,8 +19,8 @@ from repro.simulate.memory.pools import (
     SMALL_SEGMENT,
     UNLIMITED,
     UNMAPPED,
-    Block,
-    Device,
+    DeviceMemory,
+    MemoryBlock,
     Pool,
     round_up,
 )
@@ -31,16 +31,16 @@ ADDRESS_SPACE = LARGE_SEGMENT * 2**40
 class ExpandablePool(Pool):
     """A `Pool` whose only segment is mapped granule by granule."""
 
-    def __init__(self, device: Device, *, small: bool, max_split: int = UNLIMITED) -> None:
+    def __init__(self, device: DeviceMemory, *, small: bool, max_split: int = UNLIMITED) -> None:
         super().__init__(device, small=small, max_split=max_split)
         self._least_rest, self._cut_below = ROUND, UNLIMITED
         self._granule = SMALL_SEGMENT if small else LARGE_SEGMENT
         self._base = device.place(ADDRESS_SPACE)
-        everything = Block(self._base, ADDRESS_SPACE, UNMAPPED)
+        everything = MemoryBlock(self._base, ADDRESS_SPACE, UNMAPPED)
         self.heads[self._base] = everything
         self._unmapped = [(self._base, everything)]
 
-    def grow(self, size: int) -> Block | None:
+    def grow(self, size: int) -> MemoryBlock | None:
         """A block of at least `size`, mapped where it is missing; None where the limit is in the way.
 
         What was mapped before the limit was met stays mapped.
@@ -72,7 +72,7 @@ class ExpandablePool(Pool):
             at += 1
         return at
 
-    def _lowest(self, size: int) -> Block:
+    def _lowest(self, size: int) -> MemoryBlock:
         """The first of the lowest blocks, free or unmapped, that have room for `size` together."""
         for _, block in self._unmapped:
             before = block.prev
@@ -87,7 +87,7 @@ class ExpandablePool(Pool):
                 return first
         raise AssertionError("the address space has no end")
 
-    def _map(self, block: Block, size: int) -> bool:
+    def _map(self, block: MemoryBlock, size: int) -> bool:
         """Back the first `size` bytes of an unmapped block, in whole granules, and add them to the free ones."""
         span = round_up(size, self._granule)
         if not self.device.take(span):
@@ -100,7 +100,7 @@ class ExpandablePool(Pool):
         self.give(block)
         return True
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: MemoryBlock) -> None:
         stop = block.address + block.size
         begin = self._base + round_up(block.address - self._base, self._granule)
         end = stop - (stop - self._base) % self._granule
@@ -116,7 +116,7 @@ class ExpandablePool(Pool):
         self.device.give(block.size)
         self._join_unmapped(block)
 
-    def _join_unmapped(self, block: Block) -> None:
+    def _join_unmapped(self, block: MemoryBlock) -> None:
         block.state = UNMAPPED
         before, after = block.prev, block.next
         if after is not None and after.state is UNMAPPED:
@@ -128,6 +128,6 @@ class ExpandablePool(Pool):
             insort(self._unmapped, (block.address, block))
 
 
-def _room(block: Block) -> int:
+def _room(block: MemoryBlock) -> int:
     after = block.next
     return block.size + (after.size if after is not None and after.state is UNMAPPED else 0)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from repro.config.enums import ACCOUNTED, MODEL_STATES, Category
-from repro.simulate.trace.events import Alloc, Event, Free, Mark, Phase
+from repro.simulate.trace.events import Alloc, Event, Free, Mark, PhaseStart
 
 
 @dataclass
@@ -68,7 +68,7 @@ def measure(events: Iterable[Event]) -> Memory:
             now[event.category] += known.bytes
             found.most[event.category] = max(found.most[event.category], now[event.category])
             live[event.id] = known._replace(category=event.category)
-        elif isinstance(event, Phase):
+        elif isinstance(event, PhaseStart):
             if phase == "init":
                 found.init_peak_bytes = found.peak_bytes
             phase = event.name

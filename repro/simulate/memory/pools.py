@@ -41,7 +41,7 @@ def segment_size(size: int) -> int:
     return round_up(size, ROUND_SEGMENT)
 
 
-class Device:
+class DeviceMemory:
     """The driver: bytes up to `limit`, never fragmented, at addresses that it gives once and in order."""
 
     def __init__(self, limit: int | None) -> None:
@@ -66,19 +66,19 @@ class Device:
         return self._end - size
 
 
-class Block:
+class MemoryBlock:
     """A stretch of a segment, and its neighbours there."""
 
     __slots__ = ("address", "next", "prev", "size", "state")
 
     def __init__(self, address: int, size: int, state: str = FREE) -> None:
         self.address, self.size, self.state = address, size, state
-        self.prev: Block | None = None
-        self.next: Block | None = None
+        self.prev: MemoryBlock | None = None
+        self.next: MemoryBlock | None = None
 
-    def split(self, size: int) -> Block:
+    def split(self, size: int) -> MemoryBlock:
         """Keep the first `size` bytes; the rest is a new block behind them, in the same state."""
-        rest = Block(self.address + size, self.size - size, self.state)
+        rest = MemoryBlock(self.address + size, self.size - size, self.state)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
             self.next.prev = rest
@@ -97,16 +97,16 @@ class Block:
 class Pool:
     """The free blocks of the small or of the large requests, by size and then by address."""
 
-    def __init__(self, device: Device, *, small: bool, max_split: int = UNLIMITED) -> None:
+    def __init__(self, device: DeviceMemory, *, small: bool, max_split: int = UNLIMITED) -> None:
         self.device = device
-        self.heads: dict[int, Block] = {}
+        self.heads: dict[int, MemoryBlock] = {}
         """The first block of every segment, by its address."""
-        self._free: list[tuple[int, int, Block]] = []
+        self._free: list[tuple[int, int, MemoryBlock]] = []
         self._max_split = max_split
         self._least_rest = ROUND if small else SMALL + 1
         self._cut_below = max_split
 
-    def find(self, size: int) -> Block | None:
+    def find(self, size: int) -> MemoryBlock | None:
         """Take the free block that fits `size` best, whole; None where none fits."""
         free = self._free
         at = bisect_left(free, (size,))
@@ -122,22 +122,22 @@ class Pool:
         del free[at]
         return block
 
-    def grow(self, size: int) -> Block | None:
+    def grow(self, size: int) -> MemoryBlock | None:
         """A block of at least `size` from the driver; None where the limit is in the way."""
         span = segment_size(size)
         if not self.device.take(span):
             return None
-        block = Block(self.device.place(span), span)
+        block = MemoryBlock(self.device.place(span), span)
         self.heads[block.address] = block
         return block
 
-    def cut(self, block: Block, size: int) -> None:
+    def cut(self, block: MemoryBlock, size: int) -> None:
         """Make `block` live; what it has beyond `size` stays free if it is worth a block of its own."""
         if block.size - size >= self._least_rest and size < self._cut_below:
             self._insert(block.split(size))
         block.state = LIVE
 
-    def give(self, block: Block) -> None:
+    def give(self, block: MemoryBlock) -> None:
         """Free `block` and join it with free neighbours."""
         before, after = block.prev, block.next
         if before is not None and before.state is FREE:
@@ -182,16 +182,16 @@ class Pool:
     def _best(self, at: int) -> int:
         return at
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: MemoryBlock) -> None:
         assert block.prev is block.next is None
         del self.heads[block.address]
         self.device.give(block.size)
 
-    def _insert(self, block: Block) -> None:
+    def _insert(self, block: MemoryBlock) -> None:
         block.state = FREE
         insort(self._free, (block.size, block.address, block))
 
-    def _remove(self, block: Block) -> None:
+    def _remove(self, block: MemoryBlock) -> None:
         at = bisect_left(self._free, (block.size, block.address))
         assert self._free[at][2] is block
         del self._free[at]

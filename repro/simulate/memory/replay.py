@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory
-from repro.simulate.trace.events import Alloc, Event, Free, Phase
+from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
 
 HOST = "host"
 """The category of what lies in host memory (as in `repro.parallel.storage`, which needs torch)."""
@@ -74,7 +74,7 @@ def replay(
                 host.remove(event.id)
             else:
                 free(event.id)
-        elif isinstance(event, Phase):
+        elif isinstance(event, PhaseStart):
             now = event.name
     return Replay(
         peak_allocated=allocator.peak_allocated,

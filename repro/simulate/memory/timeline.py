@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from repro.config.enums import ACCOUNTED, Category
-from repro.simulate.trace.events import Alloc, Free, Mark, Operator, Phase
+from repro.simulate.trace.events import Alloc, Free, Mark, Operator, PhaseStart
 from repro.simulate.trace.roles import Trace
 
 POINTS = 96
@@ -58,7 +58,7 @@ def over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, 
             continue
         if isinstance(event, Operator):
             spent += seconds(event)
-        elif isinstance(event, Phase):
+        elif isinstance(event, PhaseStart):
             phases.setdefault(min(POINTS - 1, len(found)), (event.name, event.micro_batch))
         seen()
     unit = max(1, max(sum(point.values()) for point in found) // STEPS)

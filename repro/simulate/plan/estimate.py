@@ -21,7 +21,7 @@ from repro.config.system import System
 from repro.parallel.ledger import RING_PASSES, SEND
 from repro.simulate.placement import Placement
 from repro.simulate.plan.closed_form import LAST, MIDDLE, state_bytes
-from repro.simulate.plan.shallow import KEPT, WEIGHTS, Family, Profile, Row, kept
+from repro.simulate.plan.shallow import KEPT, WEIGHTS, LayoutFamily, Row, ShallowProfile, kept
 
 ONCE = ("init", "optimizer")
 """Phases in which no activations are alive."""
@@ -47,7 +47,7 @@ class Sent:
     by_link: dict[str, int]
 
 
-def memory(model: Model, layout: Layout, families: dict[str, Family]) -> dict[str, RoleEstimate]:
+def memory(model: Model, layout: Layout, families: dict[str, LayoutFamily]) -> dict[str, RoleEstimate]:
     """The roles of `layout`: `all`, or `first` and `last`."""
     layers = model.layers // (layout.pp * layout.chunks)
     return {
@@ -57,7 +57,7 @@ def memory(model: Model, layout: Layout, families: dict[str, Family]) -> dict[st
     }
 
 
-def _role(layout: Layout, layers: int, in_flight: int, family: Family) -> RoleEstimate:
+def _role(layout: Layout, layers: int, in_flight: int, family: LayoutFamily) -> RoleEstimate:
     parameters = _line(family.base.parameters, family.deeper.parameters, _deeper(family, layers))
     states = state_bytes(parameters, layout)
     more = {category: _more(family, category, layers, in_flight) for category in KEPT}
@@ -79,17 +79,17 @@ def _line(at_base: float, at_other: float, times: float) -> float:
     return at_base + (at_other - at_base) * times
 
 
-def _deeper(family: Family, layers: int) -> float:
+def _deeper(family: LayoutFamily, layers: int) -> float:
     """How often the step from `base` to `deeper` is taken."""
     return (layers - family.base.layers) / (family.deeper.layers - family.base.layers)
 
 
-def _wider(family: Family, micro_batch: int) -> float:
+def _wider(family: LayoutFamily, micro_batch: int) -> float:
     step = family.wider.layout.micro_batch - family.base.layout.micro_batch
     return (micro_batch - family.base.layout.micro_batch) / step if step else 0.0
 
 
-def _more(family: Family, category: str, layers: int, in_flight: int) -> tuple[float, float]:
+def _more(family: LayoutFamily, category: str, layers: int, in_flight: int) -> tuple[float, float]:
     """c, what a layer keeps of a sample; and what is kept beyond `base`: c (f l - f0 l0) + d (f - f0)."""
     base, deeper, longer = family.base, family.deeper, family.longer
     samples = base.layout.micro_batch
@@ -103,16 +103,21 @@ def _more(family: Family, category: str, layers: int, in_flight: int) -> tuple[f
 
 
 def _at(
-    family: Family, phase: str, moment: int, layers: int, layout: Layout, more: dict[str, tuple[float, float]]
+    family: LayoutFamily,
+    phase: str,
+    moment: int,
+    layers: int,
+    layout: Layout,
+    more: dict[str, tuple[float, float]],
 ) -> dict[str, float]:
     """What is live at one of a phase's moments, but for the closed form of the states."""
 
-    def beside(profile: Profile) -> dict[str, float]:
+    def beside(profile: ShallowProfile) -> dict[str, float]:
         closed = state_bytes(profile.parameters, profile.layout)
         at = profile.live[phase][moment] if phase in profile.live else {}
         return {category: at.get(category, 0) - closed.get(category, 0.0) for category in profile.most}
 
-    def extended(profile: Profile) -> dict[str, float]:
+    def extended(profile: ShallowProfile) -> dict[str, float]:
         found = beside(profile)
         samples = profile.layout.micro_batch
         for category, (per_layer, further) in more.items():
@@ -129,7 +134,9 @@ def _at(
     return {category: _line(at_base[category], other[category], times) for category in at_base}
 
 
-def traffic(model: Model, layout: Layout, families: dict[str, Family], system: System) -> dict[str, Sent]:
+def traffic(
+    model: Model, layout: Layout, families: dict[str, LayoutFamily], system: System
+) -> dict[str, Sent]:
     """What one rank of each role sends in a step; `middle` is there with more than two stages."""
     layers = model.layers // (layout.pp * layout.chunks)
     payloads = {
@@ -142,7 +149,7 @@ def traffic(model: Model, layout: Layout, families: dict[str, Family], system: S
     return {name: _sent(layout, rows, placement, name, dp) for name, rows in payloads.items()}
 
 
-def _payloads(layout: Layout, layers: int, family: Family) -> dict[Row, float]:
+def _payloads(layout: Layout, layers: int, family: LayoutFamily) -> dict[Row, float]:
     base, further = family.base, layout.accumulation - family.base.micro_batches
     found = {}
     for row in base.rows:
@@ -157,7 +164,7 @@ def _payloads(layout: Layout, layers: int, family: Family) -> dict[Row, float]:
     return found
 
 
-def _step(family: Family) -> int:
+def _step(family: LayoutFamily) -> int:
     return family.deeper.layers - family.base.layers
 
 

@@ -10,7 +10,7 @@ from repro.config.errors import ConfigError
 from repro.host.workers import Workers
 from repro.simulate.plan.candidates import Request, candidates, stages, tensor_degrees
 from repro.simulate.plan.plan import Planner
-from repro.simulate.plan.rows import UNDECIDED, Row, document
+from repro.simulate.plan.rows import UNDECIDED, PlanRow, document
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Cell:
     pp: int
     dp: int = 0
     """0 where the GPUs do not divide."""
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, PlanRow] = field(default_factory=dict)
     """The answer for each limit (bytes of a device's memory); empty where there is no such layout."""
     reason: str = ""
     """Why there is none."""
@@ -61,7 +61,7 @@ def grid(
                 refused.append(error)
                 continue
             cell.dp = layout.dp
-            cell.rows = {limit: Row(layout, UNDECIDED, "", {}) for limit in limits}
+            cell.rows = {limit: PlanRow(layout, UNDECIDED, "", {}) for limit in limits}
     there = [cell for cell in cells if cell.rows]
     if not there and refused:
         raise refused[0]

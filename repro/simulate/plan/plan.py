@@ -25,8 +25,8 @@ from repro.render import units
 from repro.simulate.plan import estimate
 from repro.simulate.plan.candidates import Request, candidates
 from repro.simulate.plan.closed_form import ruled_out, stage_parameters, state_bytes
-from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, ideal_s, order, speed
-from repro.simulate.plan.shallow import Family, family_of, trace_family
+from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, PlanRow, ideal_s, order, speed
+from repro.simulate.plan.shallow import LayoutFamily, family_of, trace_family
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
 
 MARGIN = 1.12
@@ -47,23 +47,23 @@ class Planner:
     def __init__(self, request: Request, workers: Workers):
         self.request, self.workers = request, workers
         self.traces = 0
-        self._families: dict[Layout, tuple[int, int, dict[str, Family]]] = {}
+        self._families: dict[Layout, tuple[int, int, dict[str, LayoutFamily]]] = {}
         """With the smallest and the largest micro-batch that they are good for."""
         self.no_time = ""
         """Why times cannot be predicted."""
 
-    def rows(self, layouts: Sequence[Layout]) -> list[Row]:
+    def rows(self, layouts: Sequence[Layout]) -> list[PlanRow]:
         """`states` and `shallow` answers."""
         found = {layout: self._without_trace(layout) for layout in layouts}
         open_ones = [layout for layout, row in found.items() if row is None]
         self._trace(open_ones)
         return [row or self._shallow(layout) for layout, row in found.items()]
 
-    def time(self, rows: Sequence[Row]) -> None:
+    def time(self, rows: Sequence[PlanRow]) -> None:
         """Predict the step of every row that may fit, from the traces that its layout shares."""
         from repro.simulate.plan.steptime import times_of
 
-        by_family: dict[Layout, list[Row]] = {}
+        by_family: dict[Layout, list[PlanRow]] = {}
         for row in rows:
             if row.evidence == SHALLOW and row.outcome != OOM and not self.no_time:
                 by_family.setdefault(family_of(row.layout), []).append(row)
@@ -90,14 +90,14 @@ class Planner:
                     else:
                         row.time = answer
 
-    def full(self, rows: Sequence[Row]) -> list[Row]:
+    def full(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         """The same rows from full traces."""
         request = self.request
         tasks = [(request, row.layout, not self.no_time) for row in rows]
         self.traces += sum(min(3, row.layout.pp) for row in rows)
         return self.workers.map(_full, tasks)
 
-    def _without_trace(self, layout: Layout) -> Row | None:
+    def _without_trace(self, layout: Layout) -> PlanRow | None:
         request = self.request
         out = ruled_out(request.model, layout, request.allocatable)
         if out is None:
@@ -113,7 +113,7 @@ class Planner:
             "by_category": {key: round(states[key]) for key in states},
             "by_role": by_role,
         }
-        return Row(layout, OOM, STATES, memory, ruled_out_by=TERMS[category], reason=reason)
+        return PlanRow(layout, OOM, STATES, memory, ruled_out_by=TERMS[category], reason=reason)
 
     def _trace(self, layouts: Iterable[Layout]) -> None:
         """Have the families of `layouts` traced as far as they are not."""
@@ -133,7 +133,7 @@ class Planner:
             self._families[key] = *span, families
             self.traces += traces
 
-    def _shallow(self, layout: Layout) -> Row:
+    def _shallow(self, layout: Layout) -> PlanRow:
         request = self.request
         families = self._families[family_of(layout)][2]
         roles = estimate.memory(request.model, layout, families)
@@ -157,7 +157,7 @@ class Planner:
             "bytes_by_link": sent[busiest].by_link,
         }
         ideal = max(ideal_s(request, layout, rank.by_link) for rank in sent.values())
-        row = Row(layout, OK, SHALLOW, memory, comm, ideal)
+        row = PlanRow(layout, OK, SHALLOW, memory, comm, ideal)
         if fullest.peak_bytes > request.allocatable:
             row.outcome = OOM
             row.ruled_out_by = binding(fullest.by_category)
@@ -172,7 +172,7 @@ class Planner:
 class Plan:
     """All layouts, best first."""
 
-    rows: list[Row]
+    rows: list[PlanRow]
     traces: int
     """That were made."""
     no_time: str
@@ -191,7 +191,7 @@ def plan(request: Request, workers: Workers) -> Plan:
     rows = planner.rows(candidates(request))
     rows += planner.rows(_partitioned(request, rows))
     planner.time(rows)
-    full: dict[Layout, Row] = {}
+    full: dict[Layout, PlanRow] = {}
     if planner.no_time:
         for row in rows:
             row.time = {}
@@ -210,7 +210,7 @@ def plan(request: Request, workers: Workers) -> Plan:
     return Plan(rows, planner.traces, planner.no_time)
 
 
-def _partitioned(request: Request, rows: Iterable[Row]) -> list[Layout]:
+def _partitioned(request: Request, rows: Iterable[PlanRow]) -> list[Layout]:
     """With P_a, what does not fit (or may not) without it for other reasons than its model states."""
     if "pa" in request.given:
         return []
@@ -225,7 +225,7 @@ def _partitioned(request: Request, rows: Iterable[Row]) -> list[Layout]:
     ]
 
 
-def _full(request: Request, layout: Layout, time: bool) -> Row:
+def _full(request: Request, layout: Layout, time: bool) -> PlanRow:
     """A row from a full trace; runs in a worker.  `time`: predict the step's seconds as well."""
     from repro.simulate.step import simulate
 
@@ -244,7 +244,7 @@ def _full(request: Request, layout: Layout, time: bool) -> Row:
             link = sent.link or ""
             by_link[link] = by_link.get(link, 0) + sent.sent_bytes
         ideal = max(ideal, ideal_s(request, layout, by_link))
-    row = Row(layout, found.outcome, FULL, document["memory"], document["comm"], ideal)
+    row = PlanRow(layout, found.outcome, FULL, document["memory"], document["comm"], ideal)
     row.trace_seconds = document["trace_seconds"]
     row.time = document["time"] or {} if found.outcome == OK else {}
     if found.outcome == OOM:

@@ -15,7 +15,7 @@ OK, OOM, UNDECIDED = "ok", "oom", "undecided"
 
 
 @dataclass
-class Row:
+class PlanRow:
     """One layout of a plan.  Bytes; `comm` and parts of `memory` are empty where nothing was traced."""
 
     layout: Layout
@@ -40,7 +40,7 @@ class Row:
         return (self.layout.pp - 1) / (self.layout.chunks * self.layout.accumulation)
 
 
-def order(row: Row) -> tuple[Any, ...]:
+def order(row: PlanRow) -> tuple[Any, ...]:
     """Best first: what fits, then the shortest step (without times: the least `ideal_s`), then what asks for
     least."""
     rank = (OK, UNDECIDED, OOM).index(row.outcome)
@@ -49,7 +49,7 @@ def order(row: Row) -> tuple[Any, ...]:
     return (rank, *speed(row))
 
 
-def speed(row: Row) -> tuple[Any, ...]:
+def speed(row: PlanRow) -> tuple[Any, ...]:
     """`order` among what fits."""
     ideal = row.ideal_s if row.ideal_s is not None else float("inf")
     by_link = row.comm.get("bytes_by_link", {})
@@ -96,7 +96,7 @@ def ideal_s(request: Request, layout: Layout, by_link: dict[str, int]) -> float:
     return seconds
 
 
-def training(request: Request, row: Row) -> dict[str, float] | None:
+def training(request: Request, row: PlanRow) -> dict[str, float] | None:
     """What it takes to train on `request.tokens` at the predicted speed, and what that costs."""
     if not row.time or not request.tokens:
         return None
@@ -108,7 +108,7 @@ def training(request: Request, row: Row) -> dict[str, float] | None:
     return found
 
 
-def document(request: Request, row: Row) -> dict[str, Any]:
+def document(request: Request, row: PlanRow) -> dict[str, Any]:
     """One entry of `repro plan --json`: the keys of `repro simulate --json`, and why it is where it is."""
     layout, model = row.layout, request.model
     memory: dict[str, Any] = {"peak_bytes": None, "reserved_bytes": None, "by_category": {}, "by_role": {}}

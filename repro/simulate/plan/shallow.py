@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from repro.config import Experiment, Layout, Model, Training
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
-from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, Phase, Wait
+from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, PhaseStart, Wait
 
 if TYPE_CHECKING:
     from repro.simulate.trace.roles import Trace
@@ -30,7 +30,7 @@ Row = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Profile:
+class ShallowProfile:
     """What one shallow trace of one role says.  Bytes."""
 
     layers: int
@@ -52,15 +52,15 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Family:
+class LayoutFamily:
     """The profiles of one role from which all layouts of a family follow."""
 
-    base: Profile
-    deeper: Profile
+    base: ShallowProfile
+    deeper: ShallowProfile
     """With more layers."""
-    wider: Profile
+    wider: ShallowProfile
     """With the largest micro-batch of the family (or `base`)."""
-    longer: Profile
+    longer: ShallowProfile
     """With more micro-batches in flight (or `base`); of the stages in the middle, whose memory nobody asks for
     since the first one keeps more, `base`."""
 
@@ -82,7 +82,7 @@ def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layo
 
 def trace_family(
     model: Model, seq: int, layout: Layout, narrowest: int, widest: int
-) -> tuple[dict[str, Family], int]:
+) -> tuple[dict[str, LayoutFamily], int]:
     """The families of each role of `layout` (from `family_of`), and how many traces it took.
 
     `narrowest` and `widest`: the smallest and the largest micro-batch that will be asked for.
@@ -91,7 +91,7 @@ def trace_family(
 
     def profiles(
         shallow: Layout, layers: int, names: Sequence[str] = (ALL, FIRST, LAST)
-    ) -> dict[str, Profile]:
+    ) -> dict[str, ShallowProfile]:
         nonlocal made
         sizes = replace(model, layers=layers * shallow.pp * shallow.chunks)
         found = _profiles(
@@ -113,7 +113,7 @@ def trace_family(
         base[MIDDLE] = wider[MIDDLE] = longer[MIDDLE]
         if widest > narrowest:
             wider |= profiles(_shallow(layout, 3, widest), few, [MIDDLE])
-    return {name: Family(base[name], deeper[name], wider[name], longer[name]) for name in base}, made
+    return {name: LayoutFamily(base[name], deeper[name], wider[name], longer[name]) for name in base}, made
 
 
 def _depths(layout: Layout) -> tuple[int, int]:
@@ -141,7 +141,7 @@ def _stage(layout: Layout, name: str) -> int:
     return layout.pp - 1 if name == LAST else 0
 
 
-def _profiles(experiment: Experiment, layers: int, names: Sequence[str]) -> dict[str, Profile]:
+def _profiles(experiment: Experiment, layers: int, names: Sequence[str]) -> dict[str, ShallowProfile]:
     """Those of the roles that have one of `names`."""
     from repro.simulate.trace.roles import roles, trace
 
@@ -153,20 +153,20 @@ def _profiles(experiment: Experiment, layers: int, names: Sequence[str]) -> dict
     return found
 
 
-def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> Profile:
+def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> ShallowProfile:
     from repro.simulate.memory.live import measure
     from repro.simulate.trace.roles import ORDINARY
 
     rows: dict[Row, tuple[int, int]] = {}
     ordinary = 0
     for event in traced.step:
-        if isinstance(event, Phase):
+        if isinstance(event, PhaseStart):
             ordinary = int(event.micro_batch == ORDINARY)
         elif isinstance(event, Message):
             key = (event.op, event.group, event.purpose)
             total, one = rows.get(key, (0, 0))
             rows[key] = (total + event.payload, one + ordinary * event.payload)
-    return Profile(
+    return ShallowProfile(
         layers=layers,
         in_flight=kept(layout, stage),
         layout=layout,
@@ -186,7 +186,7 @@ def _timed(traced: Trace) -> Trace:
     step = [
         known.setdefault(event, event)
         for event in traced.events[traced.step_start : traced.step_stop]
-        if isinstance(event, (Operator, Message, Wait, Phase))
+        if isinstance(event, (Operator, Message, Wait, PhaseStart))
     ]
     events = [*before, *step]
     return replace(traced, events=events, step_start=len(before), step_stop=len(events))
@@ -216,7 +216,7 @@ def _moments(events: Iterable[Event]) -> dict[str, tuple[dict[str, int], ...]]:
             now[event.category] += size
             kept += size * ((event.category in KEPT) - (before in KEPT))
             continue
-        elif isinstance(event, Phase):
+        elif isinstance(event, PhaseStart):
             phase = event.name
             most.setdefault(phase, [-1] * len(WEIGHTS))
             found.setdefault(phase, [{}] * len(WEIGHTS))

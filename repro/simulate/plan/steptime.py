@@ -21,15 +21,15 @@ from repro.config.system import System
 from repro.models import flops
 from repro.parallel.pipeline.schedule import FORWARD, Action
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
-from repro.simulate.plan.shallow import Family
+from repro.simulate.plan.shallow import LayoutFamily
 from repro.simulate.plan.widen import widened
 from repro.simulate.time import calibration_points, efficiency
 from repro.simulate.time.device import DeviceCost
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction
-from repro.simulate.time.program import Program, program
+from repro.simulate.time.program import StageProgram, program
 from repro.simulate.time.schedule import schedule
-from repro.simulate.trace.events import Event, Message, Operator, Phase
+from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
 from repro.simulate.trace.roles import ORDINARY, Trace
 
 STAGES = 4
@@ -48,7 +48,9 @@ class Times:
         self._widened: dict[tuple[str, bool, int], Trace] = {}
         """Of the last family: role, depth, samples."""
 
-    def family(self, layouts: Sequence[Layout], families: dict[str, Family]) -> list[dict[str, Any] | str]:
+    def family(
+        self, layouts: Sequence[Layout], families: dict[str, LayoutFamily]
+    ) -> list[dict[str, Any] | str]:
         """`of` each of the `layouts` of one family, or what is not known of the system that it takes."""
         found: list[dict[str, Any] | str] = []
         self._widened.clear()
@@ -59,7 +61,7 @@ class Times:
                 found.append(str(error))
         return found
 
-    def of(self, layout: Layout, families: dict[str, Family]) -> dict[str, Any]:
+    def of(self, layout: Layout, families: dict[str, LayoutFamily]) -> dict[str, Any]:
         """As `repro.simulate.time.predict.Prediction.as_dict`; `ConfigError` if numbers are missing."""
         layers = self.model.layers // (layout.pp * layout.chunks)
         base = next(iter(families.values()))
@@ -90,7 +92,9 @@ class Times:
             self._networks[groups] = Network(self.system, groups)
         return self._networks[groups]
 
-    def _programs(self, layout: Layout, families: dict[str, Family], deep: bool) -> dict[str, Program]:
+    def _programs(
+        self, layout: Layout, families: dict[str, LayoutFamily], deep: bool
+    ) -> dict[str, StageProgram]:
         cost, _ = self._cost(layout)
         network = self._network(layout)
         found = {}
@@ -107,7 +111,7 @@ class Times:
             found[name] = program(traced, traced.layout.accumulation, cost, _seconds(network, layout, shards))
         return found
 
-    def _scheduled(self, layout: Layout, point: Point, programs: dict[str, Program]) -> dict[str, Any]:
+    def _scheduled(self, layout: Layout, point: Point, programs: dict[str, StageProgram]) -> dict[str, Any]:
         stages, micro_batches = point
         small = _with(layout, stages, micro_batches)
         by_stage = [programs[name] for name in _names(stages)]
@@ -153,7 +157,7 @@ def times_of(
     model: Model,
     seq: int,
     system: System,
-    families: Sequence[tuple[Sequence[Layout], dict[str, Family]]],
+    families: Sequence[tuple[Sequence[Layout], dict[str, LayoutFamily]]],
 ) -> list[list[dict[str, Any] | str]]:
     """`Times.family` of several families, which share their networks; runs in a worker."""
     times = Times(model, seq, system)
@@ -187,7 +191,7 @@ def _with(layout: Layout, stages: int, micro_batches: int) -> Layout:
     return replace(layout, pp=stages, global_batch=batch, stage_layers=())
 
 
-def _of(traced: Program, micro_batches: int) -> Program:
+def _of(traced: StageProgram, micro_batches: int) -> StageProgram:
     """`traced`, whose first, ordinary and last micro-batch stand for all, for another number of them."""
     last = traced.micro_batches - 1
     segments = {}
@@ -202,7 +206,7 @@ def _of(traced: Program, micro_batches: int) -> Program:
                 segments[Action(action.kind, i, action.chunk)] = traced.segments[
                     Action(action.kind, shown, action.chunk)
                 ]
-    return Program(segments, traced.tail, micro_batches, micro_batches - 1)
+    return StageProgram(segments, traced.tail, micro_batches, micro_batches - 1)
 
 
 class _Edges:
@@ -242,7 +246,7 @@ def _resharded(events: Sequence[Event], shards: float) -> Iterator[Event]:
     """The optimizer's operators, whose shards are `shards` times those of the trace."""
     tail = False
     for event in events:
-        if isinstance(event, Phase):
+        if isinstance(event, PhaseStart):
             tail = event.name == "optimizer"
         if tail and shards != 1 and isinstance(event, Operator):
             event = event._replace(read=round(event.read * shards), written=round(event.written * shards))

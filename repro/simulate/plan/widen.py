@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from repro.simulate.plan.shallow import Family
-from repro.simulate.trace.events import Event, Message, Operator, Phase, Wait
+from repro.simulate.plan.shallow import LayoutFamily
+from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import Trace
 
 AHEAD = 8
@@ -23,7 +23,7 @@ Place = tuple[Event, ...]
 """An event with those before and after it, with the one before it, or alone."""
 
 
-def widened(family: Family, traced: Trace, micro_batch: int) -> Trace:
+def widened(family: LayoutFamily, traced: Trace, micro_batch: int) -> Trace:
     """`traced` (of the family's narrowest micro-batch, at any depth) with `micro_batch` samples in each."""
     narrowest, widest = (profile.layout.micro_batch for profile in (family.base, family.wider))
     if micro_batch == narrowest:
@@ -39,7 +39,7 @@ def widened(family: Family, traced: Trace, micro_batch: int) -> Trace:
     sized, at = _sized(traced), -1
     events: list[Event] = []
     for event in traced.events:
-        if isinstance(event, Phase):
+        if isinstance(event, PhaseStart):
             events.append(event)
             continue
         at += 1
@@ -49,12 +49,12 @@ def widened(family: Family, traced: Trace, micro_batch: int) -> Trace:
             if isinstance(found, Message) and isinstance(event, Message):
                 found = event._replace(payload=found.payload, sent=found.sent)
             events.append(event if isinstance(found, Wait) else found)
-    start = next(i for i, event in enumerate(events) if isinstance(event, Phase))
+    start = next(i for i, event in enumerate(events) if isinstance(event, PhaseStart))
     return replace(traced, events=events, step_start=start, step_stop=len(events))
 
 
 def _sized(traced: Trace) -> list[Event]:
-    return [_key(event) for event in traced.events if not isinstance(event, Phase)]
+    return [_key(event) for event in traced.events if not isinstance(event, PhaseStart)]
 
 
 def _key(event: Event) -> Event:

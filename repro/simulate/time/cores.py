@@ -7,7 +7,7 @@ pipeline fewer do, and the kernel gives their share to those that go on.
 from __future__ import annotations
 
 
-class Work:
+class CoreWork:
     """A block of one stage; `end` is known when it is known what else runs meanwhile."""
 
     def __init__(self, start: float, seconds: float):
@@ -23,13 +23,13 @@ class Cores:
         """`oversubscription`: ranks for each core.  A rank uses one core at most, however many are free."""
         self.oversubscription, self.stages = oversubscription, stages
         self.now = 0.0
-        self.works: list[Work] = []
+        self.works: list[CoreWork] = []
 
-    def add(self, work: Work) -> None:
+    def add(self, work: CoreWork) -> None:
         """A stage has come to `work`, which begins now or later."""
         self.works.append(work)
 
-    def advance(self) -> list[Work]:
+    def advance(self) -> list[CoreWork]:
         """Let time pass until the first block ends; what ended then."""
         while True:
             active = [work for work in self.works if work.start <= self.now]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from repro.config.links import Collective
 
 
-class Span(NamedTuple):
+class GroupSpan(NamedTuple):
     """How a group lies on the ranks."""
 
     ranks: int
@@ -20,13 +20,13 @@ class Span(NamedTuple):
     """Ranks from one member to the next."""
 
 
-def seconds(measured: Collective, all_ranks: int, span: Span, payload: float) -> float:
+def seconds(measured: Collective, all_ranks: int, span: GroupSpan, payload: float) -> float:
     """Of `payload` bytes in groups like `span`; `all_ranks`: how many the file was measured with."""
     known = nearest(measured, all_ranks, span)
     return scaled(known, known.ranks or all_ranks, span.ranks, payload)
 
 
-def nearest(measured: Collective, all_ranks: int, span: Span) -> Collective:
+def nearest(measured: Collective, all_ranks: int, span: GroupSpan) -> Collective:
     """The measured groups that are most like `span`: by how many members they have and how many of these share
     a node, then by how far apart they are."""
 

@@ -24,7 +24,7 @@ from repro.config.links import Collective
 from repro.config.system import System
 from repro.parallel.ledger import RING_PASSES, SEND
 from repro.simulate.placement import BETWEEN_NODES, GROUPS, Placement
-from repro.simulate.time.measured_collectives import Span, interpolate, seconds
+from repro.simulate.time.measured_collectives import GroupSpan, interpolate, seconds
 
 ALL_REDUCE, BROADCAST = "all_reduce", "broadcast"
 TREE_EFFICIENCY = 0.9
@@ -137,12 +137,12 @@ class Network:
         known = self.system.links.get(link)
         return known.collectives.get(op) if known is not None else None
 
-    def _spans_of(self, group: str) -> frozenset[Span]:
+    def _spans_of(self, group: str) -> frozenset[GroupSpan]:
         """The different kinds of groups of an axis."""
         found = set()
         for ranks in self._groups(group):
             most = max(map(len, self.placement.by_node(ranks).values()))
-            found.add(Span(len(ranks), most, ranks[1] - ranks[0]))
+            found.add(GroupSpan(len(ranks), most, ranks[1] - ranks[0]))
         return frozenset(found)
 
     def _groups(self, group: str) -> Iterator[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build
 from repro.simulate.time.device import ATTENTION, MATMULS, DeviceCost
-from repro.simulate.trace.events import Event, Message, Operator, Phase, Wait
+from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import ORDINARY, Trace
 
 MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST = "matmul", "attention", "elementwise", "optimizer", "host"
@@ -23,7 +23,7 @@ KINDS = (MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST)
 """What a device's busy seconds are spent on; `host`: waiting for the host to issue the next operator."""
 
 
-class Block(NamedTuple):
+class OperatorBlock(NamedTuple):
     """Operators in a row, and collectives that were waited for at once."""
 
     seconds: float
@@ -54,13 +54,13 @@ class Send(NamedTuple):
     payload: int
 
 
-Item = Block | Issue | Await | Send
+Item = OperatorBlock | Issue | Await | Send
 Seconds = Callable[[Message], float]
 """Of a collective."""
 
 
 @dataclass
-class Program:
+class StageProgram:
     """What the stages of one role do."""
 
     segments: dict[Action, list[Item]] = field(default_factory=dict)
@@ -90,14 +90,14 @@ def label_of(message: Message) -> str:
     return f"{message.op.replace('_', '-')} of {message.purpose} ({message.group})"
 
 
-def program(traced: Trace, whole: int, cost: DeviceCost, seconds: Seconds) -> Program:
+def program(traced: Trace, whole: int, cost: DeviceCost, seconds: Seconds) -> StageProgram:
     """The program of a trace.  `whole`: micro-batches of the real step."""
     layout, stage = traced.layout, traced.role.stage
     actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
     pieces = _pieces(traced, len(actions))
     keys = _keys(traced, actions, pieces)
     compiler = _Compiler(cost, seconds, keys, stage)
-    found = Program(micro_batches=layout.accumulation, last=whole - 1)
+    found = StageProgram(micro_batches=layout.accumulation, last=whole - 1)
     for action, piece in zip(actions, pieces, strict=False):
         found.segments[action] = compiler.items(piece)
     found.tail = compiler.items(pieces[-1], tail=True)
@@ -109,7 +109,7 @@ def _pieces(traced: Trace, actions: int) -> list[list[Event]]:
     pieces: list[list[Event]] = [[]]
     waiting = begun = ended = False
     for event in traced.events[traced.step_start : traced.step_stop]:
-        if isinstance(event, Phase):
+        if isinstance(event, PhaseStart):
             if event.name == "idle" and not ended:
                 waiting = True
                 pieces.append([])
@@ -170,7 +170,7 @@ class _Compiler:
                 late = max(0.0, host - device)
                 if late:
                     parts[HOST] = parts.get(HOST, 0.0) + late
-                found.append(Block(device + late, tuple(parts.items())))
+                found.append(OperatorBlock(device + late, tuple(parts.items())))
                 parts.clear()
             host = device = 0.0
 

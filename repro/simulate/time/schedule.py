@@ -14,9 +14,9 @@ from typing import Protocol
 
 from repro.config import Layout
 from repro.parallel.pipeline.schedule import Action, build
-from repro.simulate.time.cores import Cores, Work
-from repro.simulate.time.program import Issue, Program
-from repro.simulate.time.stage import ACROSS, Key, Meeting, Span, Stage, Steps
+from repro.simulate.time.cores import Cores, CoreWork
+from repro.simulate.time.program import Issue, StageProgram
+from repro.simulate.time.stage import ACROSS, Key, Meeting, Span, StageStreams, Steps
 from repro.simulate.time.stretch import StageTime
 
 
@@ -45,7 +45,7 @@ class _Schedule:
     def __init__(
         self,
         layout: Layout,
-        programs: Sequence[Program],
+        programs: Sequence[StageProgram],
         network: Transfers,
         overlap_cost: float,
         oversubscription: float,
@@ -65,7 +65,9 @@ class _Schedule:
         }
         self.woken: list[object] = []
         self.stretches: dict[int, Steps] = {}
-        self.stages = [Stage(self, stage, program, record=record) for stage, program in enumerate(programs)]
+        self.stages = [
+            StageStreams(self, stage, program, record=record) for stage, program in enumerate(programs)
+        ]
 
     def run(self) -> None:
         """Two steps of all stages."""
@@ -76,7 +78,7 @@ class _Schedule:
             if ready:
                 stage = ready.pop()
                 for wanted in stage:
-                    if isinstance(wanted, Work):
+                    if isinstance(wanted, CoreWork):
                         cores.add(wanted)
                     waiting[wanted].append(stage)
                     break
@@ -126,14 +128,14 @@ class _Schedule:
         return meeting
 
 
-def _uses(program: Program, group: str) -> bool:
+def _uses(program: StageProgram, group: str) -> bool:
     items = (item for piece in (*program.segments.values(), program.tail) for item in piece)
     return any(isinstance(item, Issue) and item.group == group for item in items)
 
 
 def schedule(
     layout: Layout,
-    programs: Sequence[Program],
+    programs: Sequence[StageProgram],
     network: Transfers,
     *,
     overlap_cost: float = 0.0,

@@ -15,8 +15,8 @@ from typing import Protocol
 from repro.config import Layout
 from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
 from repro.parallel.pipeline.schedule import FORWARD, Action, needs
-from repro.simulate.time.cores import Work
-from repro.simulate.time.program import KINDS, Await, Block, Issue, Item, Program, Send
+from repro.simulate.time.cores import CoreWork
+from repro.simulate.time.program import KINDS, Await, Issue, Item, OperatorBlock, Send, StageProgram
 from repro.simulate.time.stretch import INSIDE, StageTime, Stretch, parts
 
 TRANSFER = "send between stages (pp)"
@@ -78,10 +78,10 @@ class Peers(Protocol):
         """`stage` has come to a collective of several stages."""
 
 
-class Stage:
+class StageStreams:
     """One stage's streams."""
 
-    def __init__(self, peers: Peers, stage: int, program: Program, *, record: bool):
+    def __init__(self, peers: Peers, stage: int, program: StageProgram, *, record: bool):
         """`record`: keep the spans of the last step."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
         self.actions = peers.actions(stage)
@@ -215,10 +215,10 @@ class Stage:
                     self.now += item.seconds
                 else:
                     yield from self._run(item.items, name)
-            elif isinstance(item, Block):
+            elif isinstance(item, OperatorBlock):
                 seconds = self._slowed(item.seconds)
                 if self.all.oversubscription > 1:
-                    work = Work(self.now, seconds)
+                    work = CoreWork(self.now, seconds)
                     while work.end is None:
                         yield work
                     self._compute(item, name, seconds, work.end - self.now)
@@ -239,7 +239,7 @@ class Stage:
         beside = max(0.0, max(self.streams.values()) - self.now)
         return seconds + cost * (min(seconds / (1 - cost), beside) if cost < 1 else beside)
 
-    def _compute(self, block: Block, name: str, seconds: float, took: float) -> None:
+    def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
         """`block`, which takes `seconds` while all stages compute, and took less where some did not."""
         busy, total = self.time.busy, self.time.communication
         part_of = took / seconds if seconds else 1.0

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from repro.simulate.time.program import Await, Block, Issue, Item
+from repro.simulate.time.program import Await, Issue, Item, OperatorBlock
 
 INSIDE = "tp"
 """The group whose collectives begin and end within a layer."""
@@ -59,7 +59,7 @@ def parts(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
     part: list[Item] = []
     open_, whole = 0, 0
     for at, item in enumerate(items):
-        if not isinstance(item, Block) and at not in matched:
+        if not isinstance(item, OperatorBlock) and at not in matched:
             yield True, part[:whole]
             yield False, [*part[whole:], item]
             part, open_, whole = [], 0, 0

@@ -85,7 +85,7 @@ class Wait(NamedTuple):
     work: int
 
 
-class Phase(NamedTuple):
+class PhaseStart(NamedTuple):
     """A phase of the step begins: init, forward, backward, idle, optimizer."""
 
     name: str
@@ -93,4 +93,4 @@ class Phase(NamedTuple):
     """The micro-batch that is under way; -1 outside forward and backward."""
 
 
-Event = Alloc | Free | Mark | Operator | Message | Receive | Wait | Phase
+Event = Alloc | Free | Mark | Operator | Message | Receive | Wait | PhaseStart

@@ -22,12 +22,12 @@ from repro.config.enums import Category
 from repro.kernels.flops import FORMULAS, cost
 from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
-from repro.parallel.ledger import Ledger
-from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, Phase
+from repro.parallel.ledger import CommLedger
+from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, PhaseStart
 from repro.simulate.trace.shapes import Call, Shapes, call_of
 
 
-class RecordingLedger(Ledger):
+class RecordingLedger(CommLedger):
     """A ledger that also passes every message on."""
 
     def __init__(self, events: list[Event]):
@@ -43,12 +43,12 @@ class RecordingLedger(Ledger):
         self._events.append(Message(op, group, size, payload_bytes, sent, purpose))
 
 
-class Recorder(UncompiledMode):
+class TraceRecorder(UncompiledMode):
     """Use as a context manager around initialisation and steps; `phase` is the steps' observer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = [Phase("init", -1)]
+        self.events: list[Event] = [PhaseStart("init", -1)]
         self.micro_batch: Callable[[], int] = lambda: -1
         """Which micro-batch is under way; the pipeline knows."""
         self._phase = "init"
@@ -66,7 +66,7 @@ class Recorder(UncompiledMode):
     def phase(self, name: str) -> None:
         """A phase of the step begins."""
         self._phase = name
-        self.events.append(Phase(name, self.micro_batch()))
+        self.events.append(PhaseStart(name, self.micro_batch()))
 
     @contextmanager
     def no_operators(self) -> Iterator[None]:

@@ -23,8 +23,8 @@ from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.parallel.transports import NoTransport, Transport
-from repro.simulate.trace.events import Event, Message, Operator, Phase
-from repro.simulate.trace.recorder import Recorder, RecordingLedger
+from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
+from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder
 from repro.simulate.trace.transport import GlooShapes, Recorded
 from repro.train.part import MicroBatch
 
@@ -33,7 +33,7 @@ ORDINARY = 1
 
 
 @dataclass(frozen=True)
-class Role:
+class PipelineRole:
     """Ranks that do the same thing."""
 
     name: str
@@ -47,7 +47,7 @@ class Role:
 class Trace:
     """Initialisation and one ordinary step of one role."""
 
-    role: Role
+    role: PipelineRole
     layout: Layout
     """With as many micro-batches as were run."""
     events: list[Event]
@@ -72,7 +72,7 @@ class Trace:
     def _weighted(self) -> list[tuple[int, Event]]:
         found, weight = [], 1
         for event in self.step:
-            if isinstance(event, Phase):
+            if isinstance(event, PhaseStart):
                 weight = 1 + self.copies * (event.micro_batch == ORDINARY)
             found.append((weight, event))
         return found
@@ -86,11 +86,11 @@ class Trace:
         return ((n, event) for n, event in self._weighted if isinstance(event, Message))
 
 
-def roles(experiment: Experiment) -> list[Role]:
+def roles(experiment: Experiment) -> list[PipelineRole]:
     """The roles of an experiment, one stage each."""
     layout = experiment.layout
     if layout.pp == 1:
-        return [Role("all", 0, 1)]
+        return [PipelineRole("all", 0, 1)]
     parts = layout.parts(experiment.model.layers)
     kinds: dict[tuple[bool, bool, tuple[int, ...]], list[int]] = {}
     for stage in range(layout.pp):
@@ -100,12 +100,12 @@ def roles(experiment: Experiment) -> list[Role]:
     for (first, last, _), stages in kinds.items():
         name = "first" if first else "last" if last else f"middle ({len(stages)} stages, {stages[0]} on)"
         # Earlier stages keep more micro-batches.
-        found.append(Role(name, stages[0], len(stages)))
+        found.append(PipelineRole(name, stages[0], len(stages)))
     return found
 
 
 def trace(
-    experiment: Experiment, role: Role, *, gloo: bool = False, recorder: Recorder | None = None
+    experiment: Experiment, role: PipelineRole, *, gloo: bool = False, recorder: TraceRecorder | None = None
 ) -> Trace:
     """Run initialisation and an ordinary step of `role` in shape only.
 
@@ -118,7 +118,7 @@ def trace(
     layout = shortened(experiment.layout, role.stage)
     short = replace(experiment, layout=layout)
     rank = meshes.groups(layout, "pp")[0][role.stage]
-    recorder = recorder or Recorder()
+    recorder = recorder or TraceRecorder()
 
     def transport_of(ranks: tuple[int, ...]) -> Transport:
         real = gloo and rank in ranks

@@ -12,7 +12,7 @@ from repro.parallel.transports import NoTransport, Transport, Work
 from repro.simulate.trace.events import Message, Receive, Wait
 
 if TYPE_CHECKING:
-    from repro.simulate.trace.recorder import Recorder
+    from repro.simulate.trace.recorder import TraceRecorder
 
 
 class Recorded:
@@ -21,7 +21,7 @@ class Recorded:
     What `inner` does with tensors belongs to the message and is no operator of the step.
     """
 
-    def __init__(self, inner: Transport, recorder: Recorder):
+    def __init__(self, inner: Transport, recorder: TraceRecorder):
         self.inner, self.recorder = inner, recorder
 
     def _number(self) -> int:

@@ -19,7 +19,7 @@ from submitit.core.utils import DelayedSubmission
 from repro import suites
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation.entry import RunBundle
-from repro.launch.slurm.allocation.work import Bundle, Work
+from repro.launch.slurm.allocation.work import Bundle, SubmissionWork
 from tests.launch.runs import FAKE, ROOT, wait_for
 from tests.launch.slurm import fake_srun
 from tests.records import lines
@@ -50,7 +50,9 @@ class Submission:
         ]
         alone = [entry.experiment for entry in loaded.entries if entry.experiment.name not in compared]
         tasks += [Task(experiments=(experiment,)) for experiment in alone]
-        Work(suite=loaded, bundles=(Bundle(index=0, tasks=tuple(tasks)),), rerun=rerun).save(self.folder)
+        SubmissionWork(suite=loaded, bundles=(Bundle(index=0, tasks=tuple(tasks)),), rerun=rerun).save(
+            self.folder
+        )
         delayed = DelayedSubmission(RunBundle(str(self.folder), 0))
         delayed.set_timeout(60, 3)
         delayed.dump(self.submitit / "7_submitted.pkl")

@@ -15,7 +15,7 @@ from repro.launch.failures import CLASSES, failure
 from repro.launch.plan import Task
 from repro.launch.rank.device import cuda_index
 from repro.launch.slurm.allocation import bundle, controller, process, stop, topology
-from repro.launch.slurm.allocation.nodes import Report, mismatch, place
+from repro.launch.slurm.allocation.nodes import NodeReport, mismatch, place
 from repro.suites import Comparison
 
 V100 = ("Tesla V100-SXM3-32GB", 34_057_748_480, "7.0")
@@ -28,11 +28,11 @@ def card(name: str, memory: int, capability: str, number: int) -> dict[str, Any]
 
 def node(
     name: str, index: int, kind: tuple[str, int, str], *, tasks: int = 16, bound: bool = False
-) -> list[Report]:
+) -> list[NodeReport]:
     """All tasks of a node; `bound`: each sees its own GPU only."""
     cards = [card(*kind, number) for number in range(tasks)]
     return [
-        Report(node=name, node_index=index, local=i, task=index * tasks + i, tasks=tasks,
+        NodeReport(node=name, node_index=index, local=i, task=index * tasks + i, tasks=tasks,
                gpus=[cards[i]] if bound else cards)
         for i in range(tasks)
     ]  # fmt: skip
@@ -105,7 +105,7 @@ def test_switches_are_what_slurm_says() -> None:
     assert topology.switches({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}) == ""
     assert topology.switches({}) == ""
     reports = [
-        Report(node=f"n{i}", node_index=i, local=0, task=i, tasks=3, switches=f"core.rack{1 + i // 2}")
+        NodeReport(node=f"n{i}", node_index=i, local=0, task=i, tasks=3, switches=f"core.rack{1 + i // 2}")
         for i in range(3)
     ]
     assert place(reports, {})["switches"] == {"core.rack1": ["n0", "n1"], "core.rack2": ["n2"]}

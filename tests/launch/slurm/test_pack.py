@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from repro import suites
 from repro.launch import plan
-from repro.launch.slurm.allocation.work import Work
+from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.site import profile
 from repro.launch.slurm.submission.pack import arrays, nodes_for
 from repro.results.store import Store
@@ -42,8 +42,8 @@ def test_one_array_for_each_shape_and_work_comes_back_as_it_was_written(tmp_path
     }
     assert shapes == {(2, 2): [["d4", "e4"]], (2, 1): [["c"]], (1, 2): [["a", "f", "b"]]}
     assert [b.index for array in found for b in array.bundles] == [0, 1, 2]
-    work = Work(suite=suite, bundles=tuple(b for array in found for b in array.bundles))
+    work = SubmissionWork(suite=suite, bundles=tuple(b for array in found for b in array.bundles))
     work.save(tmp_path)
-    again = Work.load(tmp_path)
+    again = SubmissionWork.load(tmp_path)
     assert [b.tasks for b in again.bundles] == [b.tasks for b in work.bundles]
     assert [e.experiment for e in again.suite.entries] == [e.experiment for e in suite.entries]

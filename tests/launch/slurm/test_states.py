@@ -14,7 +14,7 @@ from repro import cli, suites
 from repro.config import Experiment
 from repro.host.files import write_json
 from repro.launch import plan
-from repro.launch.slurm.allocation.work import Work
+from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.following import logs
 from repro.launch.slurm.following.registry import Registry, Submission, Submitted
 from repro.launch.slurm.site import profile
@@ -57,7 +57,7 @@ class Submitted1:
         )
         self.registry.write(self.submission)
         self.folder = self.registry.path("x")
-        Work(suite=suite, bundles=array.bundles).save(self.folder)
+        SubmissionWork(suite=suite, bundles=array.bundles).save(self.folder)
         self.experiments = {entry.experiment.name: entry.experiment for entry in suite.entries}
         slurm.set(jobs={f"12_{i}": JOB for i in range(3)})
 
@@ -119,7 +119,9 @@ def test_cases_that_share_a_launch(
     work = submitted.registry.work(submitted.submission)
     (task,) = work.bundles[0].tasks
     together = replace(task, experiments=(*task.experiments, submitted.experiments["b"]))
-    Work(suite=work.suite, bundles=(replace(work.bundles[0], tasks=(together,)),)).save(submitted.folder)
+    SubmissionWork(suite=work.suite, bundles=(replace(work.bundles[0], tasks=(together,)),)).save(
+        submitted.folder
+    )
     logs = submitted.folder / "logs" / "0" / submitted.experiments["a"].key
     logs.mkdir(parents=True)
     (logs / "rank-0.err").write_text("where both are")

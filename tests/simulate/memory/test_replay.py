@@ -8,7 +8,7 @@ import sys
 
 from repro.simulate.memory.pools import MIB
 from repro.simulate.memory.replay import replay
-from repro.simulate.trace.events import Alloc, Event, Free, Message, Operator, Phase
+from repro.simulate.trace.events import Alloc, Event, Free, Message, Operator, PhaseStart
 
 
 def alloc(id: int, mebibytes: int, category: str = "activations") -> Alloc:
@@ -16,20 +16,20 @@ def alloc(id: int, mebibytes: int, category: str = "activations") -> Alloc:
 
 
 STEP: list[Event] = [
-    Phase("init", -1),
+    PhaseStart("init", -1),
     alloc(0, 40, "parameters"),
-    Phase("forward", 0),
+    PhaseStart("forward", 0),
     Operator("aten.mm", 1, 1, 1, (), 4),
     alloc(1, 30),
     alloc(2, 500, "host"),
-    Phase("backward", 0),
+    PhaseStart("backward", 0),
     alloc(3, 24),
     Free(1),
     Message("all_reduce", "dp", 4, 100, 150, "gradients"),
     alloc(4, 28),
     Free(2),
     Free(3),
-    Phase("optimizer", -1),
+    PhaseStart("optimizer", -1),
     Free(4),
     alloc(5, 50),
 ]

@@ -13,7 +13,18 @@ from repro.host.workers import Workers
 from repro.simulate.plan.candidates import Request, candidates
 from repro.simulate.plan.grid import grid
 from repro.simulate.plan.plan import plan
-from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, Row, document, ideal_s, order
+from repro.simulate.plan.rows import (
+    FULL,
+    OK,
+    OOM,
+    SHALLOW,
+    STATES,
+    UNDECIDED,
+    PlanRow,
+    document,
+    ideal_s,
+    order,
+)
 
 CONTEXT = 1_740_000_000
 TINY = Model(name="tiny", layers=4, hidden=128, heads=4, vocab=512, seq=64)
@@ -148,8 +159,8 @@ def test_the_order() -> None:
     assert ideal_s(asked, replace(plain, recompute=True), {}) == pytest.approx(work * 7.465 / 5.616, rel=1e-3)
     piped = replace(plain, pp=2, dp=32)
     assert ideal_s(asked, piped, {}) == pytest.approx(work * 1.5)  # one of two micro-batches
-    fast, slow = (Row(plain, OK, SHALLOW, {"peak_bytes": 1}, {}, s) for s in (1.0, 2.0))
-    full = Row(plain, OOM, FULL, {"peak_bytes": 1}, {}, 0.1)
+    fast, slow = (PlanRow(plain, OK, SHALLOW, {"peak_bytes": 1}, {}, s) for s in (1.0, 2.0))
+    full = PlanRow(plain, OOM, FULL, {"peak_bytes": 1}, {}, 0.1)
     assert sorted([full, slow, fast], key=order) == [fast, slow, full]
     fast.time, slow.time = {"step_s": 4.0}, {"step_s": 3.0}
     assert sorted([full, slow, fast], key=order) == [slow, fast, full]

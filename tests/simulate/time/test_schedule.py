@@ -18,7 +18,7 @@ from repro.config.system import System
 from repro.parallel.pipeline.schedule import FORWARD, Action, bubble, build
 from repro.simulate.time import perfetto
 from repro.simulate.time.predict import Prediction, predict
-from repro.simulate.time.program import Await, Block, Issue, Program, Send
+from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.time.stage import TRANSFER
 from repro.simulate.trace.roles import Trace, roles, trace
@@ -169,14 +169,14 @@ def pipeline(layout: Layout, wire: float) -> Timeline:
     m, p, v = layout.accumulation, layout.pp, layout.chunks
     parts = p * v
 
-    def made(stage: int) -> Program:
+    def made(stage: int) -> StageProgram:
         segments = {}
         for chunk in range(v):
             part = chunk * p + stage
             for action in (Action(FORWARD, 0, chunk), Action("B", 0, chunk)):
                 forward = action.kind == FORWARD
                 items: list[Any] = [
-                    Block((1.0 if forward else 2.0) / v, (("matmul", (1.0 if forward else 2.0) / v),))
+                    OperatorBlock((1.0 if forward else 2.0) / v, (("matmul", (1.0 if forward else 2.0) / v),))
                 ]
                 if forward and part < parts - 1:
                     items.append(Send(1, 0, 1))
@@ -185,7 +185,7 @@ def pipeline(layout: Layout, wire: float) -> Timeline:
                 for micro_batch in range(3):
                     segments[replace(action, micro_batch=micro_batch)] = items
         tail: list[Any] = [Issue(("end",), "world", "barrier", 0.0), Await(("end",))]
-        return Program(segments, tail, micro_batches=3, last=m - 1)
+        return StageProgram(segments, tail, micro_batches=3, last=m - 1)
 
     return schedule(layout, [made(stage) for stage in range(p)], Wire(wire))
 
@@ -247,11 +247,11 @@ def crowded(p: int, micro_batches: int, oversubscription: float) -> float:
     layout = Layout(pp=p, global_batch=micro_batches, schedule="gpipe")
     stages = []
     for stage in range(p):
-        made = Program(micro_batches=micro_batches, last=micro_batches - 1)
+        made = StageProgram(micro_batches=micro_batches, last=micro_batches - 1)
         for action in build("gpipe", p, micro_batches, 1)[stage]:
             offset, channel = (1, 0) if action.kind == FORWARD else (-1, 1)
             inside = 0 <= stage + offset < p
-            made.segments[action] = [Block(1.0, (("matmul", 1.0),))]
+            made.segments[action] = [OperatorBlock(1.0, (("matmul", 1.0),))]
             made.segments[action] += [Send(offset, channel, 1)] if inside else []
         stages.append(made)
     return schedule(layout, stages, AtOnce(), oversubscription=oversubscription).step_s

@@ -20,10 +20,10 @@ from repro.launch.runner import Runner, rank_target
 from repro.launch.slurm.allocation import nodes
 from repro.launch.slurm.allocation.bundle import BundleFile
 from repro.launch.slurm.allocation.launch import ClusterLauncher
-from repro.launch.slurm.allocation.nodes import Report
+from repro.launch.slurm.allocation.nodes import NodeReport
 from repro.launch.slurm.allocation.step import Allocation
 from repro.launch.slurm.allocation.stop import Stop
-from repro.launch.slurm.allocation.work import Work
+from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.site import profile
 from repro.launch.slurm.site.profile import Profile
 from repro.results.store import Store
@@ -50,7 +50,7 @@ def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -
     allocation = allocated(folder, environment)
     site = allocation.site
     stop.delay_s = site.slurm.signal_delay_s
-    work = Work.load(folder)
+    work = SubmissionWork.load(folder)
     restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
     state = BundleFile(folder, work.bundles[index], job_of(environment), restarts)
     tasks = state.remaining(work.bundles[index].tasks)
@@ -97,7 +97,7 @@ def allocated(folder: Path, environment: dict[str, str]) -> Allocation:
     )
 
 
-def survey(allocation: Allocation, folder: Path, stop: Stop) -> tuple[list[Report], str]:
+def survey(allocation: Allocation, folder: Path, stop: Stop) -> tuple[list[NodeReport], str]:
     """What every task sees of its node, in the order of ranks, and whose report is missing: empty if none is."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -107,13 +107,13 @@ def survey(allocation: Allocation, folder: Path, stop: Stop) -> tuple[list[Repor
         time.sleep(LOOK_S)
     step.end(0.0)
     found = [read_json(nodes.file_of(folder, task)) for task in range(allocation.tasks)]
-    reports = [Report(**report) for report in found if report is not None]
+    reports = [NodeReport(**report) for report in found if report is not None]
     missing = "" if len(reports) == allocation.tasks else _missing(reports, allocation.tasks, step.said())
     shutil.rmtree(folder, ignore_errors=True)
     return reports, missing
 
 
-def _missing(reports: list[Report], tasks: int, said: str) -> str:
+def _missing(reports: list[NodeReport], tasks: int, said: str) -> str:
     """Which nodes no report came from."""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
@@ -157,7 +157,7 @@ def address_of(interface: str, environment: dict[str, str], file: str) -> str:
     raise ConfigError("interface", "", expected, file=file, where="environment")
 
 
-def wrong_hardware(reports: list[Report], site: Profile) -> str:
+def wrong_hardware(reports: list[NodeReport], site: Profile) -> str:
     """Why these nodes are not the profile's system."""
     if site.system in systems.HERE:
         return ""

@@ -92,7 +92,7 @@ class ClusterLaunch:
         self._ports += 1
         self._ranks = [_Seen() for _ in range(self.world)]
         self._listener = Listener(address, token=token)
-        task.Launch(
+        task.TaskLaunch(
             address=address,
             port=self._listener.port,
             token=token,

@@ -24,7 +24,7 @@ _MEMORY_SLACK = 0.08
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class NodeReport:
     """What one task says of itself and its node.  Bytes, MHz."""
 
     node: str
@@ -51,14 +51,14 @@ class Report:
     """Between the GPUs of the node (`.topology.gpu_links`)."""
 
 
-def report(environment: dict[str, str], *, gpus: bool) -> Report:
+def report(environment: dict[str, str], *, gpus: bool) -> NodeReport:
     """What this task sees.  `environment` is SLURM's; GPUs are looked at only if `gpus`."""
     import psutil
 
     from repro.host.resources import usable_cores
     from repro.measure.provenance import cpu
 
-    return Report(
+    return NodeReport(
         node=environment.get("SLURMD_NODENAME") or socket.gethostname(),
         node_index=int(environment.get("SLURM_NODEID", "0")),
         local=int(environment.get("SLURM_LOCALID", "0")),
@@ -102,9 +102,9 @@ def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
     return seen
 
 
-def mismatch(reports: Iterable[Report], system: System, gpus_per_node: int) -> str:
+def mismatch(reports: Iterable[NodeReport], system: System, gpus_per_node: int) -> str:
     """Why runs on these nodes are none of `system`'s; empty if they are.  Starts with `WRONG_HARDWARE`."""
-    nodes: dict[str, list[Report]] = {}
+    nodes: dict[str, list[NodeReport]] = {}
     for entry in reports:
         nodes.setdefault(entry.node, []).append(entry)
     device = system.device
@@ -163,7 +163,7 @@ def _count(gpus: list[dict[str, Any]]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in names.items()) or "no GPU"
 
 
-def place(reports: list[Report], environment: dict[str, str]) -> dict[str, Any]:
+def place(reports: list[NodeReport], environment: dict[str, str]) -> dict[str, Any]:
     """`provenance["slurm"]`: the job, its nodes and what they are; no address and no name of a person."""
     names = list(dict.fromkeys(entry.node for entry in reports))
     above = {entry.node: entry.switches for entry in reports if entry.switches}

@@ -26,7 +26,7 @@ POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class TaskLaunch:
     """What the tasks of one launch are told, in a file that only the user can read."""
 
     address: str
@@ -53,9 +53,9 @@ class Launch:
             json.dump(asdict(self), file)
 
     @staticmethod
-    def load(folder: Path) -> Launch:
+    def load(folder: Path) -> TaskLaunch:
         """What `save` wrote."""
-        return Launch(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+        return TaskLaunch(**json.loads((folder / FILE).read_text(encoding="utf-8")))
 
     def local_world(self, rank: int, world: int) -> int:
         """Ranks on the node of `rank`."""
@@ -63,7 +63,7 @@ class Launch:
         return min(self.per_node, world - first)
 
 
-def environment(launch: Launch, rank: int, world: int, address: str) -> dict[str, str]:
+def environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict[str, str]:
     """Of the rank: this task's own, the profile's variables, and who it is.  `address`: of this node."""
     interface = launch.interface or interface_of(address)
     local_world = launch.local_world(rank, world)
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
 
     for sort in (*SIGNALS, stacks.SIGNAL):
         signal.signal(sort, note)
-    launch = Launch.load(folder)
+    launch = TaskLaunch.load(folder)
     os.umask(launch.umask)
     rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     try:

@@ -38,7 +38,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class SubmissionWork:
     """The bundles of a submission and the part of the suite that recording needs."""
 
     suite: Suite
@@ -60,7 +60,7 @@ class Work:
         write_json(folder / FILE, document)
 
     @staticmethod
-    def load(folder: Path) -> Work:
+    def load(folder: Path) -> SubmissionWork:
         """What `save` wrote to `folder`."""
         document = json.loads((folder / FILE).read_text(encoding="utf-8"))
         suite = document["suite"]
@@ -73,7 +73,7 @@ class Work:
             for index, rows in enumerate(document["bundles"])
         )
         named = Suite(name=suite["name"], file=suite["file"], entries=entries)
-        return Work(suite=named, bundles=bundles, rerun=document["rerun"])
+        return SubmissionWork(suite=named, bundles=bundles, rerun=document["rerun"])
 
 
 def _task(task: Task) -> dict[str, Any]:

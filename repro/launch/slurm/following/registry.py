@@ -21,7 +21,7 @@ from typing import Any
 from repro.config.errors import ConfigError
 from repro.host.files import write_json
 from repro.launch.local import processes
-from repro.launch.slurm.allocation.work import Work
+from repro.launch.slurm.allocation.work import SubmissionWork
 
 FILE = "submission.json"
 _LOCK_S = 600.0
@@ -102,11 +102,11 @@ class Registry:
         """Every submission, oldest first.  Raises `ConfigError` for a file that is none."""
         return [self._read(path) for path in sorted(self.folder.glob(f"*/{FILE}"))]
 
-    def work(self, submission: Submission) -> Work:
+    def work(self, submission: Submission) -> SubmissionWork:
         """What `submission` has to do.  Raises `ConfigError` if the file is gone or torn."""
         folder = self.path(submission)
         try:
-            return Work.load(folder)
+            return SubmissionWork.load(folder)
         except (OSError, ValueError, KeyError) as error:
             raise _bad(folder / "work.json", error) from None
 

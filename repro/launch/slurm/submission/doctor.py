@@ -15,7 +15,7 @@ from repro.launch.slurm.site.limits import clock, minutes
 from repro.launch.slurm.site.profile import CaseClass, Profile
 from repro.launch.slurm.site.scheduler import Partition, Scheduler, SchedulerError, call, check_partition
 from repro.launch.slurm.submission import check, probe, script
-from repro.launch.slurm.submission.pack import Array, Shape
+from repro.launch.slurm.submission.pack import Array, ArrayShape
 from repro.render.words import counted
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
@@ -122,7 +122,7 @@ def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
 def _request(site: Profile) -> Check:
     """Whether SLURM would take a job of this profile: account, quality of service, features, memory."""
     tasks = site.ranks_per_node
-    shape = Shape(
+    shape = ArrayShape(
         nodes=1, tasks_per_node=tasks, time_min=minutes(site.slurm.time_limit), partition=site.slurm.partition
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ from repro import suites
 from repro.config import ConfigError, Experiment
 from repro.launch import plan
 from repro.launch.plan import Task
-from repro.launch.slurm.allocation.work import Work
+from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.site.profile import Profile
 from repro.launch.slurm.submission.pack import Array, arrays
 from repro.results.metrics import STEP_SECONDS
@@ -22,7 +22,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class JobEstimate:
     """What the store's simulated record says of a case."""
 
     gpu_hours: float | None
@@ -45,7 +45,7 @@ class Intent:
     """Names that the store has a conclusive record of."""
     running: dict[str, str]
     """Names that an earlier submission is at -> its job."""
-    predictions: dict[str, Prediction]
+    predictions: dict[str, JobEstimate]
     rerun: bool = False
 
     @property
@@ -53,10 +53,12 @@ class Intent:
         """Every experiment that would run."""
         return [e for array in self.arrays for bundle in array.bundles for e in bundle.experiments]
 
-    def work(self) -> Work:
+    def work(self) -> SubmissionWork:
         """What the allocations have to know."""
         bundles = tuple(bundle for array in self.arrays for bundle in array.bundles)
-        return Work(suite=replace(self.suite, entries=self.entries), bundles=bundles, rerun=self.rerun)
+        return SubmissionWork(
+            suite=replace(self.suite, entries=self.entries), bundles=bundles, rerun=self.rerun
+        )
 
     def gpu_hours(self) -> tuple[float, float, int]:
         """GPU-hours if every job takes its whole time limit; predicted ones; how many cases those are of.
@@ -144,9 +146,9 @@ def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list
     return replace(suite, entries=tuple(result), comparisons=comparisons), result
 
 
-def _predictions(store: Store, tasks: list[Task]) -> dict[str, Prediction]:
+def _predictions(store: Store, tasks: list[Task]) -> dict[str, JobEstimate]:
     wanted = {e.key: e for task in tasks for e in task.experiments}
-    found: dict[str, Prediction] = {}
+    found: dict[str, JobEstimate] = {}
     for key, record in by_key(store.records(), SIMULATED).items():
         if key not in wanted or not record.conclusive:
             continue
@@ -155,5 +157,5 @@ def _predictions(store: Store, tasks: list[Task]) -> dict[str, Prediction]:
         hours = None
         if seconds is not None and record.outcome == "ok":  # what does not fit ends at once
             hours = seconds * experiment.training.steps * experiment.layout.world / HOUR_S
-        found[experiment.name] = Prediction(gpu_hours=hours, outcome=record.outcome)
+        found[experiment.name] = JobEstimate(gpu_hours=hours, outcome=record.outcome)
     return found

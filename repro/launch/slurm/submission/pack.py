@@ -12,7 +12,7 @@ from repro.launch.slurm.site.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Shape:
+class ArrayShape:
     """What an array asks for, for each of its elements."""
 
     nodes: int
@@ -32,7 +32,7 @@ class Shape:
 class Array:
     """Bundles of one shape: one `sbatch`."""
 
-    shape: Shape
+    shape: ArrayShape
     bundles: tuple[Bundle, ...]
 
     def node_hours(self) -> float:
@@ -49,12 +49,12 @@ def nodes_for(world: int, per_node: int, at_least: int = 0) -> int:
     return next(nodes for nodes in range(min(least, world), world + 1) if world % nodes == 0)
 
 
-def shape_of(experiment: Experiment, profile: Profile) -> Shape:
+def shape_of(experiment: Experiment, profile: Profile) -> ArrayShape:
     """The nodes and the time that `profile` gives `experiment`."""
     case = profile.class_of(experiment.name)
     world = experiment.layout.world
     nodes = nodes_for(world, profile.ranks_per_node, case.nodes)
-    return Shape(
+    return ArrayShape(
         nodes=nodes,
         tasks_per_node=world // nodes,
         time_min=minutes(case.time_limit or profile.slurm.time_limit),
@@ -65,7 +65,7 @@ def shape_of(experiment: Experiment, profile: Profile) -> Shape:
 
 def arrays(tasks: list[Task], profile: Profile) -> list[Array]:
     """Job arrays for `tasks`, largest first: what needs many nodes waits longest for them."""
-    groups: dict[Shape, list[Task]] = {}
+    groups: dict[ArrayShape, list[Task]] = {}
     for task in tasks:
         groups.setdefault(shape_of(task.experiments[0], profile), []).append(task)
     found, index = [], 0
