@@ -9,6 +9,35 @@ from repro.config.enums import ACCOUNTED, MODEL_STATES, Category
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, PhaseStart
 
 
+class LiveBytes:
+    """What is live after the events seen so far: bytes by category, and of the device in all."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, int] = dict.fromkeys(ACCOUNTED, 0)
+        self.total = 0
+        """Of the device: without `Category.HOST`."""
+        self._live: dict[int, tuple[Category, int]] = {}
+
+    def see(self, event: Event) -> None:
+        """An event of a trace, in order; those that are not about memory pass by."""
+        if isinstance(event, Alloc):
+            self._live[event.id] = event.category, event.bytes
+            self._add(event.category, event.bytes)
+        elif isinstance(event, Free):
+            category, size = self._live.pop(event.id)
+            self._add(category, -size)
+        elif isinstance(event, Mark):
+            category, size = self._live[event.id]
+            self._live[event.id] = event.category, size
+            self._add(category, -size)
+            self._add(event.category, size)
+
+    def _add(self, category: Category, size: int) -> None:
+        self.now[category] += size
+        if category is not Category.HOST:
+            self.total += size
+
+
 @dataclass
 class Memory:
     """Live bytes of one role over initialisation and one step.  The device's, unless `host` says so."""
@@ -41,36 +70,18 @@ class Memory:
 
 def measure(events: Iterable[Event]) -> Memory:
     """Go through a trace's allocations and releases."""
-    found = Memory()
-    live: dict[int, Alloc] = {}
-    now = dict.fromkeys(ACCOUNTED, 0)
-    total, phase = 0, ""
+    found, live, phase = Memory(), LiveBytes(), ""
     for event in events:
-        if isinstance(event, Alloc):
-            live[event.id] = event
-            now[event.category] += event.bytes
-            if now[event.category] > found.most[event.category]:
-                found.most[event.category] = now[event.category]
-            if event.category == Category.HOST:
-                continue
-            total += event.bytes
-            if total > found.peak_bytes:
-                found.peak_bytes, found.by_category = total, dict(now)
+        live.see(event)
+        if isinstance(event, (Alloc, Mark)):
+            category = event.category
+            found.most[category] = max(found.most[category], live.now[category])
+            if isinstance(event, Alloc) and live.total > found.peak_bytes:
+                found.peak_bytes, found.by_category = live.total, dict(live.now)
                 found.phase, found.line, found.operator = phase, event.line, event.operator
-        elif isinstance(event, Free):
-            ended = live.pop(event.id)
-            now[ended.category] -= ended.bytes
-            if ended.category != Category.HOST:
-                total -= ended.bytes
-        elif isinstance(event, Mark):
-            known = live[event.id]
-            now[known.category] -= known.bytes
-            now[event.category] += known.bytes
-            found.most[event.category] = max(found.most[event.category], now[event.category])
-            live[event.id] = known._replace(category=event.category)
         elif isinstance(event, PhaseStart):
             if phase == "init":
                 found.init_peak_bytes = found.peak_bytes
             phase = event.name
-    found.states = {category: now[category] for category in MODEL_STATES}
+    found.states = {category: live.now[category] for category in MODEL_STATES}
     return found

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from repro.config.enums import Category
 from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory
 from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
-
-HOST = "host"
-"""The category of what lies in host memory (as in `repro.parallel.storage`, which needs torch)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def replay(
     failure = None
     for index, event in enumerate(events):
         if isinstance(event, Alloc):
-            if event.category == HOST:
+            if event.category == Category.HOST:
                 host.add(event.id)
                 continue
             try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from repro.config.enums import ACCOUNTED, Category
-from repro.simulate.trace.events import Alloc, Free, Mark, Operator, PhaseStart
+from repro.config.enums import ACCOUNTED
+from repro.simulate.memory.live import LiveBytes
+from repro.simulate.trace.events import Operator, PhaseStart
 from repro.simulate.trace.roles import Trace
 
 POINTS = 96
@@ -24,36 +25,23 @@ def over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, 
     """
     step = traced.events[traced.step_start : traced.step_stop]
     whole = sum(seconds(event) for event in step if isinstance(event, Operator))
-    live: dict[int, tuple[str, int]] = {}
-    now = dict.fromkeys(ACCOUNTED, 0)
+    live = LiveBytes()
     found: list[dict[str, int]] = []
     phases: dict[int, tuple[str, int]] = {}
-    most, total, spent = -1, 0, 0.0
+    most, spent = -1, 0.0
 
     def seen() -> None:
         """Keep this moment if it holds more than the others of its part."""
         nonlocal most
         part = min(POINTS - 1, int(spent / whole * POINTS)) if whole else 0
         while len(found) <= part:
-            found.append(dict(now))
-            most = total
-        if total > most:
-            found[-1], most = dict(now), total
+            found.append(dict(live.now))
+            most = live.total
+        if live.total > most:
+            found[-1], most = dict(live.now), live.total
 
     for number, event in enumerate(traced.events[: traced.step_stop]):
-        if isinstance(event, Alloc):
-            live[event.id] = (event.category, event.bytes)
-            now[event.category] += event.bytes
-            total += event.bytes * (event.category != Category.HOST)
-        elif isinstance(event, Free):
-            category, size = live.pop(event.id)
-            now[category] -= size
-            total -= size * (category != Category.HOST)
-        elif isinstance(event, Mark):
-            category, size = live[event.id]
-            live[event.id] = (event.category, size)
-            now[category] -= size
-            now[event.category] += size
+        live.see(event)
         if number < traced.step_start:
             continue
         if isinstance(event, Operator):

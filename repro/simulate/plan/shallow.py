@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 from repro.config import Experiment, Layout, Model, Training
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
-from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, PhaseStart, Wait
+from repro.simulate.trace.events import Alloc, Event, Message, Operator, PhaseStart, Wait
 
 if TYPE_CHECKING:
     from repro.simulate.trace.roles import Trace
 
-KEPT = ("activations", "checkpoints", "host")
+DEVICE_KEPT = ("activations", "checkpoints")
+KEPT = (*DEVICE_KEPT, "host")
 """Categories that hold something for every layer and micro-batch in flight."""
 WEIGHTS = (0, 1, 16)
 """A phase's peak may be at another moment in a deeper model, one at which more is kept for the backward pass.
@@ -194,42 +195,21 @@ def _timed(traced: Trace) -> Trace:
 
 def _moments(events: Iterable[Event]) -> dict[str, tuple[dict[str, int], ...]]:
     """By phase, what is live when live bytes, weighted as in `WEIGHTS`, are most."""
-    from repro.config.enums import ACCOUNTED, Category
+    from repro.simulate.memory.live import LiveBytes
 
-    live: dict[int, tuple[int, str]] = {}
-    now = dict.fromkeys(ACCOUNTED, 0)
+    live, phase = LiveBytes(), ""
     found: dict[str, list[dict[str, int]]] = {}
     most: dict[str, list[int]] = {}
-    total, kept, phase = 0, 0, ""
-    category: str
     for event in events:
-        if isinstance(event, Alloc):
-            size, category = event.bytes, event.category
-            live[event.id] = size, category
-        elif isinstance(event, Free):
-            size, category = live.pop(event.id)
-            size = -size
-        elif isinstance(event, Mark):
-            size, before = live[event.id]
-            live[event.id] = size, event.category
-            now[before] -= size
-            now[event.category] += size
-            kept += size * ((event.category in KEPT) - (before in KEPT))
-            continue
-        elif isinstance(event, PhaseStart):
+        live.see(event)
+        if isinstance(event, PhaseStart):
             phase = event.name
             most.setdefault(phase, [-1] * len(WEIGHTS))
             found.setdefault(phase, [{}] * len(WEIGHTS))
-            size, category = 0, ""
-        else:
+        elif not isinstance(event, Alloc):
             continue
-        if size:
-            now[category] += size
-            if category != Category.HOST:
-                total += size
-                kept += size if category in KEPT else 0
-        if size >= 0:
-            for i, weight in enumerate(WEIGHTS):
-                if total + weight * kept > most[phase][i]:
-                    most[phase][i], found[phase][i] = total + weight * kept, dict(now)
+        kept = sum(live.now[category] for category in DEVICE_KEPT)
+        for i, weight in enumerate(WEIGHTS):
+            if live.total + weight * kept > most[phase][i]:
+                most[phase][i], found[phase][i] = live.total + weight * kept, dict(live.now)
     return {phase: tuple(moments) for phase, moments in found.items()}
