@@ -13,7 +13,7 @@ from repro.config.errors import ConfigError, require
 from repro.host.resources import usable_cores
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
-from repro.launch.local import launcher
+from repro.launch.local import launch
 from repro.launch.local.once import run_once
 from repro.systems.load import HERE, LOCAL
 from repro.systems.load import load as load_system
@@ -41,14 +41,14 @@ class Here:
 
     def __init__(self, system: str, gpus: int):
         """`gpus`: ranks; 0: every GPU, or 2 on cores.  Raises `ConfigError`."""
-        if system not in launcher.DEVICES:
+        if system not in launch.DEVICES:
             expected = (
-                f"one of {', '.join(launcher.DEVICES)}: what can be measured is the machine at hand, or with "
+                f"one of {', '.join(launch.DEVICES)}: what can be measured is the machine at hand, or with "
             )
             raise ConfigError("--system", system, f"{expected}--profile a cluster")
         require(gpus >= 0, "--gpus", gpus, "a number of ranks, 1 or more")
-        self.system, on_cpu = system, launcher.DEVICES[system] == "cpu"
-        visible = 0 if on_cpu else launcher.cuda_devices()
+        self.system, on_cpu = system, launch.DEVICES[system] == "cpu"
+        visible = 0 if on_cpu else launch.cuda_devices()
         if not on_cpu and visible == 0:
             raise ConfigError("--system", system, "a machine with CUDA devices; none is visible here")
         if not on_cpu and gpus > visible:
@@ -89,7 +89,7 @@ class Nodes:
         errand.check_place(self.site, self.folder)
         self.system, self.nodes, self.per_node = system, nodes, per_node or most
         self.ranks = nodes * self.per_node
-        on_cpu = launcher.DEVICES.get(system) == "cpu"
+        on_cpu = launch.DEVICES.get(system) == "cpu"
         # What a site's "local-gpu" is cannot be known here; every GPU has fp16.
         self.precision = (
             "fp32" if on_cpu else "fp16" if system in HERE else load_system(system).best_precision

@@ -45,7 +45,7 @@ class Index:
     step: int
     """Steps that were done."""
     training: Mapping[str, Any]
-    """What has to be equal for a run to go on from here (`repro.launch.rank.resume.identity`)."""
+    """What has to be equal for a run to go on from here (`repro.launch.rank.checkpoints.identity`)."""
     scalars: Mapping[str, Any]
     """`repro.checkpoint.state.scalars`."""
     history: Mapping[str, Any]

@@ -16,7 +16,7 @@ from repro.config.errors import ConfigError, require
 from repro.config.system import System
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
-from repro.launch.local import launcher
+from repro.launch.local import launch
 from repro.launch.local.once import run_once
 from repro.simulate.plan import fit
 from repro.simulate.plan.asked import Asked, memory_bytes
@@ -35,8 +35,8 @@ def trials_of(
     `as_rank`: one process is this rank alone, of `of`; else None.
     """
     system, gpus = asked.system, asked.gpus
-    if system not in launcher.DEVICES:
-        raise ConfigError("system", system, f"one of {', '.join(launcher.DEVICES)} with --measure")
+    if system not in launch.DEVICES:
+        raise ConfigError("system", system, f"one of {', '.join(launch.DEVICES)} with --measure")
     if asked.expandable:
         what = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in its place with --measure, where torch allocates"
         raise ConfigError("expandable", expected=what)
@@ -49,9 +49,9 @@ def trials_of(
         require(0 <= as_rank < of, "as_rank", as_rank, f"a rank from 0 to {of - 1}")
         world = of
     question = fit.question_of(on, replace(asked, gpus=world), model, sizes, search)
-    if launcher.DEVICES[system] == "cuda" and gpus > launcher.cuda_devices():
+    if launch.DEVICES[system] == "cuda" and gpus > launch.cuda_devices():
         raise ConfigError(
-            "gpus", gpus, f"at most the {launcher.cuda_devices()} CUDA devices that are visible here"
+            "gpus", gpus, f"at most the {launch.cuda_devices()} CUDA devices that are visible here"
         )
     return Trials(question, system, limit, as_rank)
 
@@ -59,7 +59,7 @@ def trials_of(
 def _this_machine(system: str, limit: int | None) -> System:
     """The system that the trials run on; its processor is one device with as much memory as `limit` says."""
     on = systems.load("local")
-    on_cpu = launcher.DEVICES[system] == "cpu"
+    on_cpu = launch.DEVICES[system] == "cpu"
     if on_cpu:
         if limit is None:
             what = "needed on processor cores: what one process may allocate, say 500MB"
@@ -118,7 +118,7 @@ class Trials:
         detail = {"memory_of_process": _most([result["memory"] for result in results])}
         why = ""
         if ending.outcome == "oom":
-            why = kind(ending.reason, launcher.DEVICES[self.system], self.question.allocatable)
+            why = kind(ending.reason, launch.DEVICES[self.system], self.question.allocatable)
         elif ending.outcome != "ok":
             why = ending.outcome
         reserved = detail["memory_of_process"].get("cuda", {}).get("reserved_peak")

@@ -8,7 +8,7 @@ from repro import suites
 from repro.config import ConfigError, Experiment
 from repro.launch import plan, simulated
 from repro.launch.interrupt import Interrupt
-from repro.launch.local import launcher
+from repro.launch.local import launch
 from repro.launch.progress import Progress
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.runner import LocalLauncher, Runner
@@ -57,7 +57,7 @@ def run(
 
 def _needs(experiment: Experiment) -> str:
     """What keeps `experiment` from being measured on this machine, and that it can be simulated instead."""
-    needs = launcher.needs(experiment)
+    needs = launch.needs(experiment)
     hint = f"; `--evidence {SIMULATED}` traces it here" if not simulated.needs(experiment) else ""
     return needs and needs + hint
 

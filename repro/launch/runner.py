@@ -12,7 +12,7 @@ from repro.config import Experiment
 from repro.launch import plan, supervise
 from repro.launch.beacon import Position
 from repro.launch.job import Job
-from repro.launch.local.launcher import LocalLaunch
+from repro.launch.local.launch import LocalLaunch
 from repro.launch.locks import Locks
 from repro.launch.plan import Task
 from repro.launch.progress import Progress

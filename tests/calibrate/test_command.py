@@ -20,7 +20,7 @@ from repro.config.links import OPERATIONS
 from repro.launch.beacon import Beacon, Lookout
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
-from repro.launch.local import launcher
+from repro.launch.local import launch
 from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launcher, "cuda_devices", lambda: 0)
+    monkeypatch.setattr(launch, "cuda_devices", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM here
     lab = 'system = "local"\n[slurm]\ntasks_per_node = 2\n'
     Path("lab.toml").write_text(lab)

@@ -10,8 +10,8 @@ import torch
 
 from repro.checkpoint import index
 from repro.config import Experiment, Layout, Model
+from repro.launch.rank.checkpoints import CheckpointPlace
 from repro.launch.rank.experiment import Run
-from repro.launch.rank.resume import CheckpointPlace
 from repro.parallel import mesh as meshes
 from tests.training import TINY, tiny
 

@@ -13,7 +13,7 @@ from repro.config import Experiment, Layout, Limits, Model, Training
 from repro.launch import supervise
 from repro.launch.beacon import Position
 from repro.launch.job import Job
-from repro.launch.local.launcher import LocalLaunch, environment
+from repro.launch.local.launch import LocalLaunch, environment
 from repro.launch.rank import program as rank_program
 from repro.launch.supervise import Ending, signal_name, watch
 from tests.launch.runs import FAKE

@@ -53,7 +53,7 @@ def status(
     return command(results, watch, every, json)
 
 
-@app.command(epilog="Example:  repro logs fig6-c4-60b --rank 17")
+@app.command(epilog="Example:  repro logs fig8-c4-60b --rank 17")
 def logs(
     case: Annotated[str, typer.Argument(help="A submitted case.", metavar="CASE")],
     results: Results = Path("results"),

@@ -10,7 +10,7 @@ from typing import Any
 from repro.launch import supervise
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
-from repro.launch.local.launcher import LocalLaunch
+from repro.launch.local.launch import LocalLaunch
 
 
 def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[supervise.Ending, list[dict[str, Any]]]:

@@ -16,7 +16,7 @@ from repro.data import open_stream
 from repro.engines import build_engine
 from repro.engines.native import NativeEngine
 from repro.launch.interrupt import Stopped
-from repro.launch.rank.resume import CheckpointManager, CheckpointPlace
+from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
 from repro.launch.rank.series import Diverged, Series
 from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker

@@ -15,9 +15,9 @@ from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.launch.beacon import Beacon
 from repro.launch.job import Job
+from repro.launch.rank.checkpoints import CheckpointPlace
 from repro.launch.rank.device import own_device
 from repro.launch.rank.experiment import Diverged, Report, Run
-from repro.launch.rank.resume import CheckpointPlace
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh
 

@@ -3,8 +3,8 @@
 | paper | stage | what is partitioned | where |
 |---|---|---|---|
 | - | 0 | nothing: plain data parallelism | `grad_reduce` |
-| P_os | 1 | optimizer states | `optimizer`, `param_gather` |
-| P_os+g | 2 | and gradients | `grad_reduce`, `param_gather` |
+| P_os | 1 | optimizer states | `optimizer`, `gather_updated` |
+| P_os+g | 2 | and gradients | `grad_reduce`, `gather_updated` |
 | P_os+g+p | 3 | and parameters | `unshard` |
 
 `partition` cuts parameters into buckets and shards, `flat_buffer` is one bucket, `units` says what of a module is

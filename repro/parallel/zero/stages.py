@@ -13,11 +13,11 @@ from repro.config import Layout
 from repro.parallel import storage
 from repro.parallel.comm import Group
 from repro.parallel.zero.flat_buffer import Bucket, InitialValues, Tag
+from repro.parallel.zero.gather_updated import UpdatedParameterGather
 from repro.parallel.zero.grad_reduce import GradientReducer
-from repro.parallel.zero.param_gather import ParameterAllGather
 from repro.parallel.zero.partition import BucketPlan, plan_bucket, plan_buckets
 from repro.parallel.zero.units import Unit, parameters_of
-from repro.parallel.zero.unshard import ParameterGatherer
+from repro.parallel.zero.unshard import ParameterUnsharder
 from repro.parallel.zero_r.constant_buffers import bucket_numel
 
 
@@ -115,7 +115,7 @@ class ShardedModule:
         tags = [tag_of(p) for p in self.parameters]
         self.buckets: list[Bucket] = []
         """In the order in which their gradients come, the last layers first."""
-        self.gatherer: ParameterGatherer | None = None
+        self.gatherer: ParameterUnsharder | None = None
 
         def make(plan: BucketPlan[Tag]) -> Bucket:
             chosen = [self.parameters[slot.index] for slot in plan.slots]
@@ -149,10 +149,10 @@ class ShardedModule:
             overlap=sharding.overlap,
         )
         if sharding.stage == 3:
-            self.gatherer = ParameterGatherer(module, units, of_unit, self.reducer.close)
-        self.param_gather: ParameterAllGather | None = None
+            self.gatherer = ParameterUnsharder(module, units, of_unit, self.reducer.close)
+        self.param_gather: UpdatedParameterGather | None = None
         if sharding.stage in (1, 2):
-            self.param_gather = ParameterAllGather(module, units, self.buckets)
+            self.param_gather = UpdatedParameterGather(module, units, self.buckets)
 
     @property
     def padding(self) -> int:

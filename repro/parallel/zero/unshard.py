@@ -83,7 +83,7 @@ class ForwardPass:
         return max(visits, default=None)
 
 
-class ParameterGatherer:
+class ParameterUnsharder:
     """Gathers and frees the units of one module.
 
     `buckets[unit]` are the unit's buckets (one a dtype); `complete` is told of each that no gradient

@@ -14,7 +14,7 @@ from repro.config import ConfigError, Experiment, Layout, Model
 from repro.launch.failures import CLASSES, failure
 from repro.launch.plan import Task
 from repro.launch.rank.device import cuda_index
-from repro.launch.slurm.allocation import bundle, controller, process, stop, topology
+from repro.launch.slurm.allocation import bundle, controller, rank_child, stop, topology
 from repro.launch.slurm.allocation.nodes import NodeReport, mismatch, place
 from repro.suites import Comparison
 
@@ -257,12 +257,12 @@ def test_the_address_is_the_interfaces_or_is_asked_for() -> None:
 
 
 def test_folders_of_killed_tasks_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "work_parent", lambda: tmp_path)
-    dead = tmp_path / f"{process.FOLDER}dead"
+    monkeypatch.setattr(rank_child, "work_parent", lambda: tmp_path)
+    dead = tmp_path / f"{rank_child.FOLDER}dead"
     dead.mkdir()
-    (dead / process.LOCK).touch()
-    first, _ = process.own_folder()
-    second, _ = process.own_folder()
+    (dead / rank_child.LOCK).touch()
+    first, _ = rank_child.own_folder()
+    second, _ = rank_child.own_folder()
     assert not dead.exists()
     assert first.exists()
     assert second.exists()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from repro import cli, suites
-from repro.launch.slurm.allocation import step
+from repro.launch.slurm.allocation import srun_step
 from repro.launch.slurm.following.registry import Registry
 from repro.launch.slurm.site import profile
 from repro.results.measured import experiment_record
@@ -181,7 +181,7 @@ def test_all_that_a_profile_says_is_in_the_script(
     for word in ("--nodes=1", "--ntasks=1", "--relative=0", "--overlap", sys.executable):
         assert word in command
     assert "container" not in command
-    ranks = step.command(profile.load(site), 18, 8, ["module", "folder"])
+    ranks = srun_step.command(profile.load(site), 18, 8, ["module", "folder"])
     for word in (
         "--container-image=image.sqsh",
         "--container-mounts=/data",

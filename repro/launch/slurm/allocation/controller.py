@@ -13,7 +13,7 @@ from pathlib import Path
 from repro import systems
 from repro.config import ConfigError
 from repro.launch.failures import LOST_NODE
-from repro.launch.local.launcher import read_json
+from repro.launch.local.launch import read_json
 from repro.launch.plan import Task
 from repro.launch.recorder import Recorder
 from repro.launch.runner import Runner, rank_target
@@ -21,7 +21,7 @@ from repro.launch.slurm.allocation import nodes
 from repro.launch.slurm.allocation.bundle import BundleFile
 from repro.launch.slurm.allocation.launch import ClusterLauncher
 from repro.launch.slurm.allocation.nodes import NodeReport
-from repro.launch.slurm.allocation.step import Allocation
+from repro.launch.slurm.allocation.srun_step import Allocation
 from repro.launch.slurm.allocation.stop import Stop
 from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.site import profile

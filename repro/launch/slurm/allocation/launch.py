@@ -18,10 +18,10 @@ from repro.launch import stacks
 from repro.launch.beacon import Position
 from repro.launch.failures import LOST_NODE
 from repro.launch.job import STOP, Job
-from repro.launch.local.launcher import DEVICES
-from repro.launch.slurm.allocation import process, task
+from repro.launch.local.launch import DEVICES
+from repro.launch.slurm.allocation import rank_child, task
 from repro.launch.slurm.allocation.connection import ENDED, Listener, Message
-from repro.launch.slurm.allocation.step import Allocation, Step
+from repro.launch.slurm.allocation.srun_step import Allocation, Step
 from repro.launch.slurm.allocation.stop import Stop
 from repro.results.store import DISK_FULL
 
@@ -82,7 +82,7 @@ class ClusterLaunch:
         """Start all ranks.  Raises `OSError` if the shared folder has no room for their logs."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
-        self.job.save(self.logs / process.JOB)
+        self.job.save(self.logs / rank_child.JOB)
         self._begin()
 
     def _begin(self) -> None:
@@ -156,7 +156,7 @@ class ClusterLaunch:
             self._step.signal(stacks.SIGNAL)
         lines = [f"rank {rank} on {self._nodes[rank]}: {self.position(rank)}" for rank in range(self.world)]
         (self.logs / "positions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        end = time.monotonic() + stacks.WAIT_S + process.LOOK_S
+        end = time.monotonic() + stacks.WAIT_S + rank_child.LOOK_S
         while time.monotonic() < end:
             self._look()
             if all(seen.dumped or seen.stopped or seen.code is not None for seen in self._ranks):

@@ -18,7 +18,7 @@ from types import FrameType
 
 from repro.launch import stacks
 from repro.launch.slurm.allocation.connection import Connection
-from repro.launch.slurm.allocation.process import RankProcess
+from repro.launch.slurm.allocation.rank_child import RankProcess
 from repro.launch.slurm.allocation.stop import SIGNALS
 
 FILE = "launch.json"
@@ -81,7 +81,7 @@ def environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict
     defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     chosen: dict[str, str] = {}
     if launch.limited:
-        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)  # as repro.launch.local.launcher.environment
+        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)  # as repro.launch.local.launch.environment
     if "SLURM_CPUS_PER_TASK" in os.environ:
         chosen |= threads
     else:

@@ -20,7 +20,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.host.files import write_json
-from repro.launch.local import processes
+from repro.launch import rank_process
 from repro.launch.slurm.allocation.work import SubmissionWork
 
 FILE = "submission.json"
@@ -162,7 +162,7 @@ def _abandoned(path: Path) -> bool:
         old = time.time() - path.stat().st_mtime > _LOCK_S
     except (OSError, ValueError):
         return False
-    return old or (note.get("host") == socket.gethostname() and not processes.state(note.get("pid", 0)))
+    return old or (note.get("host") == socket.gethostname() and not rank_process.state(note.get("pid", 0)))
 
 
 def _bad(path: Path, error: Exception) -> ConfigError:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from repro.config import Experiment
-from repro.launch import stacks
+from repro.launch import rank_process, stacks
 from repro.launch.beacon import Lookout, Position
 from repro.launch.job import STOP, Job
-from repro.launch.local import processes
 from repro.launch.rank import program as rank_program
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
@@ -81,7 +80,7 @@ class LocalLaunch:
             rendezvous = f"file://{self.folder}/rendezvous"
             with self._log(rank, "out") as out, self._log(rank, "err") as err:
                 process = subprocess.Popen(
-                    processes.command(
+                    rank_process.command(
                         self.folder, rank, device=device, rendezvous=rendezvous, target=self._target
                     ),
                     stdin=subprocess.DEVNULL,
@@ -102,7 +101,7 @@ class LocalLaunch:
 
     def stopped(self, rank: int) -> bool:
         """Whether `rank` is stopped by a signal or a debugger."""
-        return processes.is_stopped(self._ranks[rank].pid)
+        return rank_process.is_stopped(self._ranks[rank].pid)
 
     def report(self, rank: int) -> dict[str, Any] | None:
         """How `rank` says it ended: `{"rank", "outcome", "reason"}`; None if it could not say."""
@@ -118,11 +117,11 @@ class LocalLaunch:
 
     def error_text(self, rank: int) -> str:
         """The end of what `rank` wrote to standard error."""
-        return processes.errors(self.logs, rank)
+        return rank_process.errors(self.logs, rank)
 
     def dump_stacks(self) -> None:
         """Ask every running rank to write its Python stacks to its log, and see it done."""
-        logs = {rank: processes.errors_file(self.logs, rank) for rank in range(self.world)}
+        logs = {rank: rank_process.errors_file(self.logs, rank) for rank in range(self.world)}
         before = {rank: stacks.count(log) for rank, log in logs.items()}
         self._signal(stacks.SIGNAL)
         end = time.monotonic() + stacks.WAIT_S

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from repro.launch import stacks
+from repro.launch import rank_process, stacks
 from repro.launch.beacon import Lookout
 from repro.launch.job import STOP, Job
-from repro.launch.local import processes
-from repro.launch.local.launcher import read_json, work_parent
+from repro.launch.local.launch import read_json, work_parent
 from repro.launch.rank import program as rank_program
 from repro.launch.slurm.allocation.connection import Message
 from repro.launch.slurm.allocation.stop import blocked
@@ -68,7 +67,7 @@ class RankProcess:
         self._folder, self._lock = own_folder()
         shutil.copyfile(self._logs / JOB, self._folder / JOB)
         self._lookout = Lookout(self._folder / "beacon", self._world)
-        command = processes.command(
+        command = rank_process.command(
             self._folder, self.number, device=self._device, rendezvous=self._rendezvous, target=self._target
         )
         stem = self._logs / f"rank-{self.number}"
@@ -121,7 +120,7 @@ class RankProcess:
         if self._lookout is None:
             return
         position = self._lookout.position(self.number)
-        stopped = self._process is not None and processes.is_stopped(self._process.pid)
+        stopped = self._process is not None and rank_process.is_stopped(self._process.pid)
         if position.seconds == self._said and stopped == self._stopped:
             return
         self._said, self._stopped = position.seconds, stopped
@@ -147,12 +146,12 @@ class RankProcess:
         if report is None and code == -signal.SIGKILL and kernel_oom_kills() > self._oom_kills:
             reason = "killed by the kernel, which ran out of memory"
             report = {"rank": self.number, "outcome": "oom", "reason": reason}
-        errors = processes.errors(self._logs, self.number)
+        errors = rank_process.errors(self._logs, self.number)
         return {"say": "ended", "code": code, "report": report, "errors": errors}
 
     @property
     def _errors_file(self) -> Path:
-        return processes.errors_file(self._logs, self.number)
+        return rank_process.errors_file(self._logs, self.number)
 
     def _signal(self, number: int) -> None:
         """Send a signal to the rank and its children."""

@@ -13,7 +13,7 @@ from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero.units import Unit, parameters_of
 
 
-class ParameterAllGather:
+class UpdatedParameterGather:
     """Every rank gets the updated parameters while the next forward pass already runs.
 
     After the optimizer step all buckets are gathered, first layers first; a use of a unit waits for the buckets
