@@ -1,7 +1,7 @@
 """The kernels that every strategy shares, as torch operators `repro::*` that work on CPU, CUDA and meta.
 
 One kernel a file: the operator, its autograd, its shape function, its cost formula, and `reference`, the
-same maths in plain torch, which is what the tests trust.  `parallel`, `models` and whatever is above import it.
+same maths in plain torch, which is what the tests trust.  `parallel`, `models` and higher levels import it.
 """
 
 from repro.kernels.adamw import adamw_

@@ -3,7 +3,7 @@
 `gpt` is the module, `init` its weights, `operator_sets` a layer as each of them runs it; `parameters`, `flops`
 and `states` count without torch.  A file holds one family: `[[model]]` tables, and a `[defaults]` table with what
 they share. A person's own file may also be one model with its keys at the top; its name is then the file's.
-`train` and whatever is above import it.
+`train` and higher levels import it.
 """
 
 from __future__ import annotations

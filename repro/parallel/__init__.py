@@ -3,5 +3,5 @@
 `mesh` makes groups of ranks of a layout; every message goes through a `Group` of `comm`, which a `ledger` counts and
 one of the `transports` carries.  `tensor` has Megatron's split linear layers, `recompute` activation checkpoints,
 `precision` loss scaling, `storage` what memory is for.  Tensors of any device will do, `meta` too: nothing here knows
-whether it is measured or simulated.  Imports `config` and `kernels`; `models`, `train` and whatever is above import it.
+whether it is measured or simulated.  Imports `config` and `kernels`; `models`, `train` and higher levels import it.
 """

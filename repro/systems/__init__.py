@@ -3,7 +3,7 @@
 repro.systems.names()          ["dgx2", "dgx2h", ..., "local"]
 repro.systems.load("dgx2")     a frozen System; a path to one's own .toml works too
 
-`suites`, `simulate` and whatever is above import it.
+`suites`, `simulate` and higher levels import it.
 """
 
 from repro.systems.load import HERE, load, names
