@@ -45,6 +45,8 @@ class Testable:
     needs: str = ""
     not_comparable: str = ""
     note: str = ""
+    main: bool = False
+    given: str = ""
 
 
 @dataclass(kw_only=True)
@@ -132,6 +134,7 @@ def _fields(cls: Any) -> tuple[dict[str, str], frozenset[str]]:
 _FIELDS = {cls: _fields(cls) for cls in (FileEntry, *_INNER.values())}
 _IS: dict[str, Callable[[Any], bool]] = {
     "str": lambda v: type(v) is str,
+    "bool": lambda v: type(v) is bool,
     "float": lambda v: type(v) in (int, float),
     "list[str]": lambda v: type(v) is list and all(type(i) is str for i in v),
     "list[list[int | float | str]]": lambda v: (

@@ -16,6 +16,7 @@ import ast
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -156,6 +157,30 @@ def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
             todo += ast.iter_child_nodes(node)
         else:
             found.append(text)
+    return found
+
+
+def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    """Every call in `expression`: the function, and those of its arguments that are strings."""
+    found = []
+    for node in ast.walk(expression.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            given = (_text(argument, variables) for argument in node.args)
+            found.append((node.func.id, tuple(text for text in given if text is not None)))
+    return found
+
+
+def literals(expression: Expression, skip: AbstractSet[str] = frozenset()) -> list[float]:
+    """The numbers that are typed in `expression`, but for those inside calls of the functions `skip`."""
+    found: list[float] = []
+    todo: list[ast.AST] = [expression.tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in skip:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            found.append(float(node.value))
+        todo += ast.iter_child_nodes(node)
     return found
 
 

@@ -2,10 +2,14 @@
 
 Every way of testing a row (analytic, simulated, measured at some scale) gets its own verdict.  A row speaks
 with its strongest decided evidence: measured at the published scale, then one rank of N, a scaled twin,
-simulated, analytic.  A simulation of a value that the time model is calibrated on is shown and decides
-nothing.  A claim is `reproduced` when every row that can be compared is, `not reproduced` when one is
-not, and `not run` while some rows have no evidence yet.  Weaker evidence that disagrees with the strongest
-is listed, never dropped.
+simulated, analytic; and last the source against itself, which makes a row `consistent` or `inconsistent` and
+never `reproduced`; while a row's own test has not run, only a contradiction is said.  A simulation of a value
+that the time model is calibrated on is shown and decides nothing.
+
+A claim's verdict comes from the rows that are the claim (`main`), and all of them count: `not reproduced` or
+`inconsistent` when one is, `not run` while one has no evidence yet, `not comparable` when one is, `consistent`
+when one is no more than that, and `reproduced` when every one is.  Weaker evidence that disagrees with the
+strongest is listed, never dropped.
 """
 
 from __future__ import annotations
@@ -16,10 +20,26 @@ from typing import Any
 
 from repro.claims.expression import Expression, ExpressionError, Result, evaluate, texts
 from repro.claims.formulas import CONSTANTS, FORMULAS
-from repro.claims.ledger import KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Claim, Evidence, Ledger, Row
+from repro.claims.ledger import (
+    ITSELF,
+    KINDS,
+    ONE_RANK,
+    PUBLISHED_SCALE,
+    RUN,
+    SCALED_TWIN,
+    TRACE,
+    Claim,
+    Evidence,
+    Ledger,
+    Row,
+)
 from repro.claims.published import UNITS, digitised, printed, show
 from repro.claims.records import Missing, Records
 from repro.claims.results import (
+    BAD,
+    CONSISTENT,
+    GOOD,
+    INCONSISTENT,
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
@@ -45,26 +65,21 @@ def judge(ledger: Ledger, records: Iterable[Record]) -> list[ClaimResult]:
 def judge_claim(claim: Claim, records: Records) -> ClaimResult:
     """One claim against the store's records."""
     rows = tuple(_judge_row(row, claim, records) for row in claim.rows)
-    kinds = tuple(kind for kind in (_kind(name, rows) for name in KINDS) if kind)
-    comparable = [row for row in rows if row.verdict != NOT_COMPARABLE]
-    good = [row for row in comparable if row.verdict == REPRODUCED]
-    if not comparable:
-        verdict = NOT_COMPARABLE
-        reason = next(row.reason for row in rows)
-    elif any(row.verdict == NOT_REPRODUCED for row in comparable):
-        verdict = NOT_REPRODUCED
-        reason = next(row.row.note or row.reason for row in comparable if row.verdict == NOT_REPRODUCED)
-    elif len(good) == len(comparable):
-        verdict, reason = REPRODUCED, ""
-    else:
-        verdict = NOT_RUN
-        reason = next(row.reason for row in comparable if row.verdict == NOT_RUN)
+    kinds = tuple(kind for kind in (*(_kind(name, rows) for name in KINDS), _itself(rows)) if kind)
+    main = [row for row in rows if row.row.main]
+    verdict = next(verdict for verdict in _WEAKEST if any(row.verdict == verdict for row in main))
+    weakest = next(row for row in main if row.verdict == verdict)
+    reason = weakest.reason
+    if verdict in BAD:
+        reason = weakest.row.note or reason
+    elif verdict in GOOD:
+        reason = weakest.row.given
     return ClaimResult(
         claim=claim,
         rows=rows,
         kinds=kinds,
         verdict=verdict,
-        basis=_basis(comparable, len(good)),
+        basis=_basis(main),
         reason=reason,
         disagreements=tuple(
             f"{row.row.label}: {row.basis} says {row.verdict}, {_name(finding)} says {finding.verdict}"
@@ -74,25 +89,34 @@ def judge_claim(claim: Claim, records: Records) -> ClaimResult:
     )
 
 
-def strength(kind: str, scale: str) -> int:
-    """Rank of a kind of evidence; 0 is the strongest."""
-    order = (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)
-    if kind == "measured":
-        return next(i for i, start in enumerate(order) if scale.startswith(start))
-    return len(order) + ("simulated", "analytic").index(kind)
+_WEAKEST = (NOT_REPRODUCED, INCONSISTENT, NOT_RUN, NOT_COMPARABLE, CONSISTENT, REPRODUCED)
+"""A claim says the first of these that one of its rows says."""
+_ORDER = (
+    *(f"measured, {scale}" for scale in (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)),
+    *KINDS[1::-1],
+    ITSELF,
+)
+"""What a row can rest on, strongest first."""
+
+
+def strength(basis: str) -> int:
+    """Rank of what a row rests on; 0 is the strongest."""
+    return next(rank for rank, start in enumerate(_ORDER) if basis.startswith(start))
 
 
 def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
     evidence = [*row.evidence, *_at_published_scale(row, records)]
-    findings = sorted(
-        (_find(one, row, claim, records) for one in evidence), key=lambda f: strength(f.kind, f.scale)
-    )
+    findings = sorted((_find(one, row, claim, records) for one in evidence), key=lambda f: strength(_name(f)))
     speaking = [f for f in findings if f.verdict != NOT_COMPARABLE]
-    for level in dict.fromkeys(strength(f.kind, f.scale) for f in speaking):
-        equals = [f for f in speaking if strength(f.kind, f.scale) == level]
+    for level in dict.fromkeys(strength(_name(f)) for f in speaking):
+        equals = [f for f in speaking if strength(_name(f)) == level]
+        if equals[0].itself:
+            equals = [f for f in equals if f.decided] or equals
+            if len(equals) < len(speaking) and not all(f.itself for f in speaking):
+                equals = [f for f in equals if f.verdict in BAD]  # what could be tested waits for its test
         # One failure is enough; success needs all expressions of this strength.
-        failed = next((f for f in equals if f.verdict == NOT_REPRODUCED), None)
-        if failed or all(f.decided for f in equals):
+        failed = next((f for f in equals if f.verdict in BAD), None)
+        if failed or (equals and all(f.decided for f in equals)):
             best = failed or equals[0]
             return RowResult(row, tuple(findings), best.verdict, _name(best), best.reason)
     if row.not_comparable:
@@ -113,7 +137,8 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
         if one.kind != SIMULATED or not read or said.intersection(read):
             continue
         if all(map(records.measured, read)):
-            yield replace(one, kind="measured", scale=PUBLISHED_SCALE)
+            origin = RUN if one.origin == TRACE else one.origin
+            yield replace(one, kind="measured", scale=PUBLISHED_SCALE, origin=origin)
 
 
 def _read(evidence: Evidence, row: Row) -> list[str]:
@@ -126,10 +151,12 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
     common: dict[str, Any] = {
         "kind": evidence.kind,
         "scale": evidence.scale,
+        "origin": evidence.origin,
         "expression": evidence.value.text,
         "tolerance": tolerance(row, evidence, claim),
         "experiments": () if evidence.kind == "analytic" else tuple(_read(evidence, row)),
     }
+    yes, no = (CONSISTENT, INCONSISTENT) if evidence.origin == ITSELF else (REPRODUCED, NOT_REPRODUCED)
     functions: dict[str, Any] = {**FORMULAS, **_INPUTS}
     if evidence.kind != "analytic":
         functions |= records.functions(evidence.kind)
@@ -151,7 +178,7 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         return Finding(verdict=NOT_RUN, reason=f"cannot be computed: {error}", **common)
     if isinstance(value.value, str) or (expected and isinstance(expected.value, str)):
         right = expected.value if expected else row.published
-        verdict = REPRODUCED if value.value == right else NOT_REPRODUCED
+        verdict = yes if value.value == right else no
         return Finding(
             verdict=verdict,
             reason=f"expected {right}",
@@ -191,7 +218,7 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
             if rule.meets(low, high) and not (rule.meets(low, low) and rule.meets(high, high)):
                 reason += "; the interval reaches across the limit"
     return Finding(
-        verdict=REPRODUCED if agrees else NOT_REPRODUCED,
+        verdict=yes if agrees else no,
         reason=reason,
         value=value.value,
         low=value.low,
@@ -222,41 +249,50 @@ def _text(result: Result, row: Row) -> str:
 
 
 def _kind(name: str, rows: tuple[RowResult, ...]) -> KindResult | None:
-    tested = [[f for f in row.findings if f.kind == name and f.verdict != NOT_COMPARABLE] for row in rows]
-    tested = [findings for findings in tested if findings]
+    """What one kind of evidence says, but for the source against itself."""
+    tested = [[f for f in row.findings if f.kind == name and not f.itself] for row in rows]
+    return _of(name, tested, REPRODUCED, NOT_REPRODUCED)
+
+
+def _itself(rows: tuple[RowResult, ...]) -> KindResult | None:
+    """What the source says about itself."""
+    found = [[f for f in row.findings if f.itself] for row in rows]
+    return _of(ITSELF, [[f for f in fs if f.decided] or fs for fs in found], CONSISTENT, INCONSISTENT)
+
+
+def _of(name: str, findings: list[list[Finding]], yes: str, no: str) -> KindResult | None:
+    tested = [[f for f in found if f.verdict != NOT_COMPARABLE] for found in findings]
+    tested = [found for found in tested if found]
     if not tested:
         return None
-    decided = [findings for findings in tested if all(f.decided for f in findings)]
-    good = sum(all(f.verdict == REPRODUCED for f in findings) for findings in decided)
-    if any(f.verdict == NOT_REPRODUCED for findings in tested for f in findings):
-        verdict = NOT_REPRODUCED
+    decided = [found for found in tested if all(f.decided for f in found)]
+    good = sum(all(f.verdict == yes for f in found) for found in decided)
+    if any(f.verdict == no for found in tested for f in found):
+        verdict = no
     elif len(decided) < len(tested):
         verdict = NOT_RUN
     else:
-        verdict = REPRODUCED
-    scales = dict.fromkeys(f.scale for findings in decided or tested for f in findings)
+        verdict = yes
+    scales = dict.fromkeys(f.scale for found in decided or tested for f in found)
     return KindResult(name, ", ".join(scales), verdict, good, len(decided), len(tested))
 
 
-def _basis(rows: list[RowResult], good: int) -> str:
+def _basis(rows: list[RowResult]) -> str:
     """`measured, scaled twin 12/12`, or several: `measured, scaled twin 9/16; analytic 7/16`."""
     bases: dict[str, list[RowResult]] = {}
     for row in rows:
         if row.basis:
             bases.setdefault(row.basis, []).append(row)
-
-    def rank(name: str) -> int:
-        kind, _, scale = name.partition(", ")
-        return strength(kind, scale)
-
     parts = []
-    for name in sorted(bases, key=rank):
-        reproduced = sum(row.verdict == REPRODUCED for row in bases[name])
-        parts.append(f"{name} {reproduced}/{len(rows)}")
+    for name in sorted(bases, key=strength):
+        good = sum(row.verdict in GOOD for row in bases[name])
+        parts.append(f"{name} {good}/{len(rows)}")
     return "; ".join(parts)
 
 
 def _name(finding: Finding) -> str:
+    if finding.itself:
+        return ITSELF
     return f"measured, {finding.scale}" if finding.kind == "measured" else finding.kind
 
 

@@ -35,9 +35,9 @@ FAMILIES = (
     "harness",
 )
 PUBLISHED_SCALE, SCALED_TWIN, ONE_RANK = "published scale", "scaled twin", "one rank of "
-CLOSED_FORM, OWN_NUMBERS = "closed form", "source's own numbers"
-"""What analytic evidence computes from: the model's sizes, or other printed figures of the same source.  The
-second shows that a source agrees with itself, not that its machine did what it says."""
+CLOSED_FORM, ITSELF, TRACE, RUN = "closed form", "the source against itself", "trace", "run"
+"""Where evidence gets its inputs (`repro.claims.inputs`): a formula of a paper and sizes; other numbers of the same
+source, or an answer that was put in; a simulated step; real processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,9 @@ class Evidence:
     kind: str
     """`analytic`, `simulated` or `measured`."""
     scale: str
-    """`published scale`, `one rank of N`, `scaled twin`; analytic: `CLOSED_FORM`, `OWN_NUMBERS`."""
+    """`published scale`, `one rank of N`, `scaled twin`; analytic: the same as `origin`."""
+    origin: str
+    """`CLOSED_FORM`, `ITSELF`, `TRACE` or `RUN`."""
     value: Expression
     """In bytes, seconds, FLOP or plain numbers."""
     expect: Expression | None
@@ -94,6 +96,10 @@ class Row:
     not_comparable: str
     """Why nothing can be compared with it; empty where something can."""
     note: str
+    main: bool = True
+    """Whether it is the claim.  A row that is not is shown and judged, and carries nothing."""
+    given: str = ""
+    """What of the answer is an input, of ours or of the suite; such a row can be consistent and no more."""
     variables: Mapping[str, Value | Uncertain] = field(default_factory=dict, compare=False)
     """The other columns of the row's line, for its expressions."""
 

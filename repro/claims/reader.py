@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from repro.claims import ledger as the
-from repro.claims.entries import ClaimEntry, EvidenceEntry, TableEntry, Testable, read_file
+from repro.claims.entries import ClaimEntry, EvidenceEntry, FileEntry, TableEntry, Testable, read_file
 from repro.claims.expression import Expression, ExpressionError, Uncertain, Value, check, parse
 from repro.claims.formulas import CONSTANTS, FORMULAS
+from repro.claims.inputs import RATES, circular, closed_form
 from repro.claims.published import UNITS, Printed, digitised, printed, read
 from repro.claims.records import Records
 from repro.claims.tolerance import BOUNDS, POINTS, RELATIVE
@@ -32,13 +33,14 @@ def load(directory: Path = HERE) -> the.Ledger:
             if source.key in sources:
                 raise ConfigError("key", source.key, "used once", file=str(path), where="source")
             sources[source.key] = source
+    rates = frozenset(_rates(files.values()))
     claims: dict[str, the.Claim] = {}
     for path, content in files.items():
         for entry in content.claim:
             try:
                 if entry.id in claims:
                     raise ConfigError("id", entry.id, f"used once; {claims[entry.id].file} has it already")
-                claims[entry.id] = _claim(entry, sources, path.name)
+                claims[entry.id] = _claim(entry, sources, path.name, rates)
             except ConfigError as error:
                 raise error.within(file=str(path), where=entry.id) from None
     if not claims:
@@ -51,7 +53,26 @@ def load(directory: Path = HERE) -> the.Ledger:
     )
 
 
-def _claim(entry: ClaimEntry, sources: Mapping[str, the.Source], file: str) -> the.Claim:
+def _rates(files: Iterable[FileEntry]) -> Iterator[float]:
+    """What is published in one of the units of `inputs.RATES`, in base units."""
+    for claim in (claim for content in files for claim in content.claim):
+        published: list[tuple[Testable, str]] = [(row, row.published) for row in claim.rows]
+        for table in claim.table:
+            for cell in table.cells:
+                at = table.columns.index(cell.column) if cell.column in table.columns else len(table.columns)
+                published += [(cell, str(value)) for line in table.body for value in line[at : at + 1]]
+        for entry, text in published:
+            if (unit := entry.unit or claim.unit) in RATES:
+                try:
+                    number = read(text)
+                except ValueError:
+                    continue
+                yield number.value * UNITS[unit]
+
+
+def _claim(
+    entry: ClaimEntry, sources: Mapping[str, the.Source], file: str, rates: frozenset[float]
+) -> the.Claim:
     if not _ID.fullmatch(entry.id):
         raise ConfigError("id", entry.id, "lower-case words joined by hyphens")
     _one_of("family", entry.family, the.FAMILIES)
@@ -60,9 +81,9 @@ def _claim(entry: ClaimEntry, sources: Mapping[str, the.Source], file: str) -> t
     for source in entry.source:
         _one_of("source", source.partition(" ")[0], sources)
     steps = tuple(_number("steps", step).value for step in entry.steps)
-    rows = [_row(entry, row, row.published, {}, f"rows[{row.label}]") for row in entry.rows]
+    rows = [_row(entry, row, row.published, {}, f"rows[{row.label}]", rates) for row in entry.rows]
     for table in entry.table:
-        rows += _table_rows(entry, table)
+        rows += _table_rows(entry, table, rates)
     if not rows:
         raise ConfigError("rows", expected="at least one row, in rows or in [[claim.table]]")
     labels = [row.label for row in rows]
@@ -74,6 +95,8 @@ def _claim(entry: ClaimEntry, sources: Mapping[str, the.Source], file: str) -> t
             raise ConfigError(
                 "steps", expected="is missing: the sizes that the source tried (a row has metric limit)"
             )
+    if not any(row.main for row in rows):
+        rows = [dataclasses.replace(row, main=True) for row in rows]
     return the.Claim(
         id=entry.id,
         title=entry.title,
@@ -91,7 +114,7 @@ def _claim(entry: ClaimEntry, sources: Mapping[str, the.Source], file: str) -> t
     )
 
 
-def _table_rows(entry: ClaimEntry, table: TableEntry) -> list[the.Row]:
+def _table_rows(entry: ClaimEntry, table: TableEntry, rates: frozenset[float]) -> list[the.Row]:
     for key in [*table.keys, *(cell.column for cell in table.cells)]:
         _one_of("table.columns", key, table.columns)
     errors = {cell.column: cell.error for cell in table.cells}
@@ -125,6 +148,7 @@ def _table_rows(entry: ClaimEntry, table: TableEntry) -> list[the.Row]:
                     published,
                     variables,
                     label,
+                    rates,
                 )
             )
     return rows
@@ -142,44 +166,51 @@ def _variable(value: int | float | str, error: float) -> Value | Uncertain:
 
 
 def _row(
-    claim: ClaimEntry, entry: Testable, published: str, variables: Mapping[str, Value | Uncertain], where: str
+    claim: ClaimEntry,
+    entry: Testable,
+    published: str,
+    variables: Mapping[str, Value | Uncertain],
+    where: str,
+    rates: frozenset[float],
 ) -> the.Row:
     try:
         metric = _one_of("metric", entry.metric or claim.metric, RELATIVE)
         certainty = _one_of("certainty", entry.certainty or claim.certainty, the.CERTAINTIES)
         if entry.error < 0:
             raise ConfigError("error", entry.error, "0 or more")
-        evidence = []
-        if entry.analytic:
-            value = _expression("analytic", entry.analytic, _CLOSED, variables)
-            own = value.calls & {"printed", "digitised"} or any(
-                isinstance(variables.get(name), Uncertain) for name in value.names
-            )
-            scale = the.OWN_NUMBERS if own else the.CLOSED_FORM
-            evidence.append(
-                the.Evidence(kind="analytic", scale=scale, value=value, expect=None, metric=metric)
-            )
-        for kind in ("simulated", "measured"):
-            for item in getattr(entry, kind):
-                evidence.append(_evidence(kind, item, metric, variables))
-        if entry.calibrates and not entry.simulated:
-            raise ConfigError(
-                "calibrates", entry.calibrates, "with simulated evidence, which then gets no verdict"
-            )
+        unit = _one_of("unit", entry.unit or claim.unit, UNITS)
         number: Printed | None
         try:
             number = read(published)
         except ValueError:
             number = None
+        evidence = []
+        if entry.analytic:
+            value = _expression("analytic", entry.analytic, _CLOSED, variables)
+            size = None if number is None else number.value * UNITS[unit]
+            origin = closed_form(value, variables, certainty, size, unit, rates)
+            origin = the.ITSELF if entry.given else origin
+            evidence.append(
+                the.Evidence(
+                    kind="analytic", scale=origin, origin=origin, value=value, expect=None, metric=metric
+                )
+            )
+        for kind in ("simulated", "measured"):
+            for item in getattr(entry, kind):
+                found = _evidence(kind, item, metric, variables)
+                evidence.append(dataclasses.replace(found, origin=the.ITSELF) if entry.given else found)
+        if entry.calibrates and not entry.simulated:
+            raise ConfigError(
+                "calibrates", entry.calibrates, "with simulated evidence, which then gets no verdict"
+            )
         if number is None and any(item.expect is None for item in evidence):
             raise ConfigError(
                 "published", published, "a number such as 1.88, 14.4B or 3-5, since a value is compared"
             )
-        unit = _one_of("unit", entry.unit or claim.unit, UNITS)
         for points in sorted({metric, *(item.metric for item in evidence)} & POINTS.keys()):
             if unit != "%":
                 raise ConfigError("unit", unit, f"% with metric {points}, whose tolerance is in points")
-        return the.Row(
+        row = the.Row(
             label=entry.label,
             published=published,
             printed=number,
@@ -193,8 +224,13 @@ def _row(
             needs=entry.needs or claim.needs,
             not_comparable=entry.not_comparable or claim.not_comparable,
             note=entry.note,
+            main=entry.main,
+            given=entry.given,
             variables=variables,
         )
+        if shared := circular(row):
+            raise ConfigError("given", "", f"what of the answer is an input: {shared}")
+        return row
     except ConfigError as error:
         raise error.within(where=where) from None
 
@@ -212,6 +248,7 @@ def _evidence(
     return the.Evidence(
         kind=kind,
         scale=item.scale,
+        origin=the.TRACE if kind == "simulated" else the.RUN,
         value=_expression(kind, item.value, _WITH_RECORDS, variables),
         expect=_expression("expect", item.expect, _WITH_RECORDS, variables) if item.expect else None,
         metric=_one_of("metric", item.metric or fallback, RELATIVE),

@@ -81,10 +81,14 @@ class Records:
             return find(experiment).outcome
 
         def extreme(name: str, experiments: tuple[str, ...], best: Callable[..., str], what: str) -> Value:
-            """`name` of the one that `best` picks among those that end ok, if one beyond it does not."""
+            """`name` of the one that `best` picks among those that end ok, if one beyond it does not.
+
+            They must differ in nothing else.
+            """
             if not experiments:
                 raise TypeError("needs experiments to choose from")
             values = {experiment: setting(experiment, name) for experiment in experiments}
+            _alike([find(experiment) for experiment in experiments], name)
             fits = [experiment for experiment in experiments if outcome(experiment) == "ok"]
             end = best(values, key=values.__getitem__)
             if not fits:
@@ -131,6 +135,38 @@ class Records:
             "rising": rising,
             "compared": compared,
         }
+
+
+_FOLLOWS = {
+    "model": ("model",),
+    "layout.tp": ("layout.tp", "layout.dp", "layout.global_batch"),
+}
+"""What differs with a setting: a model in every size; under another tensor parallelism the GPUs that are left."""
+
+
+def _alike(records: list[ExperimentRecord], name: str) -> None:
+    """Raise `Missing` where experiments differ in more than `name`, so that another reason may decide what fits."""
+    free = _FOLLOWS.get(name) or _FOLLOWS.get(name.partition(".")[0]) or (name,)
+    first = _conditions(records[0], free)
+    for record in records[1:]:
+        other = _conditions(record, free)
+        differ = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
+        if differ:
+            raise Missing(record.at, f"it differs from {records[0].at} in {', '.join(differ)} as well")
+
+
+def _conditions(record: ExperimentRecord, free: tuple[str, ...]) -> dict[str, Any]:
+    """What was run, flat: `layout.zero`; without names, limits and what is `free`."""
+    flat: dict[str, Any] = {}
+    for key, value in record.experiment.as_dict().items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{inner}": part for inner, part in value.items()}
+        else:
+            flat[key] = value
+    left_out = ("name", "limits.timeout_s", "limits.hang_s", *free)
+    return {
+        key: v for key, v in flat.items() if not any(f"{key}.".startswith(f"{part}.") for part in left_out)
+    }
 
 
 def _ended(record: ExperimentRecord) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from repro.claims.expression import Value
-from repro.claims.ledger import Claim, Row
+from repro.claims.ledger import ITSELF, Claim, Row
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+CONSISTENT, INCONSISTENT = "consistent", "inconsistent"
+"""Of a source with itself, or with what was put in: no test of what its machine did."""
 NOT_COMPARABLE, NOT_RUN = "not comparable", "not run"
-VERDICTS = (REPRODUCED, NOT_REPRODUCED, NOT_COMPARABLE, NOT_RUN)
+VERDICTS = (REPRODUCED, NOT_REPRODUCED, CONSISTENT, INCONSISTENT, NOT_COMPARABLE, NOT_RUN)
+GOOD, BAD = (REPRODUCED, CONSISTENT), (NOT_REPRODUCED, INCONSISTENT)
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class Finding:
 
     kind: str
     scale: str
+    origin: str
+    """Where the value gets its inputs: `ledger.CLOSED_FORM`, `ITSELF`, `TRACE` or `RUN`."""
     verdict: str
     reason: str
     """The rule that was applied, or what is missing."""
@@ -38,7 +43,12 @@ class Finding:
     @property
     def decided(self) -> bool:
         """Whether there was something to judge."""
-        return self.verdict in (REPRODUCED, NOT_REPRODUCED)
+        return self.verdict in (*GOOD, *BAD)
+
+    @property
+    def itself(self) -> bool:
+        """Whether it only holds a source against itself."""
+        return self.origin == ITSELF
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,9 @@ class RowResult:
 
     @property
     def disagrees(self) -> tuple[Finding, ...]:
-        """Weaker decided evidence with another verdict than the row's."""
-        return tuple(f for f in self.findings if f.decided and f.verdict != self.verdict)
+        """Weaker decided evidence that does not say what the row's verdict says."""
+        against = BAD if self.verdict in GOOD else GOOD
+        return tuple(f for f in self.findings if f.verdict in against and self.basis)
 
 
 @dataclass(frozen=True)
@@ -64,10 +75,12 @@ class KindResult:
     """All rows of a claim under one kind of evidence."""
 
     kind: str
+    """`analytic`, `simulated`, `measured`; or `ledger.ITSELF`, which none of these three counts."""
     scale: str
     """Of measured evidence: every scale that occurs, joined by `, `."""
     verdict: str
     reproduced: int
+    """Rows that agree."""
     decided: int
     rows: int
     """Rows that this kind of evidence could test."""
@@ -83,10 +96,10 @@ class ClaimResult:
     """Only kinds that some row of the claim can be tested by."""
     verdict: str
     basis: str
-    """Strongest kind and scale that a row rests on, with the number of rows."""
+    """What the rows that are the claim rest on, strongest first, each with the part of all of them that agree."""
     reason: str
     disagreements: tuple[str, ...]
 
     def kind(self, name: str) -> KindResult | None:
-        """The summary for `analytic`, `simulated` or `measured`; None if no row can be tested so."""
+        """The summary for a kind of evidence or `ledger.ITSELF`; None if no row can be tested so."""
         return next((k for k in self.kinds if k.kind == name), None)

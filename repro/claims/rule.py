@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from repro.claims.ledger import Claim, Evidence, Row
 from repro.claims.published import UNITS, Printed, magnitude
-from repro.claims.tolerance import Accepted, accepted, room
+from repro.claims.tolerance import COUNTED, Accepted, accepted, room
 
 
 def allowed(row: Row, evidence: Evidence, claim: Claim) -> Accepted | None:
@@ -24,6 +24,7 @@ def allowed(row: Row, evidence: Evidence, claim: Claim) -> Accepted | None:
         bound=row.bound,
         error=row.error,
         steps=tuple(step / UNITS[row.unit] for step in claim.steps),
+        count=row.unit in COUNTED and not magnitude(row.printed)[0],
     )
 
 

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from repro.claims.ledger import KINDS, Ledger
+from repro.claims.ledger import ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
 from repro.claims.results import (
+    BAD,
+    CONSISTENT,
     NOT_COMPARABLE,
+    NOT_REPRODUCED,
     NOT_RUN,
     VERDICTS,
     ClaimResult,
@@ -16,6 +19,7 @@ from repro.claims.results import (
     KindResult,
     RowResult,
 )
+from repro.claims.things import Things, count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +36,16 @@ class Line:
     """`54/54`: rows reproduced of rows that this kind of evidence can test; `not run`; or `-`."""
     simulated: str
     measured: str
+    itself: str
+    """`18/18`: rows in which the source agrees with itself; no evidence, and in none of the three above."""
     scale: str
     """Of the measured evidence; empty where nothing was measured."""
     verdict: str
     basis: str
-    """What the verdict rests on, strongest first, with rows reproduced of all comparable rows."""
+    """What the verdict rests on, strongest first, with rows that agree of all rows that are the claim."""
     reason: str
+    why: str
+    """In one sentence why a reader should believe the verdict."""
     needs: str
     disagreements: tuple[str, ...]
 
@@ -48,26 +56,82 @@ def table(results: Sequence[ClaimResult]) -> list[Line]:
 
 
 def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
-    """Counts: claims and rows by verdict, and by kind of evidence."""
+    """Counts: claims and rows by verdict, by kind of evidence, and of independent things tested."""
     rows = [row for result in results for row in result.rows]
-    evidence = {}
-    for kind in KINDS:
-        found = [k for k in (result.kind(kind) for result in results) if k]
-        evidence[kind] = {
-            "claims": len(found),
-            "verdicts": {verdict: sum(k.verdict == verdict for k in found) for verdict in VERDICTS},
-            "rows": sum(k.rows for k in found),
-            "rows_decided": sum(k.decided for k in found),
-            "rows_reproduced": sum(k.reproduced for k in found),
-        }
+    things = count(results)
     return {
         "claims": len(results),
         "rows": len(rows),
         "verdicts": {verdict: sum(r.verdict == verdict for r in results) for verdict in VERDICTS},
         "row_verdicts": {verdict: sum(r.verdict == verdict for r in rows) for verdict in VERDICTS},
-        "evidence": evidence,
+        "evidence": {kind: _evidence(results, kind, things[kind]) for kind in KINDS},
+        "against_itself": _evidence(results, ITSELF, things[ITSELF]),
+        "things": {
+            "tested": sum(things[kind].tested for kind in KINDS),
+            "hold": sum(things[kind].hold for kind in KINDS),
+        },
         "disagreements": sum(len(r.disagreements) for r in results),
     }
+
+
+def _evidence(results: Sequence[ClaimResult], kind: str, things: Things) -> dict[str, Any]:
+    found = [k for k in (result.kind(kind) for result in results) if k]
+    return {
+        "claims": len(found),
+        "verdicts": {verdict: sum(k.verdict == verdict for k in found) for verdict in VERDICTS},
+        "rows": sum(k.rows for k in found),
+        "rows_decided": sum(k.decided for k in found),
+        "rows_reproduced": sum(k.reproduced for k in found),
+        "things": things.tested,
+        "things_hold": things.hold,
+    }
+
+
+def totals(counts: dict[str, Any]) -> str:
+    """What `summary` counted of independent things, in one sentence."""
+    evidence, itself = counts["evidence"], counts["against_itself"]
+    kinds = ", ".join(f"{found['things']} {kind}" for kind, found in evidence.items() if found["things"])
+    agree, checked = itself["rows_reproduced"], itself["rows_decided"]
+    text = f"{counts['things']['tested']} independent things tested ({kinds or 'none'}), "
+    text += f"{counts['things']['hold']} hold in all their values"
+    if checked:
+        text += f"; beside them {agree} of {checked} values are consistent with their own source, which is no test"
+    return f"{text}."
+
+
+_WORDS = {
+    f"measured, {PUBLISHED_SCALE}": "runs at the published scale",
+    f"measured, {ONE_RANK}": "runs of one rank of the published layout",
+    f"measured, {SCALED_TWIN}": "runs of small twins, held against the same formula at their scale",
+    "simulated": "traces of the step's own code at the published scale",
+    "analytic": "a paper's formula, evaluated from sizes",
+    ITSELF: "other numbers of the same source or an answer that was put in",
+}
+
+
+def why(result: ClaimResult) -> str:
+    """In one sentence why a reader should believe the verdict."""
+    main = [row for row in result.rows if row.row.main]
+    ways = [text for start, text in _WORDS.items() if any(row.basis.startswith(start) for row in main)]
+    by = "; ".join(ways)
+    values = "the value that is" if len(main) == 1 else f"all {len(main)} values that are"
+    if result.verdict == NOT_COMPARABLE:
+        return f"Nobody can tell: {_clause(result.reason)}."
+    if result.verdict == NOT_RUN:
+        return f"Not yet to be believed: {sum(not r.basis for r in main)} of {len(main)} values have no evidence."
+    if result.verdict in BAD:
+        bad = sum(row.verdict in BAD for row in main)
+        against = "contradicted" if result.verdict == NOT_REPRODUCED else "contradicted by the source itself"
+        return f"{bad} of {len(main)} values that are the claim {'is' if bad == 1 else 'are'} {against}, by {by}."
+    if result.verdict == CONSISTENT:
+        return f"It hangs together and no more: {values} the claim agree{'s' * (len(main) == 1)} with {by}."
+    things = sum(found.tested for kind, found in count([result]).items() if kind != ITSELF)
+    tests = f"{things} independent test{'s' * (things != 1)}"
+    return f"{values[0].upper()}{values[1:]} the claim agree{'s' * (len(main) == 1)} with {by} ({tests})."
+
+
+def _clause(reason: str) -> str:
+    return reason.rstrip(".")
 
 
 def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
@@ -97,6 +161,7 @@ def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
         "verdict": result.verdict,
         "basis": result.basis,
         "reason": result.reason,
+        "why": why(result),
         "disagreements": list(result.disagreements),
         "evidence": [
             {
@@ -126,10 +191,12 @@ def _line(result: ClaimResult) -> Line:
         analytic=_count(result.kind("analytic")),
         simulated=_count(result.kind("simulated")),
         measured=_count(measured, wanted=bool(claim.needs) and result.verdict != NOT_COMPARABLE),
+        itself=_count(result.kind(ITSELF)),
         scale=measured.scale if measured and measured.decided else "",
         verdict=result.verdict,
         basis=result.basis,
         reason=result.reason,
+        why=why(result),
         needs=claim.needs,
         disagreements=result.disagreements,
     )
@@ -159,6 +226,8 @@ def _row(result: RowResult) -> dict[str, Any]:
         "needs": row.needs,
         "not_comparable": row.not_comparable,
         "calibrates": row.calibrates,
+        "main": row.main,
+        "given": row.given,
         "note": row.note,
         "evidence": [_finding(finding) for finding in result.findings],
         "disagreements": len(result.disagrees),
@@ -169,6 +238,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
     return {
         "kind": finding.kind,
         "scale": finding.scale,
+        "origin": finding.origin,
         "value": _json(finding.value),
         "low": _json(finding.low),
         "high": _json(finding.high),

@@ -4,13 +4,17 @@
 
 1. the source's printed digits.  A closed form prints as published when rounded *or* truncated (the ZeRO paper
    does both: 31.41 -> 31.4, 41.25 -> 41.3, but 4187.5 -> 4187).  Simulated and measured values only when
-   rounded; measured counts not at all, they are equal;
+   rounded.  Counts not at all, whatever evidence gives them: they are equal (4.4 calls are not 4);
 2. the error of a value digitised from a figure, where the ledger states one;
 3. the tolerance of the metric's class, below, for simulated and measured evidence.  Analytic evidence gets
    only 1 and 2, because a closed form has no noise; but for `size`, which is a name and not a result.
 
-A bound ("over 38", "at least 24", "less than 20", "up to 6") is met on its own side; 2 and 3 widen it.
-`up to` asks that the best case gets there.
+A bound ("over 38", "at least 24", "less than 20") has the printed number as its edge, "more than doubles" 2.
+No tolerance widens it: only 2 does, and the uncertainty of the evidence's own inputs.  Its digits do not
+either, for who says "over 38" has not rounded up to 38.
+
+`up to` states a largest case.  The best case gets there, but for the rounding of the printed number (5.5B is
+6B) and 2, and is near: above, it has the room of an equality.
 
 A scaled twin is not compared with the published number but with the same formula at the twin's own scale,
 which the ledger writes as `expect`; its class is `exact`, `exact-padding` or `parity`, or `share` where
@@ -56,8 +60,11 @@ time, stages that are not quite equal, a core that is taken away) is a share of 
 become less where the loss is small: 12 % of a bubble of 8 % would be asking for a hundredth of the work.
 """
 NOISELESS = ("exact", "exact-padding", "parity")
-"""Classes whose measured values have no noise: the printed digits give them no room (4.4 calls are not 4)."""
-BOUNDS = ("", "over", "at least", "under", "at most", "up to")
+"""Classes whose values have no noise: the printed digits give measured ones, and counts, no room."""
+COUNTED = ("", "x", "calls", "elements", "bytes", "samples", "steps", "GPUs")
+"""Units of numbers that are counted: calls, samples, elements or bytes for each parameter, multiples."""
+UP_TO = "up to"
+BOUNDS = ("", "over", "at least", "under", "at most", UP_TO)
 """How a source can state a number other than as an equality."""
 _ROUNDING = 1e-12
 """Slack for binary floating point, relative."""
@@ -89,37 +96,46 @@ def accepted(
     bound: str = "",
     error: float = 0.0,
     steps: tuple[float, ...] = (),
+    count: bool = False,
 ) -> Accepted:
     """The values that agree with `published` under the rule above, all in the published unit.
 
     `closed_form`: the evidence is analytic.  `error`: of digitisation.  `steps`: the sizes that the
-    source tried, for class `limit`.
+    source tried, for class `limit`.  `count`: it is a number of things, a multiple or a coefficient, which
+    is equal or is not.
     """
     low, high = published.low, published.high
-    if not closed_form and metric in NOISELESS and not bound:
+    count = count and metric in NOISELESS
+    if metric in NOISELESS and not bound and (count or not closed_form):
         slack = RELATIVE[metric] * max(abs(low), abs(high))
         return Accepted(low - slack, high + slack, False, False, "exactly" if not slack else f"{slack:g}")
+    digitised = [(low - error, high + error, f"digitised +-{error:g}")] if error else []
+    if bound and bound != UP_TO:
+        start, end, why = low - error, high + error, " and ".join([bound, *(w[2] for w in digitised)])
+        if bound in ("under", "at most"):
+            return Accepted(float("-inf"), end, False, bound == "under", why)
+        return Accepted(start, float("inf"), bound == "over", False, why)
     relative = 0.0 if closed_form and metric != "size" else RELATIVE[metric]
-    widened = [(low - error, high + error, f"digitised +-{error:g}")] if error else []
+    widened = list(digitised)
     if relative:
         widened.append((low - relative * abs(low), high + relative * abs(high), f"{relative:.0%} ({metric})"))
     if metric in POINTS and not closed_form:
         points = POINTS[metric]
         widened.append((low - points, high + points, f"{points:g} points ({metric})"))
-    if metric == "limit" and not closed_form and steps:
+    if metric == "limit" and steps and (bound or not closed_form):
         below = max((step for step in steps if step < low), default=low)
         above = min((step for step in steps if step > high), default=high)
         widened.append((below, above, "one published step"))
-    if bound:
-        start = min((w[0] for w in widened), default=low)
-        end = max((w[1] for w in widened), default=high)
-        why = " and ".join([bound, *(w[2] for w in widened)])
-        if bound in ("under", "at most"):
-            return Accepted(float("-inf"), end, False, bound == "under", why)
-        return Accepted(start, float("inf"), bound == "over", False, why)
     # Truncation accepts everything below the next printed number; the end of a range is only rounded.
     truncated = closed_form and low == high
-    digits = (low - published.step / 2, high + published.step / (1 if truncated else 2))
+    half = 0.0 if count else published.step / 2
+    digits = (low - half, high + (2 * half if truncated else half))
+    if bound:
+        end = max(digits[1], *(w[1] for w in widened)) if widened else digits[1]
+        near = " or ".join(w[2] for w in widened) or ("equal" if count else "printed digits")
+        return Accepted(
+            digits[0] - error, end, False, not widened and not count, f"{bound}, and near: {near}"
+        )
     wider = [w for w in widened if w[0] < digits[0] or w[1] >= digits[1]]
     if not wider:
         return Accepted(*digits, False, True, "printed digits")

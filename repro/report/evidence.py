@@ -71,9 +71,11 @@ class JudgedStore:
                 "analytic": line.analytic,
                 "simulated": line.simulated,
                 "measured": line.measured,
+                "itself": line.itself,
                 "verdict": line.verdict,
                 "basis": line.basis,
                 "reason": line.reason,
+                "why": line.why,
             }
             for line in table(self.judged)
             if fnmatchcase(line.id, pattern) and about in ("", self.ledger.about[line.file])
@@ -81,7 +83,8 @@ class JudgedStore:
         return _frame(rows)
 
     def summary(self) -> pd.DataFrame:
-        """One row per system: claims by verdict, and values that each kind of evidence reproduces of those it tests."""
+        """One row per system: claims by verdict, values that each kind of evidence reproduces of those it tests, and
+        how many independent things these are (`repro.claims.things`)."""
         groups: dict[str, list[ClaimResult]] = {}
         for result in self.judged:
             groups.setdefault(self.ledger.about[result.claim.file], []).append(result)
@@ -191,7 +194,18 @@ def _counts(about: str, results: list[ClaimResult]) -> dict[str, Any]:
         kind: f"{found['rows_reproduced']}/{found['rows_decided']}" if found["rows_decided"] else "-"
         for kind, found in counts["evidence"].items()
     }
-    return {"about": about, "claims": counts["claims"], **counts["verdicts"], **evidence}
+    found = counts["against_itself"]
+    itself = f"{found['rows_reproduced']}/{found['rows_decided']}" if found["rows_decided"] else "-"
+    things = f"{counts['things']['hold']}/{counts['things']['tested']}"
+    verdicts = counts["verdicts"]
+    return {
+        "about": about,
+        "claims": counts["claims"],
+        **verdicts,
+        **evidence,
+        "itself": itself,
+        "things": things,
+    }
 
 
 def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,6 +217,7 @@ def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
         ("_low", "low"),
         ("_high", "high"),
         ("_tolerance", "tolerance"),
+        ("_origin", "origin"),
         ("_verdict", "verdict"),
     )
     evidence = {f"{kind}{suffix}": found.get(kind, {}).get(key) for kind in KINDS for suffix, key in parts}
@@ -215,6 +230,8 @@ def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
         "printed": row["published"],
         "unit": row["unit"],
         "certainty": row["certainty"],
+        "main": row["main"],
+        "given": row["given"],
         **evidence,
         "verdict": row["verdict"],
         "basis": row["basis"],

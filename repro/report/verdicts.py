@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, KINDS, PUBLISHED_SCALE
+from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
+from repro.claims.results import (
+    CONSISTENT,
+    INCONSISTENT,
+    NOT_COMPARABLE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    REPRODUCED,
+)
 
 if TYPE_CHECKING:
     from repro.claims.commands import Catalogue
@@ -12,7 +20,14 @@ if TYPE_CHECKING:
     from repro.claims.results import ClaimResult, Finding, RowResult
     from repro.claims.table import Line
 
-SIGNS = {"reproduced": "✓", "not reproduced": "✗", "not comparable": "≠", "not run": "○"}
+SIGNS = {
+    REPRODUCED: "✓",
+    NOT_REPRODUCED: "✗",
+    CONSISTENT: "≈",
+    INCONSISTENT: "≉",
+    NOT_COMPARABLE: "≠",
+    NOT_RUN: "○",
+}
 """A verdict is never told by colour alone."""
 
 
@@ -48,11 +63,12 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Catal
         "slug": slug(result.verdict),
         "sign": SIGNS[result.verdict],
         "basis": result.basis,
-        "strongest": result.basis.partition(",")[0].split(" ")[0] if result.basis else "",
-        "kinds": [kind.kind for kind in result.kinds if kind.decided] or ["none"],
+        "strongest": next((kind for kind in KINDS if result.basis.startswith(kind)), ""),
+        "kinds": [kind.kind for kind in result.kinds if kind.decided and kind.kind in KINDS] or ["none"],
+        "why": line.why,
         "reason": result.reason,
         "disagreements": result.disagreements,
-        "cells": {kind: _cell(result, line, kind) for kind in KINDS},
+        "cells": {**{kind: _cell(result, line, kind) for kind in KINDS}, "itself": _itself(result, line)},
         "rows": [row_view(row, claim) for row in result.rows],
         "experiments": [{"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in read],
         "commands": [*catalogue.commands(read)],
@@ -92,15 +108,24 @@ def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
         return {"text": words, "scale": "", "verdict": words, "slug": "", "sign": ""}
-    values = [(row, f) for row in result.rows for f in row.findings if f.kind == name]
+    values = [(row, f) for row in result.rows for f in row.findings if f.kind == name and not f.itself]
     if len(values) == 1:
         words = _value(values[0][1], values[0][0])
     elif kind.decided < kind.rows:
         words += f" ({kind.rows - kind.decided} not run)"
     # Rows that all ran and agree are no failure only because others did not run.
-    shown = "reproduced" if kind.reproduced == kind.decided else "not reproduced"
+    shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED
     scale = "" if kind.scale == CLOSED_FORM else kind.scale
     return {"text": words, "scale": scale, "verdict": shown, "slug": slug(shown), "sign": SIGNS[shown]}
+
+
+def _itself(result: ClaimResult, line: Line) -> dict[str, str]:
+    """How many values are consistent with other numbers of their source."""
+    kind = result.kind(ITSELF)
+    if kind is None or kind.decided == 0:
+        return {"text": line.itself, "scale": "", "verdict": line.itself, "slug": "", "sign": ""}
+    shown = CONSISTENT if kind.reproduced == kind.decided else INCONSISTENT
+    return {"text": line.itself, "scale": "", "verdict": shown, "slug": slug(shown), "sign": SIGNS[shown]}
 
 
 def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
@@ -118,6 +143,8 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
         "sign": SIGNS[result.verdict],
         "reason": "" if result.reason == claim.needs or result.findings else result.reason,
         "note": row.note,
+        "given": row.given,
+        "main": row.main,
         "findings": [_finding(finding, result) for finding in result.findings],
     }
 
@@ -127,6 +154,8 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
     return {
         "kind": finding.kind,
         "scale": finding.scale,
+        "origin": finding.origin,
+        "itself": finding.itself,
         "value": "not run" if finding.value is None else _value(finding, result),
         "number": "" if finding.value is None else f"{finding.value}",
         "tolerance": finding.reason if at_scale else finding.tolerance,
@@ -166,7 +195,7 @@ def summary(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
     counts = []
     for verdict, sign in SIGNS.items():
         members = [claim for claim in claims if claim["verdict"] == verdict]
-        kinds = KINDS[::-1] if verdict in ("reproduced", "not reproduced") else ()
+        kinds = KINDS[::-1] if verdict in (REPRODUCED, NOT_REPRODUCED) else ()
         by_kind = {kind: sum(claim["strongest"] == kind for claim in members) for kind in kinds}
         entry = {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": len(members)}
         counts.append({**entry, "by_kind": by_kind})

@@ -9,8 +9,16 @@ import pytest
 
 from repro.claims.judge import judge
 from repro.claims.reader import load
-from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, ClaimResult
-from repro.config import PROTOCOL, Experiment, Layout, Model
+from repro.claims.results import (
+    CONSISTENT,
+    INCONSISTENT,
+    NOT_COMPARABLE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    REPRODUCED,
+    ClaimResult,
+)
+from repro.config import PROTOCOL, ConfigError, Experiment, Layout, Model
 from repro.results.schema import ComparisonRecord, Record, Side
 from tests.claims.made_up import record
 from tests.records import changed
@@ -44,7 +52,7 @@ def judged(tmp_path: Path, rows: str, *records: Record) -> ClaimResult:
     return result
 
 
-def row(measured: str = "", analytic: str = "2", label: str = "x") -> str:
+def row(measured: str = "", analytic: str = "dp_elements(1)", label: str = "x") -> str:
     measured = f", measured = [{measured}]" if measured else ""
     analytic = f', analytic = "{analytic}"' if analytic else ""
     return f'{{ label = "{label}", published = "2.0"{analytic}{measured} }},\n'
@@ -82,7 +90,7 @@ def test_the_strongest_evidence_speaks(tmp_path: Path, names: list[str], basis: 
 
 
 def test_a_weaker_kind_that_disagrees_is_shown(tmp_path: Path) -> None:
-    result = judged(tmp_path, row(PUBLISHED, analytic="7"), record("full", speed=2.2))
+    result = judged(tmp_path, row(PUBLISHED, analytic="dp_elements(3.5)"), record("full", speed=2.2))
     assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
     assert result.disagreements == (
         "x: measured, published scale says reproduced, analytic says not reproduced",
@@ -132,7 +140,7 @@ def test_the_conditions_of_an_experiment_may_be_read(tmp_path: Path) -> None:
     made = changed(record("twin", speed=1), experiment=experiment.as_dict())
 
     def verdict(name: str, expected: str) -> tuple[str, str]:
-        value = f'setting("s/twin", "{name}")'
+        value = f'metric("s/twin", "speed") * setting("s/twin", "{name}")'
         twin = f'{{ value = \'{value}\', expect = "{expected}", scale = "scaled twin" }}'
         result = judged(
             tmp_path,
@@ -150,7 +158,7 @@ def test_the_conditions_of_an_experiment_may_be_read(tmp_path: Path) -> None:
 
 
 def test_one_row_that_fails_fails_the_claim_and_is_counted(tmp_path: Path) -> None:
-    rows = row(label="a") + row(label="b") + row(label="c", analytic="9")
+    rows = row(label="a") + row(label="b") + row(label="c", analytic="dp_elements(4.5)")
     result = judged(tmp_path, rows)
     assert (result.verdict, result.basis) == (NOT_REPRODUCED, "analytic 2/3")
 
@@ -201,11 +209,84 @@ def test_out_of_memory_is_evidence(tmp_path: Path) -> None:
     assert "ended oom: rank 1 ran out of memory" in metric.rows[0].findings[0].reason
 
 
-def test_rows_that_cannot_be_compared_are_left_out(tmp_path: Path) -> None:
-    quality = '{ label = "q", published = "good", not_comparable = "no weights" },\n'
-    assert judged(tmp_path, row() + quality).basis == "analytic 1/1"
-    alone = judged(tmp_path, quality)
+QUALITY = '{ label = "q", published = "good", not_comparable = "no weights" },\n'
+
+
+def test_rows_that_cannot_be_compared_do_not_vanish(tmp_path: Path) -> None:
+    """Before, they left the count, and a claim whose easy half was tested was reproduced."""
+    result = judged(tmp_path, row() + QUALITY)
+    assert (result.verdict, result.basis, result.reason) == (NOT_COMPARABLE, "analytic 1/2", "no weights")
+    alone = judged(tmp_path, QUALITY)
     assert (alone.verdict, alone.reason) == (NOT_COMPARABLE, "no weights")
+
+
+def main(line: str) -> str:
+    return line.replace("{ ", "{ main = true, ", 1)
+
+
+def test_the_rows_that_are_the_claim_carry_it(tmp_path: Path) -> None:
+    """Before, every row was as good as any other: one that is easily met made up for nothing, and failed nothing."""
+    good, bad, open_ = (
+        row(label="a"),
+        row(label="b", analytic="dp_elements(4.5)"),
+        row(label="c", analytic=""),
+    )
+    assert judged(tmp_path, main(good) + bad + open_ + QUALITY).verdict == REPRODUCED
+    assert judged(tmp_path, good + main(bad)).basis == "analytic 0/1"
+    assert judged(tmp_path, good + main(bad)).verdict == NOT_REPRODUCED
+    assert judged(tmp_path, good + main(open_)).verdict == NOT_RUN
+    assert judged(tmp_path, good + main(QUALITY)).verdict == NOT_COMPARABLE
+    kind = judged(tmp_path, main(good) + bad).kind("analytic")
+    assert kind is not None
+    assert (kind.reproduced, kind.rows) == (1, 2), "a row beside the claim is judged and shown all the same"
+
+
+@pytest.mark.parametrize("analytic", ["2", "4 / 2", "printed('2')", "dp_elements(printed('1'))", "1 + 1"])
+def test_a_source_is_consistent_with_itself_and_never_reproduced(tmp_path: Path, analytic: str) -> None:
+    """Before, arithmetic on the source's own numbers made a claim reproduced."""
+    result = judged(tmp_path, row(analytic=analytic))
+    assert (result.verdict, result.basis) == (CONSISTENT, "the source against itself 1/1")
+    assert result.kind("analytic") is None
+    assert judged(tmp_path, row(analytic=f"3 + {analytic}")).verdict == INCONSISTENT
+
+
+def test_what_was_derived_is_not_reproduced_by_the_formula_that_it_was_derived_with(tmp_path: Path) -> None:
+    derived = row().replace("{ ", '{ certainty = "derived", ', 1)
+    assert judged(tmp_path, derived).verdict == CONSISTENT
+
+
+def test_what_was_put_in_does_not_come_out_as_evidence(tmp_path: Path) -> None:
+    given = row(PUBLISHED, analytic="").replace("{ ", '{ given = "the batch", ', 1)
+    result = judged(tmp_path, given, record("full", speed=2.0))
+    assert (result.verdict, result.reason) == (CONSISTENT, "the batch")
+    assert result.kind("measured") is None
+    assert judged(tmp_path, given, record("full", speed=3.0)).verdict == INCONSISTENT
+
+
+def test_a_test_that_has_not_run_is_not_replaced_by_a_check_of_consistency(tmp_path: Path) -> None:
+    assert judged(tmp_path, row(PUBLISHED, analytic="2")).verdict == NOT_RUN
+    assert judged(tmp_path, row(PUBLISHED, analytic="3")).verdict == INCONSISTENT
+    result = judged(tmp_path, row(PUBLISHED, analytic="3"), record("full", speed=2.0))
+    assert (result.verdict, len(result.disagreements)) == (REPRODUCED, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "published"),
+    [
+        ('setting("s/full", "layout.tp")', "", "4"),
+        ('512 / setting("s/full", "layout.tp")', "GPUs", "128"),
+        ('parameters("s/full")', "parameters", "1.5B"),
+        ('metric("s/full", "speed") / metric("s/full", "speed") * 38e12', "TFLOP/s", "38"),
+        ('metric("s/full", "speed") * 0 + 16', "x", "16"),
+    ],
+)
+def test_evidence_that_shares_an_input_with_what_was_published_is_refused(
+    tmp_path: Path, value: str, unit: str, published: str
+) -> None:
+    rows = f'{{ label = "x", published = "{published}", unit = "{unit}", measured = {{ value = \'{value}\' }} }},\n'
+    with pytest.raises(ConfigError, match="what of the answer is an input"):
+        judged(tmp_path, rows)
+    assert judged(tmp_path, rows.replace("{ ", '{ given = "the suite", ', 1)).verdict == NOT_RUN
 
 
 def comparison(subject: str, baseline: str, ratio: float, low: float, high: float) -> ComparisonRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ from repro import suites
 from repro.claims.judge import experiments, judge, judge_claim
 from repro.claims.reader import load
 from repro.claims.records import Missing, Records
-from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
+from repro.claims.results import (
+    CONSISTENT,
+    INCONSISTENT,
+    NOT_COMPARABLE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    REPRODUCED,
+)
 from repro.claims.tolerance import accepted
 from repro.config import Experiment, Layout, Model
 from repro.launch.simulated import attempt, system_of
@@ -23,10 +31,12 @@ LEDGER = load()
 SIZES = {"a": 1e9, "b": 2e9, "c": 4e9}
 
 
-def record(name: str, outcome: str = "ok", evidence: str = "simulated", **metrics: float) -> ExperimentRecord:
-    size = SIZES.get(name, 1.0)
-    model = Model(name=name, layers=2, hidden=16, heads=16, vocab=64, seq=16, published_params=size)
-    layout = Layout(tp={"a": 2, "b": 4, "c": 8}.get(name, 1))
+def record(
+    name: str, outcome: str = "ok", evidence: str = "simulated", differ: str = "size", **metrics: float
+) -> ExperimentRecord:
+    size = SIZES.get(name, 1.0) if differ == "size" else 1.0
+    model = Model(name="m", layers=2, hidden=16, heads=16, vocab=64, seq=16, published_params=size)
+    layout = Layout(tp={"a": 2, "b": 4, "c": 8}.get(name, 1) if differ == "tp" else 1)
     conditions = Experiment(name=name, model=model, layout=layout).as_dict()
     return changed(made_up.record(name, outcome=outcome, **metrics), evidence=evidence, experiment=conditions)
 
@@ -35,8 +45,8 @@ def call(name: str, *arguments: str, of: list[ExperimentRecord], kind: str = "si
     return Records(of).functions(kind)[name](*arguments)
 
 
-def limit(*outcomes: str) -> list[ExperimentRecord]:
-    return [record(name, outcome) for name, outcome in zip("abc", outcomes, strict=True)]
+def limit(*outcomes: str, differ: str = "size") -> list[ExperimentRecord]:
+    return [record(name, outcome, differ=differ) for name, outcome in zip("abc", outcomes, strict=True)]
 
 
 def test_needs_are_known_where_it_does_not_fit() -> None:
@@ -72,15 +82,28 @@ def test_limits_lie_between_what_fits_and_what_does_not(
     outcomes: tuple[str, ...], largest: float | None, smallest: float | None
 ) -> None:
     names = ("s/c", "s/a", "s/b")
-    for function, setting, expected, beyond in (
-        ("largest", "model.published_params", largest, "s/c"),
-        ("smallest", "layout.tp", smallest, "s/a"),
+    for function, setting, expected, beyond, differ in (
+        ("largest", "model.published_params", largest, "s/c", "size"),
+        ("smallest", "layout.tp", smallest, "s/a", "tp"),
     ):
+        of = limit(*outcomes, differ=differ)
         if expected is not None:
-            assert call(function, setting, *names, of=limit(*outcomes)) == expected
+            assert call(function, setting, *names, of=of) == expected
             continue
         with pytest.raises(Missing, match=f"{beyond}: it fits, so the {function} {setting} that does"):
-            call(function, setting, *names, of=limit(*outcomes))
+            call(function, setting, *names, of=of)
+
+
+def test_what_differs_in_something_else_as_well_is_no_search() -> None:
+    """Before, a largest model was found among runs of other batches and other shapes."""
+    small, large = record("a"), record("c", "oom")
+    conditions = dataclasses.replace(large.experiment, layout=Layout(micro_batch=2)).as_dict()
+    assert call("largest", "model.published_params", "s/a", "s/c", of=[small, large]) == 1e9
+    other = changed(large, experiment=conditions)
+    with pytest.raises(
+        Missing, match=r"it differs from s/a in layout.global_batch, layout.micro_batch as well"
+    ):
+        call("largest", "model.published_params", "s/a", "s/c", of=[small, other])
 
 
 def test_what_was_not_simulated_is_missing_not_unfit() -> None:
@@ -153,10 +176,18 @@ def test_mp_16_to_4() -> None:
             if f.kind == "simulated" and row.row.label != "training time"
         }
 
-    assert set(verdicts(made(*fit)).values()) == {REPRODUCED}
+    assert verdicts(made(*fit)) == {
+        "smallest MP that fits without ZeRO": REPRODUCED,
+        "smallest MP that fits with ZeRO 1": REPRODUCED,
+        "batch per 16-GPU node": CONSISTENT,
+        "MP 4 at replica batch 8": CONSISTENT,
+        "MP 16 at replica batch 8": CONSISTENT,
+        "17B fits with MP 4 and ZeRO": REPRODUCED,
+        "17B does not fit with MP 4 and no ZeRO": REPRODUCED,
+    }
     other = verdicts(made(*fit, "megatron-mp8"))
     assert other["smallest MP that fits without ZeRO"] == NOT_REPRODUCED
-    assert other["MP 16 at replica batch 8"] == NOT_REPRODUCED
+    assert other["MP 16 at replica batch 8"] == INCONSISTENT
     assert other["smallest MP that fits with ZeRO 1"] == REPRODUCED
 
 

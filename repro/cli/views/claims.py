@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro.claims.judge import judge
-from repro.claims.ledger import CERTAINTIES, Ledger
+from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.results import (
+    CONSISTENT,
+    INCONSISTENT,
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
@@ -17,7 +19,7 @@ from repro.claims.results import (
     Finding,
     RowResult,
 )
-from repro.claims.table import Line, as_dict, summary, table
+from repro.claims.table import Line, as_dict, summary, table, totals, why
 from repro.render import table as render
 from repro.render.console import WIDE, print_json, stdout
 from repro.results.store import read
@@ -27,7 +29,14 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-STYLES = {REPRODUCED: "green", NOT_REPRODUCED: "red", NOT_COMPARABLE: "dim", NOT_RUN: "yellow"}
+STYLES = {
+    REPRODUCED: "green",
+    NOT_REPRODUCED: "red",
+    CONSISTENT: "cyan",
+    INCONSISTENT: "magenta",
+    NOT_COMPARABLE: "dim",
+    NOT_RUN: "yellow",
+}
 
 
 def command(claim_id: str | None, json: bool, results: Path) -> int:
@@ -57,14 +66,15 @@ def show_all(results: list[ClaimResult], ledger: Ledger, console: Console) -> No
         grid.show_header, grid.expand = not number, True
         grid.add_column("claim", width=widest, no_wrap=True)
         grid.add_column("published", ratio=3)
-        for kind in ("analytic", "simulated", "measured"):
+        for kind in (*KINDS, "itself"):
             grid.add_column(kind, width=9, justify="right")
         grid.add_column("verdict, and what it rests on", ratio=3)
         console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
         for line in lines:
             if line.file == file:
                 counts = [_count(text) for text in (line.analytic, line.simulated, line.measured)]
-                grid.add_row(Text(line.id), Text(line.published), *counts, _verdict(line))
+                itself = _count(line.itself, STYLES[CONSISTENT], STYLES[INCONSISTENT])
+                grid.add_row(Text(line.id), Text(line.published), *counts, itself, _verdict(line))
         console.print(grid)
     _show_counts(results, console)
 
@@ -93,6 +103,7 @@ def show_one(result: ClaimResult, ledger: Ledger, console: Console) -> None:
     if result.basis:
         verdict.append(f"  ({result.basis})", style="dim")
     facts.add_row("verdict", verdict)
+    facts.add_row("why", Text(why(result)))
     if result.reason and result.reason != claim.needs:
         facts.add_row("because", Text(result.reason))
     for text in result.disagreements:
@@ -125,6 +136,8 @@ def _rows(result: ClaimResult) -> Table:
             part
             for part in (
                 row.row.note,
+                f"Given: {row.row.given}." * bool(row.row.given),
+                "[beside the claim]" * (not row.row.main),
                 f"[{row.row.certainty}]" * (row.row.certainty != result.claim.certainty),
             )
             if part
@@ -138,7 +151,7 @@ def _finding_cells(finding: Finding) -> list[Text]:
     from rich.text import Text
 
     return [
-        Text(f"{finding.kind}, {finding.scale}"),
+        Text(finding.origin if finding.itself else f"{finding.kind}, {finding.scale}"),
         Text(finding.text or "-"),
         Text(finding.verdict, style=STYLES[finding.verdict]),
         Text(finding.reason),
@@ -172,24 +185,27 @@ def _verdict(line: Line) -> Text:
     return text
 
 
-def _count(text: str) -> Text:
+def _count(text: str, good_style: str = "green", bad_style: str = "red") -> Text:
     from rich.text import Text
 
     if "/" not in text:
         return Text(text, style="dim")
     good, total = text.split("/")
-    return Text(text, style="green" if good == total else "red")
+    return Text(text, style=good_style if good == total else bad_style)
 
 
 def _show_counts(results: list[ClaimResult], console: Console) -> None:
+    from rich.text import Text
+
     counts = summary(results)
     verdicts = ", ".join(f"[{STYLES[v]}]{n} {v}[/]" for v, n in counts["verdicts"].items())
     console.print()
     console.print(f"{counts['claims']} claims with {counts['rows']} values: {verdicts}.")
+    console.print(Text(totals(counts)))
     for kind, found in counts["evidence"].items():
         if found["rows_decided"]:
             console.print(
                 f"{kind}: {found['rows_reproduced']} of {found['rows_decided']} values reproduced"
-                f" ({found['rows']} can be tested so).",
+                f" ({found['rows']} can be tested so; {found['things']} independent things).",
             )
     console.print("`repro claims ID` shows one claim with its conditions, source and every value.")

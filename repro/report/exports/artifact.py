@@ -15,9 +15,10 @@ from pathlib import Path
 from repro import systems
 from repro.claims.commands import Catalogue, Command
 from repro.claims.judge import judge
-from repro.claims.ledger import KINDS, Ledger
+from repro.claims.ledger import ITSELF, KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, ClaimResult, RowResult
+from repro.claims.things import count
 from repro.config import ConfigError, Experiment
 from repro.models import flops
 from repro.render.units import number
@@ -67,7 +68,7 @@ def text() -> str:
     results = judge(ledger, [])
     parts = [INTRODUCTION]
     groups = dict.fromkeys(ledger.about[result.claim.file] for result in results)
-    parts.append(_overview(results, ledger, catalogue))
+    parts += [_independent(results), _overview(results, ledger, catalogue)]
     for about in groups:
         parts.append(f"## {about}\n")
         for result in results:
@@ -108,6 +109,21 @@ def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: Catalogue) 
     return "\n".join(["## What the measured evidence costs\n", *lines, ""])
 
 
+def _independent(results: list[ClaimResult]) -> str:
+    """How many things the ledger's values are, said by kind of evidence."""
+    found = count(results, possible=True)
+    values = sum(len(result.rows) for result in results)
+    kinds = ", ".join(f"{found[kind].tested} {kind}" for kind in KINDS)
+    rows = [row.findings for result in results for row in result.rows if row.findings]
+    itself = sum(all(finding.itself for finding in findings) for findings in rows)
+    tested = sum(found[kind].tested for kind in KINDS)
+    return f"""\
+{len(results)} claims have {values} values. Many are one formula or one run again: what can be tested are {tested}
+independent things ({kinds}; `repro/claims/things.py` counts them). {itself} values can only be held
+against their own source: they come out `consistent` or `inconsistent`, never `reproduced`.
+"""
+
+
 def _claim(result: ClaimResult, catalogue: Catalogue) -> str:
     claim = result.claim
     lines = [f"### {claim.id}", "", f"{claim.title}. Published: {claim.published}."]
@@ -136,7 +152,7 @@ def _row(row: RowResult, result: ClaimResult) -> str:
     for kind in KINDS:
         for finding in row.findings:
             if finding.kind == kind:
-                rules.setdefault(finding.tolerance, []).append(kind)
+                rules.setdefault(finding.tolerance, []).append(ITSELF if finding.itself else kind)
     said = "; ".join(f"{', '.join(dict.fromkeys(kinds))}: {rule}" for rule, kinds in rules.items())
     return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(said) or 'no expression tests it yet'} |"
 

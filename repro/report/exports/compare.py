@@ -146,9 +146,11 @@ def _verdicts(before: list[Record], after: list[Record]) -> list[Change]:
 
 def _judged(old: str, new: str) -> str:
     """What was not run on one side is no judgement of it."""
-    if (old, new) == ("reproduced", "not reproduced"):
+    from repro.claims.results import BAD, GOOD
+
+    if old in GOOD and new in BAD:
         return WORSE
-    return BETTER if (old, new) == ("not reproduced", "reproduced") else SAME
+    return BETTER if old in BAD and new in GOOD else SAME
 
 
 def _commit(record: Record) -> str:

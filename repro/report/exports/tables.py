@@ -59,7 +59,10 @@ def read(results: Path, table: str) -> pd.DataFrame:
     return frames[table]()
 
 
-LONG = ("title", "reason", "key", "written", *(f"{kind}_tolerance" for kind in KINDS))
+LONG = (
+    *("title", "reason", "why", "given", "key", "written"),
+    *(f"{kind}_{part}" for kind in KINDS for part in ("tolerance", "origin")),
+)
 """Columns that a table for people does without."""
 
 

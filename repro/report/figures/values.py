@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from repro.claims.expression import ExpressionError, evaluate, parse
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.judge import experiments, how_to_run
-from repro.claims.ledger import OWN_NUMBERS, PUBLISHED_SCALE
+from repro.claims.ledger import PUBLISHED_SCALE
 from repro.claims.published import UNITS, Printed
 from repro.claims.records import Missing, Records
-from repro.claims.results import ClaimResult, Finding, RowResult
+from repro.claims.results import GOOD, ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
 from repro.report.figures.style import Record
 from repro.results.schema import SIMULATED
@@ -147,17 +147,14 @@ class View:
         scale = PUBLISHED_SCALE if finding.kind == "measured" else finding.scale
         if not isinstance(value, int | float) or finding.expected is not None:
             return None
-        own = finding.scale == OWN_NUMBERS or (
-            finding.kind == "analytic" and result.row.certainty == "derived"
-        )
-        if finding.scale != scale or own:
+        if finding.scale != scale or (finding.kind == "analytic" and finding.itself):
             return None
         return Ours(
             kind=finding.kind,
             value=float(value),
             low=float(value if finding.low is None else finding.low),
             high=float(value if finding.high is None else finding.high),
-            agrees=finding.verdict == "reproduced" if finding.decided else None,
+            agrees=finding.verdict in GOOD if finding.decided else None,
             runs=finding.experiments,
             # Where what fits is the question, some runs must not.
             fits=finding.kind != SIMULATED

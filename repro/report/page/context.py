@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.claims.commands import Catalogue
-from repro.claims.table import table
+from repro.claims.table import summary, table, totals
 from repro.render import units
 from repro.render.units import interval
 from repro.report import verdicts
@@ -67,6 +67,7 @@ def context(
         "claims": claims,
         "groups": list(dict.fromkeys(claim["group"] for claim in claims)),
         "summary": verdicts.summary(claims),
+        "totals": totals(summary(found.judged)),
         "about": verdicts.by_about(claims),
         "figures": figures,
         "measured": lists[0],
