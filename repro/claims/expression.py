@@ -170,6 +170,22 @@ def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tupl
     return found
 
 
+def quotient(expression: Expression, variables: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """`(a, b, name)` where the whole expression is `metric(a, name) / metric(b, name)`."""
+    tree = expression.tree
+    if not (isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Div)):
+        return None
+    sides = [
+        tuple(_text(argument, variables) for argument in side.args)
+        for side in (tree.left, tree.right)
+        if isinstance(side, ast.Call) and isinstance(side.func, ast.Name) and side.func.id == "metric"
+    ]
+    if len(sides) != 2 or len(sides[0]) != 2 or len(sides[1]) != 2:
+        return None
+    (above, name), (below, other) = sides
+    return (above, below, name) if above and below and name and name == other else None
+
+
 def literals(expression: Expression, skip: AbstractSet[str] = frozenset()) -> list[float]:
     """The numbers that are typed in `expression`, but for those inside calls of the functions `skip`."""
     found: list[float] = []

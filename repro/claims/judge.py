@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from repro.claims.expression import Expression, ExpressionError, Result, evaluate, texts
+from repro.claims.expression import Expression, ExpressionError, Result, evaluate, parse, quotient, texts
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.ledger import (
     ITSELF,
@@ -129,16 +129,22 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
     """What is measured beside each simulated evidence whose experiments somebody with the hardware has run.
 
     Simulated experiments are the published ones, under the same names of metrics, so that the same
-    expression answers from their measured records.
+    expression answers from their measured records.  A ratio of two that took turns is the one of those turns,
+    with its interval.
     """
     said = {experiment for one in row.evidence if one.kind == "measured" for experiment in _read(one, row)}
     for one in row.evidence:
         read = _read(one, row)
         if one.kind != SIMULATED or not read or said.intersection(read):
             continue
-        if all(map(records.measured, read)):
-            origin = RUN if one.origin == TRACE else one.origin
-            yield replace(one, kind="measured", scale=PUBLISHED_SCALE, origin=origin)
+        origin = RUN if one.origin == TRACE else one.origin
+        value = one.value
+        turns = quotient(value, row.variables)
+        if turns and records.interleaved(*turns):
+            value = parse(f'compared("{turns[0]}", "{turns[1]}")')
+        elif not all(map(records.measured, read)):
+            continue
+        yield replace(one, kind="measured", scale=PUBLISHED_SCALE, origin=origin, value=value)
 
 
 def _read(evidence: Evidence, row: Row) -> list[str]:

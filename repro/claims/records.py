@@ -31,6 +31,12 @@ class Records:
         """Whether it has been run, whatever came of it."""
         return (MEASURED, experiment) in self._selection.by_name
 
+    def interleaved(self, subject: str, baseline: str, metric: str) -> bool:
+        """Whether the two took turns in one run, and were compared by `metric`."""
+        pairs = self._selection.by_pair
+        record = pairs.get((subject, baseline)) or pairs.get((baseline, subject))
+        return record is not None and record.metric == metric
+
     def functions(self, kind: str) -> dict[str, Callable[..., Value | Uncertain]]:
         """The functions for expressions of evidence `kind` (`simulated` or `measured`)."""
 

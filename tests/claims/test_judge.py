@@ -344,3 +344,15 @@ def test_evidence_of_its_own_goes_before(tmp_path: Path) -> None:
     rows = f'{{ label = "x", published = "2.0", {SIMULATED}, measured = [{PUBLISHED}] }},\n'
     result = judged(tmp_path, rows, at("simulated", 2.0), at("measured", 2.0))
     assert [f.kind for f in result.rows[0].findings] == ["measured", "simulated"]
+
+
+def test_a_ratio_of_two_that_took_turns_is_that_of_their_turns(tmp_path: Path) -> None:
+    """Before, it was one record over another, of any two days, without an interval."""
+    value = 'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")'
+    rows = f'{{ label = "x", published = "2.0", simulated = {{ value = \'{value}\' }} }},\n'
+    apart = [record("a", samples_per_s=9.0), record("b", samples_per_s=1.0)]
+    assert judged(tmp_path, rows, *apart).verdict == NOT_REPRODUCED
+    result = judged(tmp_path, rows, *apart, comparison("a", "b", 2.1, 2.05, 2.15))
+    finding = result.rows[0].findings[0]
+    assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
+    assert (finding.low, finding.high, finding.experiments) == (2.05, 2.15, ("s/a", "s/b"))

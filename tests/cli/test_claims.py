@@ -97,7 +97,9 @@ def test_counts_are_those_of_the_lines() -> None:
     counts = summary(results)
     for verdict in VERDICTS:
         assert counts["verdicts"][verdict] == sum(line.verdict == verdict for line in lines)
-    assert counts["evidence"]["analytic"]["rows"] >= counts["evidence"]["analytic"]["rows_reproduced"] > 300
+    analytic, itself = counts["evidence"]["analytic"], counts["against_itself"]
+    assert analytic["rows"] >= analytic["rows_reproduced"] > 100
+    assert itself["rows"] >= itself["rows_reproduced"] > 100, "what a source says of itself is counted apart"
 
 
 LEAN = """
