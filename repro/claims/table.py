@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from repro.claims.ledger import ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
@@ -114,7 +114,8 @@ def why(result: ClaimResult) -> str:
     main = [row for row in result.rows if row.row.main]
     ways = [text for start, text in _WORDS.items() if any(row.basis.startswith(start) for row in main)]
     by = "; ".join(ways)
-    values = "the value that is" if len(main) == 1 else f"all {len(main)} values that are"
+    every = "both" if len(main) == 2 else f"all {len(main)}"
+    values = "the value that is" if len(main) == 1 else f"{every} values that are"
     if result.verdict == NOT_COMPARABLE:
         return f"Nobody can tell: {_clause(result.reason)}."
     if result.verdict == NOT_RUN:
@@ -125,7 +126,8 @@ def why(result: ClaimResult) -> str:
         return f"{bad} of {len(main)} values that are the claim {'is' if bad == 1 else 'are'} {against}, by {by}."
     if result.verdict == CONSISTENT:
         return f"It hangs together and no more: {values} the claim agree{'s' * (len(main) == 1)} with {by}."
-    things = sum(found.tested for kind, found in count([result]).items() if kind != ITSELF)
+    counts = count([replace(result, rows=tuple(main))])
+    things = sum(found.tested for kind, found in counts.items() if kind != ITSELF)
     tests = f"{things} independent test{'s' * (things != 1)}"
     return f"{values[0].upper()}{values[1:]} the claim agree{'s' * (len(main) == 1)} with {by} ({tests})."
 
