@@ -28,12 +28,16 @@ class EvidenceEntry:
     metric: str = ""
 
 
+AS_CLAIM = "as the claim"
+"""The unit of a row that names none; an empty one is none."""
+
+
 @dataclass(kw_only=True)
 class Testable:
     """What a row and a column of a table have in common; empty: as the claim says."""
 
     label: str = ""
-    unit: str = ""
+    unit: str = AS_CLAIM
     metric: str = ""
     bound: str = ""
     error: float = 0.0

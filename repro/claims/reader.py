@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from repro.claims import ledger as the
-from repro.claims.entries import ClaimEntry, EvidenceEntry, FileEntry, TableEntry, Testable, read_file
+from repro.claims.entries import (
+    AS_CLAIM,
+    ClaimEntry,
+    EvidenceEntry,
+    FileEntry,
+    TableEntry,
+    Testable,
+    read_file,
+)
 from repro.claims.expression import Expression, ExpressionError, Uncertain, Value, check, parse
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.inputs import RATES, circular, closed_form
@@ -62,7 +70,7 @@ def _rates(files: Iterable[FileEntry]) -> Iterator[float]:
                 at = table.columns.index(cell.column) if cell.column in table.columns else len(table.columns)
                 published += [(cell, str(value)) for line in table.body for value in line[at : at + 1]]
         for entry, text in published:
-            if (unit := entry.unit or claim.unit) in RATES:
+            if (unit := _unit(entry, claim)) in RATES:
                 try:
                     number = read(text)
                 except ValueError:
@@ -154,6 +162,10 @@ def _table_rows(entry: ClaimEntry, table: TableEntry, rates: frozenset[float]) -
     return rows
 
 
+def _unit(entry: Testable, claim: ClaimEntry) -> str:
+    return claim.unit if entry.unit == AS_CLAIM else entry.unit
+
+
 def _variable(value: int | float | str, error: float) -> Value | Uncertain:
     """A table cell as an input: numbers are exact, printed values carry their rounding or their error."""
     if not isinstance(value, str):
@@ -178,7 +190,7 @@ def _row(
         certainty = _one_of("certainty", entry.certainty or claim.certainty, the.CERTAINTIES)
         if entry.error < 0:
             raise ConfigError("error", entry.error, "0 or more")
-        unit = _one_of("unit", entry.unit or claim.unit, UNITS)
+        unit = _one_of("unit", _unit(entry, claim), UNITS)
         number: Printed | None
         try:
             number = read(published)

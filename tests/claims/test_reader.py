@@ -38,6 +38,13 @@ def test_a_sound_file_is_read(tmp_path: Path) -> None:
     read(tmp_path, SOUND)
 
 
+def test_an_empty_unit_is_none_and_a_missing_one_is_the_claims(tmp_path: Path) -> None:
+    """Before, an empty one was the claim's too, and a count came out in gigabytes."""
+    rows = 'rows = [{ label = "x", published = "2" }, { label = "y", published = "2", unit = "" }]\n'
+    (tmp_path / "test.toml").write_text(HEAD + CLAIM + rows)
+    assert [row.unit for row in load(tmp_path).claims[0].rows] == ["GB", ""]
+
+
 SOUND = HEAD + CLAIM + ROW
 TABLE = """[[claim.table]]
 keys = ["a"]
