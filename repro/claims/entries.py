@@ -28,16 +28,13 @@ class EvidenceEntry:
     metric: str = ""
 
 
-AS_CLAIM = "as the claim"
-"""The unit of a row that names none; an empty one is none."""
-
-
 @dataclass(kw_only=True)
 class Testable:
     """What a row and a column of a table have in common; empty: as the claim says."""
 
     label: str = ""
-    unit: str = AS_CLAIM
+    unit: str | None = None
+    """`""` is no unit, whatever the claim's is; left out: the claim's."""
     metric: str = ""
     bound: str = ""
     error: float = 0.0
@@ -138,6 +135,7 @@ def _fields(cls: Any) -> tuple[dict[str, str], frozenset[str]]:
 _FIELDS = {cls: _fields(cls) for cls in (FileEntry, *_INNER.values())}
 _IS: dict[str, Callable[[Any], bool]] = {
     "str": lambda v: type(v) is str,
+    "str | None": lambda v: type(v) is str,
     "bool": lambda v: type(v) is bool,
     "float": lambda v: type(v) in (int, float),
     "list[str]": lambda v: type(v) is list and all(type(i) is str for i in v),

@@ -10,7 +10,6 @@ from typing import Any
 
 from repro.claims import ledger as the
 from repro.claims.entries import (
-    AS_CLAIM,
     ClaimEntry,
     EvidenceEntry,
     FileEntry,
@@ -163,7 +162,7 @@ def _table_rows(entry: ClaimEntry, table: TableEntry, rates: frozenset[float]) -
 
 
 def _unit(entry: Testable, claim: ClaimEntry) -> str:
-    return claim.unit if entry.unit == AS_CLAIM else entry.unit
+    return claim.unit if entry.unit is None else entry.unit
 
 
 def _variable(value: int | float | str, error: float) -> Value | Uncertain:

@@ -38,13 +38,6 @@ def test_a_sound_file_is_read(tmp_path: Path) -> None:
     read(tmp_path, SOUND)
 
 
-def test_an_empty_unit_is_none_and_a_missing_one_is_the_claims(tmp_path: Path) -> None:
-    """Before, an empty one was the claim's too, and a count came out in gigabytes."""
-    rows = 'rows = [{ label = "x", published = "2" }, { label = "y", published = "2", unit = "" }]\n'
-    (tmp_path / "test.toml").write_text(HEAD + CLAIM + rows)
-    assert [row.unit for row in load(tmp_path).claims[0].rows] == ["GB", ""]
-
-
 SOUND = HEAD + CLAIM + ROW
 TABLE = """[[claim.table]]
 keys = ["a"]
@@ -125,3 +118,11 @@ def test_notes_of_a_table_belong_to_a_line_or_to_one_of_its_values(tmp_path: Pat
     (tmp_path / "test.toml").write_text(HEAD + CLAIM + table.replace('"1"]', '"1", "2", "both", "only c"]'))
     notes = {row.label: row.note for row in load(tmp_path).claim("a-claim").rows}
     assert notes == {"x: b": "both", "x: c": "both only c"}
+
+
+@pytest.mark.parametrize(("key", "unit"), [("", "GB"), ('unit = "", ', ""), ('unit = "s", ', "s")])
+def test_a_row_without_a_unit_is_not_a_row_that_says_nothing_of_it(
+    tmp_path: Path, key: str, unit: str
+) -> None:
+    (tmp_path / "test.toml").write_text(SOUND.replace("label", f"{key}label"))
+    assert load(tmp_path).claim("a-claim").rows[0].unit == unit
