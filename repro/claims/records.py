@@ -146,8 +146,10 @@ class Records:
 _FOLLOWS = {
     "model": ("model",),
     "layout.tp": ("layout.tp", "layout.dp", "layout.global_batch"),
+    "layout.micro_batch": ("layout.micro_batch", "layout.global_batch"),
 }
-"""What differs with a setting: a model in every size; under another tensor parallelism the GPUs that are left."""
+"""What differs with a setting: a model in every size; under another tensor parallelism the GPUs that
+are left; under another micro-batch the global one."""
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:
