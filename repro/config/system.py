@@ -16,8 +16,8 @@ __all__ = ["Device", "Link", "Quantity", "System"]
 
 FLOP_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
 ASSUMED_CONTEXT_BYTES = 1_400_000_000
-"""What is taken for `context_bytes` where a system does not know it: the median of the reports that the
-other systems quote (0.84, 1.06, 1.40, 1.54 and 1.74 GB)."""
+"""What is taken for `context_bytes` where a system does not know it: about the median of the reports that the
+other systems quote (0.84, 1.06, 1.34, 1.40, 1.54 and 1.74 GB)."""
 
 
 @dataclass(frozen=True, kw_only=True)

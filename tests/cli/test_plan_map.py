@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from repro import cli
+from repro import cli, systems
 from repro.simulate.plan.rows import OK, OOM
 
-CONTEXT = 1.74e9
+CONTEXT = systems.load("dgx2").context()
 LIMITS = (CONTEXT + 3e6, CONTEXT + 1e9)
 
 
@@ -65,7 +65,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
         "recomputation",
         "pp 1 ",
         "tp 2 ",
-        "fits 2.74 GB",
+        "fits 2.34 GB",
         ": all fit",
         "too little",
     ):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from repro import cli
+from repro import cli, systems
 from repro.cli.commands.layout_options import LAYOUT
 from repro.config import ConfigError, Layout
 from repro.simulate.plan.asked import memory_bytes
@@ -89,7 +89,7 @@ def test_simulate_says_what_a_person_wants_to_know(
     for words in (": fits", "parameters", "optimizer states", "The peak is in", "By link: nvlink", "FLOP"):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80
-    code, out = run(capsys, *asked, "--memory-limit", "1.742GB")
+    code, out = run(capsys, *asked, "--memory-limit", str(systems.load("dgx2").context() + 2_000_000))
     assert code == 0  # that it does not fit is an answer
     assert "does not fit" in out
     assert "out of memory" in out

@@ -79,7 +79,15 @@ PRINTED = {
 UNPUBLISHED = {
     # What else is simulated: the next size or degree, which has to fail; what has no printed batch; the map around
     # Yuan's layout; the volume of communication that a formula leaves recomputation out of.
-    *("fig6-c1-50b", "fig6-c2-80b", "fig6-c2-100b", "fig6-c2-120b", "fig6-c3-60b", "fig6-c4-150b", "fig6-c5-170b"),
+    *(
+        "fig6-c1-50b",
+        "fig6-c2-80b",
+        "fig6-c2-100b",
+        "fig6-c2-120b",
+        "fig6-c3-60b",
+        "fig6-c4-150b",
+        "fig6-c5-170b",
+    ),
     *("release-100b", "release-120b", "fig7-c3-100b", "activations-1.5b", "activations-1.5b-checkpoints"),
     *("fig4-dp-1.16b-batch1", "fig4-dp-1.5b-batch1", "fig4-dp-2.5b-batch1"),
     *("fig4-zero-11b-batch2", "fig4-zero-12b-batch2", "fig4-zero-20b"),

@@ -14,7 +14,7 @@ from repro.simulate.plan import fit
 from repro.simulate.plan.asked import Asked, limit_of
 from repro.simulate.plan.fit import Trial, search
 
-CONTEXT = 1_740_000_000
+CONTEXT = systems.load("dgx2").context()
 
 
 @settings(deadline=None, max_examples=200)

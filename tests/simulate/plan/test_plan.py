@@ -26,7 +26,7 @@ from repro.simulate.plan.rows import (
     order,
 )
 
-CONTEXT = 1_740_000_000
+CONTEXT = systems.load("dgx2").context()
 TINY = Model(name="tiny", layers=4, hidden=128, heads=4, vocab=512, seq=64)
 SMALL = replace(TINY, hidden=512, vocab=1024)
 
