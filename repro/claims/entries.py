@@ -43,6 +43,7 @@ class Testable:
     simulated: list[EvidenceEntry] = field(default_factory=list)
     measured: list[EvidenceEntry] = field(default_factory=list)
     calibrates: str = ""
+    blind: str = ""
     needs: str = ""
     not_comparable: str = ""
     note: str = ""
@@ -85,6 +86,7 @@ class ClaimEntry:
     published: str
     source: list[str]
     certainty: str
+    predicted_blind: str = ""
     conditions: str = ""
     metric: str = "exact"
     unit: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 from repro.claims.expression import Expression, Uncertain, Value
 from repro.claims.published import Printed
@@ -91,6 +92,8 @@ class Row:
     calibrates: str
     """What the time model takes from this value, a `name` of simulate/time/calibration_points.toml: a simulation that
     knows the answer is no evidence.  Empty: nothing."""
+    blind: Printed | None
+    """What the suite predicted, in `unit`, before anybody who worked on it knew `published`."""
     needs: str
     """Hardware and run that would measure it."""
     not_comparable: str
@@ -129,6 +132,18 @@ class Claim:
     rows: tuple[Row, ...]
     file: str
     """Name of the ledger file."""
+    predicted_blind: str = ""
+    """Day and commit of the predictions in its rows' `blind`; empty where there are none."""
+
+    @property
+    def prediction(self) -> str:
+        """When its rows were predicted blind, and the median of |predicted / published - 1|; else empty."""
+        errors = [
+            abs(row.blind.value / row.printed.value - 1) for row in self.rows if row.blind and row.printed
+        ]
+        if not errors:
+            return ""
+        return f"blind on {self.predicted_blind}: {len(errors)} values, median error {median(errors):.1%}"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 _CLOSED = {**FORMULAS, "printed": printed, "digitised": digitised}
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured")}
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
+_DAY = re.compile(r"\d{4}-\d{2}-\d{2} at [0-9a-f]{7,}$")
 
 
 def load(directory: Path = HERE) -> the.Ledger:
@@ -104,6 +105,13 @@ def _claim(
             )
     if not any(row.main for row in rows):
         rows = [dataclasses.replace(row, main=True) for row in rows]
+    predicted = any(row.blind for row in rows)
+    if predicted != bool(entry.predicted_blind) or (predicted and not _DAY.match(entry.predicted_blind)):
+        raise ConfigError(
+            "predicted_blind",
+            entry.predicted_blind,
+            "the day and the commit of the predictions in `blind`, as 2026-11-22 at 1c75963; nothing without them",
+        )
     return the.Claim(
         id=entry.id,
         title=entry.title,
@@ -118,6 +126,7 @@ def _claim(
         steps=steps,
         rows=tuple(rows),
         file=file,
+        predicted_blind=entry.predicted_blind,
     )
 
 
@@ -148,10 +157,11 @@ def _table_rows(entry: ClaimEntry, table: TableEntry, rates: frozenset[float]) -
             calibrates = cell.calibrates or (str(at.get("calibrates", "")) if cell.simulated else "")
             notes = (cell.note, str(at.get("note", "")), str(at.get(f"{cell.column} note", "")))
             note = " ".join(part for part in notes if part)
+            blind = str(at.get(f"{cell.column} blind", ""))
             rows.append(
                 _row(
                     entry,
-                    dataclasses.replace(cell, label=label, note=note, calibrates=calibrates),
+                    dataclasses.replace(cell, label=label, note=note, calibrates=calibrates, blind=blind),
                     published,
                     variables,
                     label,
@@ -190,6 +200,10 @@ def _row(
         if entry.error < 0:
             raise ConfigError("error", entry.error, "0 or more")
         unit = _one_of("unit", _unit(entry, claim), UNITS)
+        if entry.blind and not entry.simulated:
+            raise ConfigError(
+                "blind", entry.blind, "with simulated evidence, today's answer to the same question"
+            )
         number: Printed | None
         try:
             number = read(published)
@@ -232,6 +246,7 @@ def _row(
             certainty=certainty,
             evidence=tuple(evidence),
             calibrates=entry.calibrates,
+            blind=_number("blind", entry.blind) if entry.blind else None,
             needs=entry.needs or claim.needs,
             not_comparable=entry.not_comparable or claim.not_comparable,
             note=entry.note,

@@ -157,6 +157,7 @@ def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
             for key, _, place in (text.partition(" ") for text in claim.source)
         ],
         "certainty": claim.certainty,
+        "predicted_blind": claim.predicted_blind,
         "contradictions": list(claim.contradictions),
         "note": claim.note,
         "needs": claim.needs,
@@ -230,6 +231,7 @@ def _row(result: RowResult) -> dict[str, Any]:
         "calibrates": row.calibrates,
         "main": row.main,
         "given": row.given,
+        "blind": None if row.blind is None else row.blind.value,
         "note": row.note,
         "evidence": [_finding(finding) for finding in result.findings],
         "disagreements": len(result.disagrees),

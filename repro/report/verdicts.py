@@ -56,6 +56,7 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Catal
         "sources": [_source(text, ledger) for text in claim.source],
         "certainty": claim.certainty,
         "certainty_meaning": CERTAINTIES[claim.certainty],
+        "predicted": claim.prediction,
         "contradictions": claim.contradictions,
         "note": claim.note,
         "needs": claim.needs,
@@ -144,6 +145,7 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
         "reason": "" if result.reason == claim.needs or result.findings else result.reason,
         "note": row.note,
         "given": row.given,
+        "blind": _with_unit(row.blind.text, row.unit) if row.blind else "",
         "main": row.main,
         "findings": [_finding(finding, result) for finding in result.findings],
     }

@@ -78,6 +78,18 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
         ("label", 'calibrates = "a name", label'),
         ["rows[x]", "calibrates = 'a name'", "simulated"],
     ),
+    "a blind prediction without its day": (
+        ("label", 'blind = "2.1", simulated = { value = "2 * GB" }, label'),
+        ["predicted_blind = ''", "2026-11-22 at 1c75963"],
+    ),
+    "a day without a blind prediction": (
+        ('unit = "GB"', 'unit = "GB"\npredicted_blind = "2026-11-22 at 1c75963"'),
+        ["predicted_blind", "nothing without them"],
+    ),
+    "a blind prediction without a simulation": (
+        ("label", 'blind = "2", label'),
+        ["blind = '2'", "simulated"],
+    ),
     "unknown formula": (("2 * GB", "max_parms(1)"), ["rows[x].analytic", "did you mean max_params?"]),
     "not arithmetic": (("2 * GB", "().__class__"), ["rows[x].analytic", "is not arithmetic"]),
     "record in a closed form": (("2 * GB", "metric('a/b', 'c')"), ["unknown function metric"]),

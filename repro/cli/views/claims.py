@@ -92,6 +92,7 @@ def show_one(result: ClaimResult, ledger: Ledger, console: Console) -> None:
         facts.add_row("source", Text(f"{key} {place} - {ledger.sources[key].title}"))
     facts.add_row("certainty", f"{claim.certainty}: {CERTAINTIES[claim.certainty]}")
     for name, text in (
+        ("predicted", claim.prediction),
         ("conditions", claim.conditions),
         ("note", claim.note),
         *(("contradiction", text) for text in claim.contradictions),
@@ -138,6 +139,7 @@ def _rows(result: ClaimResult) -> Table:
                 row.row.note,
                 f"Given: {row.row.given}." * bool(row.row.given),
                 "[beside the claim]" * (not row.row.main),
+                f"[predicted blind: {row.row.blind.text}]" if row.row.blind else "",
                 f"[{row.row.certainty}]" * (row.row.certainty != result.claim.certainty),
             )
             if part
