@@ -96,6 +96,10 @@ TABLES = {
     "megatron-1t": (128, 25600, 160, (8,)),
     "megatron-175b": (96, 12288, 96, (8,)),
     "megatron-91b": (32, 15360, 128, (8,)),  # MEG-SC21 run_figure_16.sh
+    # MEG-SC21 run_figure_11.sh, 13 and 14.
+    **{f"megatron-fig11-{layers}": (layers, 20480, 128, (8,)) for layers in (3, 6, 12, 24)},
+    "megatron-162.2b": (32, 20480, 128, (2, 4, 8, 16, 32)),
+    "megatron-5.9b": (32, 3840, 32, (1,)),
     "turing-nlg-17b": (78, 4256, 28, (4,)),
     "turing-nlg-17b-h32": (78, 4256, 32, (16,)),
     "yuan-1.0-245b": (76, 16384, 128, (8,)),

@@ -21,7 +21,7 @@ def published(name: str) -> dict[str, Experiment]:
 
 
 YUAN, ZERO_R, TURING = published("yuan"), published("zero_r"), published("turing_nlg")
-MEGATRON = published("megatron_2019") | published("megatron_2021")
+MEGATRON = published("megatron_2019") | published("megatron_2021") | published("megatron_figures")
 MEMORY = published("zero_memory")
 STATES = {name: e for name, e in MEMORY.items() if re.search(r"^(7\.5b|128b|1t)-.*-n\d+", name)}
 LIMITS = {name: e for name, e in MEMORY.items() if name not in STATES}
@@ -41,6 +41,7 @@ PRINTED = {
         for device, batch in (("v100", 8), ("a100", 16))
         for size in (1, 2, 4, 8)
     },
+    **{f"dec2020-a100-{size}b-dp128": (128 * size, 2048) for size in (1, 2, 4, 8)},
     "gpt3-1024": (1024, 1536),
     "meg1-8.3b-h16-mp8": (8, 8),
     "meg1-8.3b-h24-mp8": (8, 8),
@@ -58,6 +59,12 @@ PRINTED = {
         for batch in (12, 24, 36, 48, 60)
     },
     **{f"fig16-mb{mb}-b{batch}": (64, batch) for mb in (1, 2, 4, 8) for batch in (128, 512)},
+    # MEG2 Fig. 11, 13, 14, 17 (MEG-SC21).
+    **{f"fig11-pp{p}-b{batch}": (8 * p, batch) for p in (1, 2, 4, 8) for batch in (8, 128)},
+    **{f"fig13-pp{p}-b{batch}": (64, batch) for p in (2, 4, 8, 16, 32) for batch in (32, 128)},
+    **{f"fig14-pp{p}-b{batch}": (64, batch) for p in (2, 4, 8, 16, 32) for batch in (32, 512)},
+    **{f"fig17-recompute-b{batch}": (128, batch) for batch in (8, 32, 256)},
+    **{f"fig17-keep-b{batch}": (128, batch) for batch in (1, 2, 4, 8, 16)},
     # ZERO3 Tables 7, 8 and 9.
     **{f"fig6-c{c}-{size}": (400, 400) for c, size in enumerate(("40b", "60b", "50b", "140b", "150b"), 1)},
     **{f"fig7-c{c}-40b": (400, 400) for c in (2, 3, 4, 5)},
@@ -149,6 +156,7 @@ def test_nothing_is_left_unchecked() -> None:
         "activations-1.5b",
         "tutorial-1.5b-dp",
         "tutorial-1.5b-zero1",
+        *(name for name in MEGATRON if name.startswith("fig17-keep-")),
     )
     for name, experiment in EVERYTHING.items():
         assert (experiment.layout.precision, experiment.layout.recompute) == ("fp16", name not in plain)
