@@ -45,7 +45,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 # Published layouts on hundreds of GPUs, traced without their twins (twin-*): with smoke what takes seconds, then the rest.
 QUICK := zero_memory zero_r turing_nlg
 PUBLISHED := $(QUICK) deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput zero_superlinear \
-	megatron_2019 megatron_2021 yuan
+	megatron_2019 megatron_2021 megatron_figures yuan
 
 # The suites of $(1), one after the other; the table and the report come even if an experiment failed.
 define simulated

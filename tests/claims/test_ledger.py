@@ -141,7 +141,7 @@ ROWS = {
     "zero-table7-fig6-maxmodel": 5 * 3,
     "zero-table8-fig7-maxcache": 7,
     "zero-table10-fig4-dp-only": 11 * 2 + 4,
-    "ds-64gpu-table": 8 * 3 + 4,
+    "ds-64gpu-table": 8 * 3 + 4 + 8 + 7 + 6,
     "meg-dec2020-table": 8 * 4 + 4 * 3 + 1,
     "meg2-table2-vs-zero3": 12 * 2 + 4,
     "meg2-fig11-pipeline-weak-scaling": 4 * 2,
