@@ -101,7 +101,7 @@ UNPUBLISHED = {
     *("volume-145.6b", "volume-145.6b-scatter", "gpt3-1024-unfused", "table1-529.6b-unfused"),
     *("megatron-mp8", "megatron-mp4", "megatron-mp2", "megatron-mp1"),
     *("zero1-mp16", "zero1-mp8", "zero1-mp2", "zero1-mp1"),
-    *(name for name in YUAN if name.startswith("map-")),
+    *(name for name in YUAN if name.startswith(("map-", "rule-"))),
 }
 
 
