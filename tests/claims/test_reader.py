@@ -79,7 +79,7 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
         ["rows[x]", "calibrates = 'a name'", "simulated"],
     ),
     "a blind prediction without its day": (
-        ("label", 'blind = "2.1", simulated = { value = "2 * GB" }, label'),
+        ("label", """blind = "2.1", simulated = { value = 'metric("s/e", "m")' }, label"""),
         ["predicted_blind = ''", "2026-11-22 at 1c75963"],
     ),
     "a day without a blind prediction": (
