@@ -76,8 +76,8 @@ def test_twelve_cases_on_one_two_and_four_nodes(
 
     lab.wait_for("the end of all jobs", watch, 400)
     after = {node: lab.counters(node) for node in (1, 2, 3, 4)}
-    latest = bench.latest()
-    assert {name: latest[name]["outcome"] for name in LAYOUTS} == dict.fromkeys(LAYOUTS, "ok"), bench.logs()
+    newest = bench.latest()
+    assert {name: newest[name]["outcome"] for name in LAYOUTS} == dict.fromkeys(LAYOUTS, "ok"), bench.logs()
     assert set(bench.states().values()) == {"done"}
     assert bench.repro("collect").returncode == 0
     assert len(bench.records()) == 12, "nothing ran twice"
@@ -94,7 +94,7 @@ def test_twelve_cases_on_one_two_and_four_nodes(
         )
         assert found["MASTER_ADDR"] == lab.address(nodes[0])
         assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "eth0"
-    for name, record in latest.items():
+    for name, record in newest.items():
         nodes = of(record)["nodes"]
         assert len(set(nodes)) == len(nodes) == NODES[name]
         assert of(record)["partition"] == "debug"
@@ -106,7 +106,7 @@ def test_twelve_cases_on_one_two_and_four_nodes(
     # What crossed the links is at least what ranks on different nodes say that they sent, in all.
     said = sum(
         row["sent_bytes"] * STEPS
-        for name, record in latest.items()
+        for name, record in newest.items()
         if NODES[name] > 1
         for comm in record["comm_by_rank"]
         for row in comm
