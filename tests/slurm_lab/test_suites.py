@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.records import latest
 from tests.slurm_lab.bench import Bench, case, environments
 from tests.slurm_lab.cluster import Lab
 
@@ -187,8 +188,8 @@ def test_two_suites_at_once_one_of_them_twice_and_the_controller_restarts(lab: L
     assert sorted(bench.begun()) == ["a", "b", "z0", "z2"]
     experiments = [record for record in bench.records() if record["kind"] == "experiment"]
     assert sorted(record["name"] for record in experiments) == ["a", "b", "z0", "z2"]
-    latest = bench.latest()
-    assert of(latest["z0"])["nodes"] == of(latest["z2"])["nodes"], "compared on the same allocation"
+    found = bench.latest()
+    assert of(found["z0"])["nodes"] == of(found["z2"])["nodes"], "compared on the same allocation"
     assert [record["name"] for record in bench.records() if record["kind"] == "comparison"] == ["z0 vs z2"]
 
     # Nothing is left to do, except on request.
