@@ -161,7 +161,7 @@ def _live_activations(experiment: Experiment) -> dict[str, Any]:
             micro_batches(experiment, mesh.dp.rank, 0), lambda phase: setattr(tracker, "phase", phase)
         )
         engine.synchronize()
-    assert engine.pipeline.planned_in_flight == engine.pipeline.in_flight
+    assert in_flight(engine.pipeline.actions) == engine.pipeline.in_flight
     return {"in_flight": engine.pipeline.in_flight, "live": live}
 
 

@@ -17,7 +17,7 @@ from repro.config import Layout
 from repro.config.enums import Phase
 from repro.parallel.comm import Group
 from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
-from repro.parallel.pipeline.schedule import FORWARD, Action, build, in_flight, needs
+from repro.parallel.pipeline.schedule import FORWARD, Action, build, needs
 
 Observer = Callable[[Phase], None]
 """Called with the name of the phase that begins: forward, backward, idle (waiting for a stage), optimizer."""
@@ -99,11 +99,6 @@ class Pipeline:
         self._passes = [0] * len(self.chunks)
         # Autograd records nothing below a tensor that needs no gradient.
         self._anchor = torch.empty(0, device=like.device, requires_grad=True)
-
-    @property
-    def planned_in_flight(self) -> int:
-        """What the schedule says about `in_flight`."""
-        return in_flight(self.actions)
 
     def run(self, scale: Tensor | None, observe: Observer) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss (0-dim fp32; 0 but on the last stage).

@@ -12,7 +12,6 @@ from torch import Tensor
 UNKNOWN = object()
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 """Operands that are what they say."""
-Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]
 Call = tuple[object, ...]
 """An operator, and all of its operands that what it returns and costs can depend on."""
 
