@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from repro.claims.allowed import allowed, tolerance
 from repro.claims.expression import Expression, ExpressionError, Result, evaluate, parse, quotient, texts
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.ledger import (
@@ -49,8 +50,7 @@ from repro.claims.results import (
     KindResult,
     RowResult,
 )
-from repro.claims.rule import allowed, tolerance
-from repro.claims.tolerance import NOISELESS, agrees_at_scale, room
+from repro.claims.tolerance import NOISELESS, Accepted, agrees_at_scale, room
 from repro.results.schema import SIMULATED, Record
 
 _INPUTS = {"printed": printed, "digitised": digitised}
@@ -216,13 +216,12 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         rule = allowed(row, evidence, claim)
         assert rule is not None
         reason = rule.because
-        if evidence.kind == "analytic":
-            agrees = rule.meets(low, high)
-        else:
-            # Noise must not help: the point decides, and an interval that reaches across is said.
-            agrees = rule.meets(float(value.value), float(value.value))
-            if rule.meets(low, high) and not (rule.meets(low, low) and rule.meets(high, high)):
-                reason += "; the interval reaches across the limit"
+        point = float(value.value)
+        # Noise must not help: the point decides, but at a bound, which the evidence's own interval widens.
+        seen = (low, high) if evidence.kind == "analytic" or row.bound else (point, point)
+        agrees = rule.meets(*seen)
+        if evidence.kind != "analytic" and _across(rule, low, high):
+            reason += "; the interval reaches across the limit"
     return Finding(
         verdict=yes if agrees else no,
         reason=reason,
@@ -233,6 +232,10 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         text=_text(value, row),
         **common,
     )
+
+
+def _across(rule: Accepted, low: float, high: float) -> bool:
+    return rule.meets(low, high) and not (rule.meets(low, low) and rule.meets(high, high))
 
 
 def how_to_run(suite: str, kind: str) -> str:

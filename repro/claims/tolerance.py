@@ -10,16 +10,17 @@
    only 1 and 2, because a closed form has no noise; but for `size`, which is a name and not a result.
 
 A bound ("over 38", "at least 24", "less than 20") has the printed number as its edge, "more than doubles" 2.
-No tolerance widens it: only 2 does, and the uncertainty of the evidence's own inputs.  Its digits do not
-either, for who says "over 38" has not rounded up to 38.
+The source's own error widens it, where the ledger states one: of a figure that was digitised, or of a
+rounding that the source tells of.  Digits are none, for who says "over 38" has not rounded up to 38.  The
+evidence's own interval widens it too, that of its inputs or of a measurement.  Nothing else does.
 
 `up to` states a largest case.  The best case gets there, but for the rounding of the printed number (5.5B is
-6B) and 2, and is near: above, it has the room of an equality.
+6B) and the two that widen a bound, and is near: above, it has the room of an equality.
 
 A scaled twin is not compared with the published number but with the same formula at the twin's own scale,
 which the ledger writes as `expect`; its class is `exact`, `exact-padding` or `parity`, or `share` where
-the formula says what part of the time is idle.  Where there is noise, the measured point decides and not its
-interval, so that noise is no help.
+the formula says what part of the time is idle.  But at a bound the measured point decides where there is noise,
+and not its interval, so that noise is no help.
 
 No row of the ledger has a tolerance of its own.
 """
@@ -100,8 +101,8 @@ def accepted(
 ) -> Accepted:
     """The values that agree with `published` under the rule above, all in the published unit.
 
-    `closed_form`: the evidence is analytic.  `error`: of digitisation.  `steps`: the sizes that the
-    source tried, for class `limit`.  `count`: it is a number of things, a multiple or a coefficient, which
+    `closed_form`: the evidence is analytic.  `error`: of digitisation, or of a rounding that the source
+    tells of.  `steps`: the sizes that the source tried, for class `limit`.  `count`: it is a number of things, a multiple or a coefficient, which
     is equal or is not.
     """
     low, high = published.low, published.high

@@ -356,3 +356,18 @@ def test_a_ratio_of_two_that_took_turns_is_that_of_their_turns(tmp_path: Path) -
     finding = result.rows[0].findings[0]
     assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
     assert (finding.low, finding.high, finding.experiments) == (2.05, 2.15, ("s/a", "s/b"))
+
+
+def test_an_interval_of_the_evidence_widens_a_bound_and_nothing_else_does(tmp_path: Path) -> None:
+    """Before, the measured point alone decided at a bound as well."""
+    over = '"2.0", bound = "over"'
+    ratio = row('{ value = \'compared("s/a", "s/b")\' }', analytic="").replace('"2.0"', over)
+    assert judged(tmp_path, ratio, comparison("a", "b", 1.98, 1.95, 1.99)).verdict == NOT_REPRODUCED
+    across = judged(tmp_path, ratio, comparison("a", "b", 1.98, 1.95, 2.03)).rows[0].findings[0]
+    assert across.verdict == REPRODUCED
+    assert "reaches across" in across.reason
+    exact = row(PUBLISHED, analytic="").replace('"2.0"', over)
+    assert judged(tmp_path, exact, record("full", speed=1.999)).verdict == NOT_REPRODUCED
+    read_off = exact.replace("bound", 'certainty = "digitised", error = 0.1, bound')
+    assert judged(tmp_path, read_off, record("full", speed=1.999)).verdict == REPRODUCED
+    assert judged(tmp_path, read_off, record("full", speed=1.89)).verdict == NOT_REPRODUCED
