@@ -102,8 +102,8 @@ def accepted(
     """The values that agree with `published` under the rule above, all in the published unit.
 
     `closed_form`: the evidence is analytic.  `error`: of digitisation, or of a rounding that the source
-    tells of.  `steps`: the sizes that the source tried, for class `limit`.  `count`: it is a number of things, a multiple or a coefficient, which
-    is equal or is not.
+    tells of.  `steps`: the sizes that the source tried, for class `limit`.  `count`: it is a number of
+    things, a multiple or a coefficient, which is equal or is not.
     """
     low, high = published.low, published.high
     count = count and metric in NOISELESS
