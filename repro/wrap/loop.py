@@ -170,14 +170,12 @@ def _guard_state_dict(module: nn.Module, sharded: ShardedModule) -> None:
                 "state_dict(): under zero = 3 no rank has whole parameters; "
                 "call module.repro.full_parameters() on all ranks"
             )
-        sharded.wait()
 
     def load(child: nn.Module, *_: Any) -> None:
         if sharded.sharding.stage == 3 or mixed:
             raise RuntimeError(
                 "load_state_dict(): would not reach the shards and master weights; load before repro.parallelize"
             )
-        sharded.wait()
 
     for child in module.modules():
         if any(id(p) in mine for p in child._parameters.values()):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -48,12 +49,11 @@ def parallelize(
     In bf16 the module is what `module.to(torch.bfloat16)` is, frozen parameters and buffers included; the
     trained parameters' fp32 values become the master weights.
 
-    `optimizer.step()` returns while updated parameters are on their way (stages 1 and 2).  The next
-    forward pass and `module.state_dict()` wait for them; who reads `module.layer.weight` otherwise calls
-    `module.repro.wait()` first.  Under stage 3 no rank has whole parameters between passes:
-    `module.repro.full_parameters()` gathers copies of them, on all ranks at once.  There all ranks must
-    use the same modules in a pass (not the same parameters in them), and each forward pass with gradients
-    is followed by its backward pass before the next one.
+    `optimizer.step()` returns when every rank has the updated parameters (stages 1 and 2), whatever the
+    layout's `gather_overlap` says: a stock script may read them anywhere.  Under stage 3 no rank has whole
+    parameters between passes: `module.repro.full_parameters()` gathers copies of them, on all ranks at
+    once.  There all ranks must use the same modules in a pass (not the same parameters in them), and each
+    forward pass with gradients is followed by its backward pass before the next one.
 
     Without a process group one is made from the environment that torchrun sets.  All replicas start from
     rank 0's values.  Raises `ConfigError` if the layout does not fit the processes, `ValueError` if
@@ -79,7 +79,7 @@ def parallelize(
         return lambda index, start, stop: given[index][start:stop].float()
 
     dtype = None if layout.precision == "fp32" else DTYPES[layout.precision]
-    sharding = Sharding.of(layout, mesh.dp, device, dtype)
+    sharding = replace(Sharding.of(layout, mesh.dp, device, dtype), gather_overlap=False)
     if mesh.dp.size > 1:
         broadcast_parameters([t.data for t in tensors], mesh.dp)
     units = default_units(module, blocks)

@@ -138,18 +138,6 @@ class Plain(nn.Module):
         return x
 
 
-class SideDoor(nn.Module):
-    """A block's parameter is read without calling the block, as a method does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(nn.functional.linear(x, self.blocks[1].weight, self.blocks[1].bias))
-        return self.blocks[2](torch.tanh(self.blocks[0](x)))
-
-
 Pass = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -200,11 +188,15 @@ def abandoned(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def train(
-    kind: type[nn.Module], layout: Layout | None, loss_of: Pass = once, late: bool = False
+    kind: type[nn.Module],
+    layout: Layout | None,
+    loss_of: Pass = once,
+    after: Callable[[nn.Module], None] = lambda module: None,
+    late: bool = False,
 ) -> dict[str, Tensor]:
     """Parameters after some steps; without a layout of one process that has all ranks' samples, rank by rank.
 
-    `late`: rank 1 sends its new parameters late.
+    `after` is called after each step.  `late`: rank 1 sends its new parameters late.
     """
     torch.manual_seed(1)
     module = kind()
@@ -228,6 +220,7 @@ def train(
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+        after(module)
         optimizer.zero_grad()
     if layout is None:
         return {name: p.detach().clone() for name, p in module.named_parameters()}

@@ -15,7 +15,6 @@ from tests.wrap.edge_models import (
     Plain,
     Reentrant,
     Segments,
-    SideDoor,
     abandoned,
     after_failure,
     alone,
@@ -23,7 +22,6 @@ from tests.wrap.edge_models import (
     checkpointed,
     evaluate_between,
     layout_of,
-    once,
     train,
     two_passes,
 )
@@ -33,12 +31,6 @@ from tests.wrap.edge_models import (
 @pytest.mark.parametrize("kind", [DataDependent, Reentrant, Segments, Containers])
 def test_trains_as_one_process_does(two: RankPool, kind: type[nn.Module], zero: int) -> None:
     assert_same(two.run(train, kind, layout_of(zero)), alone(kind))
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("kind", [Containers, SideDoor])
-def test_no_stale_parameter_is_read(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    assert_same(two.run(train, kind, layout_of(zero), once, True), alone(kind))
 
 
 @STAGES

@@ -18,8 +18,7 @@ class UpdatedParameterGather:
 
     After the optimizer step all buckets are gathered, first layers first; a use of a unit waits for the buckets
     of its own parameters only.  (A use, not each module: some modules read a child's parameters without
-    calling the child.)  What no module of the last forward pass waited for is waited for at the
-    start of the next, since a module around it may read it.
+    calling the child.)  Who reads parameters outside the units' uses calls `wait` first.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit], buckets: Sequence[Bucket]):
@@ -27,17 +26,12 @@ class UpdatedParameterGather:
         self._works: dict[int, Work] = {}
         bucket_of = {id(p): b for b, bucket in enumerate(self.buckets) for p in bucket.parameters}
         modules = dict(module.named_modules())
-        self._handles = [module.register_forward_pre_hook(self._begin, prepend=True)]
-        self._used: set[int] = set()
-        """Buckets that modules of this forward pass, or of the last one, have asked for."""
-        self._all: set[int] = set()
-        """Buckets that some module would ask for."""
+        self._handles = []
         for unit, parameters in zip(units, parameters_of(module, units), strict=True):
             of_unit = {id(p) for p in parameters if id(p) in bucket_of}
             for use in unit.uses:
                 used = of_unit.intersection(map(id, modules[use.module].parameters()))
                 needed = sorted({bucket_of[key] for key in used})
-                self._all.update(needed)
                 self._handles.append(modules[use.module].register_forward_pre_hook(self._before(needed)))
 
     def start(self) -> None:
@@ -45,28 +39,17 @@ class UpdatedParameterGather:
         with torch.no_grad():
             self._works = {b: bucket.gather() for b, bucket in enumerate(self.buckets)}
 
-    def assume_used(self) -> None:
-        """Take it that the last forward pass used every module (for a trace that begins in mid-training)."""
-        self._used = set(self._all)
-
     def wait(self) -> None:
         """Wait for all buckets, as whoever reads parameters outside a forward pass must."""
-        for b in list(self._works):
-            self._works.pop(b).wait()
+        self._await(list(self._works))
 
     def remove(self) -> None:
         """Take the hooks off the module."""
         for handle in self._handles:
             handle.remove()
 
-    def _begin(self, module: nn.Module, inputs: Any) -> None:
-        """A forward pass starts: wait for what no module of the last one asked for."""
-        self._await([b for b in self._works if b not in self._used])
-        self._used = set()
-
     def _before(self, needed: list[int]) -> Callable[..., None]:
         def await_parameters(module: nn.Module, inputs: Any) -> None:
-            self._used.update(needed)
             self._await(needed)
 
         return await_parameters

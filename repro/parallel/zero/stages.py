@@ -152,7 +152,8 @@ class ShardedModule:
             self.gatherer = ParameterUnsharder(module, units, of_unit, self.reducer.close)
         self.param_gather: UpdatedParameterGather | None = None
         if sharding.stage in (1, 2):
-            self.param_gather = UpdatedParameterGather(module, units, self.buckets)
+            ahead = units if sharding.gather_overlap else ()
+            self.param_gather = UpdatedParameterGather(module, ahead, self.buckets)
 
     @property
     def padding(self) -> int:

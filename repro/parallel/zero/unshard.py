@@ -111,9 +111,13 @@ class ParameterUnsharder:
         uses = [(u, use) for u, unit in enumerate(self.units) for use in unit.uses]
         self._expected = sorted(uses, key=lambda entry: order[entry[1].module])
         """Uses in the last forward pass; before the first, in the order in which modules were declared."""
+        for u, use in reversed(uses):
+            target = names[use.module]
+            # Before pre-hooks that others registered, which may read the parameters (`weight_norm`).
+            before = target.register_forward_pre_hook(self._before(u, use), prepend=True, with_kwargs=True)
+            self._handles.append(before)
         for u, use in uses:
             target = names[use.module]
-            self._handles.append(target.register_forward_pre_hook(self._before(u, use), with_kwargs=True))
             self._handles.append(target.register_forward_hook(self._after(u, use)))
 
     def remove(self) -> None:

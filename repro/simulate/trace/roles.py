@@ -138,8 +138,6 @@ def trace(
             tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
             # As after an earlier step: its parameters are still being gathered when the next one begins.
             for part in engine.parts:
-                if part.sharded.param_gather is not None:
-                    part.sharded.param_gather.assume_used()
                 part.sharded.all_gather_params()
             start = len(recorder.events)
             engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, recorder.phase)
