@@ -16,6 +16,7 @@ from repro.kernels.cuda import families
 from tests.kernels.test_cuda_compile import MISSING
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = "repro/examples/"
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
@@ -45,7 +46,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("repro", "kernels"):
+    for name in ("repro", "kernels", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
@@ -72,7 +73,7 @@ def test_a_wheel_has_every_file(checkout: Path, wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith("-info")}
     expected = {
         f"{prefix}{path.relative_to(checkout / name)}"
-        for name, prefix in (("repro", "repro/"), ("kernels", "repro/kernels/"))
+        for name, prefix in (("repro", "repro/"), ("kernels", "repro/kernels/"), ("examples", EXAMPLES))
         for path in (checkout / name).rglob("*")
         if path.is_file() and path.name != "README.md"
     }

@@ -1,10 +1,10 @@
 """Where the evidence for a row gets its inputs, decided from its expression.
 
 A value that comes from sizes through a formula of a paper is a `closed form`, one that a simulated step gave a
-`trace`, one that real processes gave a `run`.  Everything else is `the source against itself`: arithmetic on columns
-and literals, a printed or digitised number, a published rate typed as a float, a formula held against a value that we
-derived from it, and a row of which the ledger says that its answer is `given`.  That shows that a source is
-consistent and no more.
+`trace`, one that real processes gave a `run`, and one that is read off the scripts of this repository a `count`.
+Everything else is `the source against itself`: arithmetic on columns and literals, a printed or digitised number, a
+published rate typed as a float, a formula held against a value that we derived from it, and a row of which the ledger
+says that its answer is `given`.  That shows that a source is consistent and no more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 from repro.claims.expression import Expression, Uncertain, arguments, literals
 from repro.claims.formulas import FORMULAS
-from repro.claims.ledger import CLOSED_FORM, ITSELF, Row
+from repro.claims.ledger import CLOSED_FORM, COUNT, ITSELF, Row
 from repro.claims.published import UNITS
+from repro.claims.scripts import COUNTS
 from repro.claims.tolerance import COUNTED
 
 ARITHMETIC = frozenset({"rounded", "mean", "sqrt"})
@@ -41,10 +42,12 @@ def closed_form(
     unit: str,
     rates: frozenset[float],
 ) -> str:
-    """`CLOSED_FORM` or `ITSELF`, for an analytic expression.
+    """`CLOSED_FORM`, `COUNT` or `ITSELF`, for an analytic expression.
 
     `published`: in base units.  `rates`: what is published in one of `RATES`, in base units.
     """
+    if isinstance(expression.tree, ast.Call) and expression.calls <= COUNTS.keys():
+        return COUNT
     if certainty == "derived" or not expression.calls & PAPERS:
         return ITSELF
     if expression.calls & {"printed", "digitised"} or rates.intersection(literals(expression)):

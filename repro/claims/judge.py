@@ -50,6 +50,7 @@ from repro.claims.results import (
     KindResult,
     RowResult,
 )
+from repro.claims.scripts import COUNTS
 from repro.claims.tolerance import NOISELESS, Accepted, agrees_at_scale, room
 from repro.results.schema import SIMULATED, Record
 
@@ -163,7 +164,7 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         "experiments": () if evidence.kind == "analytic" else tuple(_read(evidence, row)),
     }
     yes, no = (CONSISTENT, INCONSISTENT) if evidence.origin == ITSELF else (REPRODUCED, NOT_REPRODUCED)
-    functions: dict[str, Any] = {**FORMULAS, **_INPUTS}
+    functions: dict[str, Any] = {**FORMULAS, **COUNTS, **_INPUTS}
     if evidence.kind != "analytic":
         functions |= records.functions(evidence.kind)
     variables = {**CONSTANTS, **row.variables}

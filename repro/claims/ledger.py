@@ -36,9 +36,10 @@ FAMILIES = (
     "harness",
 )
 PUBLISHED_SCALE, SCALED_TWIN, ONE_RANK = "published scale", "scaled twin", "one rank of "
-CLOSED_FORM, ITSELF, TRACE, RUN = "closed form", "the source against itself", "trace", "run"
-"""Where evidence gets its inputs (`repro.claims.inputs`): a formula of a paper and sizes; other numbers of the same
-source, or an answer that was put in; a simulated step; real processes."""
+CLOSED_FORM, COUNT = "closed form", "count of what is committed"
+ITSELF, TRACE, RUN = "the source against itself", "trace", "run"
+"""Where evidence gets its inputs (`repro.claims.inputs`): a formula of a paper and sizes; scripts of this
+repository; other numbers of the same source, or an answer that was put in; a simulated step; real processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Evidence:
     scale: str
     """`published scale`, `one rank of N`, `scaled twin`; analytic: the same as `origin`."""
     origin: str
-    """`CLOSED_FORM`, `ITSELF`, `TRACE` or `RUN`."""
+    """`CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     value: Expression
     """In bytes, seconds, FLOP or plain numbers."""
     expect: Expression | None

@@ -22,11 +22,12 @@ from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.inputs import RATES, circular, closed_form
 from repro.claims.published import UNITS, Printed, digitised, printed, read
 from repro.claims.records import Records
+from repro.claims.scripts import COUNTS
 from repro.claims.tolerance import BOUNDS, POINTS, RELATIVE
 from repro.config.errors import ConfigError
 
 HERE = Path(__file__).parent
-_CLOSED = {**FORMULAS, "printed": printed, "digitised": digitised}
+_CLOSED = {**FORMULAS, **COUNTS, "printed": printed, "digitised": digitised}
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured")}
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2} at [0-9a-f]{7,}$")

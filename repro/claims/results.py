@@ -22,7 +22,7 @@ class Finding:
     kind: str
     scale: str
     origin: str
-    """Where the value gets its inputs: `ledger.CLOSED_FORM`, `ITSELF`, `TRACE` or `RUN`."""
+    """Where the value gets its inputs: `ledger.CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     verdict: str
     reason: str
     """The rule that was applied, or what is missing."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from repro.claims.ledger import ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
+from repro.claims.ledger import COUNT, ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
 from repro.claims.results import (
     BAD,
     CONSISTENT,
@@ -105,6 +105,7 @@ _WORDS = {
     f"measured, {SCALED_TWIN}": "runs of small twins, held against the same formula at their scale",
     "simulated": "traces of the step's own code at the published scale",
     "analytic": "a paper's formula, evaluated from sizes",
+    COUNT: "a count of the lines that scripts committed here change",
     ITSELF: "other numbers of the same source or an answer that was put in",
 }
 
@@ -112,7 +113,7 @@ _WORDS = {
 def why(result: ClaimResult) -> str:
     """In one sentence why a reader should believe the verdict."""
     main = [row for row in result.rows if row.row.main]
-    ways = [text for start, text in _WORDS.items() if any(row.basis.startswith(start) for row in main)]
+    ways = [text for start, text in _WORDS.items() if any(_rests_on(row).startswith(start) for row in main)]
     by = "; ".join(ways)
     every = "both" if len(main) == 2 else f"all {len(main)}"
     values = "the value that is" if len(main) == 1 else f"{every} values that are"
@@ -130,6 +131,11 @@ def why(result: ClaimResult) -> str:
     things = sum(found.tested for kind, found in counts.items() if kind != ITSELF)
     tests = f"{things} independent test{'s' * (things != 1)}"
     return f"{values[0].upper()}{values[1:]} the claim agree{'s' * (len(main) == 1)} with {by} ({tests})."
+
+
+def _rests_on(row: RowResult) -> str:
+    counted = row.basis == "analytic" and any(finding.origin == COUNT for finding in row.findings)
+    return COUNT if counted else row.basis
 
 
 def _clause(reason: str) -> str:

@@ -1,10 +1,10 @@
 """How many independent things a judged ledger tests, where its cells are many times one formula.
 
-A test is what one finding reads.  Closed forms read formulas; the one formula of model-state bytes, which three
-functions evaluate, is one thing however many cells it fills.  Traces and runs read what sizes alone decide (bytes of
-states, calls, bytes sent), each one thing by its name, or what comes out of a layout as a whole (time, what fits, the
-largest memory, a loss), one thing for each experiment.  The source against itself is one thing for each expression of
-a claim.
+A test is what one finding reads.  A closed form or a count reads its functions; the one formula of model-state bytes,
+which three functions evaluate, is one thing however many cells it fills.  Traces and runs read what sizes alone decide
+(bytes of states, calls, bytes sent), each one thing by its name, or what comes out of a layout as a whole (time, what
+fits, the largest memory, a loss), one thing for each experiment.  The source against itself is one thing for each
+expression of a claim.
 
 Tests are taken with the fewest things read first, and one counts if it reads something that no counted test has read:
 of the rates of two runs and their ratio, two count, and any number of rates, times and shares of one run is one.
@@ -19,6 +19,7 @@ from repro.claims.expression import arguments, parse
 from repro.claims.inputs import PAPERS
 from repro.claims.ledger import ITSELF, KINDS
 from repro.claims.results import GOOD, NOT_COMPARABLE, ClaimResult, Finding, RowResult
+from repro.claims.scripts import COUNTS
 
 Thing = tuple[str, ...]
 SAME = {"max_params": "model_state_bytes", "memory_reduction": "model_state_bytes"}
@@ -70,7 +71,7 @@ def reads(finding: Finding, row: RowResult, result: ClaimResult) -> Iterable[Thi
         return [(result.claim.id, finding.expression)]
     expression = parse(finding.expression)
     if finding.kind == "analytic":
-        return [(SAME.get(name, name),) for name in expression.calls & PAPERS]
+        return [(SAME.get(name, name),) for name in expression.calls & (PAPERS | COUNTS.keys())]
     found: list[Thing] = []
     for function, texts in arguments(expression, row.row.variables):
         experiments = [text for text in texts if "/" in text]

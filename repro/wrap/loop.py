@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 
 from repro import kernels
 from repro.parallel.comm import SUM
+from repro.parallel.zero.passed import tensors_in
 from repro.parallel.zero.stages import ShardedModule
 from repro.parallel.zero.units import Unit, parameters_of
 
@@ -105,9 +105,9 @@ class StockLoop:
         self.sharded.begin(self.micro_batch, self.accumulation)
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._on_backward)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_backward)
 
     def _on_backward(self, gradient: Tensor) -> None:
         if not self._queued:

@@ -6,7 +6,7 @@ import pytest
 
 from repro.claims.expression import Uncertain, parse
 from repro.claims.inputs import closed_form
-from repro.claims.ledger import CLOSED_FORM, ITSELF
+from repro.claims.ledger import CLOSED_FORM, COUNT, ITSELF
 
 COLUMNS = {"layers": 72, "hidden": 3072, "mp": 16, "batch": 8, "gpus": 400, "tf": Uncertain(38, 37.5, 38.5)}
 RATES = frozenset({38e12})
@@ -30,6 +30,9 @@ RATES = frozenset({38e12})
         ("gpt_params(76, 16384, 53200, 2048)", 245.7e9, "parameters", ITSELF),  # nobody printed 53200
         ("gpt_params(76, 16384, vocab=53200)", 245.7e9, "parameters", ITSELF),
         ("gpt_params(76, 16384, 53248, 2048)", 245.7e9, "parameters", CLOSED_FORM),
+        ("changed_lines('lora')", 11.0, "", COUNT),
+        ("changed_lines('lora') * 0 + 11", 11.0, "", ITSELF),
+        ("changed_lines('lora') * mp", 11.0, "", ITSELF),
     ],
 )
 def test_a_closed_form_takes_sizes_through_a_formula(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -107,6 +109,35 @@ class SharedBlocks(nn.Module):
         return x
 
 
+@dataclass
+class Output:
+    """As libraries return theirs; autograd's tree functions do not look into it."""
+
+    y: Tensor
+    hidden: Tensor
+
+
+class Wrapped(nn.Module):
+    """A block that returns a mapping of its own kind, and a model that returns a dataclass."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(11, 11)
+
+        def forward(self, x: Tensor) -> UserDict[str, Tensor]:
+            return UserDict(y=torch.tanh(self.linear(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wrapped.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Output:
+        for block in self.blocks:
+            x = x + block(x)["y"]
+        return Output(x, x.detach())
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "unused": Unused,
@@ -114,6 +145,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "buffers": Buffers,
     "encoder": Encoder,
     "shared": SharedBlocks,
+    "wrapped": Wrapped,
 }
 
 
@@ -153,7 +185,8 @@ def train_stock(
         total = 0.0
         for x, t in zip(inputs[mine].chunk(pieces), targets[mine].chunk(pieces), strict=True):
             out = module(x)
-            loss = F.cross_entropy(out["y"] if isinstance(out, dict) else out, t) / pieces
+            out = out["y"] if isinstance(out, dict) else out.y if isinstance(out, Output) else out
+            loss = F.cross_entropy(out, t) / pieces
             loss.backward()
             total += loss.item()
         if layout is None:  # as in all flat buffers, no gradient is a gradient of zero

@@ -8,5 +8,6 @@
 | P_os+g+p | 3 | and parameters | `unshard` |
 
 `partition` cuts parameters into buckets and shards, `flat_buffer` is one bucket, `units` says what of a module is
-gathered at once, `stages` puts the parts of a stage together for a module. `train` and `wrap` import it.
+gathered at once, `passed` finds the tensors in what modules take and return, `stages` puts the parts of a stage
+together for a module. `train` and `wrap` import it.
 """

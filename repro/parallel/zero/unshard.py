@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from repro.parallel import storage
 from repro.parallel.comm import Work
 from repro.parallel.zero.flat_buffer import Bucket
+from repro.parallel.zero.passed import tensors_in
 from repro.parallel.zero.units import Unit, Use
 
 
@@ -272,6 +272,6 @@ def _on_gradients(values: Any, call: Callable[[], None]) -> None:
 
     Leaves do not count: their gradients come at once, not in the reverse order of the forward pass.
     """
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            value.register_hook(lambda gradient: call())
+    for tensor in tensors_in(values):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(lambda gradient: call())
