@@ -25,6 +25,7 @@ UNITS: dict[str, float] = {
     "MiB": 2**20,
     "GiB": 2**30,
     "GB/s": 1e9,
+    "TB/s": 1e12,
     "ms": 1e-3,
     "s": 1,
     "min": 60,

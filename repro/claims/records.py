@@ -147,9 +147,11 @@ _FOLLOWS = {
     "model": ("model",),
     "layout.tp": ("layout.tp", "layout.dp", "layout.global_batch"),
     "layout.micro_batch": ("layout.micro_batch", "layout.global_batch"),
+    "layout.world": ("layout.tp", "layout.dp", "layout.micro_batch"),
 }
 """What differs with a setting: a model in every size; under another tensor parallelism the GPUs that
-are left; under another micro-batch the global one."""
+are left; under another micro-batch the global one; under another number of GPUs how the same global batch is
+spread over them."""
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:
@@ -164,13 +166,17 @@ def _alike(records: list[ExperimentRecord], name: str) -> None:
 
 
 def _conditions(record: ExperimentRecord, free: tuple[str, ...]) -> dict[str, Any]:
-    """What was run, flat: `layout.zero`; without names, limits and what is `free`."""
+    """What was run, flat: `layout.zero`; without names, limits and what is `free`.
+
+    The sequence is what it was, be it from the training or the model.
+    """
     flat: dict[str, Any] = {}
     for key, value in record.experiment.as_dict().items():
         if isinstance(value, dict):
             flat |= {f"{key}.{inner}": part for inner, part in value.items()}
         else:
             flat[key] = value
+    flat["training.seq"] = record.experiment.seq
     left_out = ("name", "limits.timeout_s", "limits.hang_s", *free)
     return {
         key: v for key, v in flat.items() if not any(f"{key}.".startswith(f"{part}.") for part in left_out)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from repro import suites
+from repro.claims.expression import arguments
 from repro.claims.judge import experiments, judge, judge_claim
 from repro.claims.reader import load
 from repro.claims.records import Missing, Records
 from repro.claims.results import (
-    CONSISTENT,
-    INCONSISTENT,
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
@@ -106,6 +106,21 @@ def test_what_differs_in_something_else_as_well_is_no_search() -> None:
         call("largest", "model.published_params", "s/a", "s/c", of=[small, other])
 
 
+def test_a_model_of_longer_sequences_is_no_search_for_the_largest() -> None:
+    """Before, the sequence of a model counted as a part of it, and that of the training was zero in both."""
+    small, large = record("a"), record("c", "oom")
+    longer = dataclasses.replace(large.experiment.model, seq=32)
+    conditions = dataclasses.replace(large.experiment, model=longer).as_dict()
+    with pytest.raises(Missing, match=r"it differs from s/a in training.seq as well"):
+        call(
+            "largest",
+            "model.published_params",
+            "s/a",
+            "s/c",
+            of=[small, changed(large, experiment=conditions)],
+        )
+
+
 def test_what_was_not_simulated_is_missing_not_unfit() -> None:
     with pytest.raises(Missing, match="s/c: no record"):
         call("largest", "model.published_params", "s/a", "s/c", of=limit("ok", "ok", "oom")[:1])
@@ -152,43 +167,72 @@ def test_table_1_comes_out_with_the_papers_own_digits() -> None:
     assert seen == len(names)
 
 
-def test_mp_16_to_4() -> None:
-    fit = ("megatron-mp16", "zero1-mp16", "zero1-mp8", "zero1-mp4")
-    suite = suites.load(Path(__file__).parents[2] / "suites/turing_nlg.toml")
+KNOWN = {
+    f"{suite.name}/{entry.experiment.name}": entry.experiment
+    for suite in (suites.load(path) for path in (Path(__file__).parents[2] / "suites").glob("*.toml"))
+    for entry in suite.entries
+}
 
-    def made(*fit: str) -> list[ExperimentRecord]:
-        return [
-            changed(
-                record(entry.experiment.name, "ok" if entry.experiment.name in fit else "oom"),
-                suite="turing_nlg",
-                experiment=entry.experiment.as_dict(),
-            )
-            for entry in suite.entries
-        ]
 
-    def verdicts(records: list[ExperimentRecord]) -> dict[str, str]:
-        results = [r for r in judge(LEDGER, records) if r.claim.id in ("tnlg-mp16-to-4", "tnlg-256-vs-1024")]
-        return {
-            row.row.label: f.verdict
-            for r in results
-            for row in r.rows
-            for f in row.findings
-            if f.kind == "simulated" and row.row.label != "training time"
-        }
+def made(fit: Collection[str], names: Collection[str]) -> list[ExperimentRecord]:
+    """Records of experiments that suites have, of which these fit."""
+    return [
+        changed(record(name, "ok" if name in fit else "oom"), experiment=KNOWN[name].as_dict())
+        for name in names
+    ]
 
-    assert verdicts(made(*fit)) == {
-        "smallest MP that fits without ZeRO": REPRODUCED,
-        "smallest MP that fits with ZeRO 1": REPRODUCED,
-        "batch per 16-GPU node": CONSISTENT,
-        "MP 4 at replica batch 8": CONSISTENT,
-        "MP 16 at replica batch 8": CONSISTENT,
-        "17B fits with MP 4 and ZeRO": REPRODUCED,
-        "17B does not fit with MP 4 and no ZeRO": REPRODUCED,
+
+SEARCHES = sorted(
+    {
+        (function, *texts)
+        for claim in LEDGER.claims
+        for row in claim.rows
+        for evidence in row.evidence
+        for function, texts in arguments(evidence.value, row.variables)
+        if function in ("largest", "smallest")
     }
-    other = verdicts(made(*fit, "megatron-mp8"))
-    assert other["smallest MP that fits without ZeRO"] == NOT_REPRODUCED
-    assert other["MP 16 at replica batch 8"] == INCONSISTENT
-    assert other["smallest MP that fits with ZeRO 1"] == REPRODUCED
+)
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=" ".join)
+def test_every_search_of_the_ledger_could_have_come_out_otherwise(search: tuple[str, ...]) -> None:
+    """Its experiments differ in the setting alone, and what the limit is depends on which of them fit."""
+    function, setting, *names = search
+    of = made((), names)
+    by_setting = sorted({call("setting", name, setting, of=of): name for name in names}.items())
+    if function == "smallest":
+        by_setting.reverse()
+    assert len(by_setting) > 1
+    end = by_setting[-1][1]
+    with pytest.raises(Missing, match="it fits, so the"):
+        call(function, setting, *names, of=made(names, names))
+    limits = [call(function, setting, *names, of=made((fits,), names)) for _, fits in by_setting[:-1]]
+    assert limits == [value for value, name in by_setting if name != end]
+
+
+def test_t_nlg_needs_what_the_searches_find() -> None:
+    claims = ("tnlg-mp16-to-4", "tnlg-256-vs-1024")
+    fit = [f"turing_nlg/{name}" for name in ("megatron-mp16", "zero1-mp16", "zero1-mp8", "zero1-mp4")]
+    names = [name for name in KNOWN if name.startswith("turing_nlg/")]
+
+    def verdicts(*more: str) -> dict[str, str]:
+        records = made((*fit, *more), names)
+        results = [result for result in judge(LEDGER, records) if result.claim.id in claims]
+        rows = [row for result in results for row in result.rows if row.row.label != "training time"]
+        return {row.row.label: f.verdict for row in rows for f in row.findings if f.kind == "simulated"}
+
+    right = verdicts()
+    assert set(right.values()) == {REPRODUCED}
+    assert len(right) == 7
+    wrong = verdicts("turing_nlg/megatron-mp8")
+    assert {label for label, verdict in wrong.items() if verdict != REPRODUCED} == {
+        *("smallest MP that fits without ZeRO", "largest batch of a 16-GPU node"),
+        "fewest GPUs with Megatron-LM alone",
+    }
+    wrong = verdicts("turing_nlg/megatron-mp16-batch16")
+    assert [label for label in wrong if wrong[label] != REPRODUCED] == ["largest batch of a 16-GPU node"]
+    wrong = verdicts("turing_nlg/zero1-128gpus", "turing_nlg/zero1-mp2")
+    assert wrong["fewest GPUs with ZeRO 1"] != REPRODUCED
 
 
 def test_a_calibrated_value_is_shown_and_judged_by_nothing_simulated() -> None:

@@ -62,6 +62,7 @@ TABLES = {
     "table2-6.2b": (53, 3072, 24, (1,)),
     "table2-12.5b": (61, 4096, 32, (2, 8)),
     "table2-25b": (55, 6144, 32, (4, 16)),
+    "table2-2t": (155, 32768, 256, (16,)),
     # DS-FEB20 tutorial sec. 3.1 and 3.3, figure; DS-HEAD zero.md.
     "deepspeed-1.5b": (48, 1600, 16, (1, 2, 4)),
     "deepspeed-4b": (64, 2304, 16, (1, 4)),
@@ -96,6 +97,7 @@ TABLES = {
     "megatron-1t": (128, 25600, 160, (8,)),
     "megatron-175b": (96, 12288, 96, (8,)),
     "megatron-91b": (32, 15360, 128, (8,)),  # MEG-SC21 run_figure_16.sh
+    "megatron-fig7-1b": (4, 4096, 128, (1,)),  # MEG2 Fig. 7
     # MEG-SC21 run_figure_11.sh, 13 and 14.
     **{f"megatron-fig11-{layers}": (layers, 20480, 128, (8,)) for layers in (3, 6, 12, 24)},
     "megatron-162.2b": (32, 20480, 128, (2, 4, 8, 16, 32)),

@@ -59,7 +59,8 @@ PRINTED = {
         for batch in (12, 24, 36, 48, 60)
     },
     **{f"fig16-mb{mb}-b{batch}": (64, batch) for mb in (1, 2, 4, 8) for batch in (128, 512)},
-    # MEG2 Fig. 11, 13, 14, 17 (MEG-SC21).
+    # MEG2 Fig. 7 (the batch is ours), 11, 13, 14, 17 (MEG-SC21).
+    **{f"fig7-mb{mb}": (1, 128) for mb in (1, 2, 4, 8, 16)},
     **{f"fig11-pp{p}-b{batch}": (8 * p, batch) for p in (1, 2, 4, 8) for batch in (8, 128)},
     **{f"fig13-pp{p}-b{batch}": (64, batch) for p in (2, 4, 8, 16, 32) for batch in (32, 128)},
     **{f"fig14-pp{p}-b{batch}": (64, batch) for p in (2, 4, 8, 16, 32) for batch in (32, 512)},
@@ -95,12 +96,24 @@ UNPUBLISHED = {
         "fig6-c4-150b",
         "fig6-c5-170b",
     ),
-    *("release-100b", "release-120b", "fig7-c3-100b", "activations-1.5b", "activations-1.5b-checkpoints"),
+    *(
+        "release-80b",
+        "release-100b",
+        "release-120b",
+        "fig7-c3-100b",
+        "activations-1.5b",
+        "activations-1.5b-checkpoints",
+    ),
     *("fig4-dp-1.16b-batch1", "fig4-dp-1.5b-batch1", "fig4-dp-2.5b-batch1"),
     *("fig4-zero-11b-batch2", "fig4-zero-12b-batch2", "fig4-zero-20b"),
     *("volume-145.6b", "volume-145.6b-scatter", "gpt3-1024-unfused", "table1-529.6b-unfused"),
     *("megatron-mp8", "megatron-mp4", "megatron-mp2", "megatron-mp1"),
     *("zero1-mp16", "zero1-mp8", "zero1-mp2", "zero1-mp1"),
+    *("zero1-mp4-batch12", "zero1-128gpus", "megatron-512gpus", "megatron-256gpus"),
+    *(f"megatron-mp16-batch{batch}" for batch in (12, 16, 20)),
+    *("zero2-mp4-batch18", "zero2-mp4-batch18-no-md", "fig8-c5-150b"),
+    *("batch-c3-60b-8", "batch-c3-60b-16", "batch-c4-60b-64", "batch-c4-60b-128"),
+    *("posgp-n1024-175b", "posgp-n1024-310b"),
     *(name for name in YUAN if name.startswith(("map-", "rule-"))),
 }
 
@@ -132,7 +145,7 @@ def test_weak_scaling_to_a_trillion(name: str) -> None:
 
 def table2() -> dict[str, int]:
     """GPUs by the name of the experiment: ZERO3 Table 2 has Nd = 64 in every line."""
-    degrees = {name: re.match(r"(?:dp|pos)-mp(\d+)-", name) for name in LIMITS}
+    degrees = {name: re.match(r"(?:dp|posg?p?)-mp(\d+)-", name) for name in LIMITS}
     return {name: 64 * int(found[1]) for name, found in degrees.items() if found}
 
 
