@@ -62,6 +62,9 @@ class Layout:
     """fp32; bf16 with fp32 master weights; fp16 with fp32 master weights and dynamic loss scaling."""
     bucket_bytes: int = 25_000_000
     """Bytes of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
+    gradient_as_bucket_view: bool = True
+    """Gradients lie in the buckets that are reduced.  Without, as in torch's DistributedDataParallel until 1.7 (and by
+    default since), a bucket is a copy beside the gradients for the whole training: 2 Psi bytes more in 16 bits."""
     kernels: OperatorSet = OperatorSet.FUSED
     """What computes a layer, the loss and the optimizer: `fused`, `reference`, `softmax` or `unfused`."""
     tp_overlap: bool = True
@@ -116,6 +119,12 @@ class Layout:
             "zero1_reduce",
             self.zero1_reduce,
             f"zero = 1, the only stage it exists for (here zero = {self.zero})",
+        )
+        require(
+            self.gradient_as_bucket_view or (self.zero == 0 and self.dp > 1),
+            "gradient_as_bucket_view",
+            self.gradient_as_bucket_view,
+            f"true unless zero = 0 and dp > 1 (here zero = {self.zero}, dp = {self.dp}), where DDP keeps copies",
         )
         require(
             self.zero < 3 or self.pp == 1,

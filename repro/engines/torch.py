@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from repro.config import Experiment
+from repro.config import Experiment, Layout
 from repro.config.enums import Phase
 from repro.models.gpt import GPT
 from repro.models.init import initial_values
@@ -58,15 +58,18 @@ class TorchEngine:
                 parameter.data = values(i, 0, parameter.numel()).view(parameter.shape)
         self.count = sum(p.numel() for p in parameters)
         self.names = list(names)
-        self.model = self._wrap(model, layout.bucket_bytes)
+        self.model = self._wrap(model, layout)
         self.optimizer = self._optimizer(experiment)
 
-    def _wrap(self, model: GPT, bucket_bytes: int) -> Any:
+    def _wrap(self, model: GPT, layout: Layout) -> Any:
         if self.mesh.dp.size == 1:
             return model
         if self.stage < 2:
             return DistributedDataParallel(
-                model, bucket_cap_mb=bucket_bytes / 2**20, gradient_as_bucket_view=True, static_graph=True
+                model,
+                bucket_cap_mb=layout.bucket_bytes / 2**20,
+                gradient_as_bucket_view=layout.gradient_as_bucket_view,
+                static_graph=True,
             )
         from torch.distributed.fsdp import fully_shard
 

@@ -41,6 +41,8 @@ def layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> st
     parts += [words for key, words in _SWITCHES.items() if getattr(spread, key)]
     if not spread.cb:
         parts.append("without C_B")
+    if not spread.gradient_as_bucket_view:
+        parts.append("buckets beside the gradients")
     if spread.kernels != "fused":
         parts.append(_KERNELS[spread.kernels])
     if spread.tp > 1 and not spread.tp_overlap:

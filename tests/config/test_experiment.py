@@ -67,10 +67,21 @@ def test_a_record_is_the_way_back_also_without_keys_that_it_could_not_know() -> 
     old = json.loads(json.dumps(BASE.as_dict()))
     for key in ("pp", "schedule", "chunks", "stage_layers", "scatter_gather", "order", "pa", "cb", "md"):
         del old["layout"][key]
-    for key in ("kernels", "overlap", "tp_overlap"):
+    for key in ("kernels", "overlap", "tp_overlap", "gradient_as_bucket_view"):
         del old["layout"][key]
     assert from_dict(old) == BASE
     assert from_dict(old).key == BASE.key
+
+
+def test_buckets_beside_gradients_are_stage_0s_and_change_no_other_key() -> None:
+    assert "gradient_as_bucket_view" not in chosen_fields(BASE.layout)
+    copies = replace(BASE.layout, gradient_as_bucket_view=False)
+    assert chosen_fields(copies) == {**chosen_fields(BASE.layout), "gradient_as_bucket_view": False}
+    for other in ({"zero": 1, "dp": 2}, {"zero": 3, "dp": 2}, {"dp": 1}):
+        with pytest.raises(
+            ConfigError, match=r"gradient_as_bucket_view = False: true unless zero = 0 and dp > 1"
+        ):
+            Layout(**other, gradient_as_bucket_view=False)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Model
-from repro.config.enums import Category
+from repro.config.enums import MODEL_STATES, Category
 from repro.engines.native import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.partition import ALIGNMENT
+from repro.simulate.memory.live import LiveBytes
+from repro.simulate.trace.roles import roles, trace
 from tests.pool import RankPool
 from tests.training import micro_batches, tiny
 
@@ -72,6 +74,24 @@ def test_states_are_what_the_paper_says_to_the_byte(
         found = [seen["rest"][c] for c in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)]
         # Step counter and, in fp16, the loss scale are the few bytes that are no one's.
         assert found == [pytest.approx(value, abs=0) for value in expected]
+
+
+@pytest.mark.parametrize("cb", [True, False], ids=["", "fused"])
+def test_buckets_beside_the_gradients_are_one_copy_more_to_the_byte(two: RankPool, cb: bool) -> None:
+    """torch's DDP of 2020 kept 2 Psi beside 16 Psi, from the start to the end; counted, and simulated."""
+    layout = Layout(dp=2, cb=cb, gradient_as_bucket_view=False, precision="bf16", bucket_bytes=20_000)
+    experiment = tiny(layout, replace(MODEL, layers=2))
+    simulated = LiveBytes()
+    for event in trace(experiment, roles(experiment)[0], gloo=True).events:
+        simulated.see(event)
+    for seen in two.run(watch, experiment, 2):
+        psi = seen["psi"] + seen["padding"]
+        assert len(seen["buckets"]) > 1 or not cb
+        for live in (seen["born"], seen["rest"], simulated.now):
+            held = {c: live[c] / psi for c in (*MODEL_STATES, Category.COMMUNICATION)}
+            assert held == {"parameters": 2, "gradients": 2, "optimizer": 12, "communication": 2}
+        # What is fused without C_B is a third copy, in fp32, while it is reduced.
+        assert cb or seen["most"][Category.COMMUNICATION] >= 2 * psi + 4 * psi
 
 
 @pytest.mark.parametrize("zero", range(4))

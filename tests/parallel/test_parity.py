@@ -26,6 +26,8 @@ LAYOUTS = [
     *(Layout(tp=2, dp=2, zero=z, sp=True, micro_batch=4, global_batch=BATCH) for z in (1, 2, 3)),
     Layout(tp=4, micro_batch=8, global_batch=BATCH),
     Layout(tp=4, sp=True, micro_batch=8, global_batch=BATCH),
+    Layout(dp=2, gradient_as_bucket_view=False, micro_batch=4, global_batch=BATCH),
+    Layout(tp=2, dp=2, gradient_as_bucket_view=False, micro_batch=4, global_batch=BATCH),
 ]
 
 
@@ -34,6 +36,7 @@ def name_of(layout: Layout) -> str:
     parts = [f"dp{layout.dp}", f"tp{layout.tp}", f"z{layout.zero}"]
     parts += ["sp"] if layout.sp else []
     parts += ["feb2020"] if layout.zero1_reduce == "all-reduce" else []
+    parts += [] if layout.gradient_as_bucket_view else ["copies"]
     return "-".join(parts)
 
 
@@ -90,7 +93,7 @@ EVERYTHING = (
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS[:4], LAYOUTS[5], LAYOUTS[6], LAYOUTS[14], LAYOUTS[17]], ids=name_of
+    "layout", [*LAYOUTS[:4], LAYOUTS[5], LAYOUTS[6], LAYOUTS[14], LAYOUTS[17], LAYOUTS[-2]], ids=name_of
 )
 def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout: Layout) -> None:
     """Recomputation, accumulation, the size of buckets and dropout, all at once: still one process's numbers."""
@@ -113,7 +116,7 @@ def test_each_alone(two: RankPool, zero: int, varied: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", [*LAYOUTS[:4], LAYOUTS[5], LAYOUTS[14]], ids=name_of)
+@pytest.mark.parametrize("layout", [*LAYOUTS[:4], LAYOUTS[5], LAYOUTS[14], LAYOUTS[-2]], ids=name_of)
 def test_mixed_precision_equals_one_process_within_its_rounding(
     request: pytest.FixtureRequest, layout: Layout, precision: str
 ) -> None:

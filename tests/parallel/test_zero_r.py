@@ -63,6 +63,7 @@ PARITY = [
     *(twins(2, zero=z, **ALL) for z in (1, 2, 3)),
     twins(2, zero=2, **PA, **FUSED),
     *(twins(2, tp=1, zero=z, **FUSED) for z in (0, 1)),
+    twins(2, tp=1, zero=0, gradient_as_bucket_view=False, **FUSED),
     twins(2, tp=1, zero=1, zero1_reduce="all-reduce", **FUSED),
     twins(2, tp=1, zero=2, **MD, **FUSED),
     twins(2, tp=1, zero=2, pa_cpu=True, **MD),

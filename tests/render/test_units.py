@@ -79,6 +79,8 @@ def test_a_layout_in_words_is_the_same_of_a_record() -> None:
     layout = Layout(tp=2, dp=2, sp=True, zero=1, zero1_reduce="all-reduce", global_batch=4)
     assert words.layout(layout) == "tp 2 x dp 2, ZeRO 1 by all-reduce, fp32, sequence parallelism"
     assert words.layout(Layout()) == "one rank, fp32"
+    ddp = Layout(dp=2, gradient_as_bucket_view=False)
+    assert words.layout(ddp) == "dp 2, ZeRO 0, fp32, buckets beside the gradients"
 
 
 def test_batches_and_schedule() -> None:

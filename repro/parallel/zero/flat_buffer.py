@@ -14,7 +14,8 @@ bucket keeps is allocated once and contiguous; M_D (sec. 6.3) gives the full gra
 place that is too.
 
 A bucket's gradients are reduced where they are, so that what is fused for communication has the bucket's
-constant size (C_B, sec. 6.2); what libraries did before is `zero_r.constant_buffers.reduce_fused`.
+constant size (C_B, sec. 6.2); what libraries did before is `zero_r.constant_buffers.reduce_fused`.  Under stage 0
+`Bucket.copy` makes it as torch's DistributedDataParallel did: what is reduced lies beside the gradients, P more.
 """
 
 from __future__ import annotations
@@ -78,8 +79,12 @@ class Bucket:
         master_weights: bool,
         all_reduce_first: bool = False,
         fused: bool = False,
+        as_view: bool = True,
     ):
-        """`fused`: without C_B, reduce an fp32 copy of the gradients, 4 bytes a parameter, made for the reduction."""
+        """`fused`: without C_B, reduce an fp32 copy of the gradients, 4 bytes a parameter, made for the reduction.
+
+        Without `as_view` (stage 0) a copy of the gradients is kept all the time, and it is what is reduced.
+        """
         self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group
         self.all_reduce_first, self.fused = all_reduce_first, fused
         self.pool: Arena | None = None
@@ -92,6 +97,10 @@ class Bucket:
         self.master = self._initialise(values, master_weights)
         """What the optimizer updates: fp32 master weights, or the parameters' own shard in fp32 training."""
         self._place_gradients(like)
+        self.copy: Tensor | None = None
+        """What is reduced in place of the gradients [padded], where they are not views of it."""
+        if not as_view:
+            self.copy = storage.zeros(plan.padded, like, Category.COMMUNICATION)
 
     # -- storage ---------------------------------------------------------------------------------
 
@@ -186,6 +195,8 @@ class Bucket:
         """
         full = self.gradients
         assert full is not None
+        if self.copy is not None:
+            full = self.copy.copy_(full)
         whole = self.stage == 0 or self.all_reduce_first
         add = add and self.stage >= 2
         output = full if whole else self.gradient_shard
@@ -198,11 +209,14 @@ class Bucket:
             if add:
                 output = storage.empty(self.plan.shard, full, Category.COMMUNICATION)
             work = self.group.reduce_scatter(output, full, purpose="gradients")
-        if self.stage < 2:
+        if self.stage < 2 and self.copy is None:
             return work
 
         def finish() -> None:
             work.wait()
+            if self.copy is not None:
+                self.gradient_shard.copy_(self.copy)
+                return
             if add and not fused:
                 self.gradient_shard.add_(output)
             self._free_gradients()

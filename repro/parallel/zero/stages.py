@@ -39,6 +39,8 @@ class Sharding:
     """M_D: full gradients of stages 2 and 3 lie in memory set aside once."""
     overlap: bool = True
     """Communicate while the device computes."""
+    as_view: bool = True
+    """Gradients lie in their buckets; without (stage 0), a bucket is a copy beside them."""
     gather_overlap: bool = True
     """Gather updated parameters (stages 1 and 2) while the next forward pass runs."""
 
@@ -55,6 +57,7 @@ class Sharding:
             constant_buffers=layout.cb,
             contiguous=layout.md,
             overlap=layout.overlap,
+            as_view=layout.gradient_as_bucket_view,
             gather_overlap=layout.overlap and layout.gather_overlap,
         )
 
@@ -131,6 +134,7 @@ class ShardedModule:
                 master_weights=dtype != torch.float32,
                 all_reduce_first=sharding.all_reduce_first,
                 fused=not sharding.constant_buffers,
+                as_view=sharding.as_view,
             )
             self.buckets.append(bucket)
             return bucket
