@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from repro.claims.expression import Uncertain, Value
 from repro.results.schema import MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
@@ -86,6 +86,19 @@ class Records:
             """`"ok"`, `"oom"` or `"diverged"`."""
             return find(experiment).outcome
 
+        def failure(experiment: str, name: str) -> Value:
+            """The `phase`, `allocated_bytes` or `reserved_bytes` when a simulated step runs out of memory.
+
+            `"it fits"` where it does not.
+            """
+            record = find(experiment)
+            if record.outcome == "ok":
+                return "it fits"
+            for role in record.roles or ():
+                if role.failure is not None and name in role.failure.as_dict():
+                    return cast(Value, role.failure.as_dict()[name])
+            raise Missing(experiment, f"its record does not say at what {name} it failed")
+
         def extreme(name: str, experiments: tuple[str, ...], best: Callable[..., str], what: str) -> Value:
             """`name` of the one that `best` picks among those that end ok, if one beyond it does not.
 
@@ -136,6 +149,7 @@ class Records:
             "setting": setting,
             "parameters": parameters,
             "outcome": outcome,
+            "failure": failure,
             "largest": largest,
             "smallest": smallest,
             "rising": rising,

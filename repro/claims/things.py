@@ -27,7 +27,7 @@ SAME = {"max_params": "model_state_bytes", "memory_reduction": "model_state_byte
 STATES = ("states", "parameters", "gradients", "optimizer")
 BY_LAYOUT = ("peak", "reserved", "used", "activations", "allocated", "cached")
 """`memory.X_bytes` that no formula of sizes gives."""
-CHOOSE = ("outcome", "largest", "smallest")
+CHOOSE = ("outcome", "failure", "largest", "smallest")
 
 
 @dataclass(frozen=True)

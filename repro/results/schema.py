@@ -99,6 +99,16 @@ class StageReport(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimulatedFailure(RecordPart):
+    """The moment at which a simulated step ran out of memory."""
+
+    phase: str
+    allocated_bytes: int
+    reserved_bytes: int
+    """By the caching allocator, when it could not meet a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulatedRole(RecordPart):
     """Ranks of a simulated step that do the same."""
 
@@ -114,6 +124,8 @@ class SimulatedRole(RecordPart):
     peak_operator: str
     reserved_bytes: int | None
     """By the caching allocator; None where the step does not fit."""
+    failure: SimulatedFailure | None = None
+    """Of a step that does not fit."""
     sent_bytes: int
 
 

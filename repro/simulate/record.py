@@ -2,7 +2,7 @@
 
 Memory is the largest of any role, communication that of the role which holds rank 0 (the first stage).  Times are
 there where the system says enough.  A step that does not fit has needs all the same: a record with the outcome `oom`
-says what would be live, but not what would be reserved.
+says what would be live, but not what would be reserved; its role says what was when a request could not be met.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from repro.config.system import System
 from repro.models import flops
 from repro.results import metrics
 from repro.results.metrics import Held, Metrics
-from repro.results.schema import SIMULATED, ExperimentRecord, SimulatedOn, SimulatedRole, StepSeries
+from repro.results.schema import (
+    SIMULATED,
+    ExperimentRecord,
+    SimulatedFailure,
+    SimulatedOn,
+    SimulatedRole,
+    StepSeries,
+)
 
 if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
@@ -150,7 +157,17 @@ def _role(experiment: Experiment, role: RoleResult) -> SimulatedRole:
         peak_line=memory.line,
         peak_operator=memory.operator,
         reserved_bytes=None if role.replay.out_of_memory else role.replay.peak_reserved,
+        failure=_failure(role),
         sent_bytes=sum(row.sent_bytes for row in role.traffic),
+    )
+
+
+def _failure(role: RoleResult) -> SimulatedFailure | None:
+    error = role.replay.out_of_memory
+    if error is None:
+        return None
+    return SimulatedFailure(
+        phase=role.replay.phase, allocated_bytes=error.allocated, reserved_bytes=error.reserved
     )
 
 

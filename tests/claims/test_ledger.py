@@ -267,9 +267,6 @@ CIRCULAR = {
     ),
     "zero-table2-max-model-size": ("MP 1: theory P_os", "MP 16: theory P_os"),
     "tnlg-mp16-to-4": ("training time",),
-    "zero-ddp-oom-limit": (
-        *("same model and memory limit: DP fails", "same model and memory limit: ZeRO 3 fits"),
-    ),
     "yuan-config": ("GPUs",),
     "yuan-efficiency-press": ("compute, 8 N D", "efficiency 44 (without s/6h)"),
 }

@@ -60,6 +60,38 @@ def test_needs_are_known_where_it_does_not_fit() -> None:
         call("metric", "s/b", "x", of=records, kind="measured")
 
 
+def test_a_failure_says_where_and_at_what() -> None:
+    (failed,) = simulated("zero_memory", "fig4-dp-1.5b-batch1")
+    names = ("phase", "allocated_bytes", "reserved_bytes")
+    found = [call("failure", failed.at, name, of=[failed]) for name in names]
+    assert found[0] == "backward"
+    assert f"{found[1]} allocated and {found[2]} reserved" in failed.reason
+    assert call("failure", "s/a", "phase", of=[record("a")]) == "it fits"
+    with pytest.raises(Missing, match="does not say at what phase"):  # records before it was kept
+        call("failure", "s/a", "phase", of=[record("a", "oom")])
+    with pytest.raises(Missing, match="does not say at what place"):
+        call("failure", failed.at, "place", of=[failed])
+
+
+def test_ddps_copies_decide_whether_1p5b_fits() -> None:
+    """1.4B fits a V100 beside them and 1.5B does not, which it would without (ZERO3 p.2, DS-FEB20 README)."""
+    suite = suites.load(Path(__file__).parents[2] / "suites/zero_memory.toml")
+    ended = {}
+    for name in ("dp-mp1-1.4b", "dp-mp1-1.5b"):
+        for view in (False, True):
+            experiment = suite.entry(name).experiment
+            assert not experiment.layout.gradient_as_bucket_view
+            layout = dataclasses.replace(experiment.layout, gradient_as_bucket_view=view)
+            experiment = dataclasses.replace(experiment, layout=layout)
+            ended[name, view] = attempt(experiment, system_of(experiment), "s").outcome
+    assert ended == {
+        ("dp-mp1-1.4b", False): "ok",
+        ("dp-mp1-1.4b", True): "ok",
+        ("dp-mp1-1.5b", False): "oom",
+        ("dp-mp1-1.5b", True): "ok",
+    }
+
+
 def test_one_kind_of_evidence_does_not_stand_for_the_other() -> None:
     both = [record("a", memory=1.0), record("a", "oom", "measured")]
     assert call("outcome", "s/a", of=both) == "ok"

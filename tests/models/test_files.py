@@ -15,7 +15,16 @@ from repro.models import FILES, _packaged, load, names
 from repro.models.parameters import total
 
 SMALL = (
-    *("smoke-states", "smoke-speed", "char-1m", "tiny-parity", "gpt2-tiny", "limit-40m"),
+    *(
+        "smoke-states",
+        "smoke-speed",
+        "char-1m",
+        "tiny-parity",
+        "gpt2-tiny",
+        "limit-29m",
+        "limit-39m",
+        "limit-40m",
+    ),
     *("equal-stages", "tiny-stages", "tiny-deep"),
 )
 TABLES = {
@@ -58,6 +67,7 @@ TABLES = {
     "table1-128b": (4, 50944, 398, (1,)),
     "table1-1t": (4, 144128, 1126, (1,)),
     "table2-1.3b": (27, 1920, 16, (1,)),
+    "table2-1.4b": (30, 1920, 16, (1,)),
     "table2-5b": (43, 3072, 24, (4,)),
     "table2-6.2b": (53, 3072, 24, (1,)),
     "table2-12.5b": (61, 4096, 32, (2, 8)),
@@ -148,6 +158,8 @@ def test_small_models_are_small() -> None:
         "char-1m": 0.8,
         "tiny-parity": 0.1,
         "gpt2-tiny": 7.2,
+        "limit-29m": 29.0,
+        "limit-39m": 39.0,
         "limit-40m": 39.6,
         "equal-stages": 6.4,
         "tiny-stages": 0.4,

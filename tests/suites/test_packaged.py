@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites
+from repro import models, suites, systems
 from repro.claims.reader import load as load_ledger
+from repro.models import parameters
 
 FILES = sorted((Path(__file__).parents[2] / "suites").glob("*.toml"))
 
@@ -31,3 +32,20 @@ def test_smoke_shows_what_it_promises() -> None:
     compared = {(row.baseline, subject) for row in suite.comparisons for subject in row.subjects}
     assert ("speed-torch-z0-dp2", "speed-z0-dp2") in compared
     assert suite.entry("limit-z0-dp2").expect == "oom"
+
+
+def test_the_limit_of_smoke_is_a_fortieth_of_a_v100() -> None:
+    """The allocator's share of one in a DGX-2, and the parameters of the sizes that sources ran on it."""
+    suite = suites.load(next(path for path in FILES if path.stem == "smoke"))
+    v100 = systems.load("dgx2")
+    for name, published in (
+        ("-z0-dp2-1.16b", "zero-1.16b"),
+        ("-z0-dp2", "zero-1.5b"),
+        ("-z3-dp2", "zero-1.5b"),
+    ):
+        experiment = suite.entry(f"limit{name}").experiment
+        whole = v100.device.memory_bytes.known("memory") - v100.context()
+        assert experiment.limits.memory_bytes == int(whole / 40)
+        assert parameters.total(experiment.model) == pytest.approx(
+            parameters.total(models.load(published)) / 40, rel=1e-3
+        )

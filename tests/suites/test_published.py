@@ -104,7 +104,7 @@ UNPUBLISHED = {
         "activations-1.5b",
         "activations-1.5b-checkpoints",
     ),
-    *("fig4-dp-1.16b-batch1", "fig4-dp-1.5b-batch1", "fig4-dp-2.5b-batch1"),
+    *("fig4-dp-1.16b-batch1", "fig4-dp-1.4b-batch1", "fig4-dp-1.5b-batch1", "fig4-dp-2.5b-batch1"),
     *("fig4-zero-11b-batch2", "fig4-zero-12b-batch2", "fig4-zero-20b"),
     *("volume-145.6b", "volume-145.6b-scatter", "gpt3-1024-unfused", "table1-529.6b-unfused"),
     *("megatron-mp8", "megatron-mp4", "megatron-mp2", "megatron-mp1"),
@@ -145,7 +145,7 @@ def test_weak_scaling_to_a_trillion(name: str) -> None:
 
 def table2() -> dict[str, int]:
     """GPUs by the name of the experiment: ZERO3 Table 2 has Nd = 64 in every line."""
-    degrees = {name: re.match(r"(?:dp|posg?p?)-mp(\d+)-", name) for name in LIMITS}
+    degrees = {name: re.match(r"(?:d?dp|posg?p?)-mp(\d+)-", name) for name in LIMITS}
     return {name: 64 * int(found[1]) for name, found in degrees.items() if found}
 
 
@@ -183,6 +183,14 @@ def test_buckets_are_the_releases() -> None:
             assert (layout.cb, layout.bucket_bytes) == (True, 1_000_000_000), name
         elif not name.startswith("activations"):
             assert not layout.cb, name
+
+
+def test_ddp_of_2020_is_where_the_source_says_ddp() -> None:
+    """ZERO3 sec. 10.1: torch's DDP without model parallelism; `ddp-mp*` asks what it would be with it."""
+    for name, experiment in {**LIMITS, **published("zero_throughput")}.items():
+        layout = experiment.layout
+        baseline = layout.zero == 0 and layout.dp >= 64 and layout.tp == 1
+        assert layout.gradient_as_bucket_view is not (baseline or name.startswith("ddp-")), name
 
 
 def lines(claim: str, column: str) -> list[tuple[dict[str, float], str, int]]:

@@ -82,6 +82,7 @@ def strategy(experiment: Experiment) -> set[str]:
     found |= {switch for switch in switches if getattr(layout, switch)}
     found |= {layout.schedule} if layout.pp > 1 else set()
     found |= set() if layout.overlap else {"no overlap"}
+    found |= set() if layout.gradient_as_bucket_view else {"buckets beside gradients"}
     found |= {"checkpoints"} if experiment.training.checkpoint_every else set()
     return found | {f"{layout.kernels} kernels", experiment.engine}
 
