@@ -110,7 +110,7 @@ UNPUBLISHED = {
     *("megatron-mp8", "megatron-mp4", "megatron-mp2", "megatron-mp1"),
     *("zero1-mp16", "zero1-mp8", "zero1-mp2", "zero1-mp1"),
     *("zero1-mp4-batch12", "zero1-128gpus", "megatron-512gpus", "megatron-256gpus"),
-    *(f"megatron-mp16-batch{batch}" for batch in (12, 16, 20)),
+    *(f"megatron-mp16-batch{batch}" for batch in (16, 20)),
     *("zero2-mp4-batch18", "zero2-mp4-batch18-no-md", "fig8-c5-150b"),
     *("batch-c3-60b-8", "batch-c3-60b-16", "batch-c4-60b-64", "batch-c4-60b-128"),
     *("posgp-n1024-175b", "posgp-n1024-310b"),
