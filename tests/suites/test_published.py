@@ -191,6 +191,12 @@ def test_ddp_of_2020_is_where_the_source_says_ddp() -> None:
         layout = experiment.layout
         baseline = layout.zero == 0 and layout.dp >= 64 and layout.tp == 1
         assert layout.gradient_as_bucket_view is not (baseline or name.startswith("ddp-")), name
+    for name, experiment in published("megatron_2019").items():
+        layout = (
+            experiment.layout
+        )  # of Megatron-LM's two of 2019, torch's is the one that overlaps (MEG-README a0368ddf)
+        if layout.dp > 1 and layout.kernels == "unfused":
+            assert layout.gradient_as_bucket_view is not layout.overlap, name
 
 
 def lines(claim: str, column: str) -> list[tuple[dict[str, float], str, int]]:
