@@ -9,9 +9,8 @@ from typing import Any
 from repro.config import Experiment
 from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.host.garbage import uncollected
 from repro.models import flops, parameters
-from repro.parallel import mesh as meshes
-from repro.parallel.transports import NoTransport
 from repro.results.schema import TrafficRow
 from repro.simulate.memory.live import Memory, measure
 from repro.simulate.memory.replay import Replay, replay
@@ -162,6 +161,7 @@ def _sum(rows: list[TrafficRow], key: str) -> dict[str, int]:
     return found
 
 
+@uncollected()
 def simulate(
     experiment: Experiment,
     system: System,
@@ -192,7 +192,7 @@ def simulate(
                 role,
                 measure(traced.events),
                 replay(traced.events, limit, expandable=expandable),
-                _traffic(traced, experiment, placement),
+                _traffic(traced, placement),
                 sum(n * event.flops for n, event in traced.operators()),
                 traced.parameters,
             )
@@ -207,10 +207,8 @@ def simulate(
     return Simulation(experiment, system.name, limit, context, results, seconds, traces, prediction, no_time)
 
 
-def _traffic(traced: Trace, experiment: Experiment, placement: Placement) -> list[TrafficRow]:
-    layout = experiment.layout
-    rank = meshes.groups(layout, "pp")[0][traced.role.stage]
-    mesh = meshes.build(layout, rank, lambda ranks: NoTransport())
+def _traffic(traced: Trace, placement: Placement) -> list[TrafficRow]:
+    links = placement.links(traced.layout.group_of("pp", 0)[traced.role.stage])
     counts: dict[tuple[str, str, str], list[int]] = {}
     for times, message in traced.messages():
         row = counts.setdefault((message.op, message.group, message.purpose), [message.size, 0, 0, 0])
@@ -219,14 +217,13 @@ def _traffic(traced: Trace, experiment: Experiment, placement: Placement) -> lis
         row[3] += times * message.sent
     found = []
     for (op, group, purpose), (size, calls, payload, sent) in sorted(counts.items()):
-        link = placement.link_of(group, getattr(mesh, group).ranks)
         found.append(
             TrafficRow(
                 op=op,
                 group=group,
                 purpose=purpose,
                 size=size,
-                link=link,
+                link=links[group],
                 calls=calls,
                 payload_bytes=payload,
                 sent_bytes=sent,

@@ -24,7 +24,10 @@ from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
 from repro.parallel.ledger import CommLedger
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, PhaseStart
-from repro.simulate.trace.shapes import Call, Shapes, call_of
+from repro.simulate.trace.shapes import Call, Shapes, call_of, written_to
+
+UNSEEN = torch._C._DisableTorchDispatch
+"""A context: what is made inside is not part of the step."""
 
 
 class RecordingLedger(CommLedger):
@@ -76,6 +79,32 @@ class TraceRecorder(UncompiledMode):
             yield
         finally:
             self._quiet = before
+
+    def number(self, tensor: Tensor) -> int:
+        """Of the tensor's storage."""
+        return self._live[tensor.untyped_storage()._cdata][0]
+
+    def is_unmarked(self, number: int) -> bool:
+        """Whether a live storage has not said what it is for."""
+        return number in self._unmarked
+
+    def reserve(self) -> int:
+        """The number of one more storage, which no tensor has."""
+        self._count += 1
+        return self._count - 1
+
+    def make(self, tensor: Callable[[], Tensor], like: Alloc, *, unmarked: bool) -> Tensor:
+        """A tensor whose storage is allocated now as another one was."""
+        with UNSEEN():
+            made = tensor()
+        self._follow(made.untyped_storage(), like, unmarked=unmarked)
+        return made
+
+    def release(self, tensor: Tensor) -> None:
+        """The tensor's memory is free from now on, although somebody still holds it."""
+        number = self.number(tensor)
+        self._released.add(number)
+        self.events.append(Free(number))
 
     def finish(self) -> list[Event]:
         """All events until now; what is still live has no release, for what ends later is the engine's end."""
@@ -136,11 +165,15 @@ class TraceRecorder(UncompiledMode):
                 self.events[index] = event._replace(category=category)
 
     def _see(self, seen: torch.UntypedStorage, name: str) -> None:
-        key = seen._cdata
-        if key in self._live:
+        if seen._cdata in self._live:
             return
-        number = self._count
-        self._count += 1
+        # Before the mark comes: what the forward pass makes is activations.
+        born = Category.ACTIVATIONS if self._phase == "forward" else Category.OTHER
+        self._follow(seen, Alloc(-1, seen.nbytes(), born, name, _line()), unmarked=True)
+
+    def _follow(self, seen: torch.UntypedStorage, event: Alloc, *, unmarked: bool) -> None:
+        """Record, as `event`, that a storage is allocated, and later that it is freed."""
+        key, number = seen._cdata, self.reserve()
 
         def forget(_: object) -> None:
             self._live.pop(key, None)
@@ -151,10 +184,9 @@ class TraceRecorder(UncompiledMode):
         reference = weakref.ref(seen, forget)
         self._live[key] = (number, reference)
         seen.watcher = self  # type: ignore[attr-defined]
-        # Before the mark comes: what the forward pass makes is activations.
-        born = Category.ACTIVATIONS if self._phase == "forward" else Category.OTHER
-        self._unmarked[number] = len(self.events)
-        self.events.append(Alloc(number, seen.nbytes(), born, name, _line()))
+        if unmarked:
+            self._unmarked[number] = len(self.events)
+        self.events.append(event._replace(id=number))
 
 
 _SHAPES = Shapes()
@@ -196,8 +228,9 @@ def _operator(
         return Operator(name, flops, read, written, (), itemsize)
     operands = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
     written, read = sum(map(_bytes, results)), sum(map(_bytes, operands))
-    if "out" in kwargs and kwargs.get("beta", 0) == 0:
-        read -= _bytes(kwargs["out"])  # written, not read
+    into = written_to(func, kwargs)
+    if into is not None and kwargs.get("beta", 0) == 0:
+        read -= _bytes(into)  # written, not read
     if kind != _FLOPS:
         return Operator(name, 0, read, written, (), itemsize)
     flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)

@@ -18,6 +18,7 @@ import torch
 
 from repro.config import Experiment, Layout
 from repro.engines.native import NativeEngine
+from repro.host.garbage import uncollected
 from repro.measure.uncompiled import uncompiled
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
@@ -25,6 +26,7 @@ from repro.parallel.pipeline.schedule import build, in_flight
 from repro.parallel.transports import NoTransport, Transport
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
 from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder
+from repro.simulate.trace.repeat import Repeats, recordings_of
 from repro.simulate.trace.transport import GlooShapes, Recorded
 from repro.train.part import MicroBatch
 
@@ -105,19 +107,25 @@ def roles(experiment: Experiment) -> list[PipelineRole]:
 
 
 def trace(
-    experiment: Experiment, role: PipelineRole, *, gloo: bool = False, recorder: TraceRecorder | None = None
+    experiment: Experiment,
+    role: PipelineRole,
+    *,
+    gloo: bool = False,
+    recorder: TraceRecorder | None = None,
+    repeat: bool = True,
 ) -> Trace:
     """Run initialisation and an ordinary step of `role` in shape only.
 
     `gloo`: count the receive buffers that gloo's transport needs, for comparison with runs on CPUs.
-    `recorder`: a new one that keeps more than events.
+    `recorder`: a new one that keeps more than events, with `repeat` off.  `repeat`: see `.repeat`; the events are
+    the same without.
     """
     _settle()
     began = time.perf_counter()
     whole = experiment.layout.accumulation
     layout = shortened(experiment.layout, role.stage)
     short = replace(experiment, layout=layout)
-    rank = meshes.groups(layout, "pp")[0][role.stage]
+    rank = layout.group_of("pp", 0)[role.stage]
     recorder = recorder or TraceRecorder()
 
     def transport_of(ranks: tuple[int, ...]) -> Transport:
@@ -126,27 +134,24 @@ def trace(
 
     mesh = meshes.build(layout, rank, transport_of, RecordingLedger(recorder.events))
     device = torch.device("meta")
-    # A cycle that the collector finds late would keep storages alive that a real step frees.  What is older than
-    # the last trace is left to the collector's own time: it holds the events of all traces.
-    gc.collect(1)
-    gc.disable()
-    try:
-        with uncompiled(), recorder:
-            engine = NativeEngine(short, mesh, device)
-            pipeline = engine.pipeline
-            recorder.micro_batch = lambda: pipeline.current.micro_batch if pipeline.current else -1
-            tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
-            # As after an earlier step: its parameters are still being gathered when the next one begins.
-            for part in engine.parts:
-                part.sharded.all_gather_params()
-            start = len(recorder.events)
-            engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, recorder.phase)
-            stop = len(recorder.events)
-            engine.synchronize()
-    finally:
-        gc.enable()
+    with uncollected(), uncompiled(), recorder:
+        engine = NativeEngine(short, mesh, device)
+        pipeline = engine.pipeline
+        recorder.micro_batch = lambda: pipeline.current.micro_batch if pipeline.current else -1
+        repeats = Repeats(recorder, pipeline, recordings_of(short, gloo), recomputed=layout.recompute)
+        for part in engine.parts if repeat else ():
+            repeats.attach(part.model)
+        tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
+        # As after an earlier step: its parameters are still being gathered when the next one begins.
+        for part in engine.parts:
+            part.sharded.all_gather_params()
+        start = len(recorder.events)
+        engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, recorder.phase)
+        stop = len(recorder.events)
+        engine.synchronize()
     # What holds itself through a tensor the collector cannot see: parameters their hooks, storages the recorder.
     recorder.micro_batch = lambda: -1
+    repeats.detach()
     for part in engine.parts:
         part.sharded.remove_hooks()
     return Trace(

@@ -24,8 +24,8 @@ class Shapes:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Call | None) -> Any:
         """`func(*args, **kwargs)` of an operator that is no view.  `key`: `call_of` it."""
-        out = kwargs.get("out")
-        if isinstance(out, Tensor):
+        out = written_to(func, kwargs)
+        if out is not None:
             return out
         if _in_place(func):
             return args[0]
@@ -45,6 +45,19 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | 
     """What calls that are alike share; None if an operand is of a kind that is not known here."""
     operands = [_described(value) for value in (*args, *kwargs.values())]
     return None if UNKNOWN in operands else (func, len(args), tuple(kwargs), *operands)
+
+
+def written_to(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that the caller gives an operator to write its one result to, under whatever name; None without."""
+    name = _out_argument(func)
+    return None if name is None else kwargs.get(name)
+
+
+@cache
+def _out_argument(func: Any) -> str | None:
+    """`out` of most operators, `grad_input` of some."""
+    names = [argument.name for argument in func._schema.arguments if argument.is_out]
+    return names[0] if len(names) == 1 else None
 
 
 @cache

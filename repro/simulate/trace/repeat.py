@@ -1,0 +1,246 @@
+"""Transformer blocks are alike: what one of them did is recorded and done again in the name of the others.
+
+A trace runs the real engine, and nearly all of its time goes into the operators of blocks and into autograd.  Their
+events are the same for every layer, chunk and micro-batch, but for the numbers of storages and messages.  So one block
+of each kind runs, and the others repeat its events under numbers of their own.  What reaches beyond a block still
+happens: hooks around it, the buckets that its gradients go to, tensors that others hold.  The trace is event for event
+what it would be if all blocks ran.
+
+Kinds of blocks differ by who else holds what they exchange: the first and the last of a part of the model do not
+have a block as neighbour on one side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from repro.config import Experiment
+from repro.models.gpt import GPT, Part, Place
+from repro.parallel.pipeline.runner import Pipeline
+from repro.parallel.pipeline.schedule import BACKWARD
+from repro.simulate.trace.recorder import TraceRecorder
+from repro.simulate.trace.segments import Again, Call, Meta, Pass, Recording, Segment, SegmentWriter
+
+
+class Kind(NamedTuple):
+    """Blocks of one kind repeat each other."""
+
+    after: str
+    """What gives it its input: a `block`, the `embedding`, or another `stage`."""
+    before: str
+    """What takes its output: a `block`, the `head`, or another `stage`."""
+    graph: bool
+    """Whether autograd notes its forward pass; without, it is that of a checkpoint."""
+
+
+class Repeats:
+    """The blocks of one rank, of which few run."""
+
+    def __init__(
+        self,
+        recorder: TraceRecorder,
+        pipeline: Pipeline,
+        recordings: dict[Kind, Recording],
+        *,
+        recomputed: bool,
+    ):
+        """`recordings` of earlier traces that differ in nothing that a block does; those of this one come to them."""
+        self.recorder, self.recordings, self.recomputed = recorder, recordings, recomputed
+        self._pipeline = pipeline
+        self._first = {a.chunk: a.micro_batch for a in reversed(pipeline.actions) if a.kind == BACKWARD}
+        """The micro-batch of each chunk whose backward pass comes before all others."""
+        self.running: Pass | None = None
+        """What is being recorded."""
+        self._blocks: list[nn.Module] = []
+
+    def attach(self, model: GPT) -> None:
+        """Have the blocks of a part of the model repeat each other."""
+        blocks = list(model.blocks.values())
+        for index, block in enumerate(blocks):
+            after, before = _neighbours(index, len(blocks), model.part)
+            # Of those in the middle the last one's backward pass comes first.
+            soonest = not 0 < index < len(blocks) - 2
+            block.forward = _Block(self, block, after, before, soonest).forward  # type: ignore[method-assign]
+            self._blocks.append(block)
+            for number, parameter in enumerate(block.parameters()):
+                self._watch(number, parameter)
+
+    def first_backward(self) -> bool:
+        """Whether the backward pass of what runs forward comes before those of other micro-batches."""
+        action = self._pipeline.current
+        return action is not None and self._first[action.chunk] == action.micro_batch
+
+    def detach(self) -> None:
+        """Undo it."""
+        for block in self._blocks:
+            del block.forward
+        self._blocks.clear()
+
+    def _watch(self, number: int, parameter: nn.Parameter) -> None:
+        """Note when gradients of a parameter leave the block that is being recorded."""
+        own = vars(parameter)
+        sink = own.get("gradient_sink")
+        if sink is not None:
+            own["gradient_sink"] = partial(self._sunk, number, sink)
+        hooks: dict[int, Callable[[Tensor], None]] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        for key, hook in hooks.items():
+            hooks[key] = partial(self._accumulated, number, hook)
+
+    def _sunk(self, number: int, sink: Callable[[Tensor, Tensor], None], rows: Tensor, x: Tensor) -> None:
+        self._called(partial(sink, rows, x), number, -1, (Meta.of(rows), Meta.of(x)))
+
+    def _accumulated(self, number: int, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if self.running is None or gradient is None:
+            hook(parameter)
+            return
+        storage, meta = self.recorder.number(gradient), Meta.of(gradient)
+        del gradient
+        self._called(partial(hook, parameter), number, storage, (meta,))
+
+    def _called(
+        self, call: Callable[[], None], parameter: int, gradient: int, operands: tuple[Meta, ...]
+    ) -> None:
+        running, events = self.running, self.recorder.events
+        first = len(events)
+        call()
+        if running is not None:
+            running.calls.append(Call(first, len(events), parameter, gradient, operands))
+
+
+class _Block:
+    """One block's forward pass, run or repeated."""
+
+    def __init__(self, repeats: Repeats, block: nn.Module, after: str, before: str, soonest: bool):
+        """`soonest`: its backward pass comes before those of other blocks of its kind."""
+        self.repeats, self.run, self.soonest = repeats, block.forward, soonest
+        self.parameters = list(block.parameters())
+        self.after, self.before = after, before
+
+    def forward(self, x: Tensor, place: Place, mask: Tensor | None = None) -> Tensor:
+        """As `repro.models.gpt.Block.forward`."""
+        kind = Kind(self.after, self.before, torch.is_grad_enabled())
+        recording = self.repeats.recordings.setdefault(kind, Recording())
+        inputs = [x] if mask is None else [x, mask]
+        if self._runs(recording, kind.graph):
+            record = _Record(self.repeats, recording, inputs)
+            if not kind.graph:
+                return record.forward(self.run(x, place, mask))
+            return _Leave.apply(record.forward(self.run(_Enter.apply(x, record), place, mask)), record)
+        again = Again(self.repeats.recorder, recording, self.parameters, inputs)
+        return _Repeated.apply(x, again) if kind.graph else again.forward()
+
+    def _runs(self, recording: Recording, graph: bool) -> bool:
+        if recording.forward is None:
+            return True
+        if not graph or recording.backward is not None:
+            return False
+        return self.repeats.recomputed or (self.soonest and self.repeats.first_backward())
+
+
+class _Record:
+    """One block's forward and backward pass, which run and are recorded."""
+
+    def __init__(self, repeats: Repeats, recording: Recording, inputs: Sequence[Tensor]):
+        self.repeats, self.recorder, self.recording = repeats, repeats.recorder, recording
+        self.places = {self.recorder.number(tensor): -1 - i for i, tensor in enumerate(inputs)}
+        """By the number of a storage."""
+        self.running = Pass(len(self.recorder.events))
+        self.gradient = -1
+
+    def forward(self, y: Tensor) -> Tensor:
+        """The forward pass has returned `y`."""
+        self.recording.forward = self._segment(y)
+        return y
+
+    def enter(self, gradient: Tensor) -> None:
+        """The backward pass begins with the gradient of what `forward` returned."""
+        self.gradient = self.recorder.number(gradient)
+        self.repeats.running = self.running = Pass(len(self.recorder.events))
+
+    def leave(self, gradient: Tensor) -> None:
+        """It ends with the gradient of x."""
+        self.repeats.running = None
+        self.recording.backward = self._segment(gradient)
+
+    def _segment(self, result: Tensor) -> Segment:
+        returned = self.recorder.number(result)
+        made = {call.gradient: call.operands[0] for call in self.running.calls if call.gradient >= 0}
+        if returned != self.gradient:
+            made[returned] = Meta.of(result)
+        writer = SegmentWriter(self.recorder, self.places, made, self.gradient)
+        steps = writer.steps(self.running)
+        return Segment(steps, None if returned == self.gradient else self.places[returned])
+
+
+class _Enter(torch.autograd.Function):
+    """x enters a block that is recorded; its backward pass ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, record: _Record) -> Tensor:
+        ctx.record = record
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.record.leave(gradients[0])
+        return gradients[0], None
+
+
+class _Leave(torch.autograd.Function):
+    """y leaves a block that is recorded; its backward pass begins here."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, record: _Record) -> Tensor:
+        ctx.record = record
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.record.enter(gradients[0])
+        return gradients[0], None
+
+
+class _Repeated(torch.autograd.Function):
+    """A block that repeats another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, again: Again) -> Tensor:
+        ctx.again = again
+        return again.forward()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.again.backward(gradients[0]), None
+
+
+def _neighbours(index: int, count: int, part: Part) -> tuple[str, str]:
+    """What is before and after a block of a part of the model."""
+    after = "block" if index else "embedding" if part.first else "stage"
+    before = "block" if index < count - 1 else "head" if part.last else "stage"
+    return after, before
+
+
+KEPT = 64
+"""Sets of recordings that a process keeps, a few hundred kilobytes each."""
+
+
+def recordings_of(experiment: Experiment, gloo: bool) -> dict[Kind, Recording]:
+    """The recordings that traces of `experiment` share with all others whose blocks do the same."""
+    layout, training, model = experiment.layout, experiment.training, experiment.model
+    return recordings(
+        (model.hidden, model.heads, model.head_width, model.ffn_width, experiment.seq),
+        (layout.tp, layout.tp_overlap, layout.sp, layout.micro_batch, layout.recompute, layout.zero == 3),
+        (layout.kernels, layout.precision, training.dropout > 0, training.attention_dropout > 0, gloo),
+    )
+
+
+@lru_cache(KEPT)
+def recordings(*key: tuple[object, ...]) -> dict[Kind, Recording]:
+    """Of the blocks that `key` describes; empty at first."""
+    return {}

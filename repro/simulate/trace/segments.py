@@ -1,0 +1,256 @@
+"""One pass of a transformer block as a list of steps, made from its events, and done again under new numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, Wait
+from repro.simulate.trace.recorder import UNSEEN, TraceRecorder
+
+
+class NotAlike(Exception):
+    """A block does something that another one could not do again."""
+
+
+class Meta(NamedTuple):
+    """What it takes to make a tensor like another."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> Meta:
+        """Of `tensor`."""
+        return Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def make(self) -> Tensor:
+        """A tensor without data."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class Call(NamedTuple):
+    """What reaches beyond the block: a gradient leaves it."""
+
+    first: int
+    """The event that would come next when it began, ..."""
+    end: int
+    """... and when it was over."""
+    parameter: int
+    """Among those of the block."""
+    gradient: int
+    """The storage of the parameter's gradient; -1 if a product goes to its sink instead."""
+    operands: tuple[Meta, ...]
+    """Of that product, rows [N, o] and x [N, i]."""
+
+
+class Do(IntEnum):
+    """What a step of a segment is."""
+
+    EVENTS = 0
+    """Events without numbers: operators."""
+    ALLOC = 1
+    FREE = 2
+    MARK = 3
+    MESSAGE = 4
+    WAIT = 5
+    MAKE = 6
+    """Memory that others come to hold, and so a tensor."""
+    DROP = 7
+    """The block lets go of memory that others may hold."""
+    TAKEN = 8
+    """The gradient of the block's output is freed."""
+    SINK = 9
+    """A product of a matrix's gradient goes to its bucket."""
+    GIVE = 10
+    """A parameter's gradient is complete, and its hooks take it."""
+
+
+Step = tuple[Do, Any, Any]
+
+
+@dataclass
+class Segment:
+    """The forward or the backward pass of a block.
+
+    A storage's place is its number among those that the block allocates, forward and backward; the tensors that
+    go into its forward pass have places below 0.
+    """
+
+    steps: list[Step]
+    result: int | None
+    """The place of what it returns; None: the gradient that came in."""
+
+
+@dataclass
+class Recording:
+    """What blocks of a kind repeat."""
+
+    forward: Segment | None = None
+    backward: Segment | None = None
+
+
+@dataclass
+class Pass:
+    """A pass that is being recorded."""
+
+    start: int
+    calls: list[Call] = field(default_factory=list)
+
+
+class SegmentWriter:
+    """Makes the steps of a segment from the events of a pass."""
+
+    def __init__(self, recorder: TraceRecorder, places: dict[int, int], made: dict[int, Meta], gradient: int):
+        self.recorder, self.places, self.made, self.gradient = recorder, places, made, gradient
+        self.found: list[Step] = []
+        self.operators: list[Event] = []
+
+    def steps(self, running: Pass) -> list[Step]:
+        """All of them."""
+        events, at = self.recorder.events, running.start
+        for call in running.calls:
+            for event in events[at : call.first]:
+                self._write(event)
+            self._call(call)
+            at = call.end
+        for event in events[at:]:
+            self._write(event)
+        self._close()
+        return self.found
+
+    def _call(self, call: Call) -> None:
+        given = []
+        for event in self.recorder.events[call.first : call.end]:
+            if isinstance(event, Free) and event.id in self.places:
+                if event.id not in self.made and self.places[event.id] >= 0:
+                    raise NotAlike(f"storage {event.id} is freed elsewhere")
+                given.append(self.places[event.id])
+        self._close()
+        if call.gradient >= 0:
+            self.found.append((Do.GIVE, call.parameter, (self.places[call.gradient], tuple(given))))
+        else:
+            with UNSEEN():
+                operands = [meta.make() for meta in call.operands]
+            self.found.append((Do.SINK, call.parameter, operands))
+
+    def _close(self) -> None:
+        if self.operators:
+            self.found.append((Do.EVENTS, tuple(self.operators), None))
+            self.operators = []
+
+    def _write(self, event: Event) -> None:
+        if isinstance(event, Operator):
+            self.operators.append(event)
+            return
+        self._close()
+        if isinstance(event, Alloc):
+            if event.id in self.places:
+                raise NotAlike(f"storage {event.id} comes back")
+            self.places[event.id] = max(-1, *self.places.values()) + 1
+            if event.id in self.made:
+                unmarked = self.recorder.is_unmarked(event.id)
+                self.found.append((Do.MAKE, event, (self.made[event.id], unmarked)))
+            else:
+                self.found.append((Do.ALLOC, event[1:], None))
+        elif isinstance(event, Free) and event.id == self.gradient:
+            self.found.append((Do.TAKEN, None, None))
+        elif isinstance(event, Free):
+            place = self._place(event)
+            self.found.append((Do.DROP if place < 0 or event.id in self.made else Do.FREE, place, None))
+        elif isinstance(event, Mark):
+            self.found.append((Do.MARK, self._place(event), event.category))
+        elif isinstance(event, Message):
+            self.found.append((Do.MESSAGE, event.work, event))
+        elif isinstance(event, Wait):
+            self.found.append((Do.WAIT, event.work, None))
+        else:
+            raise NotAlike(f"{event} inside a block")
+
+    def _place(self, event: Free | Mark) -> int:
+        if event.id not in self.places:
+            raise NotAlike(f"{event} of a storage that is not the block's")
+        return self.places[event.id]
+
+
+class Again:
+    """One block's forward and backward pass, repeated from a recording."""
+
+    def __init__(
+        self,
+        recorder: TraceRecorder,
+        recording: Recording,
+        parameters: Sequence[nn.Parameter],
+        inputs: Sequence[Tensor],
+    ):
+        self.recorder, self.recording, self.parameters = recorder, recording, parameters
+        self.numbers: list[int] = []
+        """Of storages, by place."""
+        with UNSEEN():
+            self.held: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
+            """What others may hold too, by place."""
+
+    def forward(self) -> Tensor:
+        """y."""
+        segment = self.recording.forward
+        assert segment is not None
+        assert segment.result is not None
+        self._do(segment.steps, None)
+        return self.held.pop(segment.result)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The gradient of x from that of y."""
+        segment = self.recording.backward
+        assert segment is not None
+        self._do(segment.steps, gradient)
+        result = gradient if segment.result is None else self.held.pop(segment.result)
+        self.held.clear()
+        return result
+
+    def _do(self, steps: Sequence[Step], gradient: Tensor | None) -> None:
+        recorder, numbers, held = self.recorder, self.numbers, self.held
+        events, works = recorder.events, dict[int, int]()
+        for do, what, how in steps:
+            if do is Do.EVENTS:
+                events.extend(what)
+            elif do is Do.ALLOC:
+                number = recorder.reserve()
+                numbers.append(number)
+                events.append(Alloc(number, *what))
+            elif do is Do.FREE:
+                events.append(Free(numbers[what]))
+            elif do is Do.MESSAGE:
+                recorder.works += 1
+                works[what] = recorder.works
+                events.append(how._replace(work=recorder.works))
+            elif do is Do.WAIT:
+                events.append(Wait(works[what]))
+            elif do is Do.MAKE:
+                meta, unmarked = how
+                held[len(numbers)] = recorder.make(meta.make, what, unmarked=unmarked)
+                numbers.append(recorder.number(held[len(numbers)]))
+            elif do is Do.DROP:
+                del held[what]
+            elif do is Do.SINK:
+                vars(self.parameters[what])["gradient_sink"](*how)
+            elif do is Do.GIVE:
+                self._give(self.parameters[what], *how)
+            elif do is Do.MARK:
+                events.append(Mark(numbers[what], how))
+            else:
+                assert gradient is not None
+                recorder.release(gradient)
+
+    def _give(self, parameter: nn.Parameter, place: int, given: Sequence[int]) -> None:
+        """The parameter has its gradient, and its hooks take it; nothing here holds what is `given` any more."""
+        parameter.grad = self.held[place]
+        for storage in given:
+            del self.held[storage]
+        for hook in parameter._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]
+            hook(parameter)

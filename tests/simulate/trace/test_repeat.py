@@ -1,0 +1,147 @@
+"""A trace in which blocks repeat each other is event for event the trace in which all of them run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from repro.config import Experiment, Layout, Model, Training
+from repro.parallel import tensor
+from repro.simulate.trace import repeat
+from repro.simulate.trace.recorder import TraceRecorder
+from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
+from repro.simulate.trace.segments import NotAlike
+
+MODEL = Model(name="small", layers=8, hidden=64, heads=4, vocab=128, seq=32)
+BASE = Layout(micro_batch=1, global_batch=16, precision="fp16")
+DEEP = replace(BASE, pp=2, dp=2)
+LAYOUTS = {
+    "one": BASE,
+    "bf16": replace(BASE, precision="bf16", recompute=True),
+    "fp32": replace(BASE, precision="fp32"),
+    "zero1": replace(BASE, dp=2, zero=1, recompute=True, bucket_bytes=100_000),
+    "zero1-feb2020": replace(BASE, dp=2, zero=1, zero1_reduce="all-reduce", overlap=False),
+    "zero2-buckets": replace(BASE, dp=2, zero=2, bucket_bytes=150_000),
+    "zero2-no-cb": replace(BASE, dp=2, zero=2, cb=False, recompute=True),
+    "zero2-md": replace(BASE, dp=2, zero=2, md=True, recompute=True),
+    "zero3": replace(BASE, dp=4, zero=3),
+    "zero3-recomputed": replace(BASE, dp=4, zero=3, recompute=True, micro_batch=2),
+    "tp": replace(BASE, tp=2, micro_batch=2),
+    "tp-waits": replace(BASE, tp=2, tp_overlap=False, recompute=True),
+    "sp": replace(BASE, tp=2, sp=True),
+    "sp-recomputed": replace(BASE, tp=2, sp=True, recompute=True, micro_batch=4),
+    "pa": replace(BASE, tp=2, recompute=True, pa=True),
+    "pa-cpu-md": replace(BASE, tp=2, recompute=True, pa=True, pa_cpu=True, md=True),
+    "1f1b": replace(DEEP, zero=1),
+    "1f1b-recomputed": replace(DEEP, recompute=True, bucket_bytes=100_000),
+    "gpipe": replace(DEEP, schedule="gpipe"),
+    "gpipe-recomputed": replace(DEEP, schedule="gpipe", zero=2, recompute=True),
+    "interleaved": replace(DEEP, schedule="interleaved", chunks=2, tp=2, scatter_gather=True),
+    "interleaved-alone": replace(DEEP, schedule="interleaved", chunks=4, recompute=True),
+    "unequal": replace(DEEP, stage_layers=(5, 3), recompute=True),
+    "softmax": replace(BASE, kernels="softmax", tp=2),
+    "unfused": replace(BASE, kernels="unfused", micro_batch=2),
+    "unfused-stages": replace(DEEP, kernels="unfused", recompute=True),
+    "reference": replace(BASE, kernels="reference"),
+}
+GATHERED = {name: LAYOUTS[name] for name in ("zero2-buckets", "sp", "1f1b")}
+"""Under which gloo's own buffers are counted as well."""
+
+
+class Counting(TraceRecorder):
+    """Counts what really runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().__torch_dispatch__(*args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known() -> None:
+    repeat.recordings.cache_clear()
+
+
+def both(experiment: Experiment, role: PipelineRole, *, gloo: bool = False) -> tuple[Trace, Trace, float]:
+    """The trace of all blocks, the trace with repeats, and the share of calls that the latter takes."""
+    all_of_them, few = Counting(), Counting()
+    whole = trace(experiment, role, gloo=gloo, recorder=all_of_them, repeat=False)
+    found = trace(experiment, role, gloo=gloo, recorder=few)
+    return whole, found, few.calls / all_of_them.calls
+
+
+def assert_same(whole: Trace, found: Trace) -> None:
+    """As `assert whole.events == found.events`, which would print both."""
+    for number, (one, other) in enumerate(zip(whole.events, found.events, strict=False)):
+        assert one == other, f"event {number} of {len(whole.events)}"
+    assert len(whole.events) == len(found.events)
+    assert (whole.step_start, whole.step_stop) == (found.step_start, found.step_stop)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["", "dropout"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_event_is_that_of_a_trace_without_repeats(layout: Layout, dropout: float) -> None:
+    training = Training(dropout=dropout, attention_dropout=dropout)
+    experiment = Experiment(name="e", model=MODEL, layout=layout, training=training)
+    shares = []
+    for role in roles(experiment):
+        whole, found, share = both(experiment, role)
+        assert_same(whole, found)
+        shares.append(share)
+    assert min(shares) < 0.9, "no block was repeated"
+
+
+@pytest.mark.parametrize("layout", GATHERED.values(), ids=GATHERED)
+def test_what_gloo_receives_in_is_repeated_too(layout: Layout) -> None:
+    experiment = Experiment(name="e", model=MODEL, layout=layout)
+    for role in roles(experiment):
+        assert_same(*both(experiment, role, gloo=True)[:2])
+
+
+def test_what_is_recorded_serves_other_depths_stages_and_degrees() -> None:
+    """`plan` and `fit` ask for the same blocks again and again: then no block of a layout has to run."""
+    first = Experiment(name="e", model=MODEL, layout=replace(BASE, dp=2, zero=1, recompute=True))
+    trace(first, roles(first)[0])
+    layout = replace(BASE, dp=4, zero=2, recompute=True, bucket_bytes=100_000)
+    deeper = Experiment(name="e", model=replace(MODEL, layers=12), layout=layout)
+    whole, found, share = both(deeper, roles(deeper)[0])
+    assert_same(whole, found)
+    assert share < 0.5
+
+
+def test_a_block_that_does_something_that_another_cannot_do_again_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[Tensor] = []
+    plain = tensor.weight_gradient
+
+    def remembers(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
+        kept.append(torch.empty_like(rows))
+        if len(kept) > 1:
+            kept.pop(0)
+        return plain(weight, rows, x)
+
+    monkeypatch.setattr(tensor, "weight_gradient", remembers)
+    experiment = Experiment(name="e", model=MODEL, layout=BASE)
+    with pytest.raises(NotAlike, match="not the block's"):
+        trace(experiment, roles(experiment)[0])
+
+
+def test_an_operator_writes_where_it_is_told_the_second_time_as_well() -> None:
+    """GELU's gradient is written over one of its operands (`grad_input=`), whatever the argument is called."""
+    layout = replace(BASE, kernels="reference")
+    experiment = Experiment(name="e", model=MODEL, layout=layout)
+    made = [
+        sum(
+            getattr(event, "operator", "") == "aten.gelu_backward" for event in trace(experiment, role).events
+        )
+        for role in roles(experiment) * 2
+    ]
+    assert made == [0, 0]
