@@ -7,7 +7,7 @@ neighbours and share a node, and pipeline stages are far apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -47,30 +47,22 @@ def build(
     transport_of: Callable[[tuple[int, ...]], Transport],
     ledger: CommLedger | None = None,
 ) -> Mesh:
-    """The mesh of `rank` in the layout's grid.
-
-    `transport_of` is called for every group of the grid in the same order on every rank (creating a
-    process group is itself collective).
-    """
+    """The mesh of `rank` in the layout's grid; `transport_of` each of its groups that has more than one member."""
     ledger = ledger or CommLedger()
 
-    def mine(name: str, of_axis: Sequence[tuple[int, ...]], *, blocking: bool = False) -> Group:
-        found = Group(name, (rank,), rank, NoTransport(), ledger)
-        for ranks in of_axis:
-            transport = transport_of(ranks) if len(ranks) > 1 else NoTransport()
-            if rank in ranks:
-                found = Group(name, ranks, rank, transport, ledger, blocking=blocking)
-        return found
+    def group(name: str, ranks: tuple[int, ...], *, blocking: bool = False) -> Group:
+        transport = transport_of(ranks) if len(ranks) > 1 else NoTransport()
+        return Group(name, ranks, rank, transport, ledger, blocking=blocking)
 
-    pipelines = groups(layout, "pp")
-    ends = [(ranks[0], ranks[-1]) for ranks in pipelines] if layout.pp > 1 else []
+    stages = layout.group_of("pp", rank)
+    ends = (stages[0], stages[-1])
     return Mesh(
         rank=rank,
-        world=mine("world", [tuple(range(layout.world))]),
-        dp=mine("dp", groups(layout, "dp")),
-        tp=mine("tp", groups(layout, "tp"), blocking=not layout.tp_overlap),
-        pp=mine("pp", pipelines),
-        embedding=mine("embedding", ends),
+        world=group("world", tuple(range(layout.world))),
+        dp=group("dp", layout.group_of("dp", rank)),
+        tp=group("tp", layout.group_of("tp", rank), blocking=not layout.tp_overlap),
+        pp=group("pp", stages),
+        embedding=group("embedding", ends if layout.pp > 1 and rank in ends else (rank,)),
         ledger=ledger,
     )
 
@@ -88,22 +80,28 @@ def shape_only(layout: Layout, rank: int = 0) -> Mesh:
 def distributed(layout: Layout, device_type: str) -> Mesh:
     """The mesh of this process in the initialised default process group (gloo on CPU, NCCL on CUDA)."""
     members: dict[tuple[int, ...], Transport] = {}
-    pipelines = set(groups(layout, "pp"))
-
-    def transport_of(ranks: tuple[int, ...]) -> Transport:
-        if ranks not in members:
-            group = _group(ranks)
-            # NCCL has no tags: each stream of messages between two stages gets a communicator of its own.
-            channels = _channels(ranks) if device_type == "cuda" and ranks in pipelines else {}
-            if dist.get_rank() not in ranks:
-                members[ranks] = NoTransport()
-            elif device_type == "cuda":
-                members[ranks] = NcclTransport(group, channels)
-            else:
-                members[ranks] = GlooTransport(group)
-        return members[ranks]
-
-    return build(layout, dist.get_rank(), transport_of)
+    pipelines = groups(layout, "pp")
+    ends = [(ranks[0], ranks[-1]) for ranks in pipelines if layout.pp > 1]
+    # Making a process group is itself collective: every rank makes all groups of the grid, in one order.
+    for ranks in (
+        tuple(range(layout.world)),
+        *groups(layout, "dp"),
+        *groups(layout, "tp"),
+        *pipelines,
+        *ends,
+    ):
+        if len(ranks) == 1 or ranks in members:
+            continue
+        group = _group(ranks)
+        # NCCL has no tags: each stream of messages between two stages gets a communicator of its own.
+        channels = _channels(ranks) if device_type == "cuda" and ranks in pipelines else {}
+        if dist.get_rank() not in ranks:
+            members[ranks] = NoTransport()
+        elif device_type == "cuda":
+            members[ranks] = NcclTransport(group, channels)
+        else:
+            members[ranks] = GlooTransport(group)
+    return build(layout, dist.get_rank(), members.__getitem__)
 
 
 _Made = dict[tuple[tuple[int, ...], tuple[int, ...]], dist.ProcessGroup]

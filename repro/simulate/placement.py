@@ -1,8 +1,7 @@
 """Where a layout puts its ranks on a system's nodes, and which links its groups therefore use.
 
 Nodes are filled one after another in the order of the ranks, so `layout.order` decides what stays inside
-a node: with `tp-dp-pp` tensor parallelism does as long as tp divides the devices of a node.  Nothing is
-enumerated: every question costs as much as the group that it is about has members.
+a node: with `tp-dp-pp` tensor parallelism does as long as tp divides the devices of a node.
 """
 
 from __future__ import annotations
@@ -10,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from repro.config import Layout
 from repro.config.errors import ConfigError
@@ -36,13 +39,22 @@ class Placement:
         assert 0 <= rank < self.layout.world, f"rank {rank} of {self.layout.world}"
         return rank // self._devices_per_node
 
-    def by_node(self, ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """`ranks` that share a node, by node, in their order: who talks inside before anybody talks out."""
-        found: dict[int, tuple[int, ...]] = {}
-        for rank in ranks:
-            node = self.node_of(rank)
-            found[node] = (*found.get(node, ()), rank)
-        return found
+    def nodes(self, ranks: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """`node_of` each of `ranks`."""
+        return ranks // self._devices_per_node
+
+    def members(self, group: str) -> npt.NDArray[Any]:
+        """All groups of one of `GROUPS` that have more than one member: their ranks, [groups, members]."""
+        layout = self.layout
+        if group == "world":
+            return np.arange(layout.world)[None, :] if layout.world > 1 else np.empty((0, 0), dtype=int)
+        axis = "pp" if group == "embedding" else group
+        stride, degree = layout.strides[axis], getattr(layout, axis)
+        if degree == 1:
+            return np.empty((0, 0), dtype=int)
+        rank = np.arange(layout.world)
+        found = rank[rank // stride % degree == 0][:, None] + stride * np.arange(degree)
+        return found[:, [0, -1]] if group == "embedding" else found
 
     def link_of(self, group: str, ranks: Sequence[int]) -> str:
         """The slowest class of links that the members of `group` need to reach each other.
@@ -51,10 +63,10 @@ class Placement:
         memory, nvlink and pcie that the system has (`ConfigError` if it has none).  `ranks` may be any of
         them: two stages of a pipeline are the edge between them.  Empty for one rank, which sends nothing.
         """
-        if len(set(ranks)) < 2:
+        least, most = min(ranks), max(ranks)
+        if least == most:
             return ""
-        first = self.node_of(ranks[0])
-        if any(self.node_of(rank) != first for rank in ranks):
+        if self.node_of(least) != self.node_of(most):
             return BETWEEN_NODES
         try:
             return self.system.link_inside()

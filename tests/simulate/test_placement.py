@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from repro.config.layout import ORDERS
 from repro.config.system import Quantity, System
 from repro.parallel import mesh
 from repro.simulate.placement import GROUPS, Placement
+from repro.simulate.time.rings import GroupsOnNodes
 from repro.systems import load
 
 
@@ -74,9 +76,12 @@ def test_edges_of_one_pipeline_differ() -> None:
 
 def test_members_that_share_a_node() -> None:
     placement = on("dgx2", tp=4, dp=64)
-    assert placement.by_node(placement.ranks_of("dp", 1))[1] == (17, 21, 25, 29)
-    assert {len(ranks) for ranks in placement.by_node(placement.ranks_of("dp", 0)).values()} == {4}
-    assert placement.by_node(placement.ranks_of("tp", 5)) == {0: (4, 5, 6, 7)}
+    groups = placement.members("dp")
+    on_nodes = GroupsOnNodes(groups, placement.nodes(groups))
+    assert set(on_nodes.ranks) == {4}
+    assert set(on_nodes.nodes) == {16}
+    (entry,) = np.flatnonzero((on_nodes.group == 1) & (on_nodes.node == 1))
+    assert on_nodes.members_of(entry) == [17, 21, 25, 29]
 
 
 def test_nodes_that_are_not_filled_evenly() -> None:
@@ -130,6 +135,10 @@ def test_groups_are_those_of_the_mesh(tp: int, dp: int, pp: int, order: str, dat
     rank = data.draw(st.integers(0, layout.world - 1))
     real = mesh.shape_only(layout, rank)
     for group in GROUPS:
+        everywhere = {placement.ranks_of(group, r) for r in range(layout.world)}
+        assert {tuple(ranks) for ranks in placement.members(group).tolist()} == {
+            g for g in everywhere if len(g) > 1
+        }
         ranks = getattr(real, group).ranks
         assert placement.ranks_of(group, rank) == ranks
         nodes = {r // 8 for r in ranks}

@@ -13,11 +13,9 @@ over two nodes with few adapters, which reach up to twice the network's bandwidt
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
-from math import log2
-from typing import NamedTuple
+
+import numpy as np
 
 from repro.config import Layout
 from repro.config.links import Collective
@@ -25,42 +23,9 @@ from repro.config.system import System
 from repro.parallel.ledger import RING_PASSES, SEND
 from repro.simulate.placement import BETWEEN_NODES, GROUPS, Placement
 from repro.simulate.time.measured_collectives import GroupSpan, interpolate, seconds
+from repro.simulate.time.rings import Adapters, GroupsOnNodes, Numbers, Ring
 
-ALL_REDUCE, BROADCAST = "all_reduce", "broadcast"
-TREE_EFFICIENCY = 0.9
-"""What a tree reaches of the rings' bandwidth: NVIDIA/nccl src/graph/tuning.cc."""
 PCIE = "pcie"
-
-
-class Ring(NamedTuple):
-    """What decides how long a group's collectives take."""
-
-    ranks: int
-    nodes: int
-    rate: float
-    """Bytes/s that pass every rank, all rings together: what NCCL calls bus bandwidth."""
-    start: float
-    """Seconds before the first step."""
-    inside: float
-    """Seconds of a step within a node."""
-    between: float
-    """Seconds of a step between nodes."""
-    half: float
-    """Payload of a step, in bytes, at which it is half as fast."""
-
-    def seconds(self, op: str, payload: int) -> float:
-        """Seconds of `op`; the faster of ring and tree."""
-        passes, n = RING_PASSES[op], self.ranks
-        hops = (n - 1) * passes
-        across = (self.nodes - 1) * passes
-        sent = payload if op == BROADCAST else hops * payload / n
-        ring = self.start + (hops - across) * self.inside + across * self.between
-        ring += (sent + hops * self.half) / self.rate
-        if op != ALL_REDUCE or self.nodes == 1:
-            return ring
-        depth = (n / self.nodes - 1) * self.inside + log2(self.nodes) * self.between
-        tree = self.start + 2 * depth + 2 * (payload + self.half) / (self.rate * TREE_EFFICIENCY)
-        return min(ring, tree)
 
 
 class Network:
@@ -139,122 +104,86 @@ class Network:
 
     def _spans_of(self, group: str) -> frozenset[GroupSpan]:
         """The different kinds of groups of an axis."""
-        found = set()
-        for ranks in self._groups(group):
-            most = max(map(len, self.placement.by_node(ranks).values()))
-            found.add(GroupSpan(len(ranks), most, ranks[1] - ranks[0]))
-        return frozenset(found)
+        if (on := self._on_nodes(group)) is None:
+            return frozenset()
+        stride = on.members[:, 1] - on.members[:, 0]
+        kinds = np.unique(np.stack([on.most(on.ranks), stride], axis=1), axis=0).tolist()
+        return frozenset(GroupSpan(on.members.shape[1], most, apart) for most, apart in kinds)
 
-    def _groups(self, group: str) -> Iterator[tuple[int, ...]]:
-        """Every group of the axis that has more than one member."""
-        if group == "world":
-            if self.layout.world > 1:
-                yield self.placement.ranks_of(group, 0)
-            return
-        for rank in range(self.layout.world) if group == "embedding" else self._starts(group):
-            ranks = self.placement.ranks_of(group, rank)
-            if len(ranks) > 1 and ranks[0] == rank:
-                yield ranks
-
-    def _starts(self, axis: str) -> list[int]:
-        """The first rank of every group of an axis of the layout."""
-        stride, degree = self.layout.strides[axis], getattr(self.layout, axis)
-        return [rank for rank in range(self.layout.world) if rank // stride % degree == 0]
+    def _on_nodes(self, group: str) -> GroupsOnNodes | None:
+        """Every group of the axis that has more than one member; None if there is none."""
+        members = self.placement.members(group)
+        return GroupsOnNodes(members, self.placement.nodes(members)) if members.size else None
 
     def _link_of(self, group: str) -> str:
-        found = {self.placement.link_of(group, ranks) for ranks in self._groups(group)}
-        return BETWEEN_NODES if BETWEEN_NODES in found else next(iter(found), "")
+        on = self._on_nodes(group)
+        if on is None or (on.nodes > 1).any():
+            return BETWEEN_NODES if on is not None else ""
+        return self.placement.link_of(group, on.members[0].tolist())
 
     def _rings_of(self, group: str) -> tuple[Ring, ...]:
         """The different rings among the groups of an axis."""
-        groups = [self.placement.by_node(ranks) for ranks in self._groups(group)]
-        across = [by_node for by_node in groups if len(by_node) > 1]
-        adapters = Adapters(self, across)
-        inside = Counter(node for by_node in groups for node, ranks in by_node.items() if len(ranks) > 1)
-        ranks_inside = Counter[int]()
-        for by_node in groups:
-            for node, ranks in by_node.items():
-                ranks_inside[node] += len(ranks) if len(ranks) > 1 else 0
-        found = set()
-        for by_node in groups:
-            shared = [node for node, ranks in by_node.items() if len(ranks) > 1]
-            rates, start, half, within, between = [], 0.0, 0.0, 0.0, 0.0
-            if shared:
-                link = self.placement.link_of(group, by_node[shared[0]])
-                rates += [self._rate_inside(link, inside[node], ranks_inside[node]) for node in shared]
-                within = self.number(link, "latency_s")
-                start, half = self.number(link, "start_s"), self.number(link, "half_bytes")
-            if len(by_node) > 1:
-                rates += [adapters.rate(node, ranks) for node, ranks in by_node.items()]
-                between = self.number(BETWEEN_NODES, "latency_s")
-                start = max(start, self.number(BETWEEN_NODES, "start_s"))
-                half = max(half, self.number(BETWEEN_NODES, "half_bytes"))
-            size = sum(len(ranks) for ranks in by_node.values())
-            found.add(Ring(size, len(by_node), min(rates), start, within, between, half))
-        return tuple(found)
+        on = self._on_nodes(group)
+        if on is None:
+            return ()
+        rate = np.full(len(on.ranks), np.inf)
+        start, half, within, between = np.zeros((4, len(on.members)))
+        shared, across = on.ranks > 1, on.nodes[on.group] > 1
+        if shared.any():
+            link = self.placement.link_of(group, on.members_of(int(shared.argmax())))
+            inside = self._rate_inside(link, on.by_node(shared), on.by_node(shared * on.ranks))
+            rate[shared] = inside[on.node[shared]]
+            some = on.most(shared)
+            within = some * self.number(link, "latency_s")
+            start, half = some * self.number(link, "start_s"), some * self.number(link, "half_bytes")
+        if across.any():
+            rate[across] = np.minimum(rate[across], self._adapters().rates(on, across))
+            some = on.most(across)
+            between = some * self.number(BETWEEN_NODES, "latency_s")
+            start = np.maximum(start, some * self.number(BETWEEN_NODES, "start_s"))
+            half = np.maximum(half, some * self.number(BETWEEN_NODES, "half_bytes"))
+        kinds = np.stack([on.nodes, -on.most(-rate), start, within, between, half], axis=1)
+        size = on.members.shape[1]
+        return tuple(Ring(size, int(nodes), *rest) for nodes, *rest in np.unique(kinds, axis=0).tolist())
 
-    def _rate_inside(self, link: str, groups: int, ranks: int) -> float:
-        """Bytes/s of a ring in a node in which `ranks` devices form `groups` rings at the same time."""
+    def _rate_inside(self, link: str, groups: Numbers, ranks: Numbers) -> Numbers:
+        """Bytes/s of a ring in nodes in which `ranks` devices form `groups` rings at the same time."""
         if self.system.links[link].per == "node":
-            return self.peak(link) / ranks
+            return self.peak(link) / np.maximum(ranks, 1)
         # Without NVLink all rings of a node go through the same host bridges and the link of its sockets.
-        return self.peak(link) / groups if link == PCIE else self.peak(link)
+        return self.peak(link) / np.maximum(groups if link == PCIE else 1, np.ones(len(groups)))
 
-    def _edge(self, from_stage: int, to_stage: int) -> dict[tuple[int, int], str]:
-        """Who sends to whom from one stage to another, and over which class of links."""
-        stride = self.layout.strides["pp"]
-        pairs = [(first + from_stage * stride, first + to_stage * stride) for first in self._starts("pp")]
-        return {pair: self.placement.link_of("pp", pair) for pair in pairs}
+    def _adapters(self) -> Adapters:
+        """The network adapters of every node."""
+        link = self.system.links.get(BETWEEN_NODES)
+        if link is None:
+            self.system.link_per_device(BETWEEN_NODES)  # raises ConfigError and says which links there are
+        assert link is not None
+        devices = int(self.system.devices_per_node.known("devices_per_node", system=self.system.name))
+        count = devices if link.per == "device" else int(self.number(BETWEEN_NODES, "adapters"))
+        each = self.peak(BETWEEN_NODES) / (1 if link.per == "device" else count)
+        return Adapters(devices, count, each, int(self.number(BETWEEN_NODES, "rings")))
+
+    def _edge(self, from_stage: int, to_stage: int) -> GroupsOnNodes:
+        """All pairs of a rank of one stage and the rank of another that it sends to."""
+        pairs = self.placement.members("pp")[:, [from_stage, to_stage]]
+        return GroupsOnNodes(pairs, self.placement.nodes(pairs))
 
     def _slowest_link(self, from_stage: int, to_stage: int) -> str:
-        links = set(self._edge(from_stage, to_stage).values())
-        return BETWEEN_NODES if BETWEEN_NODES in links else next(iter(links))
+        edge = self._edge(from_stage, to_stage)
+        return (
+            BETWEEN_NODES
+            if (edge.nodes > 1).any()
+            else self.placement.link_of("pp", edge.members[0].tolist())
+        )
 
     def _slowest_rate(self, from_stage: int, to_stage: int) -> float:
         """Bytes/s of a rank of one stage that sends to another, if all ranks of the stage do."""
-        edge, node_of = self._edge(from_stage, to_stage), self.placement.node_of
-        across = [rank for (rank, _), link in edge.items() if link == BETWEEN_NODES]
-        if across:
-            adapters = Adapters(self, [{node_of(rank): (rank,)} for rank in across])
-            return min(adapters.rate(node_of(rank), (rank,)) for rank in across)
-        senders = max(Counter(node_of(rank) for rank, _ in edge).values())
-        return self._rate_inside(next(iter(edge.values())), senders, senders)
-
-
-class Adapters:
-    """Network adapters that groups use at the same time: each device sends through the nearest."""
-
-    def __init__(self, network: Network, groups: Sequence[dict[int, tuple[int, ...]]]):
-        """`groups`: ranks by node, of every group that leaves its nodes."""
-        if not groups:
-            return
-        system = network.system
-        link = system.links.get(BETWEEN_NODES)
-        if link is None:
-            system.link_per_device(BETWEEN_NODES)  # raises ConfigError and says which links there are
-        assert link is not None
-        self.devices = int(system.devices_per_node.known("devices_per_node", system=system.name))
-        self.count = self.devices if link.per == "device" else int(network.number(BETWEEN_NODES, "adapters"))
-        self.rings = int(network.number(BETWEEN_NODES, "rings"))
-        peak = network.peak(BETWEEN_NODES)
-        self.each = peak if link.per == "device" else peak / self.count
-        self.users = Counter(
-            (node, adapter)
-            for by_node in groups
-            for node, ranks in by_node.items()
-            for adapter in self._near(ranks)
-        )
-
-    def rate(self, node: int, ranks: Sequence[int]) -> float:
-        """Bytes/s in and out of `node` for a group that has `ranks` there."""
-        near = self._near(ranks)
-        fair = sum(self.each / self.users[node, adapter] for adapter in near)
-        return min(min(self.rings, len(near)) * self.each, fair)
-
-    def _near(self, ranks: Sequence[int]) -> set[int]:
-        found = set[int]()
-        for rank in ranks:
-            device = rank % self.devices
-            first, end = (index * self.count // self.devices for index in (device, device + 1))
-            found.update(range(first, max(end, first + 1)))
-        return found
+        edge = self._edge(from_stage, to_stage)
+        across = edge.nodes > 1
+        senders = edge.members[across if across.any() else slice(None), :1]
+        alone = GroupsOnNodes(senders, self.placement.nodes(senders))
+        if across.any():
+            return float(self._adapters().rates(alone, alone.ranks > 0).min())
+        ranks = alone.by_node(alone.ranks)
+        return float(self._rate_inside(self._edge_link(from_stage, to_stage), ranks, ranks)[alone.node].min())

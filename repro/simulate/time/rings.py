@@ -1,0 +1,105 @@
+"""Rings of ranks as nodes see them: how fast each is while all groups of an axis have theirs at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from repro.parallel.ledger import RING_PASSES
+
+ALL_REDUCE, BROADCAST = "all_reduce", "broadcast"
+TREE_EFFICIENCY = 0.9
+"""What a tree reaches of the rings' bandwidth: NVIDIA/nccl src/graph/tuning.cc."""
+Numbers = npt.NDArray[Any]
+
+
+class Ring(NamedTuple):
+    """What decides how long a group's collectives take."""
+
+    ranks: int
+    nodes: int
+    rate: float
+    """Bytes/s that pass every rank, all rings together: what NCCL calls bus bandwidth."""
+    start: float
+    """Seconds before the first step."""
+    inside: float
+    """Seconds of a step within a node."""
+    between: float
+    """Seconds of a step between nodes."""
+    half: float
+    """Payload of a step, in bytes, at which it is half as fast."""
+
+    def seconds(self, op: str, payload: int) -> float:
+        """Seconds of `op`; the faster of ring and tree."""
+        passes, n = RING_PASSES[op], self.ranks
+        hops = (n - 1) * passes
+        across = (self.nodes - 1) * passes
+        sent = payload if op == BROADCAST else hops * payload / n
+        ring = self.start + (hops - across) * self.inside + across * self.between
+        ring += (sent + hops * self.half) / self.rate
+        if op != ALL_REDUCE or self.nodes == 1:
+            return ring
+        depth = (n / self.nodes - 1) * self.inside + log2(self.nodes) * self.between
+        tree = self.start + 2 * depth + 2 * (payload + self.half) / (self.rate * TREE_EFFICIENCY)
+        return min(ring, tree)
+
+
+class GroupsOnNodes:
+    """Groups of equal size on their nodes, as entries: one for every group and node on which it has ranks."""
+
+    def __init__(self, members: Numbers, nodes: Numbers):
+        """`members` [groups, ranks of each], and the node of every one."""
+        self.members = members
+        self._count = int(nodes.max()) + 1
+        place = np.arange(len(members))[:, None] * self._count + nodes
+        entries, of_member, self.ranks = np.unique(place.ravel(), return_inverse=True, return_counts=True)
+        """`ranks`: how many of an entry's group are on its node."""
+        self.of_member = of_member.reshape(-1)
+        """The entry of each member."""
+        self.group, self.node = np.divmod(entries, self._count)
+        self.nodes = np.bincount(self.group)
+        """Of each group."""
+        self._first = np.searchsorted(self.group, np.arange(len(members)))
+
+    def members_of(self, entry: int) -> list[int]:
+        """The ranks of one entry."""
+        found: list[int] = self.members.ravel()[self.of_member == entry].tolist()
+        return found
+
+    def most(self, of_entries: Numbers) -> Numbers:
+        """The largest of each group's entries."""
+        return np.maximum.reduceat(of_entries, self._first)
+
+    def by_node(self, of_entries: Numbers) -> Numbers:
+        """The sum of each node's entries."""
+        return np.bincount(self.node, weights=of_entries, minlength=self._count)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The network adapters of each node, which groups use at the same time: each device sends through the nearest."""
+
+    devices: int
+    count: int
+    each: float
+    """Bytes/s of one."""
+    rings: int
+    """A group drives so many at most."""
+
+    def rates(self, on: GroupsOnNodes, across: Numbers) -> Numbers:
+        """Bytes/s in and out of their nodes of the entries that are `across`: of groups that leave their nodes."""
+        first = np.arange(self.devices) * self.count // self.devices
+        end = np.maximum(first + 1, np.arange(1, self.devices + 1) * self.count // self.devices)
+        adapter = np.arange(self.count)
+        nearest = (first[:, None] <= adapter) & (adapter < end[:, None])
+        of_device = nearest[on.members.ravel() % self.devices]
+        counts = [np.bincount(on.of_member, weights=column, minlength=len(across)) for column in of_device.T]
+        reached: Numbers = (np.stack(counts, axis=1) > 0) & across[:, None]
+        users = np.stack([on.by_node(column) for column in reached.T], axis=1)
+        fair = (reached * self.each / np.maximum(users[on.node], 1)).sum(axis=1)
+        whole: Numbers = np.minimum(np.minimum(self.rings, reached.sum(axis=1)) * self.each, fair)
+        return whole[across]
