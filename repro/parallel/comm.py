@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from repro.parallel.ledger import CommLedger
-from repro.parallel.transports import MAX, SUM, NoTransport, Transport, Work
+from repro.parallel.transports import MAX, SUM, GlooTransport, NoTransport, Transport, Work
 
 __all__ = ["MAX", "SUM", "Group", "Work"]
 
@@ -36,6 +36,15 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name}: rank {self.rank} of {self.size})"
+
+    def on_channel(self, channel: int) -> Group:
+        """The same ranks; what is sent meets only what the others send on the same channel (without tags: the same)."""
+        transport = self.transport
+        if isinstance(transport, GlooTransport):
+            transport = GlooTransport(transport.group, channel)
+        return Group(
+            self.name, self.ranks, self.ranks[self.rank], transport, self.ledger, blocking=self.blocking
+        )
 
     def _count(self, op: str, message: Tensor, purpose: str) -> None:
         if self.size > 1:

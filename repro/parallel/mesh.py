@@ -138,3 +138,11 @@ def _channels(ranks: tuple[int, ...]) -> Channels:
             to = (source + step) % p
             found[source, to, channel] = _group((ranks[source], ranks[to]), (source, to, channel))
     return found
+
+
+def on_host(group: Group) -> Group:
+    """The same ranks, for a few numbers that the host must read at once: by gloo, whatever the device."""
+    if not isinstance(group.transport, NcclTransport):
+        return group
+    process_group = dist.new_group(list(group.ranks), backend="gloo")
+    return Group("host", group.ranks, group.ranks[group.rank], GlooTransport(process_group), group.ledger)

@@ -138,8 +138,9 @@ class GlooTransport:
     one half to three quarters of the time; sums are in fp32 whatever the tensors are.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, channel: int = 0):
+        """Collectives of different channels do not meet, whatever their order."""
+        self.group, self.channel = group, channel
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self._global = [dist.get_global_rank(group, r) for r in range(self.size)]
@@ -154,7 +155,7 @@ class GlooTransport:
     def _next_tag(self) -> int:
         """All ranks issue collectives in the same order, so their messages carry the same tag."""
         self._tag = (self._tag + 1) % (1 << 16)
-        return self._tag
+        return (self.channel << 16) + self._tag
 
     def _exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]

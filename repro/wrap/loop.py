@@ -105,6 +105,8 @@ class StockLoop:
         self.sharded.begin(self.micro_batch, self.accumulation)
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self.sharded.gatherer is not None and not self._queued:
+            self.sharded.gatherer.end()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_backward)

@@ -24,6 +24,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.precision import DTYPES
 from repro.parallel.zero.flat_buffer import InitialValues, Tag
 from repro.parallel.zero.grad_reduce import broadcast_parameters
+from repro.parallel.zero.same_units import SameUnits
 from repro.parallel.zero.stages import ShardedModule, Sharding
 from repro.parallel.zero.units import default_units
 from repro.wrap.loop import StockLoop
@@ -51,9 +52,10 @@ def parallelize(
 
     `optimizer.step()` returns when every rank has the updated parameters (stages 1 and 2), whatever the
     layout's `gather_overlap` says: a stock script may read them anywhere.  Under stage 3 no rank has whole
-    parameters between passes: `module.repro.full_parameters()` gathers copies of them, on all ranks at
-    once.  There all ranks must use the same modules in a pass (not the same parameters in them), and each
-    forward pass with gradients is followed by its backward pass before the next one.
+    parameters outside their modules' passes: reading one raises an error, and
+    `module.repro.full_parameters()` gathers copies of them, on all ranks at once.  There all ranks must use the
+    same modules in a pass (not the same parameters in them), else all raise an error, and each forward pass
+    with gradients is followed by its backward pass before the next one.
 
     Without a process group one is made from the environment that torchrun sets.  All replicas start from
     rank 0's values.  Raises `ConfigError` if the layout does not fit the processes, `ValueError` if
@@ -84,6 +86,8 @@ def parallelize(
         broadcast_parameters([t.data for t in tensors], mesh.dp)
     units = default_units(module, blocks)
     sharded = ShardedModule(module, units, sharding, lambda p: Tag(group_of[id(p)]), values)
+    if sharded.gatherer is not None:
+        sharded.gatherer.distrust(SameUnits(meshes.on_host(mesh.dp).on_channel(1 + len(units))))
     StockLoop(module, optimizer, sharded, units, layout.accumulation, clip)
     module.repro = sharded  # type: ignore[assignment]
     return module, optimizer

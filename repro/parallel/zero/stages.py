@@ -211,6 +211,8 @@ class ShardedModule:
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """A copy of every (tp-local) parameter, complete, by name; for tests and checkpoints."""
         self.wait()
+        if self.gatherer is not None:
+            self.gatherer.free_all()
         found: dict[str, torch.Tensor] = {}
         for bucket in self.buckets:
             if self.sharding.stage == 3:

@@ -20,6 +20,8 @@ from repro.parallel import storage
 from repro.parallel.comm import Work
 from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero.passed import tensors_in
+from repro.parallel.zero.released import Guard
+from repro.parallel.zero.same_units import SameUnits
 from repro.parallel.zero.units import Unit, Use
 
 
@@ -105,6 +107,8 @@ class ParameterUnsharder:
         self._trained: ForwardPass | None = None
         """The one whose backward pass runs or comes next."""
         self._backward = False
+        self._same: SameUnits | None = None
+        self._guards: list[Guard] = []
         self._handles: list[Any] = []
         names = dict(module.named_modules())
         order = {name: i for i, name in enumerate(names)}
@@ -120,6 +124,14 @@ class ParameterUnsharder:
             target = names[use.module]
             self._handles.append(target.register_forward_hook(self._after(u, use)))
 
+    def distrust(self, same: SameUnits) -> None:
+        """For a module of somebody else's: refuse reads of what is released, and ranks that gather different units."""
+        self._same = same
+        for u, buckets in enumerate(self.buckets):
+            for bucket in buckets:
+                bucket.group = bucket.group.on_channel(1 + u)
+        self._guards = [Guard(p for bucket in buckets for p in bucket.parameters) for buckets in self.buckets]
+
     def remove(self) -> None:
         """Take the hooks off the module."""
         for handle in self._handles:
@@ -134,32 +146,53 @@ class ParameterUnsharder:
     def start(self, u: int) -> None:
         """Begin to gather unit `u` unless that has begun."""
         if self.buckets[u] and not self.is_gathered(u):
+            self._works[u] = []
+            if self._same is not None and not self._backward:
+                self._works[u].append(self._same.announce(u))
             with torch.no_grad():
-                self._works[u] = [bucket.gather() for bucket in self.buckets[u]]
+                self._works[u] += [bucket.gather() for bucket in self.buckets[u]]
 
     def need(self, u: int) -> None:
         """Wait until the full parameters of unit `u` are there: gathered ahead by `start`, or only now."""
         self.start(u)
-        for work in self._works.pop(u, []):
+        if u not in self._works:
+            return
+        for work in self._works.pop(u):
             work.wait()
+        if self._guards:
+            self._guards[u].open()
 
     def free(self, u: int) -> None:
         """Free the full parameters of unit `u`, after the gather if one is under way: it writes there."""
         for work in self._works.pop(u, []):
             work.wait()
+        if self._guards:
+            self._guards[u].close()
         for bucket in self.buckets[u]:
             storage.release(bucket.full)
+
+    def free_all(self) -> None:
+        """Free the full parameters of all units."""
+        for u in range(len(self.units)):
+            self.free(u)
 
     # -- forward -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A new forward pass starts.  One without gradients leaves that of the next backward pass alone."""
+        if self._same is not None:
+            self._same.wait()
         if self._forward.visits:
             self._expected = self._forward.visits
         self._forward = ForwardPass()
         if torch.is_grad_enabled():
             self._trained = self._forward
         self._backward = False
+
+    def end(self) -> None:
+        """A forward pass is over: the next, or its backward pass, finds out whether all ranks' used the same units."""
+        if self._same is not None and not self._backward:
+            self._same.end([u for u, _ in self._forward.visits], self._forward is self._trained)
 
     def _before(self, u: int, use: Use) -> Callable[..., None]:
         def gather(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -205,8 +238,7 @@ class ParameterUnsharder:
         if self._trained is not None:
             self._turn(self._trained)
             self._take(self._trained, len(self._trained.steps))
-        for u in range(len(self.units)):
-            self.free(u)
+        self.free_all()
         self._trained = None
         self._backward = False
 
@@ -229,6 +261,8 @@ class ParameterUnsharder:
     def _turn(self, run: ForwardPass) -> None:
         if self._backward:
             return
+        if self._same is not None:
+            self._same.wait()
         self._backward = True
         run.open.clear()
         run.turn()

@@ -1,0 +1,108 @@
+"""Stage 3: whoever reads a parameter whose values no rank has gets an error that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import repro
+from tests.pool import RankPool
+from tests.wrap.edge_models import WIDTH, Plain, layout_of, once
+
+HABITS: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda w: w.norm(),
+    "print": str,
+    "format": lambda w: f"{w}",
+    "numpy": lambda w: w.detach().numpy(),
+    "item": lambda w: w[0, 0].item(),
+    "bool": lambda w: bool((w > 0).any()),
+    "save": lambda w: torch.save(w, io.BytesIO()),
+    "pickle": pickle.dumps,
+    "copy": copy.deepcopy,
+    "ema": lambda w: torch.zeros(WIDTH, WIDTH).lerp_(w.data, 0.1),
+    "ema of lists": lambda w: torch._foreach_lerp_([torch.zeros(WIDTH, WIDTH)], [w], 0.1),
+    "clamp": lambda w: w.data.clamp_(-1, 1),
+    "write": lambda w: nn.init.zeros_(w),
+    "item assignment": lambda w: w.detach().__setitem__(0, 0.0),
+    "vector": lambda w: nn.utils.parameters_to_vector([w]),
+    "penalty": lambda w: w.square().sum().backward(),
+    "linear": lambda w: nn.functional.linear(torch.ones(WIDTH), w),
+    "cast": lambda w: w.to(torch.float64),
+    "alias": lambda w: w.view(-1),
+    "address": lambda w: w.data_ptr(),
+    "storage": lambda w: w.untyped_storage(),
+}
+"""What scripts do with a weight."""
+
+
+def messages(habits: list[str]) -> list[list[str]]:
+    """What each habit raises before training, between forward and backward, and after a step."""
+    module: nn.Module = Plain()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    weight = module.blocks[0][0].weight
+    found = []
+
+    def look() -> None:
+        for habit in habits:
+            try:
+                HABITS[habit](weight)
+                found.append([habit, ""])
+            except RuntimeError as error:
+                found.append([habit, str(error)])
+
+    look()
+    loss = once(module, torch.ones(1, WIDTH))
+    look()
+    loss.backward()
+    optimizer.step()
+    look()
+    return found
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_released_parameter_refuses_to_be_read(two: RankPool, habit: str) -> None:
+    for found in two.run(messages, [habit]):
+        assert len(found) == 3
+        for _, message in found:
+            assert "call module.repro.full_parameters() on all ranks" in message
+
+
+def what_remains() -> list[Any]:
+    """What may be asked of a released parameter."""
+    module: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    weight = module[0].weight
+    seen = []
+    weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    module.register_forward_hook(lambda *_: seen.append(isinstance(weight, nn.Parameter)))
+    module[0].register_forward_pre_hook(lambda block, inputs: seen.append(float(block.weight.norm()) > 0))
+    once(module, torch.ones(1, WIDTH)).backward()
+    zeros = torch.zeros_like(weight)
+    return [
+        *seen,
+        (weight.shape, weight.numel(), weight.dtype, weight.device.type, weight.dim(), len(weight)),
+        (zeros.shape, type(zeros)),
+        sum(p.numel() for p in module.parameters() if p.requires_grad),
+        weight in {weight},
+    ]
+
+
+def test_a_released_parameter_has_its_shape(two: RankPool) -> None:
+    square = torch.Size((WIDTH, WIDTH))
+    for found in two.run(what_remains):
+        assert found == [
+            *(True, True, square),
+            (square, WIDTH**2, torch.float32, "cpu", 2, WIDTH),
+            (square, Tensor),
+            2 * WIDTH * (WIDTH + 1),
+            True,
+        ]
