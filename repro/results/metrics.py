@@ -5,7 +5,8 @@ slowest rank; memory is the largest of any rank; communication is rank 0's, of o
 
 - `memory.activations_bytes` are those at the moment of the device's peak, checkpoints included;
   `memory.checkpoints_bytes` (on the device), `memory.host_bytes` (checkpoints in host memory) and
-  `memory.communication_bytes` (buffers of messages) are the most at any moment.
+  `memory.communication_bytes` (buffers of messages) are the most at any moment; `memory.gathered_bytes` the most of
+  other ranks' parameters that stage 3 holds.
 - `memory.reserved_bytes` is what the caching allocator would reserve on the fullest device, `memory.used_bytes`
   that and the context beside it.
 - `comm.purpose.GROUP.PURPOSE.*` are summed over all ranks, as no stage of a pipeline speaks for the others;
@@ -64,6 +65,7 @@ def memory(ranks: Sequence[Held]) -> Metrics:
         ),
         "memory.checkpoints_bytes": max(rank.most["checkpoints"] for rank in ranks),
         "memory.host_bytes": max(rank.most["host"] for rank in ranks),
+        "memory.gathered_bytes": max(rank.most["parameters"] - rank.states["parameters"] for rank in ranks),
         "memory.init_peak_bytes": max(rank.init_peak_bytes for rank in ranks),
         **{f"memory.{part}_bytes": max(rank.states[part] for rank in ranks) for part in STATES},
     }

@@ -31,6 +31,8 @@ IDS = [
     "zero-max-size-nd64",
     "zero-table2-max-model-size",
     "zero-1t-on-1024",
+    "zero-any-size",
+    "zero-dynamic-schedule",
     "zero-gpt2-1p5b-24gb",
     "zero-ddp-oom-limit",
     "zero-activation-formula",
@@ -115,6 +117,7 @@ IDS = [
     "yuan-quality",
     "yuan-asc22",
     "ds-few-lines",
+    "ds-no-limits",
     "repro-parity",
     "repro-resume",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from repro.claims.judge import judge_claim
@@ -95,6 +97,15 @@ def test_parity_compares_every_layout_with_one_process(ledger: Ledger) -> None:
     records[-1].metrics["loss.last"] = 3.0001
     result = judge_claim(ledger.claim("repro-parity"), Records(records))
     assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 15/16")
+
+
+def test_what_stage_3_gathers_must_not_grow_with_the_depth(ledger: Ledger) -> None:
+    claim = ledger.claim("zero-dynamic-schedule")
+    claim = replace(claim, rows=claim.rows[:1])
+    for at_32, verdict in ((2, REPRODUCED), (3, NOT_REPRODUCED)):
+        layers = {"gathered-l2": 2, "gathered-l8": 2, "gathered-l32": at_32}
+        records = [record(f"smoke/{name}", **{"memory.gathered_bytes": n}) for name, n in layers.items()]
+        assert judge_claim(claim, Records(records)).verdict == verdict
 
 
 def test_all_reduces_are_counted_exactly(ledger: Ledger) -> None:

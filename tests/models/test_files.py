@@ -15,17 +15,9 @@ from repro.models import FILES, _packaged, load, names
 from repro.models.parameters import total
 
 SMALL = (
-    *(
-        "smoke-states",
-        "smoke-speed",
-        "char-1m",
-        "tiny-parity",
-        "gpt2-tiny",
-        "limit-29m",
-        "limit-39m",
-        "limit-40m",
-    ),
-    *("equal-stages", "tiny-stages", "tiny-deep"),
+    *("smoke-states", "smoke-speed", "char-1m", "tiny-parity", "gpt2-tiny"),
+    *("limit-29m", "limit-39m", "limit-40m"),
+    *("equal-stages", "odd-sizes", "tiny-shallow", "tiny-stages", "tiny-deep"),
 )
 TABLES = {
     # name: layers, hidden, heads, published MP degrees.  ZERO3 Table 5, Fig. 2.
@@ -162,6 +154,8 @@ def test_small_models_are_small() -> None:
         "limit-39m": 39.0,
         "limit-40m": 39.6,
         "equal-stages": 6.4,
+        "odd-sizes": 0.1,
+        "tiny-shallow": 0.1,
         "tiny-stages": 0.4,
         "tiny-deep": 1.6,
     }

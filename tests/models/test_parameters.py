@@ -15,7 +15,8 @@ from repro.config import Model
 from repro.models import load, names
 from repro.models.parameters import count, total
 
-GPTS = [name for name in names() if load(name).architecture == "gpt"]
+GPTS = [name for name in names() if load(name).architecture == "gpt" and not load(name).ffn]
+"""With an MLP of 4h, as the equation has it."""
 
 
 def equation_2(model: Model) -> Fraction:

@@ -69,6 +69,7 @@ def really(experiment: Experiment) -> dict[str, Any]:
         "states": {c: live[c] for c in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)},
         "peak": tracker.peak["total"],
         "host": tracker.most[Category.HOST],
+        "gathered": tracker.most[Category.PARAMETERS],
         "messages": {(r["op"], r["group"], r["purpose"]): r for r in mesh.ledger.rows()},
         "parameters": engine.local_parameters() + engine.padding(),
     }
@@ -93,6 +94,7 @@ def test_three_ways_equal(request: pytest.FixtureRequest, name: str) -> None:
         for seen in same:
             assert memory.states == seen["states"]
             assert memory.host_bytes == seen["host"]
+            assert memory.most[Category.PARAMETERS] == seen["gathered"]
             assert memory.peak_bytes == pytest.approx(seen["peak"], rel=0.01)
             real = {
                 key: [row["calls"], row["payload_bytes"], row["sent_bytes"]]

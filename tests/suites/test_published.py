@@ -23,7 +23,7 @@ def published(name: str) -> dict[str, Experiment]:
 YUAN, ZERO_R, TURING = published("yuan"), published("zero_r"), published("turing_nlg")
 MEGATRON = published("megatron_2019") | published("megatron_2021") | published("megatron_figures")
 MEMORY = published("zero_memory")
-STATES = {name: e for name, e in MEMORY.items() if re.search(r"^(7\.5b|128b|1t)-.*-n\d+", name)}
+STATES = {name: e for name, e in MEMORY.items() if re.search(r"^((7\.5b|128b|1t)-|any-).*-n\d+", name)}
 LIMITS = {name: e for name, e in MEMORY.items() if name not in STATES}
 EVERYTHING = {**YUAN, **MEGATRON, **ZERO_R, **MEMORY, **TURING}
 
