@@ -242,6 +242,41 @@ def test_every_search_of_the_ledger_could_have_come_out_otherwise(search: tuple[
     assert limits == [value for value, name in by_setting if name != end]
 
 
+SHAPE = {"model.name", "model.layers", "model.hidden"}
+RULES = {
+    "efficiency with the sequence": {"training.seq"},
+    "efficiency with fewer layers and more width, 40B": SHAPE,
+    "efficiency with fewer layers and more width, 60B": SHAPE,
+    "efficiency with micro-batches": {"layout.global_batch"},
+    "efficiency with fewer stages": {"layout.pp"},
+    "memory of twice the sequence above that of twice the batch": {
+        *("training.seq", "layout.micro_batch", "layout.global_batch"),
+    },
+}
+"""What differs within the sweep that tests a rule of Yuan."""
+
+
+def test_each_of_yuans_rules_is_tested_by_what_it_is_about() -> None:
+    """Before, the 60B of fewer layers had twice the heads as well."""
+    rows = {row.label: row for row in LEDGER.claim("yuan-design-rules").rows if row.main}
+    assert rows.keys() == RULES.keys()
+    for label, row in rows.items():
+        (evidence,) = row.evidence
+        names = experiments(evidence.value, row.variables)
+        flat = [_flat(KNOWN[name]) for name in names]
+        differ = {key for key in flat[0] if len({str(one[key]) for one in flat}) > 1}
+        assert differ - {"name", "model.note", "model.source"} == RULES[label], label
+
+
+def _flat(experiment: Experiment) -> dict[str, Any]:
+    """Every condition under its name: `layout.tp`."""
+    parts = {"name": experiment.name}
+    for part in ("model", "layout", "training"):
+        fields = dataclasses.asdict(getattr(experiment, part))
+        parts |= {f"{part}.{key}": value for key, value in fields.items()}
+    return parts
+
+
 def test_t_nlg_needs_what_the_searches_find() -> None:
     claims = ("tnlg-mp16-to-4", "tnlg-256-vs-1024")
     fit = [f"turing_nlg/{name}" for name in ("megatron-mp16", "zero1-mp16", "zero1-mp8", "zero1-mp4")]
