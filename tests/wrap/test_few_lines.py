@@ -104,3 +104,11 @@ def test_the_claim_counts_every_pair() -> None:
     counted = {evidence.value.text for row in claim.rows for evidence in row.evidence}
     assert counted == {f'changed_lines("{name}")' for name in NAMES}
     assert sorted(path.stem for path in (EXAMPLES / "zero").glob("*.py")) == NAMES
+
+
+def test_the_readme_says_how_many() -> None:
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    lines = [scripts.changed_lines(name) for name in NAMES]
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    assert f"scripts: {words[min(lines)]} to {words[max(lines)]} lines." in " ".join(readme.split())
+    assert f"in {words[len(NAMES)]} usual scripts" in " ".join(readme.split())
