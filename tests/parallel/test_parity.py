@@ -146,10 +146,10 @@ def test_one_process_is_what_torch_computes() -> None:
     assert ours.loss[0] == pytest.approx(theirs.loss[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("zero", range(4))
-def test_torch_engine_agrees(two: RankPool, zero: int) -> None:
+@pytest.mark.parametrize(("zero", "view"), [(0, True), (0, False), (1, True), (2, True), (3, True)])
+def test_torch_engine_agrees(two: RankPool, zero: int, view: bool) -> None:
     """DDP, ZeroRedundancyOptimizer and FSDP2 do the same work, so comparing their speed is fair."""
-    layout = Layout(dp=2, zero=zero, micro_batch=4, global_batch=BATCH)
+    layout = Layout(dp=2, zero=zero, micro_batch=4, global_batch=BATCH, gradient_as_bucket_view=view)
     model = smallest(layout)
     found = run(two, tiny(layout, model, engine="torch", warmup_steps=0))
     assert_same(found, alone(model=model, warmup_steps=0), 1e-5, 1e-5)
