@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from repro import kernels
-from repro.parallel.comm import SUM
+from repro.parallel.comm import SUM, Group
 from repro.parallel.zero.passed import tensors_in
 from repro.parallel.zero.stages import ShardedModule
 from repro.parallel.zero.units import Unit, parameters_of
+from repro.wrap.gradients import UsersGradients
+from repro.wrap.step_agreement import StepAgreement
 
 
 class StockLoop:
@@ -27,7 +31,9 @@ class StockLoop:
         units: Sequence[Unit],
         accumulation: int,
         clip: float,
+        host: Group,
     ):
+        """`host`: the ranks, for numbers that the host must know at once."""
         self.sharded, self.accumulation, self.clip = sharded, accumulation, clip
         self.micro_batch = 0
         self._forward = False
@@ -38,27 +44,41 @@ class StockLoop:
         """Whether a backward pass runs."""
         self._uses: dict[int, tuple[int, bool]] = {}
         """How often each block was used since the last backward pass, and whether under a reentrant checkpoint."""
-        self._shards: list[tuple[Parameter, Tensor]] = []
-        """Each of the optimizer's new parameters, with the reduced gradient that belongs to it."""
+        self._unsynchronized = False
+        """Whether `module.no_sync()` says that this backward pass is not the step's last."""
+        self._shards: list[tuple[int, Parameter, Tensor]] = []
+        """The optimizer's new parameters: of which parameter each is a piece, and the reduced gradient of it."""
         self._share_out(optimizer)
+        self.gradients = UsersGradients(sharded, {index: gradient for index, _, gradient in self._shards})
+        self.agreement = StepAgreement(module, sharded, host)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward)
         if sharded.reducer.by_arrival:
             self._watch_repeats(module, units)
         _guard_state_dict(module, sharded)
+        module.no_sync = self.no_sync  # type: ignore[assignment]
+        for owner in (module, optimizer):
+            vars(owner)["zero_grad"] = self._then_restart(owner.zero_grad)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
     def _share_out(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer this rank's shards instead of the module's parameters."""
-        found: list[list[Parameter]] = [[] for _ in optimizer.param_groups]
+        place = {
+            id(p): (g, i)
+            for g, group in enumerate(optimizer.param_groups)
+            for i, p in enumerate(group["params"])
+        }
+        found: list[list[tuple[int, Parameter]]] = [[] for _ in optimizer.param_groups]
         for bucket in self.sharded.buckets:
-            for tag, start, stop in bucket.ranges():
-                shard = Parameter(bucket.master[start:stop])
-                found[tag.group].append(shard)
-                self._shards.append((shard, bucket.gradient_shard[start:stop]))
-        for group, parameters in zip(optimizer.param_groups, found, strict=True):
-            group["params"] = parameters
+            for index, first, last, start in bucket.pieces():
+                here = slice(start, start + last - first)
+                shard = Parameter(bucket.master[here])
+                group, position = place[id(self.sharded.parameters[index])]
+                found[group].append((position, shard))
+                self._shards.append((index, shard, bucket.gradient_shard[here]))
+        for group_, pieces in zip(optimizer.param_groups, found, strict=True):
+            group_["params"] = [shard for _, shard in sorted(pieces, key=lambda piece: piece[0])]
 
     def _watch_repeats(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Stages 0 to 2: keep the buckets of a block that reentrant checkpointing runs twice in a pass.
@@ -96,13 +116,11 @@ class StockLoop:
             if self.sharded.gatherer is not None:
                 self.sharded.gatherer.begin()
             return
-        if self.micro_batch >= self.accumulation:
-            raise RuntimeError(
-                f"{self.accumulation + 1} backward passes before optimizer.step(), "
-                f"but the layout's accumulation is {self.accumulation}"
-            )
         self._forward = True
-        self.sharded.begin(self.micro_batch, self.accumulation)
+        self.gradients.hide()
+        # Under stages 0 and 1 the last micro-batch brings the reduction; `_before_step` does where none was the last.
+        passes = self.micro_batch + 2 if self._unsynchronized else self.accumulation
+        self.sharded.begin(self.micro_batch, passes)
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.sharded.gatherer is not None and not self._queued:
@@ -126,22 +144,60 @@ class StockLoop:
         self._queued = self._forward = False
         self._uses.clear()
         self.sharded.finish()
+        self.agreement.passed()
         self.micro_batch += 1
+        if self.micro_batch >= self.accumulation and not self._unsynchronized:
+            self.gradients.show()
 
-    def _before_step(self, *_: Any) -> None:
-        if self.micro_batch != self.accumulation:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As DistributedDataParallel's: passes inside are not the last before `optimizer.step()`."""
+        self._unsynchronized = True
+        try:
+            yield
+        finally:
+            self._unsynchronized = False
+
+    def _then_restart(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        @wraps(zero_grad)
+        def zero(*args: Any, **kwargs: Any) -> None:
+            zero_grad(*args, **kwargs)
+            self.restart()
+
+        return zero
+
+    def restart(self) -> None:
+        """Forget the gradients of this step, as `zero_grad` does; a batch may be skipped so."""
+        if self.micro_batch:
+            self.micro_batch = 0
+            self.gradients.hide()
+            self.agreement.forget()
+            if self._forward:
+                self.sharded.begin_backward(0, self.accumulation)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if len(args) > 1 or kwargs:
             raise RuntimeError(
-                f"optimizer.step() after {self.micro_batch} backward passes, "
-                f"but the layout's accumulation is {self.accumulation}"
+                "optimizer.step(closure): call the closure yourself, then optimizer.step() without it"
             )
-        for shard, gradient in self._shards:
-            shard.grad = gradient.to(shard.dtype)
+        if not self.micro_batch:
+            raise RuntimeError(
+                "optimizer.step() without a backward pass through the wrapped module since the last step: call the "
+                "module itself (not one of its methods), and backward() on a loss of what it returns"
+            )
+        if self.gradients.shown:
+            self.gradients.check()
+        else:
+            self.sharded.reducer.reduce_early()
+        unused = self.agreement.reach()
+        for index, shard, gradient in self._shards:
+            shard.grad = None if index in unused else gradient.to(shard.dtype)
         if self.clip:
             self._clip()
 
     def _clip(self) -> None:
         group = self.sharded.sharding.group
-        gradients = [shard.grad for shard, _ in self._shards if shard.grad is not None]
+        gradients = [shard.grad for _, shard, _ in self._shards if shard.grad is not None]
         # A rank whose shards are all padding has nothing to add, but takes part in the sum.
         like = self.sharded.buckets[0].master
         squares = kernels.norm_squared(gradients) if gradients else torch.zeros((), device=like.device)
@@ -151,9 +207,9 @@ class StockLoop:
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, *arguments: Any) -> None:
         self.micro_batch = 0
-        for shard, _gradient in self._shards:
+        for _, shard, _ in self._shards:
             shard.grad = None
         for bucket in self.sharded.buckets:
             if bucket.master is not bucket.shard:

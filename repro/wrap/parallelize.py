@@ -42,10 +42,14 @@ def parallelize(
 
     `blocks` names the submodules that stage 3 gathers one at a time (default: the children of every
     `nn.ModuleList`, else of `nn.Sequential`; where these are bare containers, the modules inside).
-    `clip` is the largest global gradient norm (0: none); `torch.nn.utils.clip_grad_norm_` cannot be
-    used, since gradients are in buckets.  With `layout.accumulation` > 1 that many backward passes belong
-    to one `optimizer.step()`; each rank feeds its own samples and divides its loss by the accumulation,
-    as with plain PyTorch.
+    `clip` is the largest global gradient norm (0: none).  After a backward pass `p.grad` is the mean over all
+    ranks: torch's `clip_grad_norm_` and `clip_grad_value_`, norms and scaling in place work on every stage, on all
+    ranks at once; anything else needs stage 0, where it is a plain tensor.
+
+    Any number of backward passes may belong to one `optimizer.step()`.  Where `layout.accumulation` says how many,
+    or `module.no_sync()` which are not the last, stages 0 and 1 communicate once; else after every pass.  Each
+    rank feeds its own samples and divides its loss by the accumulation, as with plain PyTorch.  A parameter that no
+    rank used is left alone, and buffers that changed become rank 0's after every step.
 
     In bf16 the module is what `module.to(torch.bfloat16)` is, frozen parameters and buffers included; the
     trained parameters' fp32 values become the master weights.
@@ -78,7 +82,7 @@ def parallelize(
 
     def values(parameters: list[Parameter]) -> InitialValues:
         given = [p.data.contiguous().view(-1) for p in parameters]
-        return lambda index, start, stop: given[index][start:stop].float()
+        return lambda index, start, stop: given[index][start:stop]
 
     dtype = None if layout.precision == "fp32" else DTYPES[layout.precision]
     sharding = replace(Sharding.of(layout, mesh.dp, device, dtype), gather_overlap=False)
@@ -86,9 +90,10 @@ def parallelize(
         broadcast_parameters([t.data for t in tensors], mesh.dp)
     units = default_units(module, blocks)
     sharded = ShardedModule(module, units, sharding, lambda p: Tag(group_of[id(p)]), values)
+    host = meshes.on_host(mesh.dp)
     if sharded.gatherer is not None:
-        sharded.gatherer.distrust(SameUnits(meshes.on_host(mesh.dp).on_channel(1 + len(units))))
-    StockLoop(module, optimizer, sharded, units, layout.accumulation, clip)
+        sharded.gatherer.distrust(SameUnits(host.on_channel(1 + len(units))))
+    StockLoop(module, optimizer, sharded, units, layout.accumulation, clip, host)
     module.repro = sharded  # type: ignore[assignment]
     return module, optimizer
 

@@ -215,10 +215,6 @@ def train(
         for piece in range(pieces):
             share = [inputs[r].chunk(pieces)[piece] for r in mine]
             (sum(loss_of(module, x) for x in share) / len(mine) / pieces).backward()  # type: ignore[union-attr]
-        if layout is None:
-            for parameter in module.parameters():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         after(module)
         optimizer.zero_grad()

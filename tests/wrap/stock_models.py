@@ -189,10 +189,6 @@ def train_stock(
             loss = F.cross_entropy(out, t) / pieces
             loss.backward()
             total += loss.item()
-        if layout is None:  # as in all flat buffers, no gradient is a gradient of zero
-            for parameter in module.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

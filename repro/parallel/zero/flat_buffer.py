@@ -223,6 +223,17 @@ class Bucket:
 
         return Work(finish=finish)
 
+    def unreduce(self) -> None:
+        """Stages 0 and 1: undo the reduction so that another micro-batch can be added."""
+        gradients = self.gradients
+        assert gradients is not None
+        if self.stage == 0 or self.all_reduce_first:
+            gradients.mul_(1 / self.group.size)
+        else:
+            size = self.plan.shard
+            gradients[: self.part * size].zero_()
+            gradients[(self.part + 1) * size :].zero_()
+
     def _free_gradients(self) -> None:
         """Full gradients are not needed any more (stages 2 and 3)."""
         self.gradients = None

@@ -59,6 +59,8 @@ class GradientReducer:
         self._next = 0
         self._works: deque[Work] = deque()
         self._first = self._last = True
+        self._reduced = False
+        """Stages 0 and 1: whether the step's gradients so far have been reduced."""
         if contiguous:
             self._set_aside()
         for b, bucket in enumerate(self.buckets):
@@ -97,9 +99,16 @@ class GradientReducer:
                 bucket.pool = pool
 
     def begin(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare for the backward pass of one of the step's micro-batches; the one before must be reduced."""
+        """Prepare for the backward pass of one of the step's micro-batches; the one before must be reduced.
+
+        More than `micro_batches` may come: their gradients are reduced one by one.
+        """
         self.wait()
-        self._first, self._last = micro_batch == 0, micro_batch == micro_batches - 1
+        self._first, self._last = micro_batch == 0, micro_batch >= micro_batches - 1
+        if self._reduced and not self._first:
+            for bucket in self.buckets:
+                bucket.unreduce()
+        self._reduced = False
         self._next = 0
         for b, bucket in enumerate(self.buckets):
             self._arrived[b] = [False] * len(bucket.parameters)
@@ -119,6 +128,25 @@ class GradientReducer:
         for b in range(len(self.buckets)):
             self._close(b)
             self._held[b] = False
+
+    def reduce_early(self) -> None:
+        """The step ends before the micro-batch that `begin` was told is the last: reduce what has been added up."""
+        if self._reduced or self.buckets[0].stage >= 2:
+            return
+        self._last = True
+        for bucket in self.buckets:
+            self._launch(bucket)
+        self._await_all()
+
+    def missing(self) -> set[int]:
+        """Indices of the parameters that got no gradient in the backward pass that is over."""
+        return {
+            slot.index
+            for b, bucket in enumerate(self.buckets)
+            if self._missing[b]
+            for slot, arrived in zip(bucket.plan.slots, self._arrived[b], strict=True)
+            if not arrived
+        }
 
     def wait(self) -> None:
         """Wait until every complete bucket is reduced; without overlap stages 0 and 1 begin only here."""
@@ -216,6 +244,7 @@ class GradientReducer:
             return
         while bucket.stage >= 1 and len(self._works) >= self.IN_FLIGHT:
             self._works.popleft().wait()
+        self._reduced = bucket.stage < 2
         self._works.append(bucket.reduce(add=not self._first))
         if not self.overlap and bucket.stage >= 2:
             self._await_all()

@@ -131,7 +131,7 @@ class ShardedModule:
                 group=sharding.group,
                 device=sharding.device,
                 dtype=dtype,
-                master_weights=dtype != torch.float32,
+                master_weights=dtype.itemsize < 4,
                 all_reduce_first=sharding.all_reduce_first,
                 fused=not sharding.constant_buffers,
                 as_view=sharding.as_view,

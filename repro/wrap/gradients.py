@@ -1,0 +1,167 @@
+"""`p.grad` of a wrapped module after a step's last backward pass: the mean over all ranks, for clipping and logging.
+
+Under stage 0 it is a plain view, as in DistributedDataParallel.  Under stages 1 to 3 a rank has a piece of it, or
+nothing: a `ShardedGradient` answers with the norm of the whole, takes in-place changes of single elements, and
+refuses what would need the rest.  `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` need no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro.parallel.comm import MAX, SUM, Group
+from repro.parallel.zero.released import HARMLESS
+from repro.parallel.zero.stages import ShardedModule
+
+
+class ShardedGradient(Tensor):
+    """The gradient of a parameter: its shape, dtype and device, and this rank's piece [k] of its elements."""
+
+    piece: Tensor
+    number: int
+    norms: Norms
+
+    @staticmethod
+    def of(shape: torch.Size, piece: Tensor, number: int, norms: Norms) -> ShardedGradient:
+        """`number`: its place among the gradients that `norms` knows."""
+        gradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            ShardedGradient, shape, dtype=piece.dtype, device=piece.device
+        )
+        gradient.piece, gradient.number, gradient.norms = piece, number, norms
+        found: ShardedGradient = gradient
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedGradient({list(self.shape)}, {self.piece.numel()} elements on this rank)"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if func in SAME:
+            return first
+        name = getattr(func, "__name__", str(func))
+        if isinstance(first, ShardedGradient):
+            if func in NORMS:
+                order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else 2))
+                whole = all(kwargs[k] in (None, False) for k in kwargs.keys() - {"ord", "p"})
+                if whole and len(args) < 3:
+                    return first.norms.of(order)[first.number]
+            elif name in ELEMENTWISE and not _others([*args[1:], *kwargs.values()]):
+                first.norms.forget()
+                func(first.piece, *args[1:], **kwargs)
+                return first
+        raise RuntimeError(
+            f"{name}() of a gradient {list(_shape(args))}: under zero = 1 to 3 a rank has a piece of it only. It takes "
+            "norm(), clip_grad_norm_, clip_grad_value_ and, in place, scaling and clamping; zero = 0 has all of it"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            "a backward pass without a forward pass of the wrapped module: its gradients would meet those of the "
+            "last step; call the module itself, and compute the loss from what it returns"
+        )
+
+
+SAME = {Tensor.detach, Tensor.data.__get__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
+ELEMENTWISE = {"mul_", "div_", "neg_", "zero_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_"}
+"""What changes each element by itself, and keeps zero padding out of sight."""
+
+
+def _others(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.dim() > 0 for value in values)
+
+
+def _shape(values: Iterable[Any]) -> tuple[int, ...]:
+    return next((tuple(v.shape) for v in values if isinstance(v, ShardedGradient)), ())
+
+
+class Norms:
+    """Norms of all gradients, from every rank's pieces in one all-reduce."""
+
+    def __init__(self, pieces: dict[int, Tensor], gradients: int, group: Group, device: torch.device):
+        self._pieces, self._gradients, self._group, self._device = pieces, gradients, group, device
+        self._found: dict[float, Tensor] = {}
+
+    def forget(self) -> None:
+        """Gradients have changed."""
+        self._found.clear()
+
+    def of(self, order: Any) -> Tensor:
+        """The `order`-norm of each gradient, fp32 [gradients]; the first call after a change is made by all ranks."""
+        order = 2.0 if order in (None, "fro") else float(order)
+        if order not in self._found:
+            if order <= 0:
+                raise ValueError(f"norm of order {order}: a positive number or inf under zero = 1 to 3")
+            largest = order == float("inf")
+            pieces = self._pieces.values()
+            norms = [torch.linalg.vector_norm(piece, order, dtype=torch.float32) for piece in pieces]
+            total = torch.zeros(self._gradients, device=self._device)
+            if norms:
+                mine = torch.stack(norms)
+                total[list(self._pieces)] = mine if largest else mine.pow(order)
+            self._group.all_reduce(total, MAX if largest else SUM, purpose="norm").wait()
+            self._found[order] = total if largest else total.pow(1 / order)
+        return self._found[order]
+
+
+class UsersGradients:
+    """Puts what a step's backward passes left at `p.grad`, and knows whether it is still there."""
+
+    def __init__(self, sharded: ShardedModule, pieces: dict[int, Tensor]):
+        """`pieces[i]`: this rank's piece of the gradient of parameter `i`; it may have none."""
+        self.parameters, self.names = sharded.parameters, sharded.names
+        self.norms: Norms | None = None
+        self.shown = False
+        found: dict[int, Tensor] = {}
+        if sharded.sharding.stage:
+            self.norms = Norms(pieces, len(self.parameters), sharded.sharding.group, sharded.sharding.device)
+        for bucket in sharded.buckets:
+            for slot in bucket.plan.slots:
+                i = slot.index
+                if self.norms is None:
+                    assert bucket.gradients is not None
+                    found[i] = bucket.gradients[slot.start : slot.stop].view(sharded.shapes[i])
+                else:
+                    piece = pieces.get(i, bucket.gradient_shard[:0])
+                    found[i] = ShardedGradient.of(sharded.shapes[i], piece, i, self.norms)
+        self._views = [found[i] for i in range(len(self.parameters))]
+
+    def show(self) -> None:
+        """The gradients are reduced."""
+        self._set(self._views)
+        self.shown = True
+
+    def hide(self) -> None:
+        """A backward pass comes, which must find none."""
+        if self.shown:
+            self._set([None] * len(self._views))
+            self.shown = False
+
+    def _set(self, gradients: Sequence[Tensor | None]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+        if self.norms is not None:
+            self.norms.forget()
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if somebody has put other gradients there, which no rank would see."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, parameter, gradient in zip(self.names, self.parameters, self._views, strict=True):
+                if parameter.grad is not gradient:
+                    raise RuntimeError(
+                        f"{name}.grad: was replaced or removed, but the step uses what the backward pass has reduced "
+                        "over all ranks; change it in place (p.grad.mul_(...)), and call backward() on the loss"
+                    )
