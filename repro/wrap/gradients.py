@@ -43,12 +43,14 @@ class ShardedGradient(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in HARMLESS:
+        if func in HARMLESS or func is torch._has_compatible_shallow_copy_type:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
         if func in SAME:
             return first
+        if func == Tensor.data.__set__ and args[1] is first:  # type: ignore[attr-defined]
+            return None
         name = getattr(func, "__name__", str(func))
         if isinstance(first, ShardedGradient):
             if func in NORMS:
@@ -73,7 +75,12 @@ class ShardedGradient(Tensor):
         )
 
 
-SAME = {Tensor.detach, Tensor.data.__get__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+SAME = {
+    *(Tensor.detach, Tensor.data.__get__, Tensor.requires_grad_),  # type: ignore[attr-defined]
+    *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+}
+"""What leaves it as it is: norms are fp32 wherever it lies, and of a module that is cast the next pass complains."""
+
 NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 ELEMENTWISE = {"mul_", "div_", "neg_", "zero_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_"}
 """What changes each element by itself, and keeps zero padding out of sight."""
@@ -106,7 +113,7 @@ class Norms:
                 raise ValueError(f"norm of order {order}: a positive number or inf under zero = 1 to 3")
             largest = order == float("inf")
             pieces = self._pieces.values()
-            norms = [torch.linalg.vector_norm(piece, order, dtype=torch.float32) for piece in pieces]
+            norms = [torch.linalg.vector_norm(piece.float(), order) for piece in pieces]
             total = torch.zeros(self._gradients, device=self._device)
             if norms:
                 mine = torch.stack(norms)

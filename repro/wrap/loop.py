@@ -17,6 +17,8 @@ from repro.parallel.zero.passed import tensors_in
 from repro.parallel.zero.stages import ShardedModule
 from repro.parallel.zero.units import Unit, parameters_of
 from repro.wrap.gradients import UsersGradients
+from repro.wrap.optimizer_states import OptimizerStates, Shard
+from repro.wrap.refusals import Unchanged
 from repro.wrap.step_agreement import StepAgreement
 
 
@@ -46,10 +48,11 @@ class StockLoop:
         """How often each block was used since the last backward pass, and whether under a reentrant checkpoint."""
         self._unsynchronized = False
         """Whether `module.no_sync()` says that this backward pass is not the step's last."""
-        self._shards: list[tuple[int, Parameter, Tensor]] = []
-        """The optimizer's new parameters: of which parameter each is a piece, and the reduced gradient of it."""
+        self._shards = self._cut(optimizer)
+        self.states = OptimizerStates(optimizer, sharded, self._shards, host)
         self._share_out(optimizer)
-        self.gradients = UsersGradients(sharded, {index: gradient for index, _, gradient in self._shards})
+        self.gradients = UsersGradients(sharded, {shard.index: shard.gradient for shard in self._shards})
+        self._unchanged = Unchanged(module, sharded, optimizer)
         self.agreement = StepAgreement(module, sharded, host)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward)
@@ -62,23 +65,24 @@ class StockLoop:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
-    def _share_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer this rank's shards instead of the module's parameters."""
-        place = {
-            id(p): (g, i)
-            for g, group in enumerate(optimizer.param_groups)
-            for i, p in enumerate(group["params"])
-        }
-        found: list[list[tuple[int, Parameter]]] = [[] for _ in optimizer.param_groups]
+    def _cut(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+        """This rank's shards, in the order in which the optimizer has the parameters."""
+        position = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+        shards = []
         for bucket in self.sharded.buckets:
             for index, first, last, start in bucket.pieces():
                 here = slice(start, start + last - first)
-                shard = Parameter(bucket.master[here])
-                group, position = place[id(self.sharded.parameters[index])]
-                found[group].append((position, shard))
-                self._shards.append((index, shard, bucket.gradient_shard[here]))
-        for group_, pieces in zip(optimizer.param_groups, found, strict=True):
-            group_["params"] = [shard for _, shard in sorted(pieces, key=lambda piece: piece[0])]
+                parameter = Parameter(bucket.master[here])
+                shards.append(Shard(index, first, last, parameter, bucket.gradient_shard[here]))
+        return sorted(shards, key=lambda shard: position[id(self.sharded.parameters[shard.index])])
+
+    def _share_out(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer this rank's shards instead of the module's parameters."""
+        for group in optimizer.param_groups:
+            mine = {id(p) for p in group["params"]}
+            group["params"] = [
+                s.parameter for s in self._shards if id(self.sharded.parameters[s.index]) in mine
+            ]
 
     def _watch_repeats(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Stages 0 to 2: keep the buckets of a block that reentrant checkpointing runs twice in a pass.
@@ -116,6 +120,7 @@ class StockLoop:
             if self.sharded.gatherer is not None:
                 self.sharded.gatherer.begin()
             return
+        self._unchanged.check()
         self._forward = True
         self.gradients.hide()
         # Under stages 0 and 1 the last micro-batch brings the reduction; `_before_step` does where none was the last.
@@ -185,19 +190,22 @@ class StockLoop:
                 "optimizer.step() without a backward pass through the wrapped module since the last step: call the "
                 "module itself (not one of its methods), and backward() on a loss of what it returns"
             )
+        for bucket in self.sharded.buckets:
+            bucket.adopt_writes()
         if self.gradients.shown:
             self.gradients.check()
         else:
             self.sharded.reducer.reduce_early()
         unused = self.agreement.reach()
-        for index, shard, gradient in self._shards:
-            shard.grad = None if index in unused else gradient.to(shard.dtype)
+        for shard in self._shards:
+            grad = None if shard.index in unused else shard.gradient.to(shard.parameter.dtype)
+            shard.parameter.grad = grad
         if self.clip:
             self._clip()
 
     def _clip(self) -> None:
         group = self.sharded.sharding.group
-        gradients = [shard.grad for _, shard, _ in self._shards if shard.grad is not None]
+        gradients = [s.parameter.grad for s in self._shards if s.parameter.grad is not None]
         # A rank whose shards are all padding has nothing to add, but takes part in the sum.
         like = self.sharded.buckets[0].master
         squares = kernels.norm_squared(gradients) if gradients else torch.zeros((), device=like.device)
@@ -209,8 +217,8 @@ class StockLoop:
 
     def _after_step(self, *arguments: Any) -> None:
         self.micro_batch = 0
-        for _, shard, _ in self._shards:
-            shard.grad = None
+        for shard in self._shards:
+            shard.parameter.grad = None
         for bucket in self.sharded.buckets:
             if bucket.master is not bucket.shard:
                 bucket.shard.copy_(bucket.master)

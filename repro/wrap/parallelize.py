@@ -28,6 +28,7 @@ from repro.parallel.zero.same_units import SameUnits
 from repro.parallel.zero.stages import ShardedModule, Sharding
 from repro.parallel.zero.units import default_units
 from repro.wrap.loop import StockLoop
+from repro.wrap.refusals import check_clip, check_module, check_optimizer
 
 
 def parallelize(
@@ -62,10 +63,17 @@ def parallelize(
     with gradients is followed by its backward pass before the next one.
 
     Without a process group one is made from the environment that torchrun sets.  All replicas start from
-    rank 0's values.  Raises `ConfigError` if the layout does not fit the processes, `ValueError` if
-    the optimizer was already used or does not have a trainable parameter, or if the process group cannot
-    serve the module's device.
+    rank 0's values.  `optimizer.state_dict()` is a rank's own and can be loaded there only;
+    `optimizer.repro.full_state_dict()`, on all ranks at once, makes the stock optimizer's, which
+    `optimizer.load_state_dict` takes on every rank of any layout.  Raises `ConfigError` if the layout does not fit
+    the processes, `ValueError` for what would train wrongly (`repro.wrap.refusals`), or if the process group
+    cannot serve the module's device.
     """
+    if not isinstance(layout, Layout):
+        raise ConfigError("layout", layout, "a repro.Layout, such as repro.Layout(dp=2, zero=3)")
+    check_module(module)
+    check_optimizer(optimizer, module)
+    check_clip(clip)
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device
     mesh = _mesh(layout, device)
@@ -73,12 +81,7 @@ def parallelize(
         raise ConfigError(
             "precision", "fp16", "fp32 or bf16 here; fp16 needs a scaled loss (see NativeEngine)"
         )
-    if optimizer.state:
-        raise ValueError("optimizer: has states already; parallelize it before its first step")
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in group_of:
-            raise ValueError(f"optimizer: has no parameter group for {name}, which requires a gradient")
 
     def values(parameters: list[Parameter]) -> InitialValues:
         given = [p.data.contiguous().view(-1) for p in parameters]
@@ -93,8 +96,9 @@ def parallelize(
     host = meshes.on_host(mesh.dp)
     if sharded.gatherer is not None:
         sharded.gatherer.distrust(SameUnits(host.on_channel(1 + len(units))))
-    StockLoop(module, optimizer, sharded, units, layout.accumulation, clip, host)
+    loop = StockLoop(module, optimizer, sharded, units, layout.accumulation, clip, host)
     module.repro = sharded  # type: ignore[assignment]
+    optimizer.repro = loop.states  # type: ignore[attr-defined]
     return module, optimizer
 
 

@@ -174,6 +174,12 @@ class Bucket:
             return Work()
         return self.group.all_gather(self.full, self.shard, purpose="parameters")
 
+    def adopt_writes(self) -> None:
+        """Let master weights follow what somebody has written to the parameters since the last step (stages 0 to 2)."""
+        if self.master is not self.shard and self.stage < 3:
+            written = self.shard != self.master.to(self.shard.dtype)
+            torch.where(written, self.shard.to(self.master.dtype), self.master, out=self.master)
+
     # -- gradients -------------------------------------------------------------------------------
 
     def gradient_view(self, slot: int) -> Tensor:

@@ -1,0 +1,144 @@
+"""What `repro.parallelize` would train wrongly, refused before anything is changed, or in the next pass."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import Parameter
+from torch.nn.parameter import UninitializedParameter
+
+from repro.parallel.zero.stages import ShardedModule
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise `ValueError` for a module that would train wrongly, or not at all."""
+    if getattr(module, "repro", None) is not None:
+        raise ValueError("module: is parallelized already")
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"module: {name} has no shape yet; run a forward pass before repro.parallelize")
+        if parameter.is_complex():
+            raise ValueError(
+                f"module: {name} is complex; keep its real and imaginary parts as two parameters"
+            )
+    if not any(p.requires_grad and p.numel() for p in parameters.values()):
+        raise ValueError("module: has no parameter that requires a gradient; there is nothing to parallelize")
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            if child.max_norm is not None:
+                raise ValueError(
+                    f"module: {name} has max_norm, which changes weights beside the optimizer, by rank"
+                )
+            if child.sparse:
+                raise ValueError(
+                    f"module: {name} has sparse gradients, which no flat buffer holds; sparse=False"
+                )
+
+
+ELEMENT_BY_ELEMENT = {
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop),
+    *(optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD),
+}
+
+
+def check_optimizer(optimizer: optim.Optimizer, module: nn.Module) -> None:
+    """Raise `ValueError` unless the optimizer has the module's parameters, and treats each element by itself."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for key, name in names.items():
+        if key not in given and dict(module.named_parameters())[name].requires_grad:
+            raise ValueError(f"optimizer: has no parameter group for {name}, which requires a gradient")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"optimizer: has a parameter {list(parameter.shape)} that is not the module's; put all modules "
+                    "that it updates in one nn.Module, or give it an optimizer of its own"
+                )
+    if type(optimizer) not in ELEMENT_BY_ELEMENT:
+        for group in optimizer.param_groups:
+            if group["params"] and not _treats_elements_alone(optimizer, group):
+                raise ValueError(
+                    f"optimizer: {type(optimizer).__name__} looks at whole matrices or at all parameters, of which a "
+                    "rank has pieces; use one that updates each element by itself, such as AdamW"
+                )
+
+
+def _treats_elements_alone(optimizer: optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a matrix that two ranks have pieces of is updated as on one, tried with a small one."""
+    start = torch.linspace(-1.0, 2.0, 24, device=group["params"][0].device)
+    try:
+        whole = _updated(optimizer, group, start.view(4, 6), slice(0, 24))
+        parts = [_updated(optimizer, group, start[here], here) for here in (slice(0, 9), slice(9, 24))]
+    except Exception as error:
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} cannot update a piece of a matrix: {error}"
+        ) from error
+    return torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-6)
+
+
+def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, here: slice) -> Tensor:
+    """`start` after three steps of a twin of `optimizer`, flat; `here` are its places in the whole matrix."""
+    twin = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    vars(twin).pop("step", None)  # a learning rate's schedule counts the steps of the real one
+    parameter = Parameter(start.clone())
+    rate = {"lr": 0.01} if group.get("lr") == 0 else {}  # before a warm-up
+    twin.param_groups = [{**group, **rate, "params": [parameter]}]
+    twin.state = defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(twin, hooks, OrderedDict())
+    places = torch.arange(24, device=start.device)[here].view(start.shape)
+    for step in range(3):
+        parameter.grad = torch.sin((step + 1) * (places + 1.0)) * (places + 1)
+        type(optimizer).step(twin)  # type: ignore[arg-type]
+    return parameter.detach().flatten()
+
+
+def check_clip(clip: float) -> None:
+    """Raise `ValueError` for a norm that nothing can be clipped to."""
+    if not (clip >= 0 and math.isfinite(clip)):
+        raise ValueError(f"clip = {clip}: a positive norm, or 0 for none")
+
+
+class Unchanged:
+    """Sees parameters that were frozen, cast or moved after they had been put in buckets."""
+
+    def __init__(self, module: nn.Module, sharded: ShardedModule, optimizer: optim.Optimizer):
+        self._named = dict(module.named_parameters())
+        self._parameters = list(self._named.values())
+        self._placed: Sequence[Tensor] = [] if sharded.sharding.stage == 3 else sharded.parameters
+        self._required, self._places = self._now()
+        vars(optimizer)["add_param_group"] = _add_param_group
+
+    def _now(self) -> tuple[list[bool], list[int]]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [p.requires_grad for p in self._parameters], [p.data_ptr() for p in self._placed]
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if training on would miss a change of the module."""
+        required, places = self._now()
+        if required != self._required:
+            changed = zip(self._named, required, self._required, strict=True)
+            name = next(name for name, now, before in changed if now != before)
+            raise RuntimeError(
+                f"{name}.requires_grad: was changed after repro.parallelize, which has sorted parameters by it; "
+                "freeze and unfreeze before"
+            )
+        if places != self._places:
+            raise RuntimeError(
+                "module: was cast or moved after repro.parallelize (.to(), .double(), .data = ...), which takes its "
+                "parameters out of what is trained; do so before, and say `precision` in the layout"
+            )
+
+
+def _add_param_group(group: dict[str, Any]) -> None:
+    raise RuntimeError(
+        "optimizer.add_param_group(): after repro.parallelize, which has cut parameters; add it before"
+    )

@@ -1,0 +1,176 @@
+"""Modules, optimizers and habits that would train another model: refused in one line that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import repro
+from repro.config import ConfigError, Layout
+from tests.wrap.edge_models import STAGES, WIDTH, Plain, once
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Somebody's optimizer: each matrix takes a step of its own length."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.norm() / p.grad.norm() * p.grad)
+
+
+class Sign(Lamb):
+    """Somebody's optimizer that treats each element by itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad.sign())
+
+
+class Averaged(Lamb):
+    """Somebody's optimizer that looks at all parameters at once."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            total = sum(p.grad.abs().sum() for p in given)
+            for p in given:
+                p.sub_(group["lr"] * p.grad / total)
+
+
+def complex_module() -> nn.Module:
+    module = Plain()
+    module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return module
+
+
+def with_embedding(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Embedding(4, WIDTH, **options), nn.Linear(WIDTH, WIDTH))
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.optim.Optimizer], str]] = {
+    "complex": (complex_module, sgd, "phase is complex"),
+    "max_norm": (with_embedding(max_norm=1.0), sgd, "0 has max_norm"),
+    "sparse": (with_embedding(sparse=True), sgd, "sparse=False"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(WIDTH)), sgd, "run a forward pass before"),
+    "nothing to train": (lambda: Plain().requires_grad_(False), sgd, "nothing to parallelize"),
+    "foreign": (
+        Plain,
+        lambda m: torch.optim.SGD([*m.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1),
+        r"a parameter \[2, 2\] that is not the module's",
+    ),
+    "Adafactor": (
+        Plain,
+        lambda m: torch.optim.Adafactor(m.parameters()),
+        "Adafactor looks at whole matrices",
+    ),
+    "LBFGS": (Plain, lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS cannot update a piece of a matrix"),
+    "Lamb": (Plain, lambda m: Lamb(m.parameters(), lr=0.1), "Lamb looks at whole matrices"),
+    "warm-up": (Plain, lambda m: Lamb(m.parameters(), lr=0.0), "Lamb looks at whole matrices"),
+    "all at once": (Plain, lambda m: Averaged(m.parameters(), lr=0.1), "or at all parameters"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_cannot_be_spread_is_refused(name: str) -> None:
+    make, optimizer_of, message = MODULES[name]
+    module = make()
+    with pytest.raises(ValueError, match=message):
+        repro.parallelize(module, optimizer_of(module), Layout(zero=2))
+
+
+def test_somebodys_optimizer_may_treat_elements_alone() -> None:
+    module: nn.Module = Plain()
+    before = module.into.weight.detach().clone()
+    optimizer: torch.optim.Optimizer = Sign(module.parameters(), lr=0.25)
+    module, optimizer = repro.parallelize(module, optimizer, Layout(zero=2))
+    assert torch.equal(module.into.weight, before)  # trying it out left no trace
+    once(module, torch.ones(1, WIDTH)).backward()
+    optimizer.step()
+    moved = (module.into.weight - before).abs()
+    assert torch.allclose(moved[moved > 0], torch.tensor(0.25))
+
+
+def test_arguments_that_mean_nothing() -> None:
+    module = Plain()
+    for clip in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a positive norm, or 0 for none"):
+            repro.parallelize(module, sgd(module), Layout(), clip=clip)
+    with pytest.raises(ConfigError, match=r"a repro\.Layout, such as"):
+        repro.parallelize(module, sgd(module), {"zero": 3})  # type: ignore[arg-type]
+    repro.parallelize(module, sgd(module), Layout())
+    with pytest.raises(ValueError, match="parallelized already"):
+        repro.parallelize(module, sgd(module), Layout())
+
+
+Habit = Callable[[nn.Module, torch.optim.Optimizer], Any]
+LATER: dict[str, tuple[Habit, str]] = {
+    "freeze": (lambda m, o: m.into.requires_grad_(False), r"into\.weight\.requires_grad: was changed after"),
+    "double": (lambda m, o: m.double(), "cast or moved|values exist only"),
+    "half a module": (lambda m, o: m.blocks[1].to(torch.bfloat16), "cast or moved|values exist only"),
+    "data": (
+        lambda m, o: setattr(m.into.weight, "data", torch.zeros(WIDTH, WIDTH)),
+        "cast or moved|values exist",
+    ),
+    "group": (lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}), "add it before"),
+}
+
+
+@STAGES
+@pytest.mark.parametrize("name", LATER)
+def test_what_changes_the_module_later_is_refused(name: str, zero: int) -> None:
+    habit, message = LATER[name]
+    module: nn.Module = Plain()
+    module, optimizer = repro.parallelize(module, sgd(module), Layout(zero=zero))
+
+    def go_on() -> None:
+        habit(module, optimizer)
+        once(module, torch.ones(1, WIDTH, dtype=module.into.weight.dtype)).backward()
+
+    once(module, torch.ones(1, WIDTH)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=message):
+        go_on()
+
+
+def test_unfreezing_later_is_refused() -> None:
+    module: nn.Module = Plain()
+    module.into.requires_grad_(False)
+    module, _ = repro.parallelize(module, sgd(module), Layout(zero=1))
+    module.into.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"into\.weight\.requires_grad: was changed after"):
+        once(module, torch.ones(1, WIDTH))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", range(3))
+@pytest.mark.parametrize(
+    "write", [lambda w: w.data.clamp_(-0.01, 0.01), lambda w: nn.init.constant_(w, 0.01)]
+)
+def test_what_is_written_to_a_weight_stays(zero: int, precision: str, write: Callable[[Tensor], Any]) -> None:
+    module: nn.Module = Plain()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    module, optimizer = repro.parallelize(module, optimizer, Layout(zero=zero, precision=precision))
+    x = torch.ones(1, WIDTH, dtype=module.into.weight.dtype)
+    for _ in range(2):
+        write(module.into.weight)
+        once(module, x).backward()
+        optimizer.step()
+        assert float(module.into.weight.detach().abs().max()) <= 0.011
