@@ -1,5 +1,5 @@
-# make smoke       install, run suites/smoke.toml on this machine, simulate published layouts, print the claims table
-# make simulate    simulate every published experiment of the claims here: about five minutes on two cores
+# make smoke       install, run suites/smoke.toml on this machine, simulate every published experiment, print the claims table
+# make simulate    the simulations alone: under two minutes on two cores
 # make test        install with the test extra, run the test suite
 # make test-slurm  the tests on a real SLURM of one machine (root; make slurm-packages installs it)
 # make test-gpu    the kernels' tests and the whole step on a CUDA device
@@ -42,17 +42,14 @@ NVRTC13 := $(VENV)/nvrtc13/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 	$(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
 
-# Published layouts on hundreds of GPUs, traced without their twins (twin-*): with smoke what takes seconds, then the rest.
-QUICK := zero_memory zero_r turing_nlg
-PUBLISHED := $(QUICK) deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput zero_superlinear \
-	megatron_2019 megatron_2021 megatron_figures yuan
+# Published layouts on up to thousands of GPUs, traced without their twins (twin-*).
+PUBLISHED := zero_memory zero_r turing_nlg deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput \
+	zero_superlinear megatron_2019 megatron_2021 megatron_figures yuan
 
-# The suites of $(1), one after the other; the table and the report come even if an experiment failed.
+# Simulate all of them; the table and the report come even if an experiment failed.
 define simulated
-for suite in $(1); do \
-  $(BIN)/repro run suites/$$suite.toml --evidence simulated --only '?[!w]*' --results $(RESULTS) || status=$$?; \
-  case $$status in 2|130|143) exit $$status;; esac; \
-done; \
+$(BIN)/repro run $(PUBLISHED:%=suites/%.toml) --evidence simulated --only '?[!w]*' --results $(RESULTS) || status=$$?; \
+case $$status in 2|130|143) exit $$status;; esac; \
 $(BIN)/repro claims --results $(RESULTS) || status=$$?; \
 $(BIN)/repro report --results $(RESULTS) $(REPORT_ARGS) || status=$$?; \
 exit $$status
@@ -102,10 +99,10 @@ $(NVRTC13): | $(INSTALLED_TEST)
 smoke: $(INSTALLED)
 	@status=0; $(BIN)/repro run suites/smoke.toml --results $(RESULTS) || status=$$?; \
 	case $$status in 2|130|143) exit $$status;; esac; \
-	$(call simulated,$(QUICK))
+	$(simulated)
 
 simulate: $(INSTALLED)
-	@status=0; $(call simulated,$(PUBLISHED))
+	@status=0; $(simulated)
 
 test: $(INSTALLED_TEST) $(NVRTC13)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)

@@ -1,10 +1,10 @@
-"""`repro run`: bring the store to where it holds a conclusive record of every selected experiment."""
+"""`repro run`: bring the store to where it holds a conclusive record of every selected experiment of suites."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from repro import suites
 from repro.config import ConfigError, Experiment
 from repro.launch import plan, simulated
 from repro.launch.interrupt import Interrupt
@@ -15,44 +15,67 @@ from repro.launch.runner import LocalLauncher, Runner
 from repro.launch.summary import Ended, ended, summarise
 from repro.results.schema import MEASURED, SIMULATED
 from repro.results.store import Store
+from repro.suites import Entry, Suite, load
 
 
 def run(
-    suite: Path, only: list[str], results: Path, rerun: bool, evidence: str = MEASURED, system: str = ""
-) -> Ended:
-    """Run what the store lacks of `suite`.
+    suites: Sequence[Path],
+    only: list[str],
+    results: Path,
+    rerun: bool,
+    evidence: str = MEASURED,
+    system: str = "",
+) -> Iterator[Ended]:
+    """Run what the store lacks of `suites`, one after the other, to the first that is interrupted.
 
     Experiments that need more than this machine are listed and not started.
     `evidence` simulated: nothing is started, and all of it can be had here, see `.simulated`.
     Raises `ConfigError` before anything is started.
     """
-    loaded = suites.load(suite)
     if evidence not in (MEASURED, SIMULATED):
         raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
-    entries = plan.select(loaded, only)
+    loaded = [load(suite) for suite in suites]
+    selected = [(suite, plan.select(suite, only)) for suite in loaded]
     if evidence == SIMULATED:
-        return simulated.run(loaded, entries, results, system, rerun)
+        yield from simulated.run(selected, results, system, rerun)
+        return
     if system:
         raise ConfigError(
             "--system", system, f"--evidence {SIMULATED}; measured runs use the machine at hand"
         )
-    needs = {entry.experiment.name: _needs(entry.experiment) for entry in entries}
-    here = [entry for entry in entries if not needs[entry.experiment.name]]
-    if not here:
-        raise _nothing_here(loaded, entries, needs)
+    runnable = [_here(suite, entries) for suite, entries in selected]
+    for (suite, entries), (here, needs) in zip(selected, runnable, strict=True):
+        found = _measured(suite, entries, here, needs, results, rerun)
+        yield found
+        if found.summary["stopped"]:
+            return
+
+
+def _measured(
+    suite: Suite, entries: list[Entry], here: list[Entry], needs: dict[str, str], results: Path, rerun: bool
+) -> Ended:
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:
-        tasks = plan.tasks(loaded, here, store, rerun=rerun)
+        tasks = plan.tasks(suite, here, store, rerun=rerun)
         todo = {experiment.name for task in tasks for experiment in task.experiments}
         with Progress(total=len(todo), known=len(here) - len(todo)) as progress:
-            recorder = Recorder(loaded, store, progress)
+            recorder = Recorder(suite, store, progress)
             try:
                 recorder.adopt(entries)
                 Runner(recorder, progress, interrupt, LocalLauncher(results), rerun=rerun).run(tasks)
             except DiskFull as error:
                 failure = str(error)
-        summary = summarise(loaded, entries, store, ran=todo, needs=needs)
+        summary = summarise(suite, entries, store, ran=todo, needs=needs)
     return ended(summary, failure=failure, signal=interrupt.signal)
+
+
+def _here(suite: Suite, entries: list[Entry]) -> tuple[list[Entry], dict[str, str]]:
+    """What this machine can run of `entries`, and by name what each lacks.  `ConfigError` if it can run nothing."""
+    needs = {entry.experiment.name: _needs(entry.experiment) for entry in entries}
+    here = [entry for entry in entries if not needs[entry.experiment.name]]
+    if not here:
+        raise _nothing_here(suite, entries, needs)
+    return here, needs
 
 
 def _needs(experiment: Experiment) -> str:
@@ -62,7 +85,7 @@ def _needs(experiment: Experiment) -> str:
     return needs and needs + hint
 
 
-def _nothing_here(suite: suites.Suite, entries: list[suites.Entry], needs: dict[str, str]) -> ConfigError:
+def _nothing_here(suite: Suite, entries: list[Entry], needs: dict[str, str]) -> ConfigError:
     """That nothing of what was selected can run on this machine: in one line, however much it is."""
     first = entries[0].experiment
     place = f'{suite.file}: experiment "{first.name}"'

@@ -9,7 +9,7 @@ that the record does not depend on the machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,21 +35,35 @@ WAIT_S = 0.5
 """How often the store is tried again that another `repro run` is simulating for."""
 
 
-def run(suite: Suite, entries: list[Entry], results: Path, system: str, rerun: bool) -> Ended:
-    """Simulate what the store lacks of `entries`.
+def run(
+    selected: Sequence[tuple[Suite, list[Entry]]], results: Path, system: str, rerun: bool
+) -> Iterator[Ended]:
+    """Simulate what the store lacks of the entries of each suite, on the same worker processes.
 
     `system`: simulate all of them on this one.  Raises `ConfigError` before anything is simulated.
     """
     if system:
-        entries = moved(entries, system)
-        suite = replace(suite, entries=tuple(entries))
+        moves = [(suite, moved(entries, system)) for suite, entries in selected]
+        selected = [(replace(suite, entries=tuple(entries)), entries) for suite, entries in moves]
+    for suite, entries in selected:
+        missing = [needs(entry.experiment) for entry in entries]
+        if all(missing):
+            place = f'{suite.file}: experiment "{entries[0].experiment.name}"'
+            raise ConfigError("not simulated", expected=f"needs {missing[0]}", file=place)
+        for entry in entries:
+            system_of(entry.experiment)
+    with Workers() as workers:
+        for suite, entries in selected:
+            found = _run(suite, entries, results, rerun, workers)
+            yield found
+            if found.summary["stopped"]:
+                return
+
+
+def _run(suite: Suite, entries: list[Entry], results: Path, rerun: bool, workers: Workers) -> Ended:
     on = {entry.experiment.name: system_of(entry.experiment) for entry in entries}
     missing = {entry.experiment.name: needs(entry.experiment) for entry in entries}
     can = [entry for entry in entries if not missing[entry.experiment.name]]
-    if not can:
-        first = entries[0].experiment
-        place = f'{suite.file}: experiment "{first.name}"'
-        raise ConfigError("not simulated", expected=f"needs {missing[first.name]}", file=place)
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:
         todo = _lacking(can, store, on, rerun)
@@ -61,7 +75,7 @@ def run(suite: Suite, entries: list[Entry], results: Path, system: str, rerun: b
                 with _alone(store, progress, interrupt, bool(todo)):
                     left = todo if rerun else _lacking(todo, store, on, rerun)
                     progress.elsewhere(len(todo) - len(left))
-                    _simulate(left, on, recorder, interrupt)
+                    _simulate(left, on, recorder, interrupt, workers)
             except (DiskFull, WorkerDied) as error:
                 failure = str(error)
         summary = summarise(suite, entries, store, ran=ran, needs=missing, evidence=SIMULATED)
@@ -156,15 +170,16 @@ def _alone(store: Store, progress: Progress, interrupt: Interrupt, needed: bool)
         locks.release()
 
 
-def _simulate(entries: list[Entry], on: dict[str, System], recorder: Recorder, interrupt: Interrupt) -> None:
+def _simulate(
+    entries: list[Entry], on: dict[str, System], recorder: Recorder, interrupt: Interrupt, workers: Workers
+) -> None:
     """Simulate and record `entries`, until done or interrupted."""
     if not entries or interrupt:
         return
     recorder.begin()
     experiments = {entry.experiment.name: entry.experiment for entry in entries}
     work = [(e, on[e.name], recorder.suite.name) for e in experiments.values()]
-    with Workers(len(work)) as workers:
-        for record in workers.completed(attempt, work):
-            recorder.simulated(experiments[record.name], record)
-            if interrupt:
-                return
+    for record in workers.completed(attempt, work):
+        recorder.simulated(experiments[record.name], record)
+        if interrupt:
+            return

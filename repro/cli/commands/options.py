@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+SuiteFiles = Annotated[list[Path], typer.Argument(help="Suite files.", metavar="SUITE.toml...")]
 SuiteFile = Annotated[Path, typer.Argument(help="A suite file.", metavar="SUITE.toml")]
 Only = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer evaluates this on Python 3.10 as well

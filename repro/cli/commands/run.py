@@ -7,14 +7,14 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Only, Rerun, Results, SuiteFile
+from repro.cli.commands.options import Json, Only, Rerun, Results, SuiteFiles
 
 app = typer.Typer()
 
 
 @app.command(epilog="Example:  repro run suites/smoke.toml --only 'parity-*'")
 def run(
-    suite: SuiteFile,
+    suites: SuiteFiles,
     only: Only = None,
     results: Results = Path("results"),
     rerun: Rerun = False,
@@ -30,10 +30,10 @@ def run(
     ] = "",
     json: Json = False,
 ) -> int:
-    """Run what the store lacks of a suite on this machine and record how each experiment ended."""
+    """Run what the store lacks of suites on this machine and record how each experiment ended."""
     from repro.cli.views.run import command
 
-    return command(suite, only or [], results, rerun, json, evidence, system)
+    return command(suites, only or [], results, rerun, json, evidence, system)
 
 
 @app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")

@@ -12,21 +12,24 @@ from repro.results.schema import MEASURED
 
 
 def command(
-    suite: Path, only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
+    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
 ) -> int:
-    """Run what the store lacks of `suite` and print a summary.
+    """Run what the store lacks of `suites`, one after the other, and print a summary of each (`json`: a list).
 
-    Returns 0 if every experiment that can be had here has the outcome that the suite expects, 1 if not, and 128
+    Returns 0 if every experiment that can be had here has the outcome that its suite expects, 1 if not, and 128
     plus the signal's number if it was interrupted.  Raises `ConfigError` before anything is started.
     """
     from repro.launch.run import run
 
-    ended = run(suite, only, results, rerun, evidence, system)
+    found = []
+    for ended in run(suites, only, results, rerun, evidence, system):
+        found.append(ended)
+        if not json:
+            show(ended.summary)
     if json:
-        print_json(ended.summary)
-    else:
-        show(ended.summary)
-    return ended.code
+        summaries = [ended.summary for ended in found]
+        print_json(summaries if len(suites) > 1 else summaries[0])
+    return max(ended.code for ended in found)
 
 
 def show(summary: dict[str, Any]) -> None:
