@@ -115,6 +115,11 @@ class GradientReducer:
             self._missing[b] = len(bucket.parameters)
             self._closed[b] = False
 
+    @property
+    def only_adds(self) -> bool:
+        """Whether gradients that come now are added to those of earlier micro-batches, and nothing else happens."""
+        return not self._first and not self._last and all(bucket.stage < 2 for bucket in self.buckets)
+
     def hold(self, bucket: Bucket) -> None:
         """Keep `bucket` until `finish`: its parameters may get several gradients in this pass."""
         self._held[self._index[id(bucket)]] = True

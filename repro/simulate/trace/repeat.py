@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from repro.config import Experiment
-from repro.models.gpt import GPT, Part, Place
+from repro.models.gpt import Part, Place
 from repro.parallel.pipeline.runner import Pipeline
 from repro.parallel.pipeline.schedule import BACKWARD
+from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.simulate.trace.recorder import TraceRecorder
-from repro.simulate.trace.segments import Again, Call, Meta, Pass, Recording, Segment, SegmentWriter
+from repro.simulate.trace.segments import Again, Call, Meta, Pass, Recording, Segment, segment_of
+from repro.train.part import ModelPart
 
 
 class Kind(NamedTuple):
@@ -58,14 +60,15 @@ class Repeats:
         """What is being recorded."""
         self._blocks: list[nn.Module] = []
 
-    def attach(self, model: GPT) -> None:
+    def attach(self, part: ModelPart) -> None:
         """Have the blocks of a part of the model repeat each other."""
-        blocks = list(model.blocks.values())
+        blocks = list(part.model.blocks.values())
         for index, block in enumerate(blocks):
-            after, before = _neighbours(index, len(blocks), model.part)
+            after, before = _neighbours(index, len(blocks), part.model.part)
             # Of those in the middle the last one's backward pass comes first.
             soonest = not 0 < index < len(blocks) - 2
-            block.forward = _Block(self, block, after, before, soonest).forward  # type: ignore[method-assign]
+            alike = _Block(self, block, after, before, part.sharded.reducer, soonest)
+            block.forward = alike.forward  # type: ignore[method-assign]
             self._blocks.append(block)
             for number, parameter in enumerate(block.parameters()):
                 self._watch(number, parameter)
@@ -116,11 +119,19 @@ class Repeats:
 class _Block:
     """One block's forward pass, run or repeated."""
 
-    def __init__(self, repeats: Repeats, block: nn.Module, after: str, before: str, soonest: bool):
+    def __init__(
+        self,
+        repeats: Repeats,
+        block: nn.Module,
+        after: str,
+        before: str,
+        reducer: GradientReducer,
+        soonest: bool,
+    ):
         """`soonest`: its backward pass comes before those of other blocks of its kind."""
         self.repeats, self.run, self.soonest = repeats, block.forward, soonest
         self.parameters = list(block.parameters())
-        self.after, self.before = after, before
+        self.after, self.before, self.reducer = after, before, reducer
 
     def forward(self, x: Tensor, place: Place, mask: Tensor | None = None) -> Tensor:
         """As `repro.models.gpt.Block.forward`."""
@@ -132,7 +143,7 @@ class _Block:
             if not kind.graph:
                 return record.forward(self.run(x, place, mask))
             return _Leave.apply(record.forward(self.run(_Enter.apply(x, record), place, mask)), record)
-        again = Again(self.repeats.recorder, recording, self.parameters, inputs)
+        again = Again(self.repeats.recorder, recording, self.parameters, inputs, self.reducer)
         return _Repeated.apply(x, again) if kind.graph else again.forward()
 
     def _runs(self, recording: Recording, graph: bool) -> bool:
@@ -169,13 +180,7 @@ class _Record:
         self.recording.backward = self._segment(gradient)
 
     def _segment(self, result: Tensor) -> Segment:
-        returned = self.recorder.number(result)
-        made = {call.gradient: call.operands[0] for call in self.running.calls if call.gradient >= 0}
-        if returned != self.gradient:
-            made[returned] = Meta.of(result)
-        writer = SegmentWriter(self.recorder, self.places, made, self.gradient)
-        steps = writer.steps(self.running)
-        return Segment(steps, None if returned == self.gradient else self.places[returned])
+        return segment_of(self.recorder, self.running, self.places, result, self.gradient)
 
 
 class _Enter(torch.autograd.Function):

@@ -140,7 +140,7 @@ def trace(
         recorder.micro_batch = lambda: pipeline.current.micro_batch if pipeline.current else -1
         repeats = Repeats(recorder, pipeline, recordings_of(short, gloo), recomputed=layout.recompute)
         for part in engine.parts if repeat else ():
-            repeats.attach(part.model)
+            repeats.attach(part)
         tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
         # As after an earlier step: its parameters are still being gathered when the next one begins.
         for part in engine.parts:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, Wait
 from repro.simulate.trace.recorder import UNSEEN, TraceRecorder
 
@@ -94,6 +95,9 @@ class Recording:
 
     forward: Segment | None = None
     backward: Segment | None = None
+    adding: Segment | None = None
+    """The backward pass whose gradients are added to those of earlier micro-batches (`GradientReducer.only_adds`):
+    then nothing reaches beyond the block."""
 
 
 @dataclass
@@ -104,7 +108,22 @@ class Pass:
     calls: list[Call] = field(default_factory=list)
 
 
-class SegmentWriter:
+def segment_of(
+    recorder: TraceRecorder, running: Pass, places: dict[int, int], result: Tensor, gradient: int = -1
+) -> Segment:
+    """What `running` has done until now, as a segment; `places` of storages by their numbers, to which its own come.
+
+    `result` is what it returns, `gradient` the storage that came in.
+    """
+    returned = recorder.number(result)
+    made = {call.gradient: call.operands[0] for call in running.calls if call.gradient >= 0}
+    if returned != gradient:
+        made[returned] = Meta.of(result)
+    steps = _Writer(recorder, places, made, gradient).steps(running)
+    return Segment(steps, None if returned == gradient else places[returned])
+
+
+class _Writer:
     """Makes the steps of a segment from the events of a pass."""
 
     def __init__(self, recorder: TraceRecorder, places: dict[int, int], made: dict[int, Meta], gradient: int):
@@ -188,8 +207,10 @@ class Again:
         recording: Recording,
         parameters: Sequence[nn.Parameter],
         inputs: Sequence[Tensor],
+        reducer: GradientReducer,
     ):
         self.recorder, self.recording, self.parameters = recorder, recording, parameters
+        self.reducer = reducer
         self.numbers: list[int] = []
         """Of storages, by place."""
         with UNSEEN():
@@ -206,8 +227,21 @@ class Again:
 
     def backward(self, gradient: Tensor) -> Tensor:
         """The gradient of x from that of y."""
-        segment = self.recording.backward
+        recording, number = self.recording, self.recorder.number
+        segment = recording.backward
         assert segment is not None
+        if not self.reducer.only_adds:
+            return self._backward(segment, gradient)
+        if recording.adding is not None:
+            return self._backward(recording.adding, gradient)
+        places = {storage: place for place, storage in enumerate(self.numbers)}
+        places |= {number(tensor): place for place, tensor in self.held.items()}
+        start, came = len(self.recorder.events), number(gradient)
+        result = self._backward(segment, gradient)
+        recording.adding = segment_of(self.recorder, Pass(start), places, result, came)
+        return result
+
+    def _backward(self, segment: Segment, gradient: Tensor) -> Tensor:
         self._do(segment.steps, gradient)
         result = gradient if segment.result is None else self.held.pop(segment.result)
         self.held.clear()

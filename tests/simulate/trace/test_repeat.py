@@ -37,6 +37,7 @@ LAYOUTS = {
     "pa": replace(BASE, tp=2, recompute=True, pa=True),
     "pa-cpu-md": replace(BASE, tp=2, recompute=True, pa=True, pa_cpu=True, md=True),
     "1f1b": replace(DEEP, zero=1),
+    "1f1b-ddp": replace(DEEP, gradient_as_bucket_view=False),
     "1f1b-recomputed": replace(DEEP, recompute=True, bucket_bytes=100_000),
     "gpipe": replace(DEEP, schedule="gpipe"),
     "gpipe-recomputed": replace(DEEP, schedule="gpipe", zero=2, recompute=True),
