@@ -2,7 +2,8 @@
 
     make benchmarks
 
-Targets: 5 s for 100B on 400 GPUs, 10 s for 1T on 1024 or 3072, each under 2 GiB of host memory.
+Targets: 2 s for 100B on 400 GPUs, 4 s for 1T on 1024 or 3072, as long for 175B on 96,000 GPUs as on 960, each under
+2 GiB of host memory.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ STEPS = {
         "--model megatron-1t --system selene --gpus 3072 --tp 8 --pp 64 --micro-batch 1 --global-batch 3072 "
         "--recompute"
     ),
+    **{
+        f"175B on {gpus}": f"--model megatron-175b --system selene --gpus {gpus} --tp 8 --pp 8 --zero 1 --recompute "
+        f"--micro-batch 1 --global-batch {gpus}"
+        for gpus in (960, 96_000)
+    },
 }
 MOST_MEMORY = 2 * 2**30
 

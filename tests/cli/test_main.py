@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,11 +118,9 @@ def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch
 
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(run, "command", lambda *arguments: seen.append(arguments) or 1)
-    assert cli.main(["run", "s.toml", "--only", "a*", "--only", "b", "--rerun", "--json"]) == 1
-    assert [str(value) for value in seen[0]] == [
-        *("s.toml", "['a*', 'b']", "results", "True", "True"),
-        *("measured", ""),
-    ]
+    assert cli.main(["run", "s.toml", "t.toml", "--only", "a*", "--only", "b", "--rerun", "--json"]) == 1
+    suites = [Path("s.toml"), Path("t.toml")]
+    assert seen == [(suites, ["a*", "b"], Path("results"), True, True, "measured", "")]
 
 
 @pytest.mark.parametrize("arguments", [["runn"], ["run"], ["run", "s.toml", "--jsn"], ["models", "a", "b"]])

@@ -181,6 +181,23 @@ def test_workers_share_a_suite(
     assert summary["counts"] == {"ok": 3}
 
 
+def test_several_suites_are_simulated_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write_suite(tmp_path, experiments("one"))
+    second = first.with_name("second.toml")
+    second.write_text(first.read_text().replace('name = "one"', 'name = "two"'))
+    arguments = ["run", str(first), str(second), "--evidence", "simulated", "--results", str(tmp_path / "r")]
+    assert main([*arguments, "--json"]) == 0
+    summaries = json.loads(capsys.readouterr().out)
+    assert [[row["name"] for row in summary["experiments"]] for summary in summaries] == [["one"], ["two"]]
+
+    second.write_text(second.read_text().replace('name = "two"', 'name = "two"\nsystem = "dgx22"'))
+    assert main([*arguments, "--rerun"]) == 2
+    assert "dgx22" in capsys.readouterr().err
+    assert len(lines(tmp_path / "r")) == 2, "the first suite was run before the second was read"
+
+
 def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     suite = suites.load(write_suite(tmp_path, experiments("a", "b")))
     interrupt = Interrupt()
@@ -194,7 +211,7 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
 
         recorder.simulated = then_stop  # type: ignore[method-assign]
         on = {entry.experiment.name: simulated.system_of(entry.experiment) for entry in suite.entries}
-        simulated._simulate(list(suite.entries), on, recorder, interrupt)
+        simulated._simulate(list(suite.entries), on, recorder, interrupt, workers.Workers(1))
         assert [record.name for record in store.records()] == ["a"]
 
 
@@ -221,4 +238,4 @@ def test_bad_input_is_one_line(
 def test_the_torch_engine_gets_no_hint(tmp_path: Path) -> None:
     body = TORCH.replace('name = "torch"', 'name = "far"\nsystem = "selene"')
     with pytest.raises(ConfigError, match=r"needs 2 GPUs of system selene$"):
-        measured.run(write_suite(tmp_path, body), [], tmp_path / "r", False)
+        next(measured.run([write_suite(tmp_path, body)], [], tmp_path / "r", False))
