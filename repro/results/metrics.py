@@ -148,7 +148,8 @@ def speed(
 
 def parts(found: Mapping[str, float], factor: float) -> Metrics:
     """Where the slowest stage's predicted seconds go; `factor` as calibrated."""
-    names = ("compute_s", "optimizer_s", "exposed_s", "hidden_s", "bubble_s")
+    shares = ("compute_s", "optimizer_s", "exposed_s", "hidden_s", "bubble_s")
+    names = (*shares, "forward_s", "backward_s", "update_s")
     return {**{f"time.{name}": found[name] for name in names}, "time.factor": factor}
 
 

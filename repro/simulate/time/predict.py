@@ -12,10 +12,12 @@ from typing import Any
 from repro.config import Experiment
 from repro.config.system import System
 from repro.models import flops
+from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
 from repro.simulate.time.program import OPTIMIZER
 from repro.simulate.time.schedule import Timeline
+from repro.simulate.time.stage import UPDATE
 from repro.simulate.time.stretch import StageTime
 from repro.simulate.time.timed import timed
 from repro.simulate.trace.roles import Trace, trace_roles
@@ -75,6 +77,9 @@ class Prediction:
             "optimizer_s": optimizer,
             "exposed_s": exposed,
             "hidden_s": max(0.0, total - exposed),
+            "forward_s": stage.by_phase[FORWARD],
+            "backward_s": stage.by_phase[BACKWARD],
+            "update_s": stage.by_phase[UPDATE],
             "bubble_s": max(0.0, self.step_s - compute - optimizer - exposed),
             "compute_by_kind": busy,
             "exposed_by_kind": dict(stage.exposed),

@@ -20,6 +20,8 @@ from repro.simulate.time.program import KINDS, Await, Issue, Item, OperatorBlock
 from repro.simulate.time.stretch import INSIDE, StageTime, Stretch, parts
 
 TRANSFER = "send between stages (pp)"
+UPDATE = "update"
+"""What comes after the last backward pass: gradients that are still reduced, norm, optimizer, parameters."""
 ACROSS = ("world", "pp", "embedding")
 """Groups whose members are on different stages."""
 
@@ -118,15 +120,19 @@ class StageStreams:
     def _step(self) -> Generator[object, None, None]:
         self._post(0)
         for position, action in enumerate(self.actions):
+            began = self.now
             if self.sources[position] is not None:
                 yield from self._receive()
             self._post(position + 1)
             name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
             yield from self._run(self.pieces[position], name)
+            self.time.by_phase[action.kind] += self.now - began
+        began = self.now
         for under_way in self.sent.values():
             while under_way:
                 yield from self._sent(under_way.popleft())
         yield from self._run(self.tail, "optimizer")
+        self.time.by_phase[UPDATE] += self.now - began
         for stretch, times in self.taken.items():
             self.time.add(stretch.time, times)
         self.taken.clear()

@@ -29,6 +29,8 @@ class StageTime:
     bubble: float = 0.0
     """It waited for another stage to compute."""
     end: float = 0.0
+    by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """From the beginning of each forward pass, backward pass and update to its end, waits included."""
 
     def add(self, other: StageTime, times: int) -> None:
         """`other`, which came so many times."""

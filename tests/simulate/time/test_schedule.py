@@ -92,6 +92,8 @@ def test_seconds_add_up(name: str) -> None:
     document = found.as_dict()
     parts = sum(document[key] for key in ("compute_s", "optimizer_s", "exposed_s", "bubble_s"))
     assert parts == pytest.approx(document["step_s"], rel=1e-6)
+    phases = sum(document[key] for key in ("forward_s", "backward_s", "update_s"))
+    assert phases == pytest.approx(document["step_s"], rel=1e-6)
 
 
 @settings(deadline=None, max_examples=60)
