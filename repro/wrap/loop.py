@@ -62,6 +62,7 @@ class StockLoop:
         module.no_sync = self.no_sync  # type: ignore[assignment]
         for owner in (module, optimizer):
             vars(owner)["zero_grad"] = self._then_restart(owner.zero_grad)
+        vars(optimizer)["_step_supports_amp_scaling"] = True  # so that a GradScaler comes to `_before_step`
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -184,6 +185,11 @@ class StockLoop:
         if len(args) > 1 or kwargs:
             raise RuntimeError(
                 "optimizer.step(closure): call the closure yourself, then optimizer.step() without it"
+            )
+        if hasattr(optimizer, "found_inf"):
+            raise RuntimeError(
+                "GradScaler: a rank would scale and skip by its own gradients; fp32 and bf16, also by autocast, need "
+                "no scaled loss: GradScaler(enabled=False)"
             )
         if not self.micro_batch:
             raise RuntimeError(

@@ -109,6 +109,18 @@ def skips(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Ten
     return []
 
 
+def no_scaler(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Of scripts that ask for one by the precision."""
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for x in batches:
+        off.scale(once(module, x)).backward()
+        off.unscale_(optimizer)
+        off.step(optimizer)
+        off.update()
+        optimizer.zero_grad()
+    return []
+
+
 def train(script: Script, layout: Layout | None, pieces: int = 1) -> tuple[list[float], dict[str, Tensor]]:
     """What a script logs, and the parameters in the end; without a layout of one process with all samples."""
     torch.manual_seed(1)
@@ -129,7 +141,7 @@ def alone(script: Script) -> tuple[list[float], dict[str, Tensor]]:
     return train(script, None)
 
 
-SCRIPTS: list[Any] = [by_norm, by_largest, by_value, scaled, pairs, windows, unsynchronized, skips]
+SCRIPTS: list[Any] = [by_norm, by_largest, by_value, scaled, pairs, windows, unsynchronized, skips, no_scaler]
 
 
 @STAGES
@@ -190,6 +202,14 @@ def closure(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[T
     return []
 
 
+def scaler(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    scaled_loss = torch.amp.GradScaler("cpu")
+    scaled_loss.scale(once(module, batches[0])).backward()
+    scaled_loss.unscale_(optimizer)
+    scaled_loss.step(optimizer)
+    return []
+
+
 @pytest.mark.parametrize(
     ("script", "zero", "message"),
     [
@@ -197,6 +217,7 @@ def closure(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[T
         *((by_hand, zero, r"into.weight.grad: was replaced or removed") for zero in (0, 2)),
         *((histogram, zero, "under zero = 1 to 3 a rank has a piece of it only") for zero in (1, 2, 3)),
         *((method, zero, "call the module itself (not one of its methods)") for zero in (0, 1, 2)),
+        *((scaler, zero, "GradScaler(enabled=False)") for zero in range(4)),
         *((closure, zero, "call the closure yourself") for zero in (0, 3)),
     ],
 )
