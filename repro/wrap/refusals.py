@@ -116,6 +116,8 @@ class Unchanged:
         self._placed: Sequence[Tensor] = [] if sharded.sharding.stage == 3 else sharded.parameters
         self._required, self._places = self._now()
         vars(optimizer)["add_param_group"] = _add_param_group
+        for copying in ("__deepcopy__", "__reduce_ex__"):
+            vars(module)[copying] = _copy
 
     def _now(self) -> tuple[list[bool], list[int]]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -141,4 +143,11 @@ class Unchanged:
 def _add_param_group(group: dict[str, Any]) -> None:
     raise RuntimeError(
         "optimizer.add_param_group(): after repro.parallelize, which has cut parameters; add it before"
+    )
+
+
+def _copy(*_: Any) -> None:
+    raise RuntimeError(
+        "a copy of a parallelized module would communicate as it does: copy it before repro.parallelize, and load "
+        "module.repro.full_parameters() into the copy; save these or module.state_dict()"
     )

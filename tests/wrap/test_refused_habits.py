@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +131,9 @@ LATER: dict[str, tuple[Habit, str]] = {
         lambda m, o: setattr(m.into.weight, "data", torch.zeros(WIDTH, WIDTH)),
         "cast or moved|values exist",
     ),
+    "copy": (lambda m, o: copy.deepcopy(m), "copy it before"),
+    "average": (lambda m, o: torch.optim.swa_utils.AveragedModel(m), "copy it before"),
+    "save": (lambda m, o: torch.save(m, io.BytesIO()), r"save these or module\.state_dict\(\)"),
     "group": (lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}), "add it before"),
 }
 

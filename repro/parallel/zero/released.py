@@ -52,9 +52,12 @@ class Released(Parameter):
         if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = f".{getattr(func, '__self__', func).__name__}"
         shape = next((tuple(a.size()) for a in args if isinstance(a, Released)), ())
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)}() of a parameter {list(shape)}: under zero = 3 its values exist only "
+            f"{name} of a parameter {list(shape)}: under zero = 3 its values exist only "
             "while its module's forward and backward run; call module.repro.full_parameters() on all ranks"
         )
 
