@@ -90,26 +90,23 @@ def _tried(console: Console, document: dict[str, Any]) -> None:
 
 def show_plan(request: Request, plan: Plan) -> None:
     """Print the first layouts, and what rules the others out."""
-    from repro.simulate.plan.rows import NO_TIMES, OK, RULE, UNDECIDED, unknown
+    from repro.simulate.plan.rows import NO_TIMES, OK, RULE, unknown
 
     console = stdout()
     rows = plan.rows
     fits = [row for row in rows if row.outcome == OK]
-    close = [row for row in rows if row.outcome == UNDECIDED]
     console.print(
         f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}, global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
     )
-    undecided = f", {len(close)} too close to tell" if close else ""
     console.print(
-        f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}{undecided}; {plan.traces} traces\n"
+        f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}; {plan.traces} traces\n"
     )
-    shown = [*fits, *close][:SHOWN]
+    shown = fits[:SHOWN]
     if shown:
         _layouts(console, request, shown, timed=not plan.no_time)
         text = f"s: {NO_TIMES if plan.no_time else RULE}.  *: the whole step was traced, GB are reserved; else live "
-        text += "bytes, traffic and time of a few layers, extended in straight lines"
-        text += "; ?: too close to the limit to tell." if any(row in close for row in shown) else "."
+        text += "bytes, traffic and time of a few layers, extended in straight lines."
         if plan.no_time:
             text += f"  No times: {plan.no_time}."
             missing = unknown(request, rows[0].layout.precision)
@@ -117,11 +114,11 @@ def show_plan(request: Request, plan: Plan) -> None:
         console.print(textwrap.fill(text, console.width), style="dim", markup=False)
     else:
         console.print("[bold red]No layout fits.[/]")
-    _ruled_out(console, [row for row in rows if row.outcome not in (OK, UNDECIDED)])
+    _ruled_out(console, [row for row in rows if row.outcome != OK])
 
 
 def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, timed: bool) -> None:
-    from repro.simulate.plan.rows import FULL, OK, training
+    from repro.simulate.plan.rows import FULL, training
 
     trained = timed and request.tokens > 0
     columns = ["GB\na GPU", "step\ns"]
@@ -139,7 +136,7 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
         layout, time = row.layout, row.time
         extra = {"recompute": "rc", "sp": "sp", "pa": "pa"}
         size = row.memory.get("reserved_bytes") if row.evidence == FULL else None
-        mark = "*" if row.evidence == FULL else " " if row.outcome == OK else "?"
+        mark = "*" if row.evidence == FULL else " "
         cells = [gb(size or row.memory["peak_bytes"]) + mark]
         if timed:
             step = time["step_s"]

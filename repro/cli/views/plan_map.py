@@ -63,11 +63,10 @@ def _words(cell: Cell | None, limits: Sequence[int]) -> Text:
     more = ">" if row.evidence == STATES else ""
     number = f"{more}{units.gb(need or row.memory['peak_bytes'])}{mark}"
     enough = [limit for limit in limits if cell.rows[limit].outcome == OK]
-    undecided = [limit for limit in limits if cell.rows[limit].outcome not in (OK, OOM)]
     if enough:
         style = FITS if enough[0] == limits[0] else LATER
         return Text(f"{number}\nfits {units.size(enough[0])}", style=style)
-    return Text(f"{number}\n{'too close to tell' if undecided else 'does not fit'}", style=NEVER)
+    return Text(f"{number}\ndoes not fit", style=NEVER)
 
 
 def best(cell: Cell) -> PlanRow:

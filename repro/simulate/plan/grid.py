@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from repro.config import Layout
 from repro.config.errors import ConfigError
 from repro.host.workers import Workers
 from repro.simulate.plan.candidates import Request, candidates, stages, tensor_degrees
 from repro.simulate.plan.plan import Planner
-from repro.simulate.plan.rows import UNDECIDED, PlanRow, document
+from repro.simulate.plan.rows import FULL, PlanRow, document
 
 
 @dataclass
@@ -48,6 +49,7 @@ def grid(
     Raises `ConfigError` if no (tp, pp) has a layout.
     """
     cells = []
+    layouts: dict[tuple[int, int], Layout] = {}
     refused: list[ConfigError] = []
     for tp in tensor:
         for pp in stages:
@@ -61,17 +63,17 @@ def grid(
                 refused.append(error)
                 continue
             cell.dp = layout.dp
-            cell.rows = {limit: PlanRow(layout, UNDECIDED, "", {}) for limit in limits}
-    there = [cell for cell in cells if cell.rows]
+            layouts[tp, pp] = layout
+    there = [cell for cell in cells if (cell.tp, cell.pp) in layouts]
     if not there and refused:
         raise refused[0]
     wanted = set(confirmed)
     planner = Planner(request, workers)
     for limit in limits:
         planner.request = replace(request, limit=limit)
-        for cell, row in zip(there, planner.rows([c.rows[limit].layout for c in there]), strict=True):
+        for cell, row in zip(there, planner.rows([layouts[c.tp, c.pp] for c in there]), strict=True):
             cell.rows[limit] = row
-        again = [c for c in there if c.rows[limit].outcome == UNDECIDED or (c.tp, c.pp) in wanted]
+        again = [c for c in there if c.rows[limit].evidence != FULL and (c.tp, c.pp) in wanted]
         for cell, row in zip(again, planner.full([c.rows[limit] for c in again]), strict=True):
             cell.rows[limit] = row
     return cells

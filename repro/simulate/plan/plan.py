@@ -9,8 +9,8 @@ Three kinds of answers, cheapest first, and each row says which it is:
 Seconds are predicted for what fits, or may.  Where the system lacks the numbers for that (`no_time`), the least
 time at peak rates comes first instead.
 
-What the allocator reserves beyond live bytes decides where these are within `MARGIN` of the limit: such
-rows are traced in full, and so are the first ones of the plan.
+What the allocator reserves beyond live bytes decides where these are within `MARGIN` of the limit: such rows are traced
+in full, and so are the first ones of the plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from repro.render import units
 from repro.simulate.plan import estimate
 from repro.simulate.plan.candidates import Request, candidates
 from repro.simulate.plan.closed_form import ruled_out, stage_parameters, state_bytes
-from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, UNDECIDED, PlanRow, ideal_s, order, speed
+from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, PlanRow, ideal_s, order
 from repro.simulate.plan.shallow import LayoutFamily, family_of, trace_family
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
 
@@ -34,9 +34,7 @@ MARGIN = 1.12
 SEGMENTS = 40 * 2**20
 """... and what it may leave unused in its last segments (`repro.simulate.memory.pools`)."""
 CONFIRMED = 3
-"""So many of the first rows are traced in full, with those before them that may not fit ..."""
-MOST_FULL = 8
-"""... and at most so many in all; the rest stays undecided."""
+"""So many of the first rows are traced in full."""
 SHARES = 2
 """Shares of the families that a worker predicts, one after the other."""
 
@@ -53,11 +51,19 @@ class Planner:
         """Why times cannot be predicted."""
 
     def rows(self, layouts: Sequence[Layout]) -> list[PlanRow]:
-        """`states` and `shallow` answers."""
+        """The answers, `full` where nothing less tells."""
         found = {layout: self._without_trace(layout) for layout in layouts}
         open_ones = [layout for layout, row in found.items() if row is None]
         self._trace(open_ones)
-        return [row or self._shallow(layout) for layout, row in found.items()]
+        rows = {layout: row or self._shallow(layout) for layout, row in found.items()}
+        close = [row for row in rows.values() if row.evidence == SHALLOW and self._is_close(row)]
+        rows |= {row.layout: row for row in self.full(close)}
+        return list(rows.values())
+
+    def _is_close(self, row: PlanRow) -> bool:
+        """Whether the allocator decides if it fits."""
+        live = row.memory["peak_bytes"]
+        return live <= self.request.allocatable < live * MARGIN + SEGMENTS
 
     def time(self, rows: Sequence[PlanRow]) -> None:
         """Predict the step of every row that may fit, from the traces that its layout shares."""
@@ -95,7 +101,9 @@ class Planner:
         request = self.request
         tasks = [(request, row.layout, not self.no_time) for row in rows]
         self.traces += sum(min(3, row.layout.pp) for row in rows)
-        return self.workers.map(_full, tasks)
+        answers = self.workers.map(_full, tasks)
+        self.no_time = next((no_time for _, no_time in answers if no_time), self.no_time)
+        return [row for row, _ in answers]
 
     def _without_trace(self, layout: Layout) -> PlanRow | None:
         request = self.request
@@ -162,9 +170,6 @@ class Planner:
             row.outcome = OOM
             row.ruled_out_by = binding(fullest.by_category)
             row.reason = f"{units.size(fullest.peak_bytes)} are live in {fullest.phase}"
-        elif fullest.peak_bytes * MARGIN + SEGMENTS > request.allocatable:
-            row.outcome = UNDECIDED
-            row.reason = f"{units.size(fullest.peak_bytes)} are live: the allocator decides"
         return row
 
 
@@ -191,42 +196,36 @@ def plan(request: Request, workers: Workers) -> Plan:
     rows = planner.rows(candidates(request))
     rows += planner.rows(_partitioned(request, rows))
     planner.time(rows)
-    full: dict[Layout, PlanRow] = {}
     if planner.no_time:
         for row in rows:
             row.time = {}
-    while len(full) < MOST_FULL:
-        rows = sorted((full.get(row.layout, row) for row in rows), key=order)
-        fits = [row for row in rows if row.outcome == OK]
-        # What may not fit matters if it would be among the first.
-        first = sorted((row for row in rows if row.outcome != OOM), key=speed)
-        enough = first.index(fits[CONFIRMED - 1]) if len(fits) >= CONFIRMED else len(first)
-        wanted = [row for row in first[: enough + 1] if row.evidence != FULL][: MOST_FULL - len(full)]
-        if not wanted:
-            break
-        # A few at a time: what turns out to fit, or not to, changes which come first.
-        full.update((row.layout, row) for row in planner.full(wanted[: max(CONFIRMED, workers.count)]))
-    rows = sorted((full.get(row.layout, row) for row in rows), key=order)
-    return Plan(rows, planner.traces, planner.no_time)
+    while True:
+        rows.sort(key=order)
+        first = [row for row in rows[:CONFIRMED] if row.outcome == OK and row.evidence != FULL]
+        if not first:
+            return Plan(rows, planner.traces, planner.no_time)
+        # What turns out to be slower, or not to fit, changes which come first.
+        full = {row.layout: row for row in planner.full(first)}
+        rows = [full.get(row.layout, row) for row in rows]
 
 
 def _partitioned(request: Request, rows: Iterable[PlanRow]) -> list[Layout]:
-    """With P_a, what does not fit (or may not) without it for other reasons than its model states."""
+    """With P_a, what does not fit without it for other reasons than its model states."""
     if "pa" in request.given:
         return []
     return [
         replace(row.layout, pa=True)
         for row in rows
-        if row.evidence == SHALLOW
-        and row.outcome != OK
+        if row.evidence != STATES
+        and row.outcome == OOM
         and row.layout.recompute
         and row.layout.tp > 1
         and not row.layout.sp
     ]
 
 
-def _full(request: Request, layout: Layout, time: bool) -> PlanRow:
-    """A row from a full trace; runs in a worker.  `time`: predict the step's seconds as well."""
+def _full(request: Request, layout: Layout, time: bool) -> tuple[PlanRow, str]:
+    """A row from a full trace, and why it has no times; runs in a worker.  `time`: predict its seconds as well."""
     from repro.simulate.step import simulate
 
     found = simulate(
@@ -251,7 +250,7 @@ def _full(request: Request, layout: Layout, time: bool) -> PlanRow:
         fullest = found.fullest
         row.ruled_out_by = FRAGMENTATION if fullest.by_fragmentation else binding(fullest.memory.by_category)
         row.reason = found.reason
-    return row
+    return row, found.no_time
 
 
 def experiment(request: Request, layout: Layout) -> Experiment:

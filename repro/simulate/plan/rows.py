@@ -11,7 +11,7 @@ from repro.models.parameters import total
 from repro.simulate.plan.candidates import Request
 
 STATES, SHALLOW, FULL = "states", "shallow", "full"
-OK, OOM, UNDECIDED = "ok", "oom", "undecided"
+OK, OOM = "ok", "oom"
 
 
 @dataclass
@@ -20,7 +20,7 @@ class PlanRow:
 
     layout: Layout
     outcome: str
-    """`ok`, `oom`, or `undecided` where only a full trace could tell and none was made."""
+    """`ok` or `oom`."""
     evidence: str
     memory: dict[str, Any]
     comm: dict[str, Any] = field(default_factory=dict)
@@ -43,18 +43,12 @@ class PlanRow:
 def order(row: PlanRow) -> tuple[Any, ...]:
     """Best first: what fits, then the shortest step (without times: the least `ideal_s`), then what asks for
     least."""
-    rank = (OK, UNDECIDED, OOM).index(row.outcome)
     if row.outcome == OOM:
-        return (rank, row.evidence == STATES, row.memory["peak_bytes"], *_simpler(row.layout))
-    return (rank, *speed(row))
-
-
-def speed(row: PlanRow) -> tuple[Any, ...]:
-    """`order` among what fits."""
+        return (1, row.evidence == STATES, row.memory["peak_bytes"], *_simpler(row.layout))
     ideal = row.ideal_s if row.ideal_s is not None else float("inf")
     by_link = row.comm.get("bytes_by_link", {})
     seconds = row.time.get("step_s", ideal)
-    return (seconds, by_link.get("inter-node", 0), sum(by_link.values()), *_simpler(row.layout))
+    return (0, seconds, by_link.get("inter-node", 0), sum(by_link.values()), *_simpler(row.layout))
 
 
 def _simpler(layout: Layout) -> tuple[Any, ...]:

@@ -19,7 +19,6 @@ from repro.simulate.plan.rows import (
     OOM,
     SHALLOW,
     STATES,
-    UNDECIDED,
     PlanRow,
     document,
     ideal_s,
@@ -99,8 +98,8 @@ def test_a_plan() -> None:
     assert not found.no_time
     assert [order(row) for row in rows] == sorted(order(row) for row in rows)
     outcomes = [row.outcome for row in rows]
-    assert outcomes == sorted(outcomes, key=(OK, UNDECIDED, OOM).index)
-    assert set(outcomes) == {OK, UNDECIDED, OOM}
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {OK, OOM}
     fits = [row for row in rows if row.outcome == OK]
     assert all(row.evidence == FULL for row in fits[:3])
     assert all(row.memory["reserved_bytes"] <= asked.allocatable for row in fits[:3])
@@ -183,7 +182,7 @@ def test_turing_nlg_needs_tp_16_on_1024_gpus_without_zero_and_4_on_256_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The report's 16 to 4 and 1024 to 256: 64 replicas of 8 samples.  Shallow: `repro run` traces it in full."""
-    monkeypatch.setattr("repro.simulate.plan.plan.MOST_FULL", 0)
+    monkeypatch.setattr("repro.simulate.plan.plan.CONFIRMED", 0)
     model, system = models.load("turing-nlg-17b-h32"), systems.load("dgx2")
     limit = int(system.device.memory_bytes.value or 0)
     fixed = {"pp": 1, "micro_batch": 8, "global_batch": 512, "recompute": True, "sp": False, "pa": False}
