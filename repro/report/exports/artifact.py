@@ -32,7 +32,7 @@ What reviewers of a systems venue ask for: every claim with the command that tes
 tolerance, and the cost in GPU-hours on the cluster that it needs. `make artifact` writes this file from the ledger
 (`repro/claims/*.toml`) and the suites (`suites/*.toml`); a test compares them.
 
-- **Here** needs no GPU: `make smoke` (two cores, minutes) measures the small twins and simulates some published
+- **Here** needs no GPU: `make smoke` (two cores, minutes) measures the small twins and simulates every published
   layouts; the simulated commands below take about a second or a few for each experiment.
 - **On a cluster** `repro submit` runs the measured commands. Cost: from the arithmetic of the steps at the device's
   peak rate to the time limits of the experiments. `repro submit SUITE --profile PROFILE --dry-run` says what is
