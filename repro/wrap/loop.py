@@ -121,7 +121,8 @@ class StockLoop:
             if self.sharded.gatherer is not None:
                 self.sharded.gatherer.begin()
             return
-        self._unchanged.check()
+        if not torch.compiler.is_compiling():  # it would take the parameters into its graph
+            self._unchanged.check()
         self._forward = True
         self.gradients.hide()
         # Under stages 0 and 1 the last micro-batch brings the reduction; `_before_step` does where none was the last.
@@ -174,9 +175,9 @@ class StockLoop:
 
     def restart(self) -> None:
         """Forget the gradients of this step, as `zero_grad` does; a batch may be skipped so."""
+        self.gradients.hide()
         if self.micro_batch:
             self.micro_batch = 0
-            self.gradients.hide()
             self.agreement.forget()
             if self._forward:
                 self.sharded.begin_backward(0, self.accumulation)

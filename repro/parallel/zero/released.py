@@ -23,7 +23,7 @@ def _methods(kind: str, *names: str) -> set[Callable[..., Any]]:
 HARMLESS: set[Callable[..., Any]] = {
     *_methods("__get__", "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim"),
     *_methods("__get__", "grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version"),
-    *_methods("__get__", "nbytes", "itemsize", "_backward_hooks"),
+    *_methods("__get__", "nbytes", "itemsize", "_backward_hooks", "is_nested"),
     *_methods("__set__", "grad", "requires_grad", "_backward_hooks"),
     *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndimension, Tensor.element_size),
     *(Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous, Tensor.get_device, Tensor.__len__),
