@@ -87,7 +87,7 @@ def calls_of(experiment: Experiment, *, gloo: bool) -> list[Call]:
     found: dict[object, Call] = {}
     for role in roles(experiment):
         recorder = CallRecorder()
-        trace(experiment, role, gloo=gloo, recorder=recorder)
+        trace(experiment, role, gloo=gloo, recorder=recorder, repeat=False)  # a repeated block makes no call
         found |= recorder.calls
     return list(found.values())
 

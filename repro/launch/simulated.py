@@ -45,24 +45,35 @@ def run(
     if system:
         moves = [(suite, moved(entries, system)) for suite, entries in selected]
         selected = [(replace(suite, entries=tuple(entries)), entries) for suite, entries in moves]
-    for suite, entries in selected:
-        missing = [needs(entry.experiment) for entry in entries]
-        if all(missing):
-            place = f'{suite.file}: experiment "{entries[0].experiment.name}"'
-            raise ConfigError("not simulated", expected=f"needs {missing[0]}", file=place)
-        for entry in entries:
-            system_of(entry.experiment)
+    prepared = [(suite, entries, *_prepared(suite, entries)) for suite, entries in selected]
     with Workers() as workers:
-        for suite, entries in selected:
-            found = _run(suite, entries, results, rerun, workers)
+        for suite, entries, on, missing in prepared:
+            found = _run(suite, entries, on, missing, results, rerun, workers)
             yield found
             if found.summary["stopped"]:
                 return
 
 
-def _run(suite: Suite, entries: list[Entry], results: Path, rerun: bool, workers: Workers) -> Ended:
-    on = {entry.experiment.name: system_of(entry.experiment) for entry in entries}
-    missing = {entry.experiment.name: needs(entry.experiment) for entry in entries}
+def _prepared(suite: Suite, entries: list[Entry]) -> tuple[dict[str, System], dict[str, str]]:
+    """By name the system of each experiment, and what each lacks.  `ConfigError` if none can be simulated."""
+    experiments = [entry.experiment for entry in entries]
+    missing = {experiment.name: needs(experiment) for experiment in experiments}
+    if all(missing.values()):
+        first = experiments[0].name
+        place = f'{suite.file}: experiment "{first}"'
+        raise ConfigError("not simulated", expected=f"needs {missing[first]}", file=place)
+    return {experiment.name: system_of(experiment) for experiment in experiments}, missing
+
+
+def _run(
+    suite: Suite,
+    entries: list[Entry],
+    on: dict[str, System],
+    missing: dict[str, str],
+    results: Path,
+    rerun: bool,
+    workers: Workers,
+) -> Ended:
     can = [entry for entry in entries if not missing[entry.experiment.name]]
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:

@@ -49,14 +49,14 @@ ELEMENT_BY_ELEMENT = {
 
 def check_optimizer(optimizer: optim.Optimizer, module: nn.Module) -> None:
     """Raise `ValueError` unless the optimizer has the module's parameters, and treats each element by itself."""
-    names = {id(p): name for name, p in module.named_parameters()}
+    named = {id(p): (name, p) for name, p in module.named_parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for key, name in names.items():
-        if key not in given and dict(module.named_parameters())[name].requires_grad:
+    for key, (name, owned) in named.items():
+        if key not in given and owned.requires_grad:
             raise ValueError(f"optimizer: has no parameter group for {name}, which requires a gradient")
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            if id(parameter) not in named:
                 raise ValueError(
                     f"optimizer: has a parameter {list(parameter.shape)} that is not the module's; put all modules "
                     "that it updates in one nn.Module, or give it an optimizer of its own"

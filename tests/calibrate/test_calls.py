@@ -46,6 +46,15 @@ def test_every_traced_operator_runs(layout: Layout) -> None:
                 assert tensor.isfinite().all(), call
 
 
+def test_every_call_is_seen_after_its_block_was_traced_before() -> None:
+    """A trace repeats the events of blocks that it knows; their operators are not called then."""
+    experiment = tiny(LAYOUTS["dp"])
+    for role in roles(experiment):
+        trace(experiment, role, gloo=True)
+    names = {call.name for call in calls_of(experiment, gloo=True)}
+    assert {"aten.mm", "aten.addmm", "repro.bias_gelu"} <= names
+
+
 def test_the_chosen_sizes_span_all() -> None:
     calls = [call for call in calls_of(tiny(LAYOUTS["dp"]), gloo=True) if call.name == "aten.mm"]
     chosen = choose(calls, 3)

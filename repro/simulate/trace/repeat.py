@@ -142,7 +142,8 @@ class _Block:
             record = _Record(self.repeats, recording, inputs)
             if not kind.graph:
                 return record.forward(self.run(x, place, mask))
-            return _Leave.apply(record.forward(self.run(_Enter.apply(x, record), place, mask)), record)
+            y = self.run(_Passing.apply(x, record.leave), place, mask)
+            return _Passing.apply(record.forward(y), record.enter)
         again = Again(self.repeats.recorder, recording, self.parameters, inputs, self.reducer)
         return _Repeated.apply(x, again) if kind.graph else again.forward()
 
@@ -183,31 +184,17 @@ class _Record:
         return segment_of(self.recorder, self.running, self.places, result, self.gradient)
 
 
-class _Enter(torch.autograd.Function):
-    """x enters a block that is recorded; its backward pass ends here."""
+class _Passing(torch.autograd.Function):
+    """A tensor crosses the edge of a block that is recorded; `seen` is told when its gradient does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, record: _Record) -> Tensor:
-        ctx.record = record
+    def forward(ctx: Any, x: Tensor, seen: Callable[[Tensor], None]) -> Tensor:
+        ctx.seen = seen
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.record.leave(gradients[0])
-        return gradients[0], None
-
-
-class _Leave(torch.autograd.Function):
-    """y leaves a block that is recorded; its backward pass begins here."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, record: _Record) -> Tensor:
-        ctx.record = record
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.record.enter(gradients[0])
+        ctx.seen(gradients[0])
         return gradients[0], None
 
 
