@@ -36,6 +36,7 @@ class Network:
         self.placement = Placement(layout, system)
         self._link, self._rings = cache(self._link_of), cache(self._rings_of)
         self._spans = cache(self._spans_of)
+        self._on_nodes, self._edge = cache(self._on_nodes_of), cache(self._edge_of)
         self._edge_link, self._edge_rate = cache(self._slowest_link), cache(self._slowest_rate)
         # A step asks for the same few collectives thousands of times.
         self._seconds, self._send_seconds = cache(self._seconds_of), cache(self._send_seconds_of)
@@ -110,7 +111,7 @@ class Network:
         kinds = np.unique(np.stack([on.most(on.ranks), stride], axis=1), axis=0).tolist()
         return frozenset(GroupSpan(on.members.shape[1], most, apart) for most, apart in kinds)
 
-    def _on_nodes(self, group: str) -> GroupsOnNodes | None:
+    def _on_nodes_of(self, group: str) -> GroupsOnNodes | None:
         """Every group of the axis that has more than one member; None if there is none."""
         members = self.placement.members(group)
         return GroupsOnNodes(members, self.placement.nodes(members)) if members.size else None
@@ -164,7 +165,7 @@ class Network:
         each = self.peak(BETWEEN_NODES) / (1 if link.per == "device" else count)
         return Adapters(devices, count, each, int(self.number(BETWEEN_NODES, "rings")))
 
-    def _edge(self, from_stage: int, to_stage: int) -> GroupsOnNodes:
+    def _edge_of(self, from_stage: int, to_stage: int) -> GroupsOnNodes:
         """All pairs of a rank of one stage and the rank of another that it sends to."""
         pairs = self.placement.members("pp")[:, [from_stage, to_stage]]
         return GroupsOnNodes(pairs, self.placement.nodes(pairs))
