@@ -186,14 +186,15 @@ class Plan:
 
 def plan(request: Request, workers: Workers) -> Plan:
     """All sensible layouts, best first.  Raises `ConfigError` if there are none."""
+    layouts = candidates(request)
     if request.system.device.peak_flops:
-        precision = candidates(request)[0].precision
+        precision = layouts[0].precision
         try:
             request.system.peak(precision)
         except ConfigError as error:
             raise ConfigError("precision", error.value, error.expected) from None
     planner = Planner(request, workers)
-    rows = planner.rows(candidates(request))
+    rows = planner.rows(layouts)
     rows += planner.rows(_partitioned(request, rows))
     planner.time(rows)
     if planner.no_time:
