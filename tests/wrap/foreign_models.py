@@ -1,0 +1,238 @@
+"""Models of transformers and peft, from their configurations with random weights, and the loop that trains them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import repro
+
+RANKS, ROWS, WORDS, VOCABULARY, STEPS = 2, 8, 6, 32, 4
+WIDTHS = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": VOCABULARY}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, **ends))
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, **WIDTHS)
+    )
+
+
+def mixtral() -> nn.Module:
+    """Each rank's data choose other experts."""
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=VOCABULARY, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=1, **WIDTHS
+        )
+    )
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
+    )
+
+
+def bert() -> nn.Module:
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=VOCABULARY, **WIDTHS, **NO_DROPOUT)
+    )
+    model.bert.embeddings.requires_grad_(False)
+    return model
+
+
+def vit() -> nn.Module:
+    sizes = {"image_size": 16, "patch_size": 8, "num_labels": 5}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **WIDTHS, **NO_DROPOUT))
+
+
+def resnet() -> nn.Module:
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"}
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=5, **sizes))
+
+
+def lora() -> nn.Module:
+    """A base that is frozen, under checkpoints that need an input with a gradient."""
+    base = llama()
+    base.enable_input_require_grads()
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+
+def text(random: torch.Generator) -> dict[str, Tensor]:
+    """Tokens that are their own labels, [ROWS, WORDS]."""
+    tokens = torch.randint(1, VOCABULARY, (ROWS, WORDS), generator=random)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def pairs(random: torch.Generator) -> dict[str, Tensor]:
+    """Tokens and others to make of them."""
+    return {name: text(random)["labels"] for name in ("input_ids", "labels")}
+
+
+def classes(random: torch.Generator) -> dict[str, Tensor]:
+    """Tokens, of which the last are padding, and a class of each row."""
+    mask = torch.ones(ROWS, WORDS, dtype=torch.int64)
+    mask[::2, -2:] = 0
+    labels = torch.randint(2, (ROWS,), generator=random)
+    return {"input_ids": text(random)["labels"], "attention_mask": mask, "labels": labels}
+
+
+def images(random: torch.Generator) -> dict[str, Tensor]:
+    labels = torch.randint(5, (ROWS,), generator=random)
+    return {"pixel_values": torch.randn(ROWS, 3, 16, 16, generator=random), "labels": labels}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Weight decay for matrices alone; an `eps` that keeps gradients of exactly zero from being normed noise."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if (p.dim() > 1) == many]} for many in (True, False)]
+    return torch.optim.AdamW(
+        [{**groups[0], "weight_decay": 0.1}, {**groups[1], "weight_decay": 0.0}], 0.01, eps=1e-4
+    )
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], 0.05, momentum=0.9, nesterov=True
+    )
+
+
+def warmup(optimizer: torch.optim.Optimizer) -> Any:
+    return transformers.get_linear_schedule_with_warmup(optimizer, 2, STEPS + 1)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    """Changes momentum too."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its data, and the habits of the script that trains it."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], dict[str, Tensor]]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    schedule: Callable[[torch.optim.Optimizer], Any] = warmup
+    clip_norm: float = 0.0
+    clip_value: float = 0.0
+    accumulation: int = 1
+    no_sync: bool = False
+    """Passes of a step but the last are inside `model.no_sync()`."""
+    checkpointing: bool | None = None
+    """`use_reentrant` of `gradient_checkpointing_enable`."""
+    evaluates: bool = False
+    generates: bool = False
+    by_rank: bool = False
+    """What it does to a row depends on the others of the pass (batch norm): alone it sees each rank's by themselves."""
+
+
+CASES = {
+    "gpt2": Case(gpt2, text, clip_norm=0.5, checkpointing=False, generates=True),
+    "llama": Case(llama, text, clip_norm=0.5, accumulation=2, no_sync=True, evaluates=True, generates=True),
+    "mixtral": Case(mixtral, text, clip_value=0.01, accumulation=2, evaluates=True),
+    "t5": Case(t5, pairs, clip_norm=1.0, evaluates=True, accumulation=2),
+    "t5-generates": Case(t5, pairs, generates=True),
+    "bert": Case(bert, classes, sgd, one_cycle, clip_value=0.02, evaluates=True),
+    "vit": Case(vit, images, clip_norm=0.2, checkpointing=True, evaluates=True),
+    "resnet": Case(resnet, images, sgd, one_cycle, accumulation=2, no_sync=True, by_rank=True),
+    "lora": Case(lora, text, clip_norm=0.1, checkpointing=False, generates=True),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    """Of every pass, over this process's rows."""
+    tokens: list[Tensor]
+    """What was generated after each step, [rows, words]."""
+    weights: dict[str, Tensor]
+
+
+def train(name: str, zero: int | None) -> Trained:
+    """A case on this rank; without a stage, alone with all ranks' rows."""
+    case = CASES[name]
+    torch.manual_seed(1)
+    model = case.make()
+    optimizer = case.optimizer(model)
+    if case.checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": case.checkpointing})
+    rank = None
+    if zero is not None:
+        rank = dist.get_rank()
+        layout = repro.Layout(dp=RANKS, zero=zero, bucket_bytes=4000)
+        model, optimizer = repro.parallelize(model, optimizer, layout)
+    schedule = case.schedule(optimizer)
+    random = torch.Generator().manual_seed(7)
+    losses, tokens = [], []
+    for _ in range(STEPS):
+        model.train()
+        whole = case.batch(random)
+        for i, piece in enumerate(_cut(whole, case.accumulation)):
+            shares = _cut(piece, RANKS)
+            passes = shares if case.by_rank else [piece]
+            if rank is not None:
+                passes = [shares[rank]]
+            last = i == case.accumulation - 1 or not case.no_sync or rank is None
+            with contextlib.nullcontext() if last else model.no_sync():
+                loss = sum(model(**each).loss for each in passes) / len(passes)
+                (loss / case.accumulation).backward()
+            losses.append(loss.item())
+        if case.clip_norm:
+            losses.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)))
+        if case.clip_value:
+            nn.utils.clip_grad_value_(model.parameters(), case.clip_value)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        model.eval()
+        mine = whole if rank is None else _cut(whole, RANKS)[rank]
+        with torch.no_grad():
+            if case.evaluates:
+                losses.append(model(**mine).loss.item())
+            if case.generates:
+                tokens.append(generate(model, mine))
+    return Trained(losses, tokens, weights_of(model))
+
+
+def generate(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As many words for every row, so that all ranks make as many passes."""
+    words = batch["input_ids"]
+    found: Tensor = model.generate(
+        input_ids=words,
+        attention_mask=torch.ones_like(words),
+        min_new_tokens=3,
+        max_new_tokens=3,
+        do_sample=False,
+    )
+    return found
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    if getattr(model, "repro", None) is not None:
+        return model.repro.full_parameters()
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _cut(batch: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    return [{name: rows.chunk(parts)[i] for name, rows in batch.items()} for i in range(parts)]
