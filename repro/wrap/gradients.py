@@ -97,8 +97,9 @@ def _shape(values: Iterable[Any]) -> tuple[int, ...]:
 class Norms:
     """Norms of all gradients, from every rank's pieces in one all-reduce."""
 
-    def __init__(self, pieces: dict[int, Tensor], gradients: int, group: Group, device: torch.device):
-        self._pieces, self._gradients, self._group, self._device = pieces, gradients, group, device
+    def __init__(self, pieces: dict[int, Tensor], gradients: int, group: Group, like: Tensor):
+        """`like`: a tensor of the norms' device and dtype, which is that of no gradient where these have 16 bits."""
+        self._pieces, self._gradients, self._group, self._like = pieces, gradients, group, like
         self._found: dict[float, Tensor] = {}
 
     def forget(self) -> None:
@@ -106,15 +107,15 @@ class Norms:
         self._found.clear()
 
     def of(self, order: Any) -> Tensor:
-        """The `order`-norm of each gradient, fp32 [gradients]; the first call after a change is made by all ranks."""
+        """The `order`-norm of each gradient [gradients]; the first call after a change is made by all ranks."""
         order = 2.0 if order in (None, "fro") else float(order)
         if order not in self._found:
             if order <= 0:
                 raise ValueError(f"norm of order {order}: a positive number or inf under zero = 1 to 3")
             largest = order == float("inf")
             pieces = self._pieces.values()
-            norms = [torch.linalg.vector_norm(piece.float(), order) for piece in pieces]
-            total = torch.zeros(self._gradients, device=self._device)
+            norms = [torch.linalg.vector_norm(piece, order, dtype=self._like.dtype) for piece in pieces]
+            total = self._like.new_zeros(self._gradients)
             if norms:
                 mine = torch.stack(norms)
                 total[list(self._pieces)] = mine if largest else mine.pow(order)
@@ -133,7 +134,9 @@ class UsersGradients:
         self.shown = False
         found: dict[int, Tensor] = {}
         if sharded.sharding.stage:
-            self.norms = Norms(pieces, len(self.parameters), sharded.sharding.group, sharded.sharding.device)
+            dtype = torch.float64 if torch.float64 in {p.dtype for p in self.parameters} else torch.float32
+            like = torch.zeros((), dtype=dtype, device=sharded.sharding.device)
+            self.norms = Norms(pieces, len(self.parameters), sharded.sharding.group, like)
         for bucket in sharded.buckets:
             for slot in bucket.plan.slots:
                 i = slot.index

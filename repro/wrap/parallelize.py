@@ -28,7 +28,7 @@ from repro.parallel.zero.same_units import SameUnits
 from repro.parallel.zero.stages import ShardedModule, Sharding
 from repro.parallel.zero.units import default_units
 from repro.wrap.loop import StockLoop
-from repro.wrap.refusals import check_clip, check_module, check_optimizer
+from repro.wrap.refusals import check_clip, check_module, check_narrow, check_optimizer
 
 
 def parallelize(
@@ -81,6 +81,8 @@ def parallelize(
         raise ConfigError(
             "precision", "fp16", "fp32 or bf16 here; fp16 needs a scaled loss (see NativeEngine)"
         )
+    if layout.precision == "bf16":
+        check_narrow(module)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def values(parameters: list[Parameter]) -> InitialValues:

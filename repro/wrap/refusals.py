@@ -107,6 +107,16 @@ def check_clip(clip: float) -> None:
         raise ValueError(f"clip = {clip}: a positive norm, or 0 for none")
 
 
+def check_narrow(module: nn.Module) -> None:
+    """Raise `ValueError` for parameters that fp32 master weights would round."""
+    for name, parameter in module.named_parameters():
+        if parameter.dtype == torch.float64:
+            raise ValueError(
+                f"module: {name} is float64, of which bf16 training would keep fp32 master weights; "
+                "call module.float() before, or leave precision at fp32, which keeps every dtype"
+            )
+
+
 class Unchanged:
     """Sees parameters that were frozen, cast or moved after they had been put in buckets."""
 
