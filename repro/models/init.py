@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from repro import kernels
-from repro.parallel.zero.flat_buffer import InitialValues
+from repro.parallel.zero.flat_parameters import InitialValues
 
 STANDARD_DEVIATION = 0.02
 

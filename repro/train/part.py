@@ -14,7 +14,7 @@ from repro.models.gpt import GPT, Part, Place
 from repro.models.init import initial_values
 from repro.parallel.mesh import Mesh
 from repro.parallel.precision import DTYPES
-from repro.parallel.zero.flat_buffer import InitialValues, Tag
+from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.stages import ShardedModule, Sharding
 from repro.parallel.zero_r.partitioned_activations import Checkpoints
 

@@ -234,7 +234,7 @@ class StockLoop:
 
 def _guard_state_dict(module: nn.Module, sharded: ShardedModule) -> None:
     """Let `state_dict()` and `load_state_dict()` see complete parameters, or refuse where there are none."""
-    mine = {id(p) for p in sharded.parameters}
+    mine = {id(p) for flat in (*sharded.buckets, *sharded.frozen) for p in flat.parameters}
     mixed = any(bucket.master is not bucket.shard for bucket in sharded.buckets)
 
     def save(child: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from repro.config import ConfigError, Layout
 from repro.parallel import mesh as meshes
 from repro.parallel.precision import DTYPES
-from repro.parallel.zero.flat_buffer import InitialValues, Tag
+from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.grad_reduce import broadcast_parameters
 from repro.parallel.zero.same_units import SameUnits
 from repro.parallel.zero.stages import ShardedModule, Sharding
@@ -53,7 +53,8 @@ def parallelize(
     rank used is left alone, and buffers that changed become rank 0's after every step.
 
     In bf16 the module is what `module.to(torch.bfloat16)` is, frozen parameters and buffers included; the
-    trained parameters' fp32 values become the master weights.
+    trained parameters' fp32 values become the master weights.  Frozen parameters have neither masters nor
+    gradients; under stage 3 a rank has its shard of their values, under the other stages all.
 
     `optimizer.step()` returns when every rank has the updated parameters (stages 1 and 2), whatever the
     layout's `gather_overlap` says: a stock script may read them anywhere.  Under stage 3 no rank has whole

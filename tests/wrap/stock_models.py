@@ -194,7 +194,5 @@ def train_stock(
         schedule.step()
         losses.append(total)
     if layout is None:
-        return losses, {
-            n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad and p.numel()
-        }
+        return losses, {n: p.detach().clone() for n, p in module.named_parameters()}
     return losses, module.repro.full_parameters()

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import repro
 from repro.config import Layout
 from repro.parallel import mesh as meshes
-from repro.parallel.zero.flat_buffer import Tag
+from repro.parallel.zero.flat_parameters import Tag
 from repro.parallel.zero.stages import ShardedModule, Sharding
 from repro.parallel.zero.units import default_units
 from tests.pool import RankPool

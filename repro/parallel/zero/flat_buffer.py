@@ -20,8 +20,7 @@ constant size (C_B, sec. 6.2); what libraries did before is `zero_r.constant_buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,41 +29,14 @@ from torch.nn import Parameter
 from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import SUM, Group, Work
+from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, Tag
 from repro.parallel.zero.partition import BucketPlan
 from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
 
-InitialValues = Callable[[int, int, int], Tensor]
-"""(parameter index, start, stop) -> fp32 values of those elements of the (tp-local) parameter, flat."""
 
-CHUNK = 1 << 22
-"""Elements that are initialised at once, so that start-up needs no more memory than a step."""
-
-
-@dataclass(frozen=True)
-class Tag:
-    """What separates elements of a shard."""
-
-    group: int
-    """Index of the optimizer's parameter group."""
-    duplicate: bool = False
-    """Every tp rank holds the same values; the global norm counts them once."""
-    tied: bool = False
-    """The first and the last pipeline stage both hold it; their gradients are summed before the step."""
-    partial: bool = False
-    """Each tp rank's gradient covers its part of the sequence only (sp); they are summed before the step."""
-
-
-def _chunks(first: int, last: int, like: Tensor) -> Iterator[tuple[int, int]]:
-    """first..last in pieces of `CHUNK` elements; without data (`meta`) one stands for all."""
-    for start in range(first, last, CHUNK):
-        yield start, min(start + CHUNK, last)
-        if like.is_meta:
-            return
-
-
-class Bucket:
-    """Storage of one bucket.  `parameters[i]` is the parameter of `plan.slots[i]`."""
+class Bucket(FlatParameters):
+    """Storage of one bucket of trained parameters."""
 
     def __init__(
         self,
@@ -85,75 +57,32 @@ class Bucket:
 
         Without `as_view` (stage 0) a copy of the gradients is kept all the time, and it is what is reduced.
         """
-        self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group
+        super().__init__(plan, parameters, stage=stage, group=group, device=device, dtype=dtype)
         self.all_reduce_first, self.fused = all_reduce_first, fused
         self.pool: Arena | None = None
         """Where full gradients lie under stages 2 and 3 with M_D; without, on the heap."""
         self._piece: Piece | None = None
-        self.part = group.rank if stage >= 1 else 0
-        """Which shard the optimizer of this rank updates."""
-        like = torch.empty(0, dtype=dtype, device=device)
-        self._place_parameters(like)
-        self.master = self._initialise(values, master_weights)
+        self.master = self.shard
         """What the optimizer updates: fp32 master weights, or the parameters' own shard in fp32 training."""
-        self._place_gradients(like)
+        if master_weights:
+            self.master = storage.zeros(self.shard.numel(), self.shard, Category.OPTIMIZER, torch.float32)
+        self.fill(values, self.master)
+        self._place_gradients()
         self.copy: Tensor | None = None
         """What is reduced in place of the gradients [padded], where they are not views of it."""
         if not as_view:
-            self.copy = storage.zeros(plan.padded, like, Category.COMMUNICATION)
+            self.copy = storage.zeros(plan.padded, self.full, Category.COMMUNICATION)
 
-    # -- storage ---------------------------------------------------------------------------------
-
-    def _place_parameters(self, like: Tensor) -> None:
-        plan = self.plan
-        self.full = storage.empty(plan.padded, like, Category.PARAMETERS)
-        """All parameters of the bucket, flat [padded]; released between uses under stage 3."""
-        if self.stage == 3:
-            self.shard = storage.zeros(plan.shard, like, Category.PARAMETERS)
-        else:
-            self.full[plan.numel :].zero_()
-            size = plan.shard if self.stage else plan.padded
-            self.shard = self.full[self.part * size : (self.part + 1) * size]
-        for slot, parameter in zip(plan.slots, self.parameters, strict=True):
-            shape = parameter.shape
-            parameter.data = self.full[slot.start : slot.stop].view(shape)
-            parameter.grad = None  # of an earlier backward pass; it would be added to the first step's
-        if self.stage == 3:
-            storage.release(self.full)
-
-    def _place_gradients(self, like: Tensor) -> None:
+    def _place_gradients(self) -> None:
         plan = self.plan
         self.gradients: Tensor | None = None
         """All gradients of the bucket, flat [padded]; under stages 2 and 3 only while they are reduced."""
         if self.stage < 2:
-            self.gradients = storage.zeros(plan.padded, like, Category.GRADIENTS)
+            self.gradients = storage.zeros(plan.padded, self.full, Category.GRADIENTS)
             size = plan.shard if self.stage else plan.padded
             self.gradient_shard = self.gradients[self.part * size : (self.part + 1) * size]
         else:
-            self.gradient_shard = storage.zeros(plan.shard, like, Category.GRADIENTS)
-
-    def _initialise(self, values: InitialValues, master_weights: bool) -> Tensor:
-        shard = self.shard
-        master = shard
-        if master_weights:
-            master = storage.zeros(shard.numel(), shard, Category.OPTIMIZER, torch.float32)
-        if self.stage in (1, 2):
-            for slot in self.plan.slots:
-                for start, stop in _chunks(0, slot.stop - slot.start, self.full):
-                    self.full[slot.start + start : slot.start + stop].copy_(values(slot.index, start, stop))
-        for index, first, last, place in self.pieces():
-            for start, stop in _chunks(first, last, shard):
-                piece = values(index, start, stop)
-                here = slice(place + start - first, place + start - first + piece.numel())
-                master[here].copy_(piece)
-                shard[here].copy_(piece)
-        return master
-
-    def pieces(self) -> list[tuple[int, int, int, int]]:
-        """What the optimizer's shard holds: (parameter index, first, last + 1, place in the shard)."""
-        if self.stage:
-            return self.plan.pieces(self.part)
-        return [(s.index, 0, s.stop - s.start, s.start) for s in self.plan.slots]
+            self.gradient_shard = storage.zeros(plan.shard, self.full, Category.GRADIENTS)
 
     def ranges(self) -> list[tuple[Tag, int, int]]:
         """The optimizer's shard as runs of one tag."""
@@ -161,18 +90,6 @@ class Bucket:
             return self.plan.ranges(self.part)
         whole = BucketPlan(self.plan.slots, 1)
         return whole.ranges(0)
-
-    # -- parameters ------------------------------------------------------------------------------
-
-    def gather(self) -> Work:
-        """Make the full parameters from all ranks' shards (stages 1 to 3)."""
-        if self.stage == 3:
-            storage.restore(self.full)
-        if self.stage == 0 or self.group.size == 1:
-            if self.stage == 3:
-                self.full[: self.shard.numel()].copy_(self.shard)
-            return Work()
-        return self.group.all_gather(self.full, self.shard, purpose="parameters")
 
     def adopt_writes(self) -> None:
         """Let master weights follow what somebody has written to the parameters since the last step (stages 0 to 2)."""

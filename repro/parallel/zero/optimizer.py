@@ -19,7 +19,8 @@ from repro.parallel import storage
 from repro.parallel.comm import SUM
 from repro.parallel.mesh import Mesh
 from repro.parallel.precision import LossScaler
-from repro.parallel.zero.flat_buffer import Bucket, Tag
+from repro.parallel.zero.flat_buffer import Bucket
+from repro.parallel.zero.flat_parameters import Tag
 
 
 @dataclass(frozen=True)

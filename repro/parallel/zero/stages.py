@@ -12,7 +12,8 @@ from torch.nn import Parameter
 from repro.config import Layout
 from repro.parallel import storage
 from repro.parallel.comm import Group
-from repro.parallel.zero.flat_buffer import Bucket, InitialValues, Tag
+from repro.parallel.zero.flat_buffer import Bucket
+from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, Tag
 from repro.parallel.zero.gather_updated import UpdatedParameterGather
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.parallel.zero.partition import BucketPlan, plan_bucket, plan_buckets
@@ -109,20 +110,32 @@ class ShardedModule:
         leave_meta(module, sharding.device, sharding.dtype)
         if sharding.dtype is not None:
             cast_untrained(module, sharding.dtype)
-        # Frozen and empty parameters stay outside buckets: nothing of them is communicated.
-        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+        self._named = dict(module.named_parameters())
+        # Empty parameters stay outside buckets, and frozen ones but under stage 3: nothing of them is communicated.
+        trained = [(name, p) for name, p in self._named.items() if p.requires_grad and p.numel()]
         self.names = [name for name, _ in trained]
         self.parameters = [p for _, p in trained]
         self.shapes = [p.shape for p in self.parameters]
-        initial = values(self.parameters)
-        tags = [tag_of(p) for p in self.parameters]
+        frozen = [p for p in self._named.values() if not p.requires_grad and p.numel()]
+        self._placed = [*self.parameters, *(frozen if sharding.stage == 3 else ())]
+        initial = values(self._placed)
+        tags = [tag_of(p) for p in self.parameters] + [Tag(-1)] * (len(self._placed) - len(trained))
         self.buckets: list[Bucket] = []
         """In the order in which their gradients come, the last layers first."""
+        self.frozen: list[FlatParameters] = []
+        """What is not trained, under stage 3."""
         self.gatherer: ParameterUnsharder | None = None
 
-        def make(plan: BucketPlan[Tag]) -> Bucket:
-            chosen = [self.parameters[slot.index] for slot in plan.slots]
-            dtype = sharding.dtype or chosen[0].dtype
+        def make(plan: BucketPlan[Tag]) -> FlatParameters:
+            chosen = [self._placed[slot.index] for slot in plan.slots]
+            dtype = self._dtype(plan.slots[0].index)
+            if not chosen[0].requires_grad:
+                flat = FlatParameters(
+                    plan, chosen, stage=3, group=sharding.group, device=sharding.device, dtype=dtype
+                )
+                flat.fill(initial, flat.shard)
+                self.frozen.append(flat)
+                return flat
             bucket = Bucket(
                 plan,
                 chosen,
@@ -140,7 +153,7 @@ class ShardedModule:
             return bucket
 
         with torch.no_grad():
-            of_unit: list[list[Bucket]] = []
+            of_unit: list[list[FlatParameters]] = []
             if sharding.stage == 3:
                 of_unit = self._shard_units(units, tags, make)
             else:
@@ -153,7 +166,7 @@ class ShardedModule:
             overlap=sharding.overlap,
         )
         if sharding.stage == 3:
-            self.gatherer = ParameterUnsharder(module, units, of_unit, self.reducer.close)
+            self.gatherer = ParameterUnsharder(module, units, of_unit, self._complete)
         self.param_gather: UpdatedParameterGather | None = None
         if sharding.stage in (1, 2):
             ahead = units if sharding.gather_overlap else ()
@@ -211,18 +224,18 @@ class ShardedModule:
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """A copy of every (tp-local) parameter, complete, by name; for tests and checkpoints."""
         self.wait()
-        if self.gatherer is not None:
-            self.gatherer.free_all()
-        found: dict[str, torch.Tensor] = {}
-        for bucket in self.buckets:
-            if self.sharding.stage == 3:
-                bucket.gather().wait()
-            for slot in bucket.plan.slots:
-                values = bucket.full[slot.start : slot.stop].clone()
-                found[self.names[slot.index]] = values.view(self.shapes[slot.index])
-            if self.sharding.stage == 3:
-                storage.release(bucket.full)
-        return found
+        if self.gatherer is None:
+            return {name: p.detach().clone() for name, p in self._named.items()}
+        self.gatherer.free_all()
+        found: dict[int, torch.Tensor] = {}
+        for flat in (*self.buckets, *self.frozen):
+            flat.gather().wait()
+            for slot, p in zip(flat.plan.slots, flat.parameters, strict=True):
+                found[id(p)] = flat.full[slot.start : slot.stop].clone().view(p.shape)
+            storage.release(flat.full)
+        return {
+            name: found[id(p)] if id(p) in found else p.detach().clone() for name, p in self._named.items()
+        }
 
     def remove_hooks(self) -> None:
         """Undo what was attached to the module; its parameters stay in the buckets."""
@@ -232,15 +245,24 @@ class ShardedModule:
         if self.param_gather is not None:
             self.param_gather.remove()
 
+    def _complete(self, flat: FlatParameters) -> None:
+        """No gradient of these parameters comes any more in this backward pass."""
+        if isinstance(flat, Bucket):
+            self.reducer.close(flat)
+
+    def _dtype(self, i: int) -> torch.dtype:
+        p = self._placed[i]
+        return self.sharding.dtype or p.dtype if p.requires_grad else p.dtype
+
     def _apart(self, indices: Sequence[int], tags: Sequence[Tag]) -> list[list[int]]:
-        """Indices split by the parameters' dtype, which one flat buffer cannot mix, and by `tied`.
+        """Indices split by the parameters' dtype, which one flat buffer cannot mix, by `tied` and what is frozen.
 
         The first and the last pipeline stage cut a bucket that holds nothing but what they share alike.
         """
-        kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
         for i in indices:
-            dtype = self.sharding.dtype or self.parameters[i].dtype
-            kinds.setdefault((dtype, tags[i].tied), []).append(i)
+            key = (self._dtype(i), tags[i].tied, self._placed[i].requires_grad)
+            kinds.setdefault(key, []).append(i)
         return list(kinds.values())
 
     def _plans(self, tags: Sequence[Tag]) -> list[BucketPlan[Tag]]:
@@ -249,7 +271,7 @@ class ShardedModule:
         backwards = list(range(len(self.parameters)))[::-1]
         for indices in self._apart(backwards, tags):
             sizes = [(i, self.parameters[i].numel(), tags[i]) for i in indices]
-            dtype = self.sharding.dtype or self.parameters[indices[0]].dtype
+            dtype = self._dtype(indices[0])
             total = sum(size for _, size, _ in sizes)
             sharding = self.sharding
             limit = bucket_numel(total, sharding.bucket_bytes, dtype, constant=sharding.constant_buffers)
@@ -257,11 +279,14 @@ class ShardedModule:
         return plans
 
     def _shard_units(
-        self, units: Sequence[Unit], tags: Sequence[Tag], make: Callable[[BucketPlan[Tag]], Bucket]
-    ) -> list[list[Bucket]]:
-        """Make the buckets of every unit, one a dtype."""
-        index_of = {id(p): i for i, p in enumerate(self.parameters)}
-        of_unit: list[list[Bucket]] = []
+        self,
+        units: Sequence[Unit],
+        tags: Sequence[Tag],
+        make: Callable[[BucketPlan[Tag]], FlatParameters],
+    ) -> list[list[FlatParameters]]:
+        """Make the flat buffers of every unit, one a dtype, and apart what is frozen."""
+        index_of = {id(p): i for i, p in enumerate(self._placed)}
+        of_unit: list[list[FlatParameters]] = []
         for parameters in parameters_of(self.module, units):
             indices = [index_of[id(p)] for p in parameters if id(p) in index_of]
             # Matrices and vectors apart, so that a shard has few runs of one tag.
@@ -269,7 +294,7 @@ class ShardedModule:
             n = self.sharding.group.size
             of_unit.append(
                 [
-                    make(plan_bucket([(i, self.parameters[i].numel(), tags[i]) for i in same], n))
+                    make(plan_bucket([(i, self._placed[i].numel(), tags[i]) for i in same], n))
                     for same in self._apart(indices, tags)
                 ]
             )
@@ -277,5 +302,5 @@ class ShardedModule:
         order = {name: i for i, name in enumerate(modules)}
         last_use = [min(order[use.module] for use in unit.uses) for unit in units]
         backwards = sorted(range(len(units)), key=lambda u: -last_use[u])
-        self.buckets = [bucket for u in backwards for bucket in of_unit[u]]
+        self.buckets = [flat for u in backwards for flat in of_unit[u] if isinstance(flat, Bucket)]
         return of_unit

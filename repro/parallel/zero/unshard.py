@@ -18,7 +18,7 @@ from torch import nn
 
 from repro.parallel import storage
 from repro.parallel.comm import Work
-from repro.parallel.zero.flat_buffer import Bucket
+from repro.parallel.zero.flat_parameters import FlatParameters
 from repro.parallel.zero.passed import tensors_in
 from repro.parallel.zero.released import Guard
 from repro.parallel.zero.same_units import SameUnits
@@ -88,16 +88,16 @@ class ForwardPass:
 class ParameterUnsharder:
     """Gathers and frees the units of one module.
 
-    `buckets[unit]` are the unit's buckets (one a dtype); `complete` is told of each that no gradient
-    of it comes any more.
+    `buckets[unit]` are the unit's flat buffers (one a dtype, and frozen parameters apart); `complete` is told of
+    each that no gradient of it comes any more.
     """
 
     def __init__(
         self,
         module: nn.Module,
         units: Sequence[Unit],
-        buckets: Sequence[Sequence[Bucket]],
-        complete: Callable[[Bucket], None],
+        buckets: Sequence[Sequence[FlatParameters]],
+        complete: Callable[[FlatParameters], None],
     ):
         self.units, self.buckets = list(units), [list(group) for group in buckets]
         self._complete = complete
