@@ -84,8 +84,8 @@ def test_a_command_names_the_extra_that_it_needs(bare: dict[str, str], tmp_path:
 def test_extras_are_those_of_the_installation() -> None:
     extras = read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
     brought = {
-        re.split(r"[<>=\[; ]", requirement)[0].replace("-", "_"): extra
-        for extra in ("report", "slurm", "text", "parquet")
+        re.split(r"[<>=\[; ]", requirement)[0].removesuffix("-core").replace("-", "_"): extra
+        for extra in ("report", "slurm", "text", "parquet", "engines")
         for requirement in extras[extra]
     }
     assert brought == EXTRAS

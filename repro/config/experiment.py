@@ -7,6 +7,7 @@ import json
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
+from repro.config import engines
 from repro.config.errors import ConfigError, require
 from repro.config.layout import Layout
 from repro.config.model import Model
@@ -15,7 +16,6 @@ from repro.config.training import Training
 
 PROTOCOL = 1
 """Version of the measurement protocol; raised when a change makes older measurements not comparable."""
-ENGINES = ("native", "torch")
 _REMARKS = ("published_name", "published_params", "source", "note")
 _NOT_OF_THE_COURSE = ("steps", "untimed_steps", "seq", "decay_steps", "checkpoint_every", "continues")
 
@@ -47,12 +47,12 @@ class Experiment:
     training: Training = field(default_factory=Training)
     system: str = "local"
     """Name of the system file; `local` is the machine at hand."""
-    engine: str = "native"
-    """Who executes the strategy: `native` (ours) or `torch` (DDP, ZeroRedundancyOptimizer, FSDP2)."""
+    engine: str = engines.NATIVE
+    """Who executes the strategy: see `repro.config.engines`."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        require(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
+        require(self.engine in engines.ENGINES, "engine", self.engine, f"one of {', '.join(engines.ENGINES)}")
         require(
             self.model.architecture == "gpt", "model", self.model.name, "a gpt; other models are only counted"
         )
@@ -64,7 +64,7 @@ class Experiment:
         )
         try:
             self.layout.check(self.model)
-            self._check_engine()
+            engines.check(self.engine, self.layout)
         except ConfigError as error:
             raise error.within(where="layout") from None
         if self.layout.sp:
@@ -75,23 +75,9 @@ class Experiment:
                 f"a multiple of tp = {self.layout.tp} under sp",
             )
 
-        if self.training.checkpoint_every and self.engine != "native":
+        if self.training.checkpoint_every and self.engine != engines.NATIVE:
             right = f"0 with engine {self.engine}, whose states only it knows"
             raise ConfigError("checkpoint_every", self.training.checkpoint_every, right, where="training")
-
-    def _check_engine(self) -> None:
-        if self.engine == "torch":
-            for key, right in (
-                ("tp", 1),
-                ("pp", 1),
-                ("precision", "fp32"),
-                ("cb", True),
-                ("md", False),
-                ("overlap", True),
-            ):
-                value = getattr(self.layout, key)
-                text = right if isinstance(right, str) else f"{key} = {right}".lower()
-                require(value == right, key, value, f"{text} with engine torch")
 
     @property
     def seq(self) -> int:

@@ -11,10 +11,13 @@ from typing import Any
 
 from repro.doctor.check import LIMITED, NO, YES, Check
 from repro.doctor.kernels import kernels
+from repro.engines import missing
 from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.render import units
 
 OLDEST_TORCH = (2, 6)
+SYSTEMS = (("deepspeed", "DeepSpeed", "deepspeed"), ("megatron", "Megatron-core", "megatron-core"))
+"""Engine, how its authors write it, and the distribution that it comes in."""
 SMALL_DISK_BYTES = 10**9
 _COMMAND_TIMEOUT_S = 5.0
 
@@ -29,7 +32,7 @@ def examine(results: Path, compile_for: str = "") -> list[Check]:
         checks.append(
             Check("torch", NO, reason, "no training and no tracing; install torch >= 2.6", fatal=True)
         )
-        return [*checks, _slurm(), _tokenizer(), _git()]
+        return [*checks, *_systems(), _slurm(), _tokenizer(), _git()]
     return [
         *checks,
         _torch(torch),
@@ -37,6 +40,7 @@ def examine(results: Path, compile_for: str = "") -> list[Check]:
         *_cuda(torch),
         _nccl(torch),
         *kernels(torch, compile_for),
+        *_systems(),
         _slurm(),
         _tokenizer(),
         _git(),
@@ -195,6 +199,19 @@ def _slurm() -> Check:
     inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     meaning = "`repro submit`; `repro doctor --profile FILE` looks at the cluster"
     return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
+
+
+def _systems() -> list[Check]:
+    """The named systems, as engines beside ours."""
+    found = []
+    for engine, name, distribution in SYSTEMS:
+        version = versions((distribution,)).get(distribution)
+        meaning = f'`engine = "{engine}"`: {name} itself trains what a suite describes, on CPUs too'
+        if version is None:
+            found.append(Check(name, LIMITED, missing(engine), f'no `engine = "{engine}"`'))
+        else:
+            found.append(Check(name, YES, version, meaning))
+    return found
 
 
 def _tokenizer() -> Check:

@@ -1,13 +1,18 @@
 """Who executes a strategy: one adapter per engine, one interface (`base.Engine`).
 
-`native` is this suite's own step, which `simulate` traces too; `torch` runs torch's strategies on the same model, to
-compare with.  `checkpoint`, `simulate`, `calibrate` and `launch` import it.
+`native` is this suite's own step, which `simulate` traces too; `torch` runs torch's strategies on the same model;
+`deepspeed` and `megatron` are the systems that the reports are about.  What each can run is in `config.engines`.
+`checkpoint`, `simulate`, `calibrate`, `doctor` and `launch` import it.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
+
+from repro.config.engines import NATIVE
+from repro.host import extras
 
 if TYPE_CHECKING:
     import torch
@@ -16,23 +21,37 @@ if TYPE_CHECKING:
     from repro.engines.base import Engine
     from repro.parallel.mesh import Mesh
 
+__all__ = ["NATIVE", "build_engine", "load", "missing"]
 
-LIBRARIES = {"torch": ("torch._dynamo",)}
+_ADAPTERS = {
+    NATIVE: "repro.engines.native:NativeEngine",
+    "torch": "repro.engines.torch:TorchEngine",
+    "deepspeed": "repro.engines.deepspeed.engine:DeepSpeedEngine",
+    "megatron": "repro.engines.megatron.engine:MegatronEngine",
+}
+"""Where each engine is, imported only when it is asked for."""
+_LIBRARIES = {"torch": "torch._dynamo", "deepspeed": "deepspeed", "megatron": "megatron.core"}
 """What an engine imports beyond torch when it is built: libraries, no part of a model."""
+
+
+def missing(engine: str) -> str:
+    """One line that says which library the engine lacks here and how to get it; empty if it lacks none."""
+    library = _LIBRARIES.get(engine, "torch").partition(".")[0]
+    try:
+        found = importlib.util.find_spec(library)
+    except ModuleNotFoundError:
+        found = None
+    return "" if found else extras.missing(library)
 
 
 def load(engine: str) -> None:
     """Import what this engine imports, so that a limit of memory that is set now leaves it out."""
-    for name in LIBRARIES.get(engine, ()):
-        importlib.import_module(name)
+    if engine in _LIBRARIES:
+        importlib.import_module(_LIBRARIES[engine])
 
 
 def build_engine(experiment: Experiment, mesh: Mesh, device: torch.device) -> Engine:
     """The engine that the experiment names, with its model built on this rank."""
-    if experiment.engine == "torch":
-        from repro.engines.torch import TorchEngine
-
-        return TorchEngine(experiment, mesh, device)
-    from repro.engines.native import NativeEngine
-
-    return NativeEngine(experiment, mesh, device)
+    module, adapter = _ADAPTERS[experiment.engine].split(":")
+    built: Engine = getattr(importlib.import_module(module), adapter)(experiment, mesh, device)
+    return built

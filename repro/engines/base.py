@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from repro.engines.about import EngineReport
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.zero.optimizer import Norms
 from repro.train.part import MicroBatch
@@ -32,6 +33,15 @@ class Engine(Protocol):
 
     def padding(self) -> int:
         """Elements that flat buffers hold beyond the parameters."""
+
+    def mark_states(self) -> None:
+        """Mark every storage that now holds parameters, gradients or optimizer states (`repro.parallel.storage`).
+
+        Asked for when the step's gradients are there and again after it, in the first step alone.
+        """
+
+    def about(self) -> EngineReport:
+        """Whose software this is, and how it was set up."""
 
     def pipeline_report(self) -> dict[str, Any]:
         """`stage` and `in_flight`, the most micro-batches (per chunk) alive at once; {} without stages."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from repro.config import Experiment
 from repro.config.enums import Phase
+from repro.engines.about import EngineReport
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
 from repro.parallel.pipeline.schedule import build, in_flight
@@ -109,6 +110,15 @@ class NativeEngine:
     def padding(self) -> int:
         """Elements of padding in the buckets."""
         return sum(part.sharded.padding for part in self.parts)
+
+    def mark_states(self) -> None:
+        """Nothing: buffers carry their marks from the start."""
+
+    def about(self) -> EngineReport:
+        """This suite's own."""
+        return EngineReport(
+            "repro", "none: model, strategy and kernels are this suite's, on torch's operators"
+        )
 
     def pipeline_report(self) -> dict[str, Any]:
         """This rank's stage and the most micro-batches that were in flight; empty without a pipeline."""

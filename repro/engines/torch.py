@@ -7,7 +7,7 @@
 | 2 | FSDP2, parameters kept between forward and backward (`reshard_after_forward=False`) |
 | 3 | FSDP2 |
 
-fp32 and tp = 1 only.  Communication is torch's and is not counted.
+What else a layout may not ask of it is in `repro.config.engines`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,25 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from repro.config import Experiment, Layout
-from repro.config.enums import Phase
+from repro.config.enums import Category, Phase
+from repro.engines.about import EngineReport
 from repro.models.gpt import GPT
 from repro.models.init import initial_values
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
+from repro.parallel.storage import mark
 from repro.parallel.zero.optimizer import Norms
 from repro.parallel.zero.stages import leave_meta
 from repro.parallel.zero_r.partitioned_activations import Checkpoints
 from repro.train.part import MicroBatch
+
+STRATEGIES = (
+    "DistributedDataParallel",
+    "DistributedDataParallel, ZeroRedundancyOptimizer",
+    "FSDP2, reshard_after_forward=False",
+    "FSDP2",
+)
+"""By stage."""
 
 
 class TorchEngine:
@@ -152,6 +162,34 @@ class TorchEngine:
         """Not known of torch's buffers."""
         return 0
 
+    def mark_states(self) -> None:
+        """Parameters, their gradients and Adam's moments; FSDP2's are the rank's shards."""
+        for parameter in self.model.parameters():
+            mark(_local(parameter), Category.PARAMETERS)
+            if parameter.grad is not None:
+                mark(_local(parameter.grad), Category.GRADIENTS)
+        sharded = getattr(
+            self.optimizer, "optim", self.optimizer
+        )  # of ZeroRedundancyOptimizer: the rank's part
+        for state in sharded.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    mark(_local(value), Category.OPTIMIZER)
+
+    def about(self) -> EngineReport:
+        """torch's strategies on this suite's model."""
+        return EngineReport(
+            f"torch {torch.__version__}",
+            "data parallelism and optimizer; the model and its kernels are this suite's",
+            {"strategy": STRATEGIES[self.stage] if self.mesh.dp.size > 1 else "one replica"},
+        )
+
     def pipeline_report(self) -> dict[str, Any]:
         """Nothing: there is one stage."""
         return {}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

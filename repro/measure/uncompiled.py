@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,14 @@ class UncompiledMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def wrapped(types: Iterable[type]) -> bool:
+    """Whether an operator has a DTensor or its like before it.
+
+    A mode that answers `NotImplemented` then sees the operators that follow from it, on what the rank holds.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 @contextmanager

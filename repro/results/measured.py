@@ -11,6 +11,7 @@ import math
 from statistics import median
 
 from repro.config import Experiment
+from repro.config.engines import NATIVE
 from repro.measure.statistics import ratio_interval, summary
 from repro.results import kernels, metrics
 from repro.results.metrics import Held, Metrics
@@ -56,7 +57,7 @@ def experiment_record(
         evidence=MEASURED,
         outcome=outcome,
         reason=reason,
-        metrics=_metrics(results, experiment.engine == "native") if results else {},
+        metrics=_metrics(results, experiment.engine) if results else {},
         series=_series(results) if results else StepSeries(),
         checkpoints=_checkpoints(results),
         flops_formula=first.flops_formula if first else "",
@@ -64,6 +65,7 @@ def experiment_record(
         comm=first.comm if first else [],
         comm_per_layer=first.comm_per_layer if first else [],
         comm_by_rank=[result.comm for result in results],
+        software=first.software if first else None,
         kernels=kernels.of_ranks(results),
         provenance=provenance,
         wall_s=round(wall_s, 3),
@@ -118,8 +120,7 @@ def _round_rates(results: list[RankResult]) -> list[float]:
     return [samples / median(steps) if steps else math.nan for steps in step_seconds(results)]
 
 
-def _metrics(results: list[RankResult], counted: bool) -> Metrics:
-    """`counted`: whether the engine counts what it sends; torch's own do not."""
+def _metrics(results: list[RankResult], engine: str) -> Metrics:
     first = results[0]
     found: Metrics = {
         "parameters": first.parameters,
@@ -130,10 +131,10 @@ def _metrics(results: list[RankResult], counted: bool) -> Metrics:
     if first.loss:
         found["loss.first"], found["loss.last"] = first.loss[0], first.loss[-1]
     found |= _speed(results)
-    found |= _memory(results)
+    found |= _memory(results, marked=engine == NATIVE)
     resumed = _resumed(first)
     # A run that had one step left when it went on has nothing that could be called an ordinary step.
-    if counted and not (resumed and not any(first.rounds)):
+    if not (resumed and not any(first.rounds)):
         found |= metrics.communication(first.comm, first.comm_per_layer)
         found |= metrics.purposes((1, result.comm) for result in results)
     on_processor = not first.memory.cuda
@@ -160,7 +161,7 @@ def _speed(results: list[RankResult]) -> Metrics:
     return {**found, "step_seconds.p20": p20, "step_seconds.p80": p80}
 
 
-def _memory(results: list[RankResult]) -> Metrics:
+def _memory(results: list[RankResult], marked: bool) -> Metrics:
     # A rank that diverges in its first steps has not looked at its memory yet.
     known = [
         (memory.rss_peak_bytes, Held(memory.states, memory.peak, memory.most, memory.init_peak_bytes or 0))
@@ -170,7 +171,7 @@ def _memory(results: list[RankResult]) -> Metrics:
     if not known:
         return {}
     return {
-        **metrics.memory([held for _, held in known]),
+        **metrics.memory([held for _, held in known], marked=marked),
         "memory.rss_peak_bytes": max(resident for resident, _ in known),
     }
 

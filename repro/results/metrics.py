@@ -52,13 +52,23 @@ class Held:
     init_peak_bytes: int
 
 
-def memory(ranks: Sequence[Held]) -> Metrics:
-    """The largest of any rank; nothing without one."""
+def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
+    """The largest of any rank; nothing without one.
+
+    `marked`: every buffer says what it is for.  Of an engine that is a library only the model states are known to be
+    what they are, and the total.
+    """
     if not ranks:
         return {}
-    return {
+    found: Metrics = {
         "memory.states_bytes": max(sum(rank.states.values()) for rank in ranks),
         "memory.peak_bytes": max(rank.peak["total"] for rank in ranks),
+        "memory.init_peak_bytes": max(rank.init_peak_bytes for rank in ranks),
+        **{f"memory.{part}_bytes": max(rank.states[part] for rank in ranks) for part in STATES},
+    }
+    if not marked:
+        return found
+    return found | {
         # Checkpoints are activations that forward keeps.
         "memory.activations_bytes": max(
             rank.peak["activations"] + rank.peak["checkpoints"] for rank in ranks
@@ -66,8 +76,6 @@ def memory(ranks: Sequence[Held]) -> Metrics:
         "memory.checkpoints_bytes": max(rank.most["checkpoints"] for rank in ranks),
         "memory.host_bytes": max(rank.most["host"] for rank in ranks),
         "memory.gathered_bytes": max(rank.most["parameters"] - rank.states["parameters"] for rank in ranks),
-        "memory.init_peak_bytes": max(rank.init_peak_bytes for rank in ranks),
-        **{f"memory.{part}_bytes": max(rank.states[part] for rank in ranks) for part in STATES},
     }
 
 

@@ -30,6 +30,8 @@ Provenance: TypeAlias = dict[str, Any]
 """As `repro.measure.provenance` says it, and what a launcher adds (`slurm`)."""
 Bytes: TypeAlias = dict[str, int]
 """By category of memory; a peak has the device's `total` too."""
+Software: TypeAlias = dict[str, Any]
+"""As `repro.engines.about.EngineReport` says it."""
 KernelsRan: TypeAlias = dict[str, dict[str, int]]
 """Operator -> `cuda` or `torch: why` -> ranks on which it ran so.
 
@@ -69,7 +71,7 @@ class LayerTraffic(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory(RecordPart):
-    """What a rank held.  A rank that diverged in its first steps, or of a comparison engine, knows no categories."""
+    """What a rank held.  A rank that diverged in its first steps knows no categories."""
 
     states: Bytes | None = None
     """After the first step: `parameters`, `gradients`, `optimizer`."""
@@ -192,6 +194,8 @@ class RankResult(RecordPart):
     """Seconds of the timed steps."""
     phase_seconds: dict[str, float]
     pipeline: StageReport | None = None
+    software: Software | None = None
+    """Who executed it."""
     kernels: dict[str, list[str]] = field(default_factory=dict)
     """Operator -> `cuda` or `torch: why`, each once."""
     memory: RankMemory
@@ -248,6 +252,8 @@ class ExperimentRecord(RecordHead):
     """Rank 0's."""
     comm_per_layer: list[LayerTraffic] = field(default_factory=list)
     comm_by_rank: list[list[TrafficRow]] = field(default_factory=list)
+    software: Software | None = None
+    """Of a measurement: who executed it."""
     kernels: KernelsRan | None = None
     """Of a measurement: what computed each operator."""
     roles: list[SimulatedRole] | None = None

@@ -73,8 +73,8 @@ CASES = {
         'experiment "a": training.untimed_steps = 3: fewer than steps = 3',
     ),
     "engine": (
-        EXPERIMENT + 'engine = "megatron"',
-        "experiment \"a\": engine = 'megatron': one of native, torch",
+        EXPERIMENT + 'engine = "alpa"',
+        "experiment \"a\": engine = 'alpa': one of native, torch, deepspeed, megatron",
     ),
     "torch has no tp": (
         EXPERIMENT + 'engine = "torch"\nlayout.tp = 2',

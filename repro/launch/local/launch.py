@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from repro import engines
 from repro.config import Experiment
 from repro.launch import rank_process, stacks
 from repro.launch.beacon import Lookout, Position
@@ -32,7 +33,7 @@ def needs(experiment: Experiment) -> str:
         return f"{world} GPUs of system {experiment.system}"
     if DEVICES[experiment.system] == "cuda" and world > cuda_devices():
         return f"{world} GPUs of system {experiment.system}, and {cuda_devices()} are visible here"
-    return ""
+    return engines.missing(experiment.engine)
 
 
 def cuda_devices() -> int:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from repro.config import Experiment
-from repro.config.enums import MODEL_STATES, STEP_PHASES, Phase
+from repro.config.engines import NATIVE
+from repro.config.enums import MODEL_STATES, STEP_PHASES, Category, Phase
 from repro.data import open_stream
 from repro.engines import build_engine
 from repro.engines.native import NativeEngine
 from repro.launch.interrupt import Stopped
 from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
 from repro.launch.rank.series import Diverged, Series
+from repro.measure.collectives import CollectiveWatch
 from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import COMPUTING, CORE, StepClock
@@ -57,11 +59,10 @@ class Run:
         self.memory = RankMemory()
         self.comm: list[TrafficRow] = []
         report(0, Phase.INIT)
-        # torch's engines do not say what their storages are for, and a partial account would flatter them.
-        self.tracker = MemoryTracker() if experiment.engine == "native" else None
-        with self.tracker or nullcontext():
+        self.tracker: MemoryTracker | None = MemoryTracker()
+        with self.tracker:
             self.engine = build_engine(experiment, mesh, device)
-        self.init_peak = self.tracker.peak["total"] if self.tracker else 0
+        self.init_peak = self.tracker.peak["total"]
         self.checkpoints: CheckpointManager | None = None
         self.resumed: list[dict[str, Any]] = []
         """Where each start of this training but the first went on from."""
@@ -92,24 +93,15 @@ class Run:
         self.resumed = [*history["resumed"], {"step": found.step, **found.written_by}]
 
     def prelude(self) -> None:
-        """The untimed steps; the first one also watches memory, which is slow."""
-        tracker = self.tracker
-        with tracker or nullcontext():
-            self._step(self._watch(tracker) if tracker else lambda phase: None)
-            self.engine.synchronize()
-        if tracker is not None:
-            live = tracker.live()
-            self.memory = RankMemory(
-                states={c: live[c] for c in MODEL_STATES},
-                peak=tracker.peak,
-                most=tracker.most,
-                peak_phase=tracker.peak_phase,
-                init_peak_bytes=self.init_peak,
-            )
-            self.tracker = None
+        """The untimed steps; the first one also watches memory, the last one messages, which is slow."""
+        assert self.tracker is not None
+        self._first_step(self.tracker)
+        self.tracker = None
         self._between()
-        for _ in range(min(self.experiment.training.untimed_steps - 1, self.left)):
-            self._step(lambda phase: None)
+        further = min(self.experiment.training.untimed_steps - 1, self.left)
+        for step in range(further):
+            with self._counting() if step == further - 1 else nullcontext():
+                self._step(lambda phase: None)
             self._between()
         self.engine.synchronize()
         self._read()
@@ -124,7 +116,8 @@ class Run:
             self._step(self.clock.mark)
             if i == count - 1:
                 self.engine.synchronize()
-                self.comm = [TrafficRow.read(row) for row in self.mesh.ledger.rows()]
+                if self.experiment.engine == NATIVE:
+                    self.comm = [TrafficRow.read(row) for row in self.mesh.ledger.rows()]
             self.clock.mark("end")
             if self._between():
                 rows += self.clock.read()  # or a long run's clock would hold an event for every mark
@@ -161,11 +154,41 @@ class Run:
             raise Stopped(f"stopped on request after step {self.index}; {goes_on}")
         return True
 
-    def _watch(self, tracker: MemoryTracker) -> Callable[[Phase], None]:
+    def _first_step(self, tracker: MemoryTracker) -> None:
+        """A step under the eyes of `tracker`."""
+
         def observe(phase: Phase) -> None:
+            if phase == Phase.OPTIMIZER:
+                self.engine.mark_states()
             tracker.phase = phase
 
-        return observe
+        with self._counting(), tracker:
+            self._step(observe)
+            self.engine.synchronize()
+        self.engine.mark_states()
+        live, most = tracker.live(), tracker.most
+        states = {category: live[category] for category in MODEL_STATES}
+        if self.experiment.engine != NATIVE:
+            # Libraries free gradients between steps; what counts is what they hold when the update begins.
+            states[Category.GRADIENTS] = most[Category.GRADIENTS]
+        self.memory = RankMemory(
+            states=states,
+            peak=tracker.peak,
+            most=most,
+            peak_phase=tracker.peak_phase,
+            init_peak_bytes=self.init_peak,
+        )
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count what an engine sends that does not count by itself."""
+        if self.experiment.engine == NATIVE:
+            yield
+            return
+        with CollectiveWatch(self.mesh) as watch:
+            yield
+            self.engine.synchronize()
+        self.comm = [TrafficRow.read(row) for row in watch.ledger.rows()]
 
     def _step(self, observe: Callable[[Phase], None]) -> None:
         step, report = self.index, self.report
@@ -214,6 +237,7 @@ class Run:
             rounds=self.rounds,
             phase_seconds={p: sum(row[p] for row in self.phase_rows) / timed for p in phases},
             pipeline=self._pipeline(),
+            software=asdict(self.engine.about()),
             kernels=self.kernels.as_dict(),
             memory=replace(self.memory, rss_peak_bytes=process.rss_peak_bytes, cuda=process.cuda),
             comm=self.comm,
