@@ -287,6 +287,6 @@ class GPT(nn.Module):
         if self.part.first:
             outer.append(Use("embed", backward=False))
         if self.part.last:
-            outer.append(Use("head", free_early=self.part.first))
+            outer.append(Use("head"))
         blocks = [Unit(f"blocks.{i}", (Use(f"blocks.{i}"),)) for i in self.part.layers]
         return [Unit("outer", tuple(outer)), *blocks] if outer else blocks

@@ -60,8 +60,8 @@ def parallelize(
     layout's `gather_overlap` says: a stock script may read them anywhere.  Under stage 3 no rank has whole
     parameters outside their modules' passes: reading one raises an error, and
     `module.repro.full_parameters()` gathers copies of them, on all ranks at once.  There all ranks must use the
-    same modules in a pass (not the same parameters in them), else all raise an error, and each forward pass
-    with gradients is followed by its backward pass before the next one.
+    same modules in a pass (not the same parameters in them), else all raise an error.  One backward pass may go
+    through several forward passes.
 
     Without a process group one is made from the environment that torchrun sets.  All replicas start from
     rank 0's values.  `optimizer.state_dict()` is a rank's own and can be loaded there only;

@@ -162,11 +162,6 @@ def checkpointed(reentrant: bool, module: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(module, x.requires_grad_(), use_reentrant=reentrant).square().mean()
 
 
-def two_passes(module: nn.Module, x: Tensor) -> Tensor:
-    """One loss of two forward passes."""
-    return once(module, x) + once(module, -x)
-
-
 def after_failure(module: nn.Module, x: Tensor) -> Tensor:
     """A backward pass broke off before this one."""
     out = module(x)

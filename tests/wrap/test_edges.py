@@ -23,7 +23,6 @@ from tests.wrap.edge_models import (
     evaluate_between,
     layout_of,
     train,
-    two_passes,
 )
 
 
@@ -60,10 +59,3 @@ def test_evaluation_between_forward_and_backward(two: RankPool, zero: int) -> No
 @pytest.mark.parametrize("kind", [Plain, Reentrant])
 def test_a_forward_pass_without_a_backward_pass(two: RankPool, kind: type[nn.Module], zero: int) -> None:
     assert_same(two.run(train, kind, layout_of(zero), abandoned), alone(kind))
-
-
-@pytest.mark.parametrize("zero", range(3))
-@pytest.mark.parametrize("kind", [Plain, Reentrant])
-def test_one_loss_of_two_forward_passes(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    found = two.run(train, kind, layout_of(zero), two_passes)
-    assert_same(found, alone(kind, two_passes))

@@ -18,21 +18,47 @@ from tests.wrap.edge_models import (
     STAGES,
     WIDTH,
     Plain,
-    Reentrant,
     alone,
     assert_same,
     layout_of,
     message_of,
     once,
     train,
-    two_passes,
 )
 
 
-@pytest.mark.parametrize("kind", [Plain, Reentrant])
-def test_stage_3_refuses_one_loss_of_two_forward_passes(two: RankPool, kind: type[nn.Module]) -> None:
-    for message in two.run(message_of, train, kind, layout_of(3), two_passes):
-        assert "needs its own backward pass before the next one" in message
+class CallsItself(nn.Module):
+    """By way of its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self(x, depth - 1) if depth else x
+
+
+def test_stage_3_refuses_a_module_that_calls_itself(two: RankPool) -> None:
+    for message in two.run(message_of, train, CallsItself, layout_of(3)):
+        assert "the wrapped module must not call itself" in message
+
+
+def old_backward() -> None:
+    """A second backward pass through a forward pass, after another one has begun."""
+    module: nn.Module = Plain()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    old = once(module, torch.ones(1, WIDTH))
+    old.backward(retain_graph=True)
+    once(module, torch.ones(1, WIDTH))
+    old.backward()
+
+
+def test_stage_3_refuses_a_second_backward_pass_of_an_earlier_forward_pass(two: RankPool) -> None:
+    for message in two.run(message_of, old_backward):
+        assert "this one goes through an earlier forward pass" in message
 
 
 class TiedCheckpoints(nn.Module):

@@ -5,7 +5,7 @@
 | - | 0 | nothing: plain data parallelism | `grad_reduce` |
 | P_os | 1 | optimizer states | `optimizer`, `gather_updated` |
 | P_os+g | 2 | and gradients | `grad_reduce`, `gather_updated` |
-| P_os+g+p | 3 | and parameters | `unshard` |
+| P_os+g+p | 3 | and parameters | `unshard`, `passes` |
 
 For a module that is not ours, `released` refuses reads of parameters that stage 3 has freed, and `same_units` ranks
 that gather different ones. `partition` cuts parameters into buckets and shards, `flat_buffer` is one bucket,

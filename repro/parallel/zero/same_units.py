@@ -37,15 +37,31 @@ class SameUnits:
 
         return Work(finish=compare)
 
+    def union(self, marks: Sequence[bool]) -> list[bool]:
+        """Of each mark whether any rank has set it; of the last 60 (more count as set)."""
+        if self.group.size == 1:
+            return list(marks)
+        asked = marks[-60:]
+        mine = torch.tensor([MARKS | sum(1 << i for i, mark in enumerate(asked) if mark)])
+        all_ranks = mine.repeat(self.group.size)
+        self.group.all_gather(all_ranks, mine, purpose="agreement").wait()
+        if not all(number & MARKS and number > 0 for number in all_ranks.tolist()):
+            raise RuntimeError(DIFFERENT)
+        found = [any(number >> i & 1 for number in all_ranks.tolist()) for i in range(len(asked))]
+        return [True] * (len(marks) - len(asked)) + found
+
     def end(self, units: Sequence[int], gradients: bool) -> None:
         """A forward pass that used these units is over; `wait` says whether all ranks' were alike."""
-        # Of integers, so the same in every process; none is a unit's number.
+        # Negative, as no unit's number is and no marks are.  Of integers, so the same in every process.
         self._end = self.announce(-1 - abs(hash((gradients, *units))))
 
     def wait(self) -> None:
         """Raise `RuntimeError` unless the last forward passes of all ranks were alike."""
         self._end.wait()
 
+
+MARKS = 1 << 60
+"""Says of a message that the bits below are marks."""
 
 DIFFERENT = (
     "under zero = 3 all ranks must use the same modules in every pass, and make as many passes with gradients and "

@@ -19,9 +19,6 @@ class Use:
     """The submodule's name; empty for the module itself."""
     backward: bool = True
     """Whether its backward reads the parameters (an embedding's does not)."""
-    free_early: bool = False
-    """Free the parameters once the next module's backward begins, although their gradients are not
-    complete (a tied head: the embedding's part comes last)."""
 
 
 @dataclass(frozen=True)

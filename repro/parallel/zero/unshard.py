@@ -3,9 +3,9 @@
 A *unit* (`repro.parallel.zero.units`) is gathered at once, usually one transformer block.  Hooks on its
 modules gather it just before use, have the next one gathered meanwhile, and free it afterwards, in forward
 and in backward.  The forward pass takes the order of use from the one before it; a use that comes unexpected
-is gathered when it comes.  The backward pass follows a schedule that the forward pass leaves
-(`ForwardPass`), so that gathers and reductions come in one order on all ranks that use the same
-modules, whatever happens in those.
+is gathered when it comes.  The backward pass follows a schedule that the forward passes leave
+(`repro.parallel.zero.passes`), so that gathers and reductions come in one order on all ranks that use the
+same modules, whatever happens in those.
 """
 
 from __future__ import annotations
@@ -14,75 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from repro.parallel import storage
 from repro.parallel.comm import Work
 from repro.parallel.zero.flat_parameters import FlatParameters
 from repro.parallel.zero.passed import tensors_in
+from repro.parallel.zero.passes import BackwardSchedule, ForwardPass
 from repro.parallel.zero.released import Guard
 from repro.parallel.zero.same_units import SameUnits
 from repro.parallel.zero.units import Unit, Use
-
-
-class ForwardPass:
-    """The uses of units in one forward pass, and the schedule that they make for the backward pass."""
-
-    def __init__(self) -> None:
-        self.visits: list[tuple[int, Use]] = []
-        """Uses of units, in the order in which they began."""
-        self.ends: list[int] = []
-        """How many visits had begun when each ended; a visit may contain others."""
-        self.open: list[int] = []
-        """Visits whose forward, or whose recomputation, runs."""
-        self.steps: list[tuple[bool, int]] = []
-        """The backward schedule: (whether it leaves the visit or enters it, visit)."""
-        self.done = 0
-        """Steps that have been taken."""
-
-    def visit(self, u: int, use: Use) -> int:
-        """Note that a use begins; returns its place among the visits."""
-        self.visits.append((u, use))
-        self.ends.append(len(self.visits))
-        return len(self.visits) - 1
-
-    def close(self, u: int, use: Use) -> int:
-        """The innermost open visit of this use ends (recomputation may have broken off others)."""
-        while self.visits[visit := self.open.pop()] != (u, use):
-            pass
-        return visit
-
-    def turn(self) -> None:
-        """Make the backward schedule.
-
-        Autograd runs what was recorded last first.  When it enters a visit, all that began after that visit
-        had ended is over; when it leaves a visit, all that began with or after it is.
-        """
-        steps = [(end, False, v) for v, end in enumerate(self.ends)]
-        steps += [(v, True, v) for v in range(len(self.visits))]
-        self.steps = [step[1:] for step in sorted(steps, key=lambda s: (-s[0], not s[1], s[2]))]
-        self.first = {u: v for v, (u, _) in reversed(list(enumerate(self.visits)))}
-        """The first visit of every unit: when it has been left, the unit's gradients are complete."""
-        self._entry = {v: i for i, (leaves, v) in enumerate(self.steps) if not leaves}
-        self._exit = {v: i for i, (leaves, v) in enumerate(self.steps) if leaves}
-
-    def entering(self, visit: int) -> int:
-        """How many steps have been taken when the backward pass enters `visit`."""
-        return self._entry[visit] + 1
-
-    def leaving(self, visit: int) -> int:
-        """How many have been when it leaves `visit`, and so enters what ended just before that began."""
-        stop = self._exit[visit] + 1
-        while stop < len(self.steps) and not self.steps[stop][0] and self.ends[self.steps[stop][1]] == visit:
-            stop += 1
-        return stop
-
-    def recomputed(self, u: int, use: Use) -> int | None:
-        """The visit that is computed again, or a later one of the same use; None if there is none."""
-        visits = [
-            v for v, visit in enumerate(self.visits) if visit == (u, use) and self._exit[v] >= self.done
-        ]
-        return max(visits, default=None)
 
 
 class ParameterUnsharder:
@@ -102,11 +43,12 @@ class ParameterUnsharder:
         self.units, self.buckets = list(units), [list(group) for group in buckets]
         self._complete = complete
         self._works: dict[int, list[Work]] = {}
-        self._forward = ForwardPass()
+        self._forward = ForwardPass(False)
         """The forward pass that runs or ran last."""
-        self._trained: ForwardPass | None = None
-        """The one whose backward pass runs or comes next."""
-        self._backward = False
+        self._recorded: list[ForwardPass] = []
+        """Those through which a backward pass runs or may come."""
+        self._schedule: BackwardSchedule | None = None
+        """Of the backward pass that runs."""
         self._same: SameUnits | None = None
         self._guards: list[Guard] = []
         self._handles: list[Any] = []
@@ -147,7 +89,7 @@ class ParameterUnsharder:
         """Begin to gather unit `u` unless that has begun."""
         if self.buckets[u] and not self.is_gathered(u):
             self._works[u] = []
-            if self._same is not None and not self._backward:
+            if self._same is not None and self._schedule is None:
                 self._works[u].append(self._same.announce(u))
             with torch.no_grad():
                 self._works[u] += [bucket.gather() for bucket in self.buckets[u]]
@@ -179,53 +121,68 @@ class ParameterUnsharder:
     # -- forward -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A new forward pass starts.  One without gradients leaves that of the next backward pass alone."""
+        """A new forward pass starts.  One without gradients leaves those of the next backward pass alone."""
         if self._same is not None:
             self._same.wait()
         if self._forward.visits:
             self._expected = self._forward.visits
-        self._forward = ForwardPass()
-        if torch.is_grad_enabled():
-            self._trained = self._forward
-        self._backward = False
+        if self._schedule is not None:  # of a backward pass that failed
+            self._recorded, self._schedule = [], None
+        self._forward = ForwardPass(torch.is_grad_enabled())
+        if self._forward.gradients:
+            self._recorded = [*self._outlived(), self._forward]
+
+    def _outlived(self) -> list[ForwardPass]:
+        """Forward passes whose graph is still there, on any rank: what is communicated for them is."""
+        if not self._recorded:
+            return []
+        there = [run.outlived() for run in self._recorded]
+        if self._same is not None:
+            there = self._same.union(there)
+        return [run for run, kept in zip(self._recorded, there, strict=True) if kept]
 
     def end(self) -> None:
         """A forward pass is over: the next, or its backward pass, finds out whether all ranks' used the same units."""
-        if self._same is not None and not self._backward:
-            self._same.end([u for u, _ in self._forward.visits], self._forward is self._trained)
+        if self._same is not None and self._schedule is None:
+            self._same.end([u for u, _ in self._forward.visits], self._forward.gradients)
 
     def _before(self, u: int, use: Use) -> Callable[..., None]:
         def gather(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._backward:
-                self._recompute(u, use)
+            if self._schedule is not None:  # a block's forward runs inside the backward pass
+                if not self._schedule.recompute(u, use):
+                    raise RuntimeError(ONE_BACKWARD_PER_FORWARD)
+                self.need(u)
                 return
             run = self._forward
             visit = run.visit(u, use)
-            run.open.append(visit)
             self.need(u)
             if visit + 1 < len(self._expected) and self._expected[visit] == (u, use):
                 self.start(self._expected[visit + 1][0])
-            if run is self._trained:
-                _on_gradients((args, kwargs), lambda: self._advance(run, run.leaving, visit))
+            if run.gradients:
+                self._on_gradients((args, kwargs), run, visit, BackwardSchedule.leaving)
 
         return gather
 
     def _after(self, u: int, use: Use) -> Callable[..., None]:
         def release(module: nn.Module, args: Any, output: Any) -> None:
-            run = self._trained if self._backward else self._forward
-            assert run is not None
-            visit = run.close(u, use)
-            if not self._backward:
-                run.ends[visit] = len(run.visits)
+            run = self._forward
+            if self._schedule is not None:
+                visit = self._schedule.close(u, use)
+                run = next(run for run in reversed(self._recorded) if run.offset <= visit)
+                visit -= run.offset
+            else:
+                visit = run.close(u, use)
                 if not self._stays(u, use):
                     self.free(u)
             if torch.is_grad_enabled():
-                _on_gradients(output, lambda: self._advance(run, run.entering, visit))
+                self._on_gradients(output, run, visit, BackwardSchedule.entering)
 
         return release
 
     def _stays(self, u: int, use: Use) -> bool:
-        """Whether the unit is used again at once: by the next module, or because backward starts with it."""
+        """Whether the unit is used again at once: by the next module, or because backward starts with it; or still."""
+        if any(self._forward.visits[v][0] == u for v in self._forward.open):
+            return True
         position = len(self._forward.visits)
         if use.module and position < len(self._expected):
             return self._expected[position][0] == u
@@ -235,58 +192,60 @@ class ParameterUnsharder:
 
     def finish(self) -> None:
         """The backward pass is over; steps that it did not come by are taken now, as other ranks took them."""
-        if self._trained is not None:
-            self._turn(self._trained)
-            self._take(self._trained, len(self._trained.steps))
+        if self._recorded:
+            schedule = self._turn()
+            self._take(schedule, len(schedule.steps))
         self.free_all()
-        self._trained = None
-        self._backward = False
+        self._recorded, self._schedule = [], None
 
-    def _recompute(self, u: int, use: Use) -> None:
-        """A block's forward runs inside the backward pass."""
-        run = self._trained
-        visit = None if run is None else run.recomputed(u, use)
-        if run is None or visit is None:
-            raise RuntimeError(ONE_BACKWARD_PER_FORWARD)
-        run.open.append(visit)
-        self.need(u)
+    def _on_gradients(
+        self, values: Any, run: ForwardPass, visit: int, steps: Callable[[BackwardSchedule, int], int]
+    ) -> None:
+        """Take the schedule's steps when the gradient of a tensor among `values` is complete.
 
-    def _advance(self, run: ForwardPass, steps: Callable[[int], int], visit: int) -> None:
-        """The backward pass of `run` enters or leaves a visit."""
-        if run is not self._trained:
-            raise RuntimeError(ONE_BACKWARD_PER_FORWARD)
-        self._turn(run)
-        self._take(run, steps(visit))
+        Leaves do not count: their gradients come at once, not in the reverse order of the forward pass.
+        """
+        graph = run.graph
 
-    def _turn(self, run: ForwardPass) -> None:
-        if self._backward:
-            return
-        if self._same is not None:
-            self._same.wait()
-        self._backward = True
-        run.open.clear()
-        run.turn()
-        for u in range(len(self.units)):
-            if u not in run.first:
-                self._leave(u)
+        def advance(gradient: Tensor, graph: object = graph) -> None:
+            if run not in self._recorded:
+                raise RuntimeError(ONE_BACKWARD_PER_FORWARD)
+            schedule = self._turn()
+            self._take(schedule, steps(schedule, run.offset + visit))
 
-    def _take(self, run: ForwardPass, stop: int) -> None:
-        """Take the schedule's steps up to `stop`: what is communicated depends on nothing else."""
-        while run.done < stop:
-            leaves, visit = run.steps[run.done]
-            run.done += 1
-            u, use = run.visits[visit]
-            if leaves:
-                if use.free_early:
-                    self.free(u)
-                if run.first[u] == visit:
+        for tensor in tensors_in(values):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(advance)
+
+    def _turn(self) -> BackwardSchedule:
+        """The schedule of the backward pass, which may begin now."""
+        if self._schedule is None:
+            if self._same is not None:
+                self._same.wait()
+            self._schedule = BackwardSchedule(self._recorded)
+            for u in range(len(self.units)):
+                if u not in self._schedule.first:
                     self._leave(u)
+        return self._schedule
+
+    def _take(self, schedule: BackwardSchedule, stop: int) -> None:
+        """Take the schedule's steps up to `stop`: what is communicated depends on nothing else."""
+        while schedule.done < stop:
+            step = schedule.done
+            leaves, visit = schedule.steps[step]
+            schedule.done += 1
+            u, use = schedule.visits[visit]
+            if leaves:
+                if schedule.first[u] == visit:
+                    self._leave(u)
+                elif schedule.rests[step]:
+                    self.free(u)
                 continue
             if use.backward:
                 self.need(u)
-            coming = next((v for leaves, v in run.steps[run.done :] if not leaves), None)
-            if coming is not None and run.visits[coming][1].backward:
-                self.start(run.visits[coming][0])
+            coming = schedule.coming[step]
+            if coming is not None and schedule.visits[coming][1].backward:
+                self.start(schedule.visits[coming][0])
 
     def _leave(self, u: int) -> None:
         """Nothing in this backward pass reads unit `u` any more, nor makes gradients of it."""
@@ -296,16 +255,6 @@ class ParameterUnsharder:
 
 
 ONE_BACKWARD_PER_FORWARD = (
-    "under zero = 3 every forward pass with gradients needs its own backward pass before the next one: "
-    "this backward pass belongs to an earlier forward pass, or is its second one"
+    "under zero = 3 a backward pass runs once through the forward passes since the last one: this one goes through an "
+    "earlier forward pass, or calls a module that they did not use; sum the losses for one backward pass"
 )
-
-
-def _on_gradients(values: Any, call: Callable[[], None]) -> None:
-    """Call when the gradient of a tensor among `values` is complete.
-
-    Leaves do not count: their gradients come at once, not in the reverse order of the forward pass.
-    """
-    for tensor in tensors_in(values):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(lambda gradient: call())
