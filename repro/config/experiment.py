@@ -64,9 +64,9 @@ class Experiment:
         )
         try:
             self.layout.check(self.model)
-            engines.check(self.engine, self.layout)
         except ConfigError as error:
             raise error.within(where="layout") from None
+        engines.check(self.engine, self.layout, self.training)
         if self.layout.sp:
             require(
                 self.seq % self.layout.tp == 0,

@@ -92,7 +92,7 @@ def distributed(layout: Layout, device_type: str) -> Mesh:
     ):
         if len(ranks) == 1 or ranks in members:
             continue
-        group = _group(ranks)
+        group = process_group(ranks)
         # NCCL has no tags: each stream of messages between two stages gets a communicator of its own.
         channels = _channels(ranks) if device_type == "cuda" and ranks in pipelines else {}
         if dist.get_rank() not in ranks:
@@ -104,18 +104,18 @@ def distributed(layout: Layout, device_type: str) -> Mesh:
     return build(layout, dist.get_rank(), members.__getitem__)
 
 
-_Made = dict[tuple[tuple[int, ...], tuple[int, ...]], dist.ProcessGroup]
+_Made = dict[tuple[tuple[int, ...], tuple[object, ...]], dist.ProcessGroup]
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 """Of each default group the groups beside it, by their ranks and purpose."""
 
 
-def _group(ranks: tuple[int, ...], purpose: tuple[int, ...] = ()) -> dist.ProcessGroup:
+def process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> dist.ProcessGroup:
     """The process group of `ranks`, made once and used by every later mesh of the same default group.
 
     `purpose` is empty for collectives; of a stream of messages it is the stage that sends, the one that
-    receives, and the channel.  A group costs threads, sockets, with NCCL memory of the device, and is not
-    given back before the end: a job of many experiments, whose layouts repeat, would collect them, and each
-    makes the next slower to make.
+    receives, and the channel; of a group that a library wants for itself, the library's name for it.  A group
+    costs threads, sockets, with NCCL memory of the device, and is not given back before the end: a job of many
+    experiments, whose layouts repeat, would collect them, and each makes the next slower to make.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -136,7 +136,7 @@ def _channels(ranks: tuple[int, ...]) -> Channels:
     for channel, step in enumerate((1, -1)):
         for source in range(p):
             to = (source + step) % p
-            found[source, to, channel] = _group((ranks[source], ranks[to]), (source, to, channel))
+            found[source, to, channel] = process_group((ranks[source], ranks[to]), (source, to, channel))
     return found
 
 

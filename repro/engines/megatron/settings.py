@@ -1,0 +1,132 @@
+"""An experiment as megatron-core's configurations, with what the library recommends where there is a choice."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from repro.config import Experiment
+from repro.parallel.precision import DTYPES
+
+
+def transformer(experiment: Experiment, device: torch.device, timers: Any) -> TransformerConfig:
+    """Of the model and its tensor and pipeline parallelism.
+
+    On CUDA what the library compiles (`jit_fuser`) is: bias and GELU, bias and residual, the loss; on CPUs torch's
+    own operators run.  Gradients are not accumulated by the matrix product itself
+    (`gradient_accumulation_fusion`), which needs APEX.
+    """
+    model, layout = experiment.model, experiment.layout
+    interleaved, fuse = layout.chunks > 1, device.type == "cuda"
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        kv_channels=model.head_width,
+        ffn_hidden_size=model.ffn_width,
+        activation_func=F.gelu if fuse else partial(F.gelu, approximate="tanh"),
+        bias_activation_fusion=fuse,  # which is the tanh form too
+        bias_dropout_fusion=fuse,
+        cross_entropy_loss_fusion=fuse,
+        layernorm_epsilon=1e-5,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # The weights come later.  Without `perform_initialization` the library does not mark which are split over tp,
+        # and its norm leaves out what ranks beyond the first of the tp group hold of them.
+        perform_initialization=True,
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
+        fp16=layout.precision == "fp16",
+        bf16=layout.precision == "bf16",
+        # Float16Module rounds what has been loaded.
+        params_dtype=torch.float32,
+        pipeline_dtype=DTYPES[layout.precision],
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.chunks if interleaved else None,
+        pipeline_model_parallel_layout=_stages(experiment) if layout.stage_layers else None,
+        overlap_p2p_comm=interleaved and layout.overlap,
+        batch_p2p_comm=not (interleaved and layout.overlap),
+        deallocate_pipeline_outputs=layout.pp > 1,
+        recompute_granularity="full" if layout.recompute else None,
+        recompute_method="uniform" if layout.recompute else None,
+        recompute_num_layers=1 if layout.recompute else None,
+        distribute_saved_activations=layout.pa,
+        gradient_accumulation_fusion=False,
+        barrier_with_L1_time=False,
+        timers=timers,
+    )
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    """In place of an initialization."""
+    return weight
+
+
+def _stages(experiment: Experiment) -> list[list[str]]:
+    rows = [["decoder"] * len(layers) for layers in experiment.layout.parts(experiment.model.layers)]
+    return [["embedding", *rows[0]], *rows[1:-1], [*rows[-1], "loss"]]
+
+
+def data_parallel(experiment: Experiment) -> DistributedDataParallelConfig:
+    """Of gradients' buffers.  As its training script has it, gradients of bf16 are kept and summed in fp32."""
+    layout = experiment.layout
+    in_fp32 = layout.precision != "fp16"
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=in_fp32,
+        overlap_grad_reduce=layout.overlap and layout.dp > 1,
+        overlap_param_gather=overlaps_gather(experiment),
+        use_distributed_optimizer=layout.zero == 1,
+        # Theirs is in elements.
+        bucket_size=max(1, layout.bucket_bytes // (4 if in_fp32 else 2)),
+    )
+
+
+def overlaps_gather(experiment: Experiment) -> bool:
+    """Whether updated parameters are gathered beside the next forward pass."""
+    layout = experiment.layout
+    return layout.zero == 1 and layout.dp > 1 and layout.overlap and layout.gather_overlap
+
+
+def optimizer(experiment: Experiment) -> OptimizerConfig:
+    """Of AdamW, clipping and the loss scale.  The learning rate is set before each step."""
+    layout, training = experiment.layout, experiment.training
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=training.lr,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.beta1,
+        adam_beta2=training.beta2,
+        adam_eps=training.eps,
+        # Nothing is above infinity: the norm is computed and no gradient changed.
+        clip_grad=training.clip or float("inf"),
+        fp16=layout.precision == "fp16",
+        bf16=layout.precision == "bf16",
+        params_dtype=DTYPES[layout.precision],
+        initial_loss_scale=training.loss_scale,
+        loss_scale_window=training.loss_scale_window,
+        hysteresis=training.loss_scale_hysteresis,
+        min_loss_scale=1.0,
+        use_distributed_optimizer=layout.zero == 1,
+        overlap_param_gather=overlaps_gather(experiment),
+    )
+
+
+def told(configuration: Any) -> dict[str, Any]:
+    """What a configuration says beyond its defaults, as JSON data; functions and groups are left out."""
+    found = {}
+    for field in fields(configuration):
+        value = getattr(configuration, field.name, None)
+        value = str(value) if isinstance(value, torch.dtype) else value
+        if isinstance(value, (bool, int, float, str)) and value != field.default:
+            found[field.name] = value
+    return found

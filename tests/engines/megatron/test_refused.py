@@ -1,0 +1,37 @@
+"""What megatron-core has nothing for is refused before anything starts; the library need not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from repro.config import Layout
+from repro.config.errors import ConfigError
+from tests.training import tiny
+
+INTERLEAVED = {"pp": 2, "schedule": "interleaved", "chunks": 2, "global_batch": 2}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "stages 2 and 3": ({"dp": 2, "zero": 2}, {}, "layout.zero = 2: zero = 0 or zero = 1"),
+    "gpipe": ({"pp": 2, "schedule": "gpipe"}, {}, "layout.schedule = 'gpipe': 1f1b or interleaved"),
+    "operators of 2019": ({"kernels": "unfused"}, {}, "layout.kernels = 'unfused': fused"),
+    "collectives that wait": (
+        {"tp": 2, "tp_overlap": False},
+        {},
+        "layout.tp_overlap = False: tp_overlap = true",
+    ),
+    "dropout": ({}, {"dropout": 0.1}, "training.dropout = 0.1: dropout = 0"),
+    "messages of two stages in one batch": (
+        INTERLEAVED | {"overlap": False},
+        {},
+        "layout.overlap = False: true",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line(name: str) -> None:
+    layout, training, line = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        tiny(Layout(**layout), engine="megatron", **training)
+    assert str(caught.value).startswith(f"{line} with engine megatron")
