@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from repro.config.errors import ConfigError
@@ -38,8 +39,8 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
     ),
     "deepspeed": (
         _NO_PIPELINE,
+        Limit("sp", (False,)),
         _CONSTANT_BUFFERS,
-        _REDUCED_AND_SCATTERED,
         _VIEWS,
     ),
     "megatron": (
@@ -72,3 +73,14 @@ def check(engine: str, layout: Layout, training: Training) -> None:
         # Its batch of messages has two to and two from the same stage, which are then taken for each other.
         right = "true with engine megatron, pp = 2 and schedule = interleaved"
         raise ConfigError("overlap", layout.overlap, right, where="layout")
+    if engine == "deepspeed" and layout.md and not layout.pa:
+        # Its contiguous buffers are of partitioned checkpoints; gradients always have one.
+        raise ConfigError("md", layout.md, "false, or pa = true, with engine deepspeed", where="layout")
+    if (
+        engine == "deepspeed"
+        and layout.precision == "fp16"
+        and not math.log2(training.loss_scale).is_integer()
+    ):
+        raise ConfigError(
+            "loss_scale", training.loss_scale, "a power of 2 with engine deepspeed", where="training"
+        )

@@ -275,11 +275,15 @@ class GPT(nn.Module):
         # One for all layers, made anew for every micro-batch as the loader of 2019 did.
         mask = operator_sets.past(targets.shape[1], x) if self.masked else None
         for block in self.blocks.values():
-            if self.checkpoints is not None:
-                x = recompute(partial(block, place=place, mask=mask), x, self.checkpoints)
-            else:
-                x = block(x, place, mask)
+            x = self.run_block(block, x, place, mask)
         return self.head(x, targets).mean() if self.part.last else x
+
+    def run_block(self, block: nn.Module, x: Tensor, place: Place, mask: Tensor | None) -> Tensor:
+        """`block(x, place, mask)`, run again in backward where there are `checkpoints`."""
+        if self.checkpoints is not None:
+            return recompute(partial(block, place=place, mask=mask), x, self.checkpoints)
+        y: Tensor = block(x, place, mask)
+        return y
 
     def zero_units(self) -> list[Unit]:
         """One unit a block; embeddings and final norm together, used by both ends (the embedding is tied)."""

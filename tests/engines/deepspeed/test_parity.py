@@ -1,0 +1,98 @@
+"""DeepSpeed trains what our engine trains: the same losses, norms and parameters from the same weights and data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from repro.config import Layout
+from tests.pool import RankPool
+from tests.training import LEARNING, Trained, smallest, tiny, train
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[engines]'")
+
+PLAIN = [Layout(dp=2, zero=zero, micro_batch=4, global_batch=8) for zero in range(4)]
+VARIED = {
+    **{f"z{layout.zero}-accumulate": replace(layout, micro_batch=2, recompute=True) for layout in PLAIN},
+    **{f"z{layout.zero}-small-buckets": replace(layout, bucket_bytes=20_000) for layout in PLAIN[1:]},
+    **{f"z{layout.zero}-waits": replace(layout, micro_batch=2, overlap=False) for layout in PLAIN[:3]},
+    "z1-all-reduce": replace(PLAIN[1], zero1_reduce="all-reduce"),
+}
+
+
+def compare(found: list[Trained], expected: list[Trained], rtol: float) -> None:
+    """Losses, norms and skipped steps of every rank, and parameters as one vector."""
+    for theirs, ours in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(theirs.loss), torch.tensor(ours.loss), rtol=rtol, atol=0.0)
+        torch.testing.assert_close(
+            torch.tensor(theirs.norm), torch.tensor(ours.norm), rtol=10 * rtol, atol=0.0
+        )
+        assert theirs.skipped == ours.skipped
+        assert theirs.parameters.keys() == ours.parameters.keys()
+        mine = torch.cat([p.float().flatten() for p in ours.parameters.values()])
+        other = torch.cat([theirs.parameters[name].float().flatten() for name in ours.parameters])
+        assert (mine - other).norm() <= rtol * mine.norm()
+
+
+def both(pool: RankPool, layout: Layout, **training: Any) -> tuple[list[Trained], list[Trained]]:
+    """What DeepSpeed's ranks saw and what ours did."""
+    model = smallest(layout)
+    theirs, ours = (
+        pool.run(train, tiny(layout, model, engine, **training)) for engine in ("deepspeed", "native")
+    )
+    assert ours[0].loss[-1] < 0.9 * ours[0].loss[0], "the run must learn, or parity shows little"
+    return theirs, ours
+
+
+@pytest.mark.parametrize("layout", PLAIN, ids=lambda layout: f"z{layout.zero}")
+def test_twenty_steps_have_our_losses(two: RankPool, layout: Layout) -> None:
+    compare(*both(two, layout), 1e-5)
+
+
+@pytest.mark.parametrize("layout", VARIED.values(), ids=VARIED)
+def test_nothing_else_changes_them(two: RankPool, layout: Layout) -> None:
+    compare(*both(two, layout, **LEARNING), 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("zero", range(4))
+def test_mixed_precision_within_its_rounding(two: RankPool, zero: int, precision: str) -> None:
+    unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
+    layout = Layout(dp=2, zero=zero, micro_batch=4, global_batch=8, precision=precision)
+    # Stage 0 adds gradients up before it divides by dp, and so overflows at half the scale: a small one here.
+    theirs, ours = both(two, layout, loss_scale=2.0**12, **LEARNING)
+    compare(theirs, ours, 4 * unit)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_loss_scale_goes_where_ours_goes(two: RankPool, zero: int) -> None:
+    """Overflows at the start, with hysteresis: the same steps are skipped."""
+    layout = Layout(dp=2, zero=zero, micro_batch=4, global_batch=8, precision="fp16")
+    rules = {"loss_scale": 2.0**22, "steps": 20, "lr": 6e-3}
+    theirs, ours = both(two, layout, **rules)
+    assert len(ours[0].skipped) > 3
+    assert theirs[0].skipped == ours[0].skipped
+    assert theirs[0].scale == ours[0].scale
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_tensor_parallel_through_mpu(four: RankPool, zero: int) -> None:
+    layout = Layout(tp=2, dp=2, zero=zero, micro_batch=4, global_batch=8)
+    compare(*both(four, layout, **LEARNING), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"pa": True}, {"pa": True, "pa_cpu": True}, {"pa": True, "md": True}], ids=str
+)
+def test_partitioned_activations(four: RankPool, keys: dict[str, bool]) -> None:
+    layout = replace(Layout(tp=2, dp=2, zero=2, micro_batch=2, global_batch=8, recompute=True), **keys)
+    compare(*both(four, layout, **LEARNING), 1e-5)
+
+
+@pytest.mark.parametrize("layout", [PLAIN[0], PLAIN[2]], ids=lambda layout: f"z{layout.zero}")
+def test_without_clipping(two: RankPool, layout: Layout) -> None:
+    """The norm is known all the same."""
+    compare(*both(two, layout, clip=0.0, **LEARNING), 1e-5)
