@@ -1,6 +1,7 @@
 # make smoke       install, run suites/smoke.toml on this machine, simulate every published experiment, print the claims table
 # make simulate    the simulations alone: under two minutes on two cores
 # make test        install with the test extra, run the test suite
+# make engines     install DeepSpeed and Megatron-core, so that test and smoke run them beside ours
 # make test-slurm  the tests on a real SLURM of one machine (root; make slurm-packages installs it)
 # make test-gpu    the kernels' tests and the whole step on a CUDA device
 # make bench-gpu   each kernel's bandwidth on a CUDA device, beside torch's; a record goes to RESULTS
@@ -38,6 +39,7 @@ BIN := $(VENV)/bin
 CREATED := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
+INSTALLED_ENGINES := $(VENV)/.installed-engines
 NVRTC13 := $(VENV)/nvrtc13/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 	$(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
@@ -59,7 +61,7 @@ endef
 SHOWN := zero-fig2 memory-timeline states
 PICTURES := build/pictures
 
-.PHONY: help smoke simulate test test-slurm test-gpu bench-gpu check benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+.PHONY: help smoke simulate test engines test-slurm test-gpu bench-gpu check benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -88,6 +90,13 @@ $(INSTALLED_TEST): $(INSTALLED)
 	@echo "installing the test extra in $(VENV)"
 	@$(PIP) -e '.[test]'
 	@touch $@
+
+$(INSTALLED_ENGINES): $(INSTALLED)
+	@echo "installing DeepSpeed and Megatron-core in $(VENV)"
+	@$(PIP) -e '.[engines]'
+	@touch $@
+
+engines: $(INSTALLED_ENGINES)
 
 # A second NVRTC, which the tests ask in a process of its own; beside the first it would hide it.
 $(NVRTC13): | $(INSTALLED_TEST)
