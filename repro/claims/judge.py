@@ -52,7 +52,7 @@ from repro.claims.results import (
 )
 from repro.claims.scripts import COUNTS
 from repro.claims.tolerance import NOISELESS, Accepted, agrees_at_scale, room
-from repro.results.schema import SIMULATED, Record
+from repro.results.schema import MEASURED, SIMULATED, Record
 
 _INPUTS = {"printed": printed, "digitised": digitised}
 
@@ -155,13 +155,15 @@ def _read(evidence: Evidence, row: Row) -> list[str]:
 
 def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Finding:
     """Evaluate one piece of evidence and compare it."""
+    read = () if evidence.kind == "analytic" else tuple(_read(evidence, row))
     common: dict[str, Any] = {
         "kind": evidence.kind,
         "scale": evidence.scale,
+        "libraries": tuple(records.libraries(read)) if evidence.kind == MEASURED else (),
         "origin": evidence.origin,
         "expression": evidence.value.text,
         "tolerance": tolerance(row, evidence, claim),
-        "experiments": () if evidence.kind == "analytic" else tuple(_read(evidence, row)),
+        "experiments": read,
     }
     yes, no = (CONSISTENT, INCONSISTENT) if evidence.origin == ITSELF else (REPRODUCED, NOT_REPRODUCED)
     functions: dict[str, Any] = {**FORMULAS, **COUNTS, **_INPUTS}
@@ -283,7 +285,7 @@ def _of(name: str, findings: list[list[Finding]], yes: str, no: str) -> KindResu
         verdict = NOT_RUN
     else:
         verdict = yes
-    scales = dict.fromkeys(f.scale for found in decided or tested for f in found)
+    scales = dict.fromkeys(f.at for found in decided or tested for f in found)
     return KindResult(name, ", ".join(scales), verdict, good, len(decided), len(tested))
 
 
@@ -303,7 +305,7 @@ def _basis(rows: list[RowResult]) -> str:
 def _name(finding: Finding) -> str:
     if finding.itself:
         return ITSELF
-    return f"measured, {finding.scale}" if finding.kind == "measured" else finding.kind
+    return f"measured, {finding.at}" if finding.kind == "measured" else finding.kind
 
 
 def experiments(expression: Expression, variables: Mapping[str, Any]) -> list[str]:

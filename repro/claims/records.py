@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from repro.claims.expression import Uncertain, Value
+from repro.config.engines import NATIVE
 from repro.results.schema import MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import select
 
@@ -30,6 +31,12 @@ class Records:
     def measured(self, experiment: str) -> bool:
         """Whether it has been run, whatever came of it."""
         return (MEASURED, experiment) in self._selection.by_name
+
+    def libraries(self, experiments: Iterable[str]) -> list[str]:
+        """Whose software measured them, where it is not this suite's: `DeepSpeed 0.19.8`."""
+        records = (self._selection.by_name.get((MEASURED, experiment)) for experiment in experiments)
+        found = {r.software["name"] for r in records if r and r.software and r.experiment.engine != NATIVE}
+        return sorted(found)
 
     def interleaved(self, subject: str, baseline: str, metric: str) -> bool:
         """Whether the two took turns in one run, and were compared by `metric`."""

@@ -39,6 +39,13 @@ class Finding:
     """What is accepted, in words; known before anything was run."""
     experiments: tuple[str, ...] = ()
     """`suite/name` of those that the value comes from, each once; none of a closed form."""
+    libraries: tuple[str, ...] = ()
+    """What was measured, where it was not this suite's own step: `DeepSpeed 0.19.8`."""
+
+    @property
+    def at(self) -> str:
+        """The scale, and whose software."""
+        return ", ".join((self.scale, *self.libraries))
 
     @property
     def decided(self) -> bool:

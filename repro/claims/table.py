@@ -247,7 +247,7 @@ def _row(result: RowResult) -> dict[str, Any]:
 def _finding(finding: Finding) -> dict[str, Any]:
     return {
         "kind": finding.kind,
-        "scale": finding.scale,
+        "scale": finding.at,
         "origin": finding.origin,
         "value": _json(finding.value),
         "low": _json(finding.low),

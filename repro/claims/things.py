@@ -3,8 +3,8 @@
 A test is what one finding reads.  A closed form or a count reads its functions; the one formula of model-state bytes,
 which three functions evaluate, is one thing however many cells it fills.  Traces and runs read what sizes alone decide
 (bytes of states, calls, bytes sent), each one thing by its name, or what comes out of a layout as a whole (time, what
-fits, the largest memory, a loss), one thing for each experiment.  The source against itself is one thing for each
-expression of a claim.
+fits, the largest memory, a loss), one thing for each experiment.  What a library was seen to do is apart from ours.
+The source against itself is one thing for each expression of a claim.
 
 Tests are taken with the fewest things read first, and one counts if it reads something that no counted test has read:
 of the rates of two runs and their ratio, two count, and any number of rates, times and shares of one run is one.
@@ -81,7 +81,7 @@ def reads(finding: Finding, row: RowResult, result: ClaimResult) -> Iterable[Thi
             found += [("time", name) for name in experiments]
         elif function == "metric" and len(texts) == 2 and not texts[1].startswith("model."):
             found.append(_thing(*texts))
-    return found or [(finding.expression,)]
+    return [(*thing, *finding.libraries) for thing in found] or [(finding.expression,)]
 
 
 def _thing(experiment: str, metric: str) -> Thing:

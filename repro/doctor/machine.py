@@ -208,7 +208,14 @@ def _systems() -> list[Check]:
         version = versions((distribution,)).get(distribution)
         meaning = f'`engine = "{engine}"`: {name} itself trains what a suite describes, on CPUs too'
         if version is None:
-            found.append(Check(name, LIMITED, missing(engine), f'no `engine = "{engine}"`'))
+            found.append(
+                Check(
+                    name,
+                    LIMITED,
+                    f"not installed: {missing(engine).partition(': ')[2]}",
+                    f'no `engine = "{engine}"`',
+                )
+            )
         else:
             found.append(Check(name, YES, version, meaning))
     return found

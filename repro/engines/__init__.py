@@ -35,13 +35,13 @@ _LIBRARIES = {"torch": "torch._dynamo", "deepspeed": "deepspeed", "megatron": "m
 
 
 def missing(engine: str) -> str:
-    """One line that says which library the engine lacks here and how to get it; empty if it lacks none."""
+    """Which library the engine lacks here and how to get it, `deepspeed: pip install ...`; empty if it lacks none."""
     library = _LIBRARIES.get(engine, "torch").partition(".")[0]
     try:
         found = importlib.util.find_spec(library)
     except ModuleNotFoundError:
         found = None
-    return "" if found else extras.missing(library)
+    return "" if found else f"{library}: {extras.installation(library)}"
 
 
 def load(engine: str) -> None:

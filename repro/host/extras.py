@@ -21,5 +21,9 @@ EXTRAS = {
 def missing(package: str) -> str:
     """One line about a package that an import did not find; empty where no extra brings it."""
     name = package.partition(".")[0]
-    extra = EXTRAS.get(name)
-    return f"{name} is not installed: pip install -e '.[{extra}]'" if extra else ""
+    return f"{name} is not installed: {installation(name)}" if name in EXTRAS else ""
+
+
+def installation(name: str) -> str:
+    """The command that brings a package of `EXTRAS`."""
+    return f"pip install -e '.[{EXTRAS[name]}]'"

@@ -155,7 +155,7 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
     at_scale = finding.decided and isinstance(finding.expected, int | float)
     return {
         "kind": finding.kind,
-        "scale": finding.scale,
+        "scale": finding.at,
         "origin": finding.origin,
         "itself": finding.itself,
         "value": "not run" if finding.value is None else _value(finding, result),

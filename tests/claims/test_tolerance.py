@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from decimal import ROUND_DOWN, Decimal
 
 import pytest
 from hypothesis import assume, given
@@ -51,7 +51,8 @@ def test_a_rounded_value_agrees(value: float, digits: int) -> None:
 
 @given(st.floats(0, 1e6), st.integers(0, 3))
 def test_a_truncated_value_agrees(value: float, digits: int) -> None:
-    assert agrees(f"{math.floor(value * 10**digits) / 10**digits:.{digits}f}", value)
+    truncated = Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), ROUND_DOWN)
+    assert agrees(f"{truncated:f}", value)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 3), st.floats(-100, 100))

@@ -42,9 +42,9 @@ def test_what_is_compared_apart_is_never_there_together(apart: bool, monkeypatch
     most = 0
 
     class Watched(Run):
-        def __init__(self, *args: Any):
+        def __init__(self, *args: Any, **settings: Any):
             nonlocal most
-            super().__init__(*args)
+            super().__init__(*args, **settings)
             engines.append(weakref.ref(self.engine))
             gc.collect()
             most = max(most, sum(engine() is not None for engine in engines))

@@ -153,7 +153,7 @@ def _finding_cells(finding: Finding) -> list[Text]:
     from rich.text import Text
 
     return [
-        Text(finding.origin if finding.itself else f"{finding.kind}, {finding.scale}"),
+        Text(finding.origin if finding.itself else f"{finding.kind}, {finding.at}"),
         Text(finding.text or "-"),
         Text(finding.verdict, style=STYLES[finding.verdict]),
         Text(finding.reason),

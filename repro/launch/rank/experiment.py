@@ -46,8 +46,13 @@ class Run:
         device: torch.device,
         report: Report,
         checkpoints: CheckpointPlace | None = None,
+        *,
+        watched: bool = True,
     ):
-        """With `checkpoints`: go on from the newest one there, and write more."""
+        """With `checkpoints`: go on from the newest one there, and write more.
+
+        `watched`: memory and a library's messages are looked at in untimed steps, which is slow.
+        """
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
         self.index = 0
         self.series = Series()
@@ -59,10 +64,11 @@ class Run:
         self.memory = RankMemory()
         self.comm: list[TrafficRow] = []
         report(0, Phase.INIT)
-        self.tracker: MemoryTracker | None = MemoryTracker()
-        with self.tracker:
+        self.watched = watched
+        self.tracker = MemoryTracker() if watched else None
+        with self.tracker or nullcontext():
             self.engine = build_engine(experiment, mesh, device)
-        self.init_peak = self.tracker.peak["total"]
+        self.init_peak = self.tracker.peak["total"] if self.tracker else 0
         self.checkpoints: CheckpointManager | None = None
         self.resumed: list[dict[str, Any]] = []
         """Where each start of this training but the first went on from."""
@@ -94,9 +100,11 @@ class Run:
 
     def prelude(self) -> None:
         """The untimed steps; the first one also watches memory, the last one messages, which is slow."""
-        assert self.tracker is not None
-        self._first_step(self.tracker)
-        self.tracker = None
+        if self.tracker is None:
+            self._step(lambda phase: None)
+        else:
+            self._watched_step(self.tracker)
+            self.tracker = None
         self._between()
         further = min(self.experiment.training.untimed_steps - 1, self.left)
         for step in range(further):
@@ -154,7 +162,7 @@ class Run:
             raise Stopped(f"stopped on request after step {self.index}; {goes_on}")
         return True
 
-    def _first_step(self, tracker: MemoryTracker) -> None:
+    def _watched_step(self, tracker: MemoryTracker) -> None:
         """A step under the eyes of `tracker`."""
 
         def observe(phase: Phase) -> None:
@@ -182,7 +190,7 @@ class Run:
     @contextmanager
     def _counting(self) -> Iterator[None]:
         """Count what an engine sends that does not count by itself."""
-        if self.experiment.engine == NATIVE:
+        if self.experiment.engine == NATIVE or not self.watched:
             yield
             return
         with CollectiveWatch(self.mesh) as watch:

@@ -76,7 +76,15 @@ def _joined(experiment: Experiment, device: torch.device, beacon: Beacon) -> Mes
     return mesh
 
 
-def _start(job: Job, index: int, device: torch.device, beacon: Beacon, mesh: Mesh | None = None) -> Run:
+def _start(
+    job: Job,
+    index: int,
+    device: torch.device,
+    beacon: Beacon,
+    mesh: Mesh | None = None,
+    *,
+    watched: bool = True,
+) -> Run:
     experiment = job.experiments[index]
     mesh = mesh or _joined(experiment, device, beacon)
     report: Report = lambda step, phase: beacon.phase(index, step, phase)
@@ -85,7 +93,8 @@ def _start(job: Job, index: int, device: torch.device, beacon: Beacon, mesh: Mes
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return Run(experiment, mesh, device, report, None if job.apart else CheckpointPlace.of(job, experiment))
+    place = None if job.apart else CheckpointPlace.of(job, experiment)
+    return Run(experiment, mesh, device, report, place, watched=watched)
 
 
 def _alone(job: Job, index: int, device: torch.device, beacon: Beacon) -> dict[str, Any]:
@@ -148,7 +157,7 @@ def _compare_apart(job: Job, device: torch.device, beacon: Beacon) -> dict[str, 
         for i, experiment in enumerate(job.experiments):
             if experiment.key in results:
                 continue  # it has diverged
-            run = _start(job, i, device, beacon, meshes[i])
+            run = _start(job, i, device, beacon, meshes[i], watched=turn == job.rounds - 1)
             diverged = ""
             try:
                 run.prelude()

@@ -14,6 +14,7 @@ from repro.report.figures import (
     communication,
     comparison,
     degrees,
+    engines,
     link_traffic,
     loss,
     maps,
@@ -56,6 +57,7 @@ def draw_all(
             communication.draw(experiments),
             loss.draw(experiments),
             comparison.draw(comparisons),
+            engines.draw(experiments, comparisons),
             peak.draw(experiments),
             predicted.draw(experiments, found),
         ]

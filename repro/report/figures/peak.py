@@ -75,7 +75,8 @@ def draw(records: list[Record]) -> Drawing:
     if others:
         engines = ", ".join(sorted({r.experiment.engine for r in others}))
         caption += (
-            f" Left out: {len(others)} experiments of engine {engines}, whose tensors are not accounted for."
+            f" Left out: {len(others)} experiments of engine {engines}, of whose memory the total and the model "
+            "states alone are known."
         )
     return Drawing("peak", TITLE, caption, tuple(r.at for r in shown), "", figure)
 

@@ -209,8 +209,8 @@ def succeeded(records: list[Record], prefix: str) -> list[Record]:
 
 
 def accounted(record: Record) -> bool:
-    """Whether the record's memory is known by category: the comparison engines' tensors carry no mark."""
-    return bool(record.memory_by_rank) and record.metrics.get("memory.states_bytes", 0) > 0
+    """Whether the record's memory is known by category: of a library the model states alone are."""
+    return bool(record.memory_by_rank) and "memory.activations_bytes" in record.metrics
 
 
 def needed(record: Record) -> float:

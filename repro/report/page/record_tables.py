@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from repro.render import units, words
-from repro.report.figures.style import accounted
 from repro.report.verdicts import anchor
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record, SimulatedRole
@@ -18,7 +17,6 @@ def measured_row(record: ExperimentRecord) -> dict[str, Any]:
     def of(name: str) -> float | None:
         return metrics.get(name)
 
-    known = accounted(record)
     spread = ""
     if of(STEP_SECONDS) is not None:
         spread = f"[{units.seconds(of('step_seconds.p20'))}, {units.seconds(of('step_seconds.p80'))}]"
@@ -34,8 +32,8 @@ def measured_row(record: ExperimentRecord) -> dict[str, Any]:
         "step": units.seconds(of(STEP_SECONDS)),
         "spread": spread,
         "tokens_per_s": units.number(of("tokens_per_s")),
-        "states": units.size(of("memory.states_bytes") if known else None),
-        "peak": units.size(of("memory.peak_bytes") if known else None),
+        "states": units.size(of("memory.states_bytes")),
+        "peak": units.size(of("memory.peak_bytes")),
         "resident": units.size(of("memory.rss_peak_bytes")),
         "sent": units.size(of("comm.sent_bytes")),
         "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NOTHING,
