@@ -59,12 +59,13 @@ class ShardedGradient(Tensor):
                 if whole and len(args) < 3:
                     return first.norms.of(order)[first.number]
             elif name in ELEMENTWISE and not _others([*args[1:], *kwargs.values()]):
-                first.norms.forget()
+                first.norms.before_change()
                 func(first.piece, *args[1:], **kwargs)
                 return first
         raise RuntimeError(
             f"{name}() of a gradient {list(_shape(args))}: under zero = 1 to 3 a rank has a piece of it only. It takes "
-            "norm(), clip_grad_norm_, clip_grad_value_ and, in place, scaling and clamping; zero = 0 has all of it"
+            "norm(), clip_grad_norm_, clip_grad_value_ and, in place, scaling and clamping; zero = 0 has all of it "
+            "once the backward passes are over that layout.accumulation or no_sync() speak of"
         )
 
     @classmethod
@@ -97,14 +98,30 @@ def _shape(values: Iterable[Any]) -> tuple[int, ...]:
 class Norms:
     """Norms of all gradients, from every rank's pieces in one all-reduce."""
 
-    def __init__(self, pieces: dict[int, Tensor], gradients: int, group: Group, like: Tensor):
-        """`like`: a tensor of the norms' device and dtype, which is that of no gradient where these have 16 bits."""
+    def __init__(
+        self,
+        pieces: dict[int, Tensor],
+        gradients: int,
+        group: Group | None,
+        like: Tensor,
+        settle: Callable[[], None],
+    ):
+        """`group`: the ranks that have other pieces, if any; `like`: a tensor of the norms' device and dtype.
+
+        `settle` is called before gradients are looked at or changed: they may be this rank's own until then.
+        """
         self._pieces, self._gradients, self._group, self._like = pieces, gradients, group, like
+        self._settle = settle
         self._found: dict[float, Tensor] = {}
 
     def forget(self) -> None:
         """Gradients have changed."""
         self._found.clear()
+
+    def before_change(self) -> None:
+        """Gradients, which all ranks change alike, are reduced before."""
+        self._settle()
+        self.forget()
 
     def of(self, order: Any) -> Tensor:
         """The `order`-norm of each gradient [gradients]; the first call after a change is made by all ranks."""
@@ -114,12 +131,14 @@ class Norms:
                 raise ValueError(f"norm of order {order}: a positive number or inf under zero = 1 to 3")
             largest = order == float("inf")
             pieces = self._pieces.values()
+            self._settle()
             norms = [torch.linalg.vector_norm(piece, order, dtype=self._like.dtype) for piece in pieces]
             total = self._like.new_zeros(self._gradients)
             if norms:
                 mine = torch.stack(norms)
                 total[list(self._pieces)] = mine if largest else mine.pow(order)
-            self._group.all_reduce(total, MAX if largest else SUM, purpose="norm").wait()
+            if self._group is not None:
+                self._group.all_reduce(total, MAX if largest else SUM, purpose="norm").wait()
             self._found[order] = total if largest else total.pow(1 / order)
         return self._found[order]
 
@@ -130,46 +149,44 @@ class UsersGradients:
     def __init__(self, sharded: ShardedModule, pieces: dict[int, Tensor]):
         """`pieces[i]`: this rank's piece of the gradient of parameter `i`; it may have none."""
         self.parameters, self.names = sharded.parameters, sharded.names
-        self.norms: Norms | None = None
-        self.shown = False
-        found: dict[int, Tensor] = {}
-        if sharded.sharding.stage:
-            dtype = torch.float64 if torch.float64 in {p.dtype for p in self.parameters} else torch.float32
-            like = torch.zeros((), dtype=dtype, device=sharded.sharding.device)
-            self.norms = Norms(pieces, len(self.parameters), sharded.sharding.group, like)
-        for bucket in sharded.buckets:
-            for slot in bucket.plan.slots:
-                i = slot.index
-                if self.norms is None:
-                    assert bucket.gradients is not None
-                    found[i] = bucket.gradients[slot.start : slot.stop].view(sharded.shapes[i])
-                else:
-                    piece = pieces.get(i, bucket.gradient_shard[:0])
-                    found[i] = ShardedGradient.of(sharded.shapes[i], piece, i, self.norms)
-        self._views = [found[i] for i in range(len(self.parameters))]
+        stage, group = sharded.sharding.stage, sharded.sharding.group
+        dtype = torch.float64 if torch.float64 in {p.dtype for p in self.parameters} else torch.float32
+        like = torch.zeros((), dtype=dtype, device=sharded.sharding.device)
+        self.norms = Norms(
+            pieces, len(self.parameters), group if stage else None, like, sharded.reducer.reduce_early
+        )
+        self._pieces: list[Tensor] = []
+        """What is shown until gradients are reduced, and under stages 1 to 3 afterwards too."""
+        for i, shape in enumerate(sharded.shapes):
+            piece = pieces.get(i, like.new_empty(0, dtype=self.parameters[i].dtype))
+            self._pieces.append(ShardedGradient.of(shape, piece, i, self.norms))
+        self._views = self._pieces
+        if not stage:
+            self._views = [pieces[i].view(shape) for i, shape in enumerate(sharded.shapes)]
+        self._shown: list[Tensor] | None = None
 
-    def show(self) -> None:
-        """The gradients are reduced."""
-        self._set(self._views)
-        self.shown = True
+    def show(self, reduced: bool) -> None:
+        """A backward pass is over; unless `reduced`, the first look at the gradients reduces them."""
+        self._shown = self._views if reduced else self._pieces
+        self._set(self._shown)
 
     def hide(self) -> None:
         """A backward pass comes, which must find none."""
-        if self.shown:
-            self._set([None] * len(self._views))
-            self.shown = False
+        if self._shown is not None:
+            self._set([None] * len(self._shown))
+            self._shown = None
 
     def _set(self, gradients: Sequence[Tensor | None]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
-        if self.norms is not None:
-            self.norms.forget()
+        self.norms.forget()
 
     def check(self) -> None:
         """Raise `RuntimeError` if somebody has put other gradients there, which no rank would see."""
         with torch._C.DisableTorchFunctionSubclass():
-            for name, parameter, gradient in zip(self.names, self.parameters, self._views, strict=True):
+            shown: Sequence[Tensor | None] = self._shown or [None] * len(self.names)
+            for name, parameter, gradient in zip(self.names, self.parameters, shown, strict=True):
                 if parameter.grad is not gradient:
                     raise RuntimeError(
                         f"{name}.grad: was replaced or removed, but the step uses what the backward pass has reduced "

@@ -17,6 +17,7 @@ from repro.parallel.zero.passed import tensors_in
 from repro.parallel.zero.stages import ShardedModule
 from repro.parallel.zero.units import Unit, parameters_of
 from repro.wrap.gradients import UsersGradients
+from repro.wrap.loss_scaling import LossScaling
 from repro.wrap.optimizer_states import OptimizerStates, Shard
 from repro.wrap.refusals import Unchanged
 from repro.wrap.step_agreement import StepAgreement
@@ -51,7 +52,10 @@ class StockLoop:
         self._shards = self._cut(optimizer)
         self.states = OptimizerStates(optimizer, sharded, self._shards, host)
         self._share_out(optimizer)
-        self.gradients = UsersGradients(sharded, {shard.index: shard.gradient for shard in self._shards})
+        pieces = {shard.index: shard.gradient for shard in self._shards if shard.gradient.numel()}
+        self.gradients = UsersGradients(sharded, pieces)
+        others = sharded.sharding.group if sharded.sharding.stage else None
+        self._scaling = LossScaling(self._shards, others, self.gradients.norms.before_change)
         self._unchanged = Unchanged(module, sharded, optimizer)
         self.agreement = StepAgreement(module, sharded, host)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -62,7 +66,8 @@ class StockLoop:
         module.no_sync = self.no_sync  # type: ignore[assignment]
         for owner in (module, optimizer):
             vars(owner)["zero_grad"] = self._then_restart(owner.zero_grad)
-        vars(optimizer)["_step_supports_amp_scaling"] = True  # so that a GradScaler comes to `_before_step`
+        # A GradScaler divides gradients before the step, in which they are clipped, and not in a fused optimizer.
+        vars(optimizer)["_step_supports_amp_scaling"] = False
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -75,6 +80,10 @@ class StockLoop:
                 here = slice(start, start + last - first)
                 parameter = Parameter(bucket.master[here])
                 shards.append(Shard(index, first, last, parameter, bucket.gradient_shard[here]))
+        if not shards:  # all that this rank has is padding: its optimizer gets an empty piece, and goes along
+            bucket = self.sharded.buckets[0]
+            empty = Parameter(bucket.master[:0])
+            shards.append(Shard(bucket.plan.slots[0].index, 0, 0, empty, bucket.gradient_shard[:0]))
         return sorted(shards, key=lambda shard: position[id(self.sharded.parameters[shard.index])])
 
     def _share_out(self, optimizer: torch.optim.Optimizer) -> None:
@@ -124,7 +133,7 @@ class StockLoop:
         if not torch.compiler.is_compiling():  # it would take the parameters into its graph
             self._unchanged.check()
         self._forward = True
-        self.gradients.hide()
+        self._hide_gradients()
         # Under stages 0 and 1 the last micro-batch brings the reduction; `_before_step` does where none was the last.
         passes = self.micro_batch + 2 if self._unsynchronized else self.accumulation
         self.sharded.begin(self.micro_batch, passes)
@@ -153,8 +162,8 @@ class StockLoop:
         self.sharded.finish()
         self.agreement.passed()
         self.micro_batch += 1
-        if self.micro_batch >= self.accumulation and not self._unsynchronized:
-            self.gradients.show()
+        self.gradients.show(self.micro_batch >= self.accumulation and not self._unsynchronized)
+        self._scaling.show()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -168,14 +177,18 @@ class StockLoop:
     def _then_restart(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
         @wraps(zero_grad)
         def zero(*args: Any, **kwargs: Any) -> None:
-            zero_grad(*args, **kwargs)
             self.restart()
+            zero_grad(*args, **kwargs)
 
         return zero
 
+    def _hide_gradients(self) -> None:
+        self.gradients.hide()
+        self._scaling.hide()
+
     def restart(self) -> None:
         """Forget the gradients of this step, as `zero_grad` does; a batch may be skipped so."""
-        self.gradients.hide()
+        self._hide_gradients()
         if self.micro_batch:
             self.micro_batch = 0
             self.agreement.forget()
@@ -187,11 +200,6 @@ class StockLoop:
             raise RuntimeError(
                 "optimizer.step(closure): call the closure yourself, then optimizer.step() without it"
             )
-        if hasattr(optimizer, "found_inf"):
-            raise RuntimeError(
-                "GradScaler: a rank would scale and skip by its own gradients; fp32 and bf16, also by autocast, need "
-                "no scaled loss: GradScaler(enabled=False)"
-            )
         if not self.micro_batch:
             raise RuntimeError(
                 "optimizer.step() without a backward pass through the wrapped module since the last step: call the "
@@ -199,10 +207,8 @@ class StockLoop:
             )
         for bucket in self.sharded.buckets:
             bucket.adopt_writes()
-        if self.gradients.shown:
-            self.gradients.check()
-        else:
-            self.sharded.reducer.reduce_early()
+        self.gradients.check()
+        self.sharded.reducer.reduce_early()
         unused = self.agreement.reach()
         for shard in self._shards:
             grad = None if shard.index in unused else shard.gradient.to(shard.parameter.dtype)

@@ -87,6 +87,20 @@ def windows(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[T
     return []
 
 
+def clipped_windows(
+    module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]
+) -> list[float]:
+    """The last one is clipped before the passes are over that the layout speaks of."""
+    norms = []
+    for i, x in enumerate(batches):
+        (once(module, x) / 3).backward()
+        if i % 3 == 2 or i == len(batches) - 1:
+            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
 def unsynchronized(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
     """With `no_sync`, as DistributedDataParallel's users do."""
     for i, x in enumerate(batches):
@@ -141,7 +155,18 @@ def alone(script: Script) -> tuple[list[float], dict[str, Tensor]]:
     return train(script, None)
 
 
-SCRIPTS: list[Any] = [by_norm, by_largest, by_value, scaled, pairs, windows, unsynchronized, skips, no_scaler]
+SCRIPTS: list[Any] = [
+    by_norm,
+    by_largest,
+    by_value,
+    scaled,
+    pairs,
+    windows,
+    clipped_windows,
+    unsynchronized,
+    skips,
+    no_scaler,
+]
 
 
 @STAGES
@@ -149,7 +174,7 @@ SCRIPTS: list[Any] = [by_norm, by_largest, by_value, scaled, pairs, windows, uns
 def test_a_script_trains_as_it_does_alone(two: RankPool, script: Script, zero: int) -> None:
     logged, expected = alone(script)
     layouts = [layout_of(zero)]
-    if script is windows:
+    if script in (windows, clipped_windows):
         layouts.append(Layout(dp=RANKS, zero=zero, micro_batch=ROWS, global_batch=RANKS * ROWS * 3))
     for layout in layouts:
         for mine, parameters in two.run(train, script, layout):
@@ -184,6 +209,13 @@ def by_hand(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[T
     return []
 
 
+def too_early(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """A look at what is not reduced yet."""
+    with module.no_sync():
+        once(module, batches[0]).backward()
+    return module.into.weight.grad.abs().flatten().tolist()
+
+
 def histogram(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
     """What one rank cannot know."""
     once(module, batches[0]).backward()
@@ -202,11 +234,10 @@ def closure(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[T
     return []
 
 
-def scaler(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    scaled_loss = torch.amp.GradScaler("cpu")
-    scaled_loss.scale(once(module, batches[0])).backward()
-    scaled_loss.unscale_(optimizer)
-    scaled_loss.step(optimizer)
+def optimizers_own(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Clipping what the optimizer has, of which a rank has some only."""
+    once(module, batches[0]).backward()
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
     return []
 
 
@@ -215,9 +246,10 @@ def scaler(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Te
     [
         *((replaced, zero, r"into.weight.grad: was replaced or removed") for zero in range(4)),
         *((by_hand, zero, r"into.weight.grad: was replaced or removed") for zero in (0, 2)),
+        (too_early, 0, "zero = 0 has all of it once the backward passes are over"),
         *((histogram, zero, "under zero = 1 to 3 a rank has a piece of it only") for zero in (1, 2, 3)),
         *((method, zero, "call the module itself (not one of its methods)") for zero in (0, 1, 2)),
-        *((scaler, zero, "GradScaler(enabled=False)") for zero in range(4)),
+        *((optimizers_own, zero, "use module.parameters()") for zero in range(4)),
         *((closure, zero, "call the closure yourself") for zero in (0, 3)),
     ],
 )
