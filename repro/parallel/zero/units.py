@@ -48,7 +48,19 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
         if not has_forward(known[name]):
             kind = type(known[name]).__name__
             raise ValueError(f"blocks: {name!r}: {kind} has no forward of its own; name modules inside it")
-    return [*(Unit(name, (Use(name),)) for name in names if name), Unit("", (Use(""),))]
+    whole = Unit("", (Use(""), *map(Use, _wrapped(module))))
+    return [*(Unit(name, (Use(name),)) for name in names if name), whole]
+
+
+def _wrapped(module: nn.Module) -> list[str]:
+    """Names of modules that are all that the one around them has, which may call them by other ways (`generate`)."""
+    found: list[str] = []
+    while not module._parameters and len(children := list(module.named_children())) == 1:
+        ((name, module),) = children
+        if not has_forward(module):
+            break  # a bare container of blocks
+        found.append(f"{found[-1]}.{name}" if found else name)
+    return found
 
 
 def has_forward(module: nn.Module) -> bool:
