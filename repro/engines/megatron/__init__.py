@@ -10,5 +10,6 @@
 | `passes` | what a stage does, as the library tells it |
 | `weights` | its parameters in our names and shapes, and back |
 | `exchange` | what the library keeps in its modules, there only while the engine works |
+| `repairs` | what is wrong in the library and put right here |
 | `shim` | what lets it run on CPUs |
 """

@@ -19,7 +19,7 @@ from torch import Tensor
 from repro.config import Experiment
 from repro.config.enums import Category, Phase
 from repro.engines.about import EngineReport
-from repro.engines.megatron import exchange, model, settings, shim, weights
+from repro.engines.megatron import exchange, model, repairs, settings, shim, weights
 from repro.engines.megatron.passes import Passes
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
@@ -36,8 +36,10 @@ class MegatronEngine:
         self.experiment, self.mesh, self.device = experiment, mesh, device
         self.heads = experiment.model.heads // mesh.tp.size
         self.passes = Passes()
-        values = exchange.variables()
-        self.active = exchange.Exchange(values | (shim.replacements() if device.type == "cpu" else {}))
+        values = exchange.variables() | repairs.replacements()
+        if device.type == "cpu":
+            values |= shim.replacements()
+        self.active = exchange.Exchange(values)
         """Inside it the library is as this experiment needs it."""
         with self.active:
             exchange.initialize(experiment.layout)
@@ -52,6 +54,7 @@ class MegatronEngine:
             self._schedule()
         self.taken = torch.zeros(())
         """Steps that were not skipped."""
+        self.mark_states()
 
     def _wrap(self, chunk: GPTModel, index: int) -> DistributedDataParallel:
         """As the library's training script does; later chunks of an interleaved stage have one bucket each."""
@@ -69,6 +72,12 @@ class MegatronEngine:
             # AdamW of Transformer Engine or APEX is one kernel; torch's, without them, can be one too.
             if USING_PYTORCH_OPTIMIZER:
                 group["fused"] = True
+        # The moments are made here, or memory would be watched in the one step whose passes run without them.
+        (inner,) = made.chained_optimizers
+        inner.init_state_fn(inner.optimizer, inner.config)
+        if USING_PYTORCH_OPTIMIZER:
+            for parameter, state in inner.optimizer.state.items():
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return made
 
     def _schedule(self) -> None:
@@ -152,7 +161,9 @@ class MegatronEngine:
 
     def padding(self) -> int:
         """Elements that gradient buffers hold beyond the parameters."""
-        return sum(buffer.numel - buffer.numel_unpadded for chunk in self.chunks for buffer in chunk.buffers)
+        return (
+            sum(buffer.numel for chunk in self.chunks for buffer in chunk.buffers) - self.local_parameters()
+        )
 
     def mark_states(self) -> None:
         """Its buffers of parameters and gradients, or the parameters by themselves; masters and moments."""
@@ -161,14 +172,10 @@ class MegatronEngine:
                 mark(buffer.grad_data, Category.GRADIENTS)
             for parameter in chunk.parameters():
                 mark(parameter.data, Category.PARAMETERS)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    mark(parameter.grad, Category.GRADIENTS)
-        for chunk in self.chunks:
-            for parameter in chunk.parameters():
                 if (master := getattr(parameter, "main_param", None)) is not None:
                     mark(master, Category.OPTIMIZER)
+                    if master.grad is not None:
+                        mark(master.grad, Category.GRADIENTS)
         (inner,) = self.optimizer.chained_optimizers
         for state in inner.optimizer.state.values():
             for value in state.values():

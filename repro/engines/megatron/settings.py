@@ -39,7 +39,7 @@ def transformer(experiment: Experiment, device: torch.device, timers: Any) -> Tr
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # The weights come later.  Without `perform_initialization` the library does not mark which are split over tp,
-        # and its norm leaves out what ranks beyond the first of the tp group hold of them.
+        # and its norm leaves out what ranks beyond the first of the tp group hold of them (upstream 4084).
         perform_initialization=True,
         init_method=_keep,
         output_layer_init_method=_keep,

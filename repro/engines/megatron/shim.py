@@ -6,10 +6,7 @@ compares `tensor.type()` with names of CUDA types, and saves the generator's sta
 - the modules named in `MODULES` see a `torch` whose factories place on the CPU what was meant for a GPU, and
   whose `cuda` has one device, the CPU, and nothing to wait for;
 - a tensor's `cuda()` is the tensor itself and its `type()` is called as it would be on CUDA;
-- the random states of the device are empty;
-- a tensor that is being sent to another stage cannot be freed: an interleaved schedule frees outputs
-  (`deallocate_pipeline_outputs`) before their sending has been waited for, which a GPU's stream and allocator
-  put in order and gloo, which reads from the memory when it comes to it, does not.
+- the random states of the device are empty.
 
 All of it is part of the engine's `Exchange`, so that it is there only while the engine works.
 """
@@ -23,7 +20,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import random
 from torch import Tensor
 
@@ -101,17 +97,6 @@ def _type(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
     return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
 
-def _sending(send: Callable[..., Any]) -> Callable[..., Any]:
-    """`_p2p_ops` that sends aliases, which keep the memory alive as long as the message is under way."""
-
-    def sent(*, tensor_send_prev: Tensor | None, tensor_send_next: Tensor | None, **others: Any) -> Any:
-        to_prev = None if tensor_send_prev is None else tensor_send_prev.detach()
-        to_next = None if tensor_send_next is None else tensor_send_next.detach()
-        return send(tensor_send_prev=to_prev, tensor_send_next=to_next, **others)
-
-    return sent
-
-
 def replacements() -> dict[Place, Any]:
     """What is exchanged on CPUs, by its place."""
     fake = _Torch()
@@ -120,7 +105,6 @@ def replacements() -> dict[Place, Any]:
     }
     found[torch.Tensor, "cuda"] = lambda tensor, *_, **__: tensor
     found[torch.Tensor, "type"] = _type
-    found[p2p_communication, "_p2p_ops"] = _sending(p2p_communication._p2p_ops)
     found[random, "_get_cuda_rng_state"] = lambda *_, **__: None
     found[random, "_set_cuda_rng_state"] = lambda *_, **__: None
     found[random, "_CUDA_RNG_STATE_TRACKER"] = _Tracker()
