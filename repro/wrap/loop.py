@@ -14,10 +14,10 @@ from torch.nn import Parameter
 from repro import kernels
 from repro.parallel.comm import SUM, Group
 from repro.parallel.zero.passed import tensors_in
-from repro.parallel.zero.stages import ShardedModule
 from repro.parallel.zero.units import Unit, parameters_of
 from repro.wrap.gradients import UsersGradients
 from repro.wrap.loss_scaling import LossScaling
+from repro.wrap.module_states import WrappedModule
 from repro.wrap.optimizer_states import OptimizerStates, Shard
 from repro.wrap.refusals import Unchanged
 from repro.wrap.step_agreement import StepAgreement
@@ -30,7 +30,7 @@ class StockLoop:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        sharded: ShardedModule,
+        sharded: WrappedModule,
         units: Sequence[Unit],
         accumulation: int,
         clip: float,
@@ -62,7 +62,7 @@ class StockLoop:
         module.register_forward_hook(self._after_forward)
         if sharded.reducer.by_arrival:
             self._watch_repeats(module, units)
-        _guard_state_dict(module, sharded)
+        sharded.guard(units)
         module.no_sync = self.no_sync  # type: ignore[assignment]
         for owner in (module, optimizer):
             vars(owner)["zero_grad"] = self._then_restart(owner.zero_grad)
@@ -236,27 +236,3 @@ class StockLoop:
             if bucket.master is not bucket.shard:
                 bucket.shard.copy_(bucket.master)
         self.sharded.all_gather_params()
-
-
-def _guard_state_dict(module: nn.Module, sharded: ShardedModule) -> None:
-    """Let `state_dict()` and `load_state_dict()` see complete parameters, or refuse where there are none."""
-    mine = {id(p) for flat in (*sharded.buckets, *sharded.frozen) for p in flat.parameters}
-    mixed = any(bucket.master is not bucket.shard for bucket in sharded.buckets)
-
-    def save(child: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if sharded.sharding.stage == 3:
-            raise RuntimeError(
-                "state_dict(): under zero = 3 no rank has whole parameters; "
-                "call module.repro.full_parameters() on all ranks"
-            )
-
-    def load(child: nn.Module, *_: Any) -> None:
-        if sharded.sharding.stage == 3 or mixed:
-            raise RuntimeError(
-                "load_state_dict(): would not reach the shards and master weights; load before repro.parallelize"
-            )
-
-    for child in module.modules():
-        if any(id(p) in mine for p in child._parameters.values()):
-            child.register_state_dict_pre_hook(save)
-            child.register_load_state_dict_pre_hook(load)

@@ -42,8 +42,7 @@ class OptimizerStates:
         index = {id(p): i for i, p in enumerate(sharded.parameters)}
         self._groups = [[index.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
         """Of every group the parameters' indices; None for one that is frozen."""
-        group = sharded.sharding.group
-        self._mark = {"rank": group.rank, "dp": group.size, "zero": sharded.sharding.stage}
+        self._mark = mark_of(sharded)
         states = {index[id(p)]: state for p, state in optimizer.state.items() if id(p) in index}
         optimizer.state.clear()
         for shard in shards:
@@ -74,7 +73,7 @@ class OptimizerStates:
             return self._from_stock(states)
         if mark != self._mark:
             raise ValueError(
-                f"optimizer.load_state_dict(): the states of {_written(mark)} for {_written(self._mark)}; "
+                f"optimizer.load_state_dict(): the states of {written(mark)} for {written(self._mark)}; "
                 "optimizer.repro.full_state_dict() makes states that any rank and layout can load"
             )
         return states
@@ -149,5 +148,12 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _written(mark: dict[str, int]) -> str:
+def mark_of(sharded: ShardedModule) -> dict[str, int]:
+    """What tells a rank's own states from another's."""
+    group = sharded.sharding.group
+    return {"rank": group.rank, "dp": group.size, "zero": sharded.sharding.stage}
+
+
+def written(mark: dict[str, int]) -> str:
+    """For messages."""
     return f"rank {mark['rank']} of dp = {mark['dp']}, zero = {mark['zero']}"

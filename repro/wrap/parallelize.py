@@ -25,9 +25,10 @@ from repro.parallel.precision import DTYPES
 from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.grad_reduce import broadcast_parameters
 from repro.parallel.zero.same_units import SameUnits
-from repro.parallel.zero.stages import ShardedModule, Sharding
+from repro.parallel.zero.stages import Sharding
 from repro.parallel.zero.units import default_units
 from repro.wrap.loop import StockLoop
+from repro.wrap.module_states import WrappedModule
 from repro.wrap.refusals import check_clip, check_module, check_narrow, check_optimizer
 
 
@@ -64,11 +65,11 @@ def parallelize(
     through several forward passes.
 
     Without a process group one is made from the environment that torchrun sets.  All replicas start from
-    rank 0's values.  `optimizer.state_dict()` is a rank's own and can be loaded there only;
-    `optimizer.repro.full_state_dict()`, on all ranks at once, makes the stock optimizer's, which
-    `optimizer.load_state_dict` takes on every rank of any layout.  Raises `ConfigError` if the layout does not fit
-    the processes, `ValueError` for what would train wrongly (`repro.wrap.refusals`), or if the process group
-    cannot serve the module's device.
+    rank 0's values.  `optimizer.state_dict()` and `module.repro.shard_state_dict()` are a rank's own and can be
+    loaded there only.  `full_state_dict()` of `optimizer.repro` and of `module.repro`, on all ranks at once, makes
+    the stock one's, which `load_state_dict` of either takes on every rank of any layout.  Raises `ConfigError` if the
+    layout does not fit the processes, `ValueError` for what would train wrongly (`repro.wrap.refusals`), or if the
+    process group cannot serve the module's device.
     """
     if not isinstance(layout, Layout):
         raise ConfigError("layout", layout, "a repro.Layout, such as repro.Layout(dp=2, zero=3)")
@@ -95,7 +96,7 @@ def parallelize(
     if mesh.dp.size > 1:
         broadcast_parameters([t.data for t in tensors], mesh.dp)
     units = default_units(module, blocks)
-    sharded = ShardedModule(module, units, sharding, lambda p: Tag(group_of[id(p)]), values)
+    sharded = WrappedModule(module, units, sharding, lambda p: Tag(group_of[id(p)]), values)
     host = meshes.on_host(mesh.dp)
     if sharded.gatherer is not None:
         sharded.gatherer.distrust(SameUnits(host.on_channel(1 + len(units))))

@@ -1,8 +1,10 @@
-"""`state_dict` of a wrapped module: what it waits for, and what may be loaded."""
+"""`state_dict` of a wrapped module: what it waits for; a stock module's and a rank's own, in and out."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 import repro
 from repro.config import Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import STAGES, WIDTH, Plain, layout_of, message_of, once
+from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, layout_of, message_of, once
 
 
 def states_after_step(zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
@@ -45,23 +47,147 @@ def test_state_dict_waits_for_the_step(two: RankPool, zero: int) -> None:
 def test_stage_3_has_no_state_dict(two: RankPool) -> None:
     for message in two.run(message_of, states_after_step, 3):
         assert message.startswith("state_dict(): under zero = 3")
-        assert "module.repro.full_parameters()" in message
+        assert "module.repro.full_state_dict()" in message
+
+
+class Whole(nn.Module):
+    """Blocks, a matrix with two names, what is frozen or empty, buffers of which one is not saved, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.blocks[1].requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out.weight = self.into.weight
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.register_buffer("passing", torch.zeros(()), persistent=False)
+        self.steps = 0
+
+    def get_extra_state(self) -> int:
+        return self.steps
+
+    def set_extra_state(self, steps: int) -> None:
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        x = self.into(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(self.norm(x))
+
+
+def make(seed: int, layout: Layout | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    module: nn.Module = Whole()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+        [p for p in module.parameters() if p.requires_grad], lr=0.05, eps=1e-4
+    )
+    return (module, optimizer) if layout is None else repro.parallelize(module, optimizer, layout)
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """On the same rows on every rank, so that batch norms are those of one process."""
+    for step in steps:
+        x = torch.randn(2 * ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        once(module, x.to(module.norm.running_mean.dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def layout_in(zero: int, precision: str) -> Layout:
+    return Layout(dp=RANKS, zero=zero, precision=precision, bucket_bytes=300)
+
+
+def saved(zero: int, precision: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """States after two steps: whole, this rank's own, and the optimizer's whole ones."""
+    module, optimizer = make(1, layout_in(zero, precision))
+    train(module, optimizer, range(2))
+    whole = optimizer.repro.full_state_dict()  # type: ignore[attr-defined]
+    return module.repro.full_state_dict(), module.repro.shard_state_dict(), whole
+
+
+def resumed(zero: int, precision: str, by_shard: bool, states: list[Any]) -> dict[str, Any]:
+    """What two more steps make of states that are loaded in the middle of another training; `states` by rank."""
+    module, optimizer = make(2, layout_in(zero, precision))
+    train(module, optimizer, range(5, 7))
+    whole, own, of_optimizer = states[dist.get_rank()]
+    if by_shard:
+        module.repro.load_shard_state_dict(own)
+    else:
+        assert not any(module.load_state_dict(whole))
+    optimizer.load_state_dict(of_optimizer)
+    train(module, optimizer, range(2, 4))
+    return module.repro.full_state_dict()
+
+
+def unbroken(zero: int, precision: str) -> dict[str, Any]:
+    module, optimizer = make(1, layout_in(zero, precision))
+    train(module, optimizer, range(4))
+    return module.repro.full_state_dict()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@STAGES
+def test_training_goes_on_from_states(two: RankPool, zero: int, precision: str) -> None:
+    states = two.run(saved, zero, precision)
+    expected = two.run(unbroken, zero, precision)[0]
+    for by_shard in (False, True):
+        for found in two.run(resumed, zero, precision, by_shard, states):
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert torch.equal(found[key], value) if isinstance(value, Tensor) else found[key] == value, (
+                    key
+                )
 
 
 @STAGES
-def test_states_are_loaded_before(zero: int) -> None:
-    """Afterwards they would miss what the optimizer updates; where parameters are that, they may be loaded."""
-    for precision in ("fp32", "bf16"):
-        states = Plain().state_dict()
-        module: nn.Module = Plain()
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-        module, optimizer = repro.parallelize(module, optimizer, Layout(zero=zero, precision=precision))
-        if zero == 3 or precision == "bf16":
-            with pytest.raises(RuntimeError, match=r"load before repro\.parallelize"):
-                module.load_state_dict(states)
-            continue
-        module.load_state_dict(states)
-        once(module, torch.zeros(1, WIDTH)).backward()
-        optimizer.step()
-        found = module.repro.full_parameters()
-        assert torch.equal(found["blocks.0.0.weight"], states["blocks.0.0.weight"])
+def test_the_full_states_are_the_stock_modules(two: RankPool, zero: int) -> None:
+    torch.set_num_threads(1)
+    module, optimizer = make(1, None)
+    train(module, optimizer, range(2))
+    expected = module.state_dict()
+    for found, *_ in two.run(saved, zero, "fp32"):
+        assert list(found) == list(expected)
+        assert found._metadata == expected._metadata  # type: ignore[attr-defined]
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
+        Whole().load_state_dict(found)
+
+
+def refused(zero: int) -> list[str]:
+    """What is said of shards that are another rank's or layout's, of a missing key, and of `assign`."""
+    module, _ = make(1, layout_in(zero, "fp32"))
+    own, whole = module.repro.shard_state_dict(), module.repro.full_state_dict()
+    found = [
+        message_of(module.repro.load_shard_state_dict, {**own, "repro": {**own["repro"], **mark}})
+        for mark in ({}, {"rank": 1 - dist.get_rank()}, {"dp": 4})
+    ]
+    found.append(message_of(module.repro.load_shard_state_dict, {**own, "shard": {}}))
+    found.append(message_of(partial(module.load_state_dict, assign=True), module.repro.full_state_dict()))
+    del whole["into.bias"]
+    found.append(message_of(module.load_state_dict, whole))
+    assert module.load_state_dict(whole, strict=False).missing_keys == ["into.bias"]
+    once(module, torch.ones(2, WIDTH)).backward()
+    return found
+
+
+@STAGES
+def test_other_states_are_refused(two: RankPool, zero: int) -> None:
+    for own, rank, dp, nothing, assign, missing in two.run(refused, zero):
+        assert own == ""
+        for message in (rank, dp, nothing):
+            assert "module.repro.full_state_dict() makes states that any rank and layout can load" in message
+        assert 'Missing key(s) in state_dict: "into.bias"' in missing
+        assert assign.endswith("assign=False")
+
+
+@pytest.mark.parametrize("zero", range(3))
+def test_what_was_written_to_a_weight_is_saved(zero: int) -> None:
+    module: nn.Module = Plain()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = repro.parallelize(module, optimizer, Layout(zero=zero, precision="bf16"))
+    nn.init.constant_(module.into.weight, 0.5)
+    assert (module.repro.full_state_dict()["into.weight"] == 0.5).all()

@@ -1,0 +1,169 @@
+"""States of a module whose parameters lie in buckets: a stock module's, in and out, and a rank's own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from repro.parallel.zero.flat_buffer import Bucket
+from repro.parallel.zero.flat_parameters import FlatParameters
+from repro.parallel.zero.stages import ShardedModule
+from repro.parallel.zero.units import Unit, parameters_of
+from repro.wrap.optimizer_states import mark_of, written
+
+
+class WrappedModule(ShardedModule):
+    """What `module.repro` is."""
+
+    _saving = False
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """`state_dict()` of the stock module, complete on every rank; all ranks call this at once.
+
+        Parameters are what the optimizer updates, so fp32 in bf16 training: a module in bf16 rounds them as it
+        loads them, and a wrapped one goes on as if nothing had happened.
+        """
+        whole: dict[int, Tensor] = {}
+        for flat in self._flats():
+            values = _whole(flat)
+            for slot, parameter in zip(flat.plan.slots, flat.parameters, strict=True):
+                whole[id(parameter)] = values[slot.start : slot.stop].clone().view(parameter.size())
+        states = self._copied(whole)
+        for key, value in states.items():
+            states[key] = whole.get(id(value), value)
+        return states
+
+    def shard_state_dict(self) -> dict[str, Any]:
+        """What this rank has: its pieces of the parameters by name, and all of what is not cut (buffers)."""
+        mine = self._pieces()
+        cut = {id(parameter) for flat in self._flats() for parameter in flat.parameters}
+        rest = {key: value for key, value in self._copied(cut).items() if id(value) not in cut}
+        return {
+            "repro": mark_of(self),
+            "shard": {n: piece.clone() for n, piece in mine.items()},
+            "rest": rest,
+        }
+
+    def load_shard_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Take what `shard_state_dict` gave on this rank of this layout; all ranks call this at once.
+
+        Raises `ValueError` for another rank's or layout's.
+        """
+        mine = self._pieces()
+        sizes = {name: piece.numel() for name, piece in mine.items()}
+        if states["repro"] != mark_of(self) or sizes != {n: v.numel() for n, v in states["shard"].items()}:
+            raise ValueError(
+                f"load_shard_state_dict(): the shard of {written(states['repro'])} for {written(mark_of(self))}, or "
+                "other blocks or buckets; module.repro.full_state_dict() makes states that any rank and layout can load"
+            )
+        for name, piece in mine.items():
+            piece.copy_(states["shard"][name])
+        for bucket in self.buckets:
+            bucket.shard.copy_(bucket.master)
+        self.all_gather_params()
+        self.wait()
+        self.module.load_state_dict(states["rest"], strict=False)
+
+    def _flats(self) -> Sequence[FlatParameters]:
+        for bucket in self.buckets:
+            bucket.adopt_writes()
+        return (*self.buckets, *self.frozen)
+
+    def _pieces(self) -> dict[str, Tensor]:
+        """This rank's part of every parameter, flat, as the optimizer has it."""
+        names = {id(p): name for name, p in self._named.items()}
+        found = {}
+        for flat in self._flats():
+            by_index = {
+                slot.index: names[id(p)] for slot, p in zip(flat.plan.slots, flat.parameters, strict=True)
+            }
+            for index, first, last, place in flat.pieces():
+                found[by_index[index]] = _values(flat)[place : place + last - first]
+        return found
+
+    def _copied(self, cut: Any) -> dict[str, Any]:
+        """The stock `state_dict`, of which what is cut is not looked at."""
+        self._saving = True
+        try:
+            states = self.module.state_dict(keep_vars=True)
+        finally:
+            self._saving = False
+        for key, value in states.items():
+            if isinstance(value, Tensor) and id(value) not in cut:
+                states[key] = value.detach().clone()
+        return states
+
+    def guard(self, units: Sequence[Unit]) -> None:
+        """Let `load_state_dict()` reach shards and master weights, and `state_dict()` see whole parameters only."""
+        flat_of = {id(p): flat for flat in (*self.buckets, *self.frozen) for p in flat.parameters}
+        unit_of: dict[int, int] = {}
+        if self.gatherer is not None:
+            for u, parameters in enumerate(parameters_of(self.module, units)):
+                unit_of.update((id(p), u) for p in parameters)
+
+        def save(child: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if self.sharding.stage == 3 and not self._saving:
+                raise RuntimeError(
+                    "state_dict(): under zero = 3 no rank has whole parameters; call module.repro.full_state_dict() on "
+                    "all ranks, or let each save its module.repro.shard_state_dict()"
+                )
+
+        def before_load(child: nn.Module, states: Any, prefix: str, options: dict[str, Any], *_: Any) -> None:
+            if options.get("assign_to_params_buffers"):
+                raise RuntimeError(
+                    "load_state_dict(assign=True): would take parameters out of their buckets; assign=False"
+                )
+            for name, parameter in child._parameters.items():
+                if parameter is None or id(parameter) not in flat_of:
+                    continue
+                flat, value = flat_of[id(parameter)], states.get(prefix + name)
+                if isinstance(value, Tensor) and value.shape == parameter.size():
+                    _set_master(flat, id(parameter), value)
+                if self.gatherer is not None:
+                    self.gatherer.need(unit_of[id(parameter)])
+
+        def after_load(child: nn.Module, _: Any) -> None:
+            assert self.gatherer is not None
+            for u in {unit_of[id(p)] for p in child._parameters.values() if id(p) in flat_of}:
+                if self.gatherer.is_gathered(u):
+                    for flat in self.gatherer.buckets[u]:
+                        size = flat.plan.shard
+                        flat.shard.copy_(flat.full[flat.part * size : (flat.part + 1) * size])
+                    self.gatherer.free(u)
+
+        for child in self.module.modules():
+            if any(id(p) in flat_of for p in child._parameters.values()):
+                child.register_state_dict_pre_hook(save)
+                child.register_load_state_dict_pre_hook(before_load)
+                if self.gatherer is not None:
+                    child.register_load_state_dict_post_hook(after_load)
+
+
+def _values(flat: FlatParameters) -> Tensor:
+    """This rank's shard in the precision that is kept."""
+    return flat.master if isinstance(flat, Bucket) else flat.shard
+
+
+def _whole(flat: FlatParameters) -> Tensor:
+    """The values of all ranks' shards [padded]."""
+    mine = _values(flat)
+    if mine.numel() == flat.plan.padded:
+        return mine
+    whole = mine.new_empty(flat.plan.padded)
+    flat.group.all_gather(whole, mine, purpose="parameters").wait()
+    return whole
+
+
+@torch.no_grad()
+def _set_master(flat: FlatParameters, key: int, value: Tensor) -> None:
+    """Give this rank's piece of a parameter's master weights the whole `value`'s, before rounding."""
+    values = _values(flat)
+    if values is flat.shard:
+        return
+    (number,) = (slot.index for slot, p in zip(flat.plan.slots, flat.parameters, strict=True) if id(p) == key)
+    for index, first, last, place in flat.pieces():
+        if index == number:
+            values[place : place + last - first].copy_(value.reshape(-1)[first:last])
