@@ -13,7 +13,8 @@ from typing import Any
 TIMEOUT_S = 90.0
 PRELOADED = [
     *("pytest", "torch.distributed", "torch.profiler", "torch._dynamo"),
-    *("repro.wrap.parallelize", "repro.measure.memory", "repro.engines.native", "tests.training"),
+    *("repro.wrap.parallelize", "repro.measure.memory", "repro.engines.native", "repro.engines.torch.engine"),
+    "tests.training",
 ]
 """Imported once, by the process that every rank is a fork of; importing them costs more than most tests."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from repro.config.errors import ConfigError
@@ -20,6 +21,14 @@ class Limit(NamedTuple):
     allowed: tuple[Any, ...]
 
 
+class Combination(NamedTuple):
+    """A value that the engine refuses beside others, and what would be right."""
+
+    key: str
+    refused: Callable[[Layout, Training], bool]
+    right: str
+
+
 _NO_PIPELINE = Limit("pp", (1,))
 _CONSTANT_BUFFERS = Limit("cb", (True,))
 _NO_DEFRAGMENTATION = Limit("md", (False,))
@@ -30,12 +39,14 @@ _VIEWS = Limit("gradient_as_bucket_view", (True,))
 ENGINES: dict[str, tuple[Limit, ...]] = {
     NATIVE: (),
     "torch": (
-        Limit("tp", (1,)),
-        _NO_PIPELINE,
-        Limit("precision", ("fp32",)),
+        Limit("scatter_gather", (False,)),
+        Limit("tp_overlap", (True,)),
         _CONSTANT_BUFFERS,
         _NO_DEFRAGMENTATION,
         _OVERLAPPED,
+        Limit("pa", (False,)),
+        Limit("pa_cpu", (False,)),
+        Limit("kernels", (OperatorSet.FUSED,)),
     ),
     "deepspeed": (
         _NO_PIPELINE,
@@ -58,29 +69,76 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         Limit("attention_dropout", (0,)),
     ),
 }
-"""By name: `native`; `torch` (DDP, ZeroRedundancyOptimizer, FSDP2); `deepspeed`; `megatron` (megatron-core)."""
+"""By name: `native`; `torch` (DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, its pipelines); `deepspeed`; `megatron`."""
+
+
+def _beside(layout: Layout) -> bool:
+    """Whether data parallelism has something beside it."""
+    return layout.tp > 1 or layout.pp > 1
+
+
+COMBINATIONS: dict[str, tuple[Combination, ...]] = {
+    "torch": (
+        # ZeroRedundancyOptimizer knows nothing of DTensors.
+        Combination(
+            "zero",
+            lambda layout, _: layout.zero == 1 and layout.dp > 1 and _beside(layout),
+            "0, 2 or 3 beside tp or pp",
+        ),
+        # There it is FSDP2's machinery that sums gradients, which knows no buckets.
+        Combination(
+            "gradient_as_bucket_view",
+            lambda layout, _: (
+                not layout.gradient_as_bucket_view and (_beside(layout) or layout.precision != "fp32")
+            ),
+            "true in 16 bits and beside tp or pp",
+        ),
+        Combination(
+            "global_batch",
+            lambda layout, _: layout.schedule == "1f1b" and layout.accumulation < layout.pp,
+            "at least as many micro-batches as stages",
+        ),
+        # GradScaler halves the scale at the first overflow.
+        Combination(
+            "loss_scale_hysteresis",
+            lambda layout, training: layout.precision == "fp16" and training.loss_scale_hysteresis != 1,
+            "1 in fp16",
+        ),
+    ),
+    "deepspeed": (
+        # Its contiguous buffers are of partitioned checkpoints; gradients always have one.
+        Combination("md", lambda layout, _: layout.md and not layout.pa, "false, or pa = true,"),
+        Combination(
+            "loss_scale",
+            lambda layout, training: (
+                layout.precision == "fp16" and not math.log2(training.loss_scale).is_integer()
+            ),
+            "a power of 2",
+        ),
+    ),
+    "megatron": (
+        # Its batch of messages has two to and two from the same stage, which are then taken for each other.
+        Combination(
+            "overlap",
+            lambda layout, _: layout.chunks > 1 and layout.pp == 2 and not layout.overlap,
+            "true if pp = 2 and schedule = interleaved",
+        ),
+    ),
+}
+"""By engine: what it runs in general, but not together."""
 
 
 def check(engine: str, layout: Layout, training: Training) -> None:
     """Raise `ConfigError` for a layout or a training that the engine has nothing to execute with."""
+
+    def refuse(key: str, right: str) -> None:
+        where, of = ("layout", layout) if hasattr(layout, key) else ("training", training)
+        raise ConfigError(key, getattr(of, key), f"{right} with engine {engine}", where=where)
+
     for key, allowed in ENGINES[engine]:
-        where = "layout" if hasattr(layout, key) else "training"
-        value = getattr(layout if where == "layout" else training, key)
-        words = [right if isinstance(right, str) else f"{key} = {right}".lower() for right in allowed]
-        if value not in allowed:
-            raise ConfigError(key, value, f"{' or '.join(words)} with engine {engine}", where=where)
-    if engine == "megatron" and layout.chunks > 1 and layout.pp == 2 and not layout.overlap:
-        # Its batch of messages has two to and two from the same stage, which are then taken for each other.
-        right = "true with engine megatron, pp = 2 and schedule = interleaved"
-        raise ConfigError("overlap", layout.overlap, right, where="layout")
-    if engine == "deepspeed" and layout.md and not layout.pa:
-        # Its contiguous buffers are of partitioned checkpoints; gradients always have one.
-        raise ConfigError("md", layout.md, "false, or pa = true, with engine deepspeed", where="layout")
-    if (
-        engine == "deepspeed"
-        and layout.precision == "fp16"
-        and not math.log2(training.loss_scale).is_integer()
-    ):
-        raise ConfigError(
-            "loss_scale", training.loss_scale, "a power of 2 with engine deepspeed", where="training"
-        )
+        if getattr(layout if hasattr(layout, key) else training, key) not in allowed:
+            words = [right if isinstance(right, str) else f"{key} = {right}".lower() for right in allowed]
+            refuse(key, " or ".join(words))
+    for key, refused, right in COMBINATIONS.get(engine, ()):
+        if refused(layout, training):
+            refuse(key, right)

@@ -25,7 +25,7 @@ __all__ = ["NATIVE", "build_engine", "load", "missing"]
 
 _ADAPTERS = {
     NATIVE: "repro.engines.native:NativeEngine",
-    "torch": "repro.engines.torch:TorchEngine",
+    "torch": "repro.engines.torch.engine:TorchEngine",
     "deepspeed": "repro.engines.deepspeed.engine:DeepSpeedEngine",
     "megatron": "repro.engines.megatron.engine:MegatronEngine",
 }

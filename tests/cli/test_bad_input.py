@@ -76,9 +76,9 @@ CASES = {
         EXPERIMENT + 'engine = "alpa"',
         "experiment \"a\": engine = 'alpa': one of native, torch, deepspeed, megatron",
     ),
-    "torch has no tp": (
-        EXPERIMENT + 'engine = "torch"\nlayout.tp = 2',
-        'experiment "a": layout.tp = 2: tp = 1 with engine torch',
+    "torch has no P_a": (
+        EXPERIMENT + 'engine = "torch"\nlayout = { tp = 2, recompute = true, pa = true }',
+        'experiment "a": layout.pa = True: pa = false with engine torch',
     ),
     "expectation": (
         EXPERIMENT + 'expect = "fail"',

@@ -102,18 +102,3 @@ def test_records_from_before_tp_overlap_was_said_are_found_by_what_they_ran(
     assert chosen_fields(ran.layout) == chosen
     alone = Layout(micro_batch=4, kernels=kernels)
     assert chosen_fields(alone) == chosen_fields(replace(alone, tp_overlap=False))
-
-
-@pytest.mark.parametrize(
-    ("layout", "line"),
-    [
-        (Layout(pp=2), "layout.pp = 2: pp = 1 with engine torch"),
-        (Layout(dp=2, cb=False), "layout.cb = False: cb = true with engine torch"),
-        (Layout(dp=2, overlap=False), "layout.overlap = False: overlap = true with engine torch"),
-        (Layout(dp=2, precision="bf16"), "layout.precision = 'bf16': fp32 with engine torch"),
-    ],
-)
-def test_torchs_strategies_know_none_of_it(layout: Layout, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        replace(BASE, layout=layout, engine="torch")
-    assert str(caught.value) == line

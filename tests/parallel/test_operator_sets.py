@@ -274,11 +274,6 @@ def test_the_mask_and_what_is_dropped() -> None:
     torch.testing.assert_close(dropout(weights), weights * dropout.keep(weights) / 0.6)
 
 
-def test_torchs_engine_runs_any_set() -> None:
-    experiment = tiny(Layout(micro_batch=BATCH, kernels="unfused"), engine="torch", warmup_steps=0)
-    assert_same([train(experiment)], alone(warmup_steps=0), 1e-5, 1e-5)
-
-
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_stock_module_without_overlap(two: RankPool, zero: int) -> None:
     layout = Layout(dp=2, zero=zero, overlap=False, micro_batch=STOCK_BATCH // 2, bucket_bytes=600)

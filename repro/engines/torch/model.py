@@ -1,0 +1,186 @@
+"""The suite's GPT as a plain torch module: nn.Linear, nn.LayerNorm, nn.Embedding, scaled dot product attention.
+
+The same function as `repro.models.gpt`, written as one writes it for torch's strategies: nothing in it knows of
+ranks.  Modules bear the names of the suite's model.  Symbols: b samples, s tokens, h hidden, a heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from repro import kernels
+from repro.config import Model, OperatorSet, Training
+from repro.models.gpt import Part, Place
+from repro.models.operator_sets import WeightDropout, attention
+from repro.train.part import MicroBatch
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The suite's, whose random numbers follow from counters; torch's has no parity between layouts.
+
+    A module sees the whole sequence and all heads, or a part of them that begins at `first_position`, `first_head`.
+    """
+
+    training: Training
+    model: Model
+    seq: int
+    first_position: int = 0
+    first_head: int = 0
+
+    def key(self, place: Place, layer: int, site: int) -> int:
+        """Of the random numbers of one dropout in one step."""
+        return kernels.derive_key(self.training.seed, place.step, layer, site)
+
+    def residual(self, x: Tensor, place: Place, layer: int, site: int) -> Tensor:
+        """dropout(x) for x [b, s, h]."""
+        p = self.training.dropout
+        if not p:
+            return x
+        key = self.key(place, layer, site)
+        return kernels.bias_dropout_residual(
+            x, None, None, p, key, place.first_sample, self.seq, self.first_position, True
+        )
+
+    def weights(self, place: Place, layer: int) -> WeightDropout | None:
+        """Of attention weights."""
+        p = self.training.attention_dropout
+        if not p:
+            return None
+        key = self.key(place, layer, 0)
+        return WeightDropout(p, key, place.first_sample, self.model.heads, self.first_head)
+
+
+class Embedding(nn.Module):
+    """Tokens plus positions, then dropout: [b, s] to [b, s, h]."""
+
+    def __init__(self, model: Model, dropout: Dropout):
+        super().__init__()
+        self.dropout = dropout
+        self.tokens = nn.Embedding(model.vocab, model.hidden)
+        self.positions = nn.Embedding(model.seq, model.hidden)
+
+    def forward(self, tokens: Tensor, place: Place) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout.residual(self.tokens(tokens) + self.positions(positions), place, 0, 0)
+
+
+class Attention(nn.Module):
+    """x + dropout(attention(norm(x))), causal."""
+
+    def __init__(self, model: Model, dropout: Dropout, layer: int):
+        super().__init__()
+        inner = model.heads * model.head_width
+        self.dropout, self.layer, self.width = dropout, layer, model.head_width
+        self.norm = nn.LayerNorm(model.hidden)
+        # Rows by head, each head's query, key and value in turn: a split by rows gives a rank whole heads.
+        self.qkv = nn.Linear(model.hidden, 3 * inner)
+        self.out = nn.Linear(inner, model.hidden)
+
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        y = self.qkv(self.norm(x))
+        b, s, _ = y.shape
+        q, k, v = y.view(b, s, -1, 3, self.width).transpose(1, 2).unbind(3)  # each [b, a, s, d]
+        drop = self.dropout.weights(place, self.layer)
+        if drop is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = attention(OperatorSet.REFERENCE, q, k, v, drop, None)
+        y = self.out(y.transpose(1, 2).reshape(b, s, -1))
+        return x + self.dropout.residual(y, place, self.layer, 1)
+
+
+class Mlp(nn.Module):
+    """x + dropout(mlp(norm(x)))."""
+
+    def __init__(self, model: Model, dropout: Dropout, layer: int):
+        super().__init__()
+        self.dropout, self.layer = dropout, layer
+        self.norm = nn.LayerNorm(model.hidden)
+        self.up = nn.Linear(model.hidden, model.ffn_width)
+        self.down = nn.Linear(model.ffn_width, model.hidden)
+
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        y = self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+        return x + self.dropout.residual(y, place, self.layer, 2)
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, model: Model, dropout: Dropout, layer: int, *, recompute: bool):
+        super().__init__()
+        self.recompute = recompute
+        self.attention = Attention(model, dropout, layer)
+        self.mlp = Mlp(model, dropout, layer)
+
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        if not self.recompute:
+            return self._layer(x, place)
+        # No generator's state to keep: random numbers are functions of counters.
+        y: Tensor = checkpoint(self._layer, x, place, use_reentrant=False, preserve_rng_state=False)
+        return y
+
+    def _layer(self, x: Tensor, place: Place) -> Tensor:
+        y: Tensor = self.mlp(self.attention(x, place), place)
+        return y
+
+
+class Head(nn.Module):
+    """Final norm, logits, and their mean cross-entropy: [b, s, h] and [b, s] to fp32, 0-dim."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.norm = nn.LayerNorm(model.hidden)
+        self.output = nn.Linear(model.hidden, model.vocab, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = self.output(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class PlainGPT(nn.Module):
+    """A part of the model, all of it without pipeline: tokens [b, s] or x [b, s, h] to x [b, s, h] or the mean loss."""
+
+    def __init__(
+        self,
+        model: Model,
+        dropout: Dropout,
+        part: Part,
+        *,
+        recompute: bool,
+        autocast: torch.dtype | None = None,
+    ):
+        """`autocast`: the format of matrix products, parameters and the rest being in fp32."""
+        super().__init__()
+        self.part, self.autocast = part, autocast
+        self.batches: Iterator[MicroBatch] = iter(())
+        """The micro-batches to come, for what is not a stage's input: pipelines hand their stages tensors only."""
+        if part.first:
+            self.embed = Embedding(model, dropout)
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(model, dropout, i + 1, recompute=recompute) for i in part.layers}
+        )
+        if part.last:
+            self.head = Head(model)
+        self.tie()
+
+    def tie(self) -> None:
+        """Have the logits use the embedding of the same rank."""
+        if self.part.first and self.part.last:
+            self.head.output.weight = self.embed.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = next(self.batches)
+        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+            if self.part.first:
+                x = self.embed(x, batch.place)
+            for block in self.blocks.values():
+                x = block(x, batch.place)
+            return self.head(x, batch.targets) if self.part.last else x

@@ -1,0 +1,56 @@
+"""What torch has nothing for, alone or together with something else, is refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from repro.config import Layout
+from repro.config.errors import ConfigError
+from tests.training import tiny
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "one buffer": ({"dp": 2, "cb": False}, {}, "layout.cb = False: cb = true"),
+    "no overlap": ({"dp": 2, "overlap": False}, {}, "layout.overlap = False: overlap = true"),
+    "operators of 2019": ({"kernels": "unfused"}, {}, "layout.kernels = 'unfused': fused"),
+    "P_a": ({"tp": 2, "recompute": True, "pa": True}, {}, "layout.pa = True: pa = false"),
+    "stage 1 and tp": ({"dp": 2, "tp": 2, "zero": 1}, {}, "layout.zero = 1: 0, 2 or 3 beside tp or pp"),
+    "stage 1 and pp": (
+        {"dp": 2, "pp": 2, "zero": 1, "global_batch": 4},
+        {},
+        "layout.zero = 1: 0, 2 or 3 beside tp or pp",
+    ),
+    "copies without buckets": (
+        {"dp": 2, "precision": "bf16", "gradient_as_bucket_view": False},
+        {},
+        "layout.gradient_as_bucket_view = False: true in 16 bits and beside tp or pp",
+    ),
+    "fewer micro-batches than stages": (
+        {"pp": 2},
+        {},
+        "layout.global_batch = 1: at least as many micro-batches as stages",
+    ),
+    "hysteresis": ({"precision": "fp16"}, {}, "training.loss_scale_hysteresis = 2: 1 in fp16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line(name: str) -> None:
+    layout, training, line = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        tiny(Layout(**layout), engine="torch", **training)
+    assert str(caught.value) == f"{line} with engine torch"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(zero=1, tp=2),
+        Layout(pp=2, schedule="gpipe"),
+        Layout(dp=2, tp=2, pp=2, zero=2, micro_batch=1, global_batch=4),
+    ],
+    ids=["no dp to shard over", "gpipe", "all axes"],
+)
+def test_what_is_near_it_is_not(layout: Layout) -> None:
+    tiny(layout, engine="torch")
