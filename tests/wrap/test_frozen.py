@@ -144,6 +144,10 @@ def test_frozen_parameters_are_parameters_too(two: RankPool) -> None:
     first, _ = two.run(names_and_refusals)
     assert first["names"]
     assert first["values"] == []
-    for habit in ("read", "state_dict", "use"):
-        assert "module.repro.full_parameters() on all ranks" in first[habit]
+    for habit, way in {
+        "read": "full_parameters",
+        "state_dict": "full_state_dict",
+        "use": "full_parameters",
+    }.items():
+        assert f"module.repro.{way}() on all ranks" in first[habit]
     assert first["block"] == (1, WIDTH)
