@@ -1,6 +1,6 @@
 """The DeepSpeed configuration that a layout and a training stand for.
 
-What they leave open has DeepSpeed's own default, but for three sizes of stage 3.  Those are numbers of elements that
+What they leave open has DeepSpeed's own default, but for four sizes of stage 3.  Those are numbers of elements that
 fit models of tens of billions of parameters; a small model would be gathered once, whole, and stay so.
 """
 
@@ -58,13 +58,18 @@ def _zero(model: Model, layout: Layout) -> dict[str, Any]:
         "reduce_scatter": layout.zero1_reduce == "reduce-scatter",
     }
     if layout.zero == 3:
-        # A block ahead, none kept between its forward and its backward pass: what stage 3 of a layout says.
-        found["stage3_prefetch_bucket_size"] = _block(model)
+        # What stage 3 of a layout says: a block ahead, none kept between its forward and its backward pass.  Without a
+        # limit of what is live, every module of the pass gathers a further block ahead.
+        block = _block(model) // layout.tp
+        found["stage3_prefetch_bucket_size"] = block
+        found["stage3_max_live_parameters"] = 2 * block + model.hidden * (
+            model.vocab // layout.tp + model.seq
+        )
         found["stage3_max_reuse_distance"] = 0
         found["stage3_param_persistence_threshold"] = _PERSISTED_PER_HIDDEN * model.hidden
     return found
 
 
 def _block(model: Model) -> int:
-    """Elements of the matrices of one block."""
+    """Elements of the matrices of one block, all tp ranks together."""
     return model.hidden * (4 * model.heads * model.head_width + 2 * model.ffn_width)

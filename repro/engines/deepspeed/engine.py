@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from repro.config import Experiment
 from repro.config.enums import Phase
@@ -34,23 +35,25 @@ class DeepSpeedEngine:
         self.globals = library.Globals()
         topology = Topology(layout, mesh) if layout.tp > 1 else None
         self.configuration = configuration(experiment.model, layout, training)
-        gpt, values = model.build(experiment, mesh, device)
-        self.splits_by_name = {name: vars(p)["split"] for name, p in gpt.named_parameters()}
-        self.count = sum(p.numel() for p in gpt.parameters())
         with self.globals.in_place():
+            built = model.build(
+                experiment, mesh, device, self._partition(topology) if layout.zero == 3 else None
+            )
             self.engine, *_ = deepspeed.initialize(
-                model=gpt,
-                optimizer=model.optimizer(gpt, experiment),
+                model=built.model,
+                optimizer=model.optimizer(built, training),
                 lr_scheduler=self._schedule,
                 mpu=topology,
                 dist_init_required=False,
                 config=dict(self.configuration),
             )
             self.states = States(self.engine, layout)
+            self.states.mark_whole_gradients()
             if layout.precision != "fp32":
-                self.states.begin(values)
+                self.states.begin(built.values)
             if layout.recompute:
                 deepspeed.checkpointing.configure(topology, deepspeed_config=dict(self.configuration))
+        self._splits, self.count = built.splits, built.count
         self._norm: Tensor | None = None
         """Of the gradients of stage 0 in fp32, whose norm DeepSpeed's engine does not keep."""
         if layout.zero == 0 and layout.precision == "fp32":
@@ -59,6 +62,14 @@ class DeepSpeedEngine:
         forgets = layout.zero == 0 and layout.precision == "fp16"
         self._unscaled: Any = self.engine.optimizer if forgets else None
         """The optimizer whose loss scale the loss has to be given here."""
+
+    def _partition(self, topology: Topology | None) -> Callable[[Module], object]:
+        """Stage 3 partitions a module as soon as it is there: no rank ever holds the whole model."""
+        from deepspeed.runtime.zero import Init
+
+        group = None if topology is None else topology.get_data_parallel_group()
+        settings = dict(self.configuration)
+        return lambda module: Init(module, group, config_dict_or_path=settings, mpu=topology)
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """The suite's learning rate; DeepSpeed does not step it when it skips one."""
@@ -126,7 +137,7 @@ class DeepSpeedEngine:
 
     def splits(self) -> dict[str, int | None]:
         """The dimension along which tp splits each parameter, by name."""
-        return self.splits_by_name
+        return self._splits
 
     def padding(self) -> int:
         """Elements of the flat buffers, over all ranks of dp, beyond the parameters."""

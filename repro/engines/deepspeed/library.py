@@ -62,6 +62,9 @@ def join(device: torch.device) -> None:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    from deepspeed import comm
+
+    comm.init_distributed(verbose=False)
 
 
 class Globals:

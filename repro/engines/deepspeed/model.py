@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
-from repro.config import Experiment
+from repro.config import Experiment, Training
 from repro.models.gpt import GPT, Place
 from repro.models.init import initial_values
 from repro.parallel.mesh import Mesh
+from repro.parallel.precision import DTYPES
 from repro.parallel.zero.stages import leave_meta
 
 
@@ -37,38 +39,67 @@ ValuesOf = dict[str, Callable[[int, int], Tensor]]
 """Of a parameter by name the initial values of its elements start..stop, fp32."""
 
 
-def build(experiment: Experiment, mesh: Mesh, device: torch.device) -> tuple[DeepSpeedGPT, ValuesOf]:
-    """The model on `device`, in fp32, with the values that every engine starts from; and these once more."""
+@dataclass(frozen=True)
+class Built:
+    """A model that DeepSpeed can be initialised with, and what was known of it before."""
+
+    model: DeepSpeedGPT
+    values: ValuesOf
+    groups: list[dict[str, Any]]
+    """Parameter groups of AdamW: matrices decay, vectors do not."""
+    splits: dict[str, int | None]
+    """The dimension along which tp splits each parameter, by name."""
+    count: int
+    """Parameters of this rank's tp share."""
+
+
+def build(
+    experiment: Experiment, mesh: Mesh, device: torch.device, place: Callable[[Module], object] | None = None
+) -> Built:
+    """The model on `device`, in the layout's precision, with the values that every engine starts from.
+
+    `place` is called with the embedding, each block and the head as soon as they have them, and may partition them.
+    """
+    training, dtype = experiment.training, DTYPES[experiment.layout.precision]
     model = DeepSpeedGPT(experiment, mesh)
-    leave_meta(model, device)
+    leave_meta(model, device, dtype)  # the parameters are new, and own no memory yet
     names, parameters = zip(*model.named_parameters(), strict=True)
     values = initial_values(
         names,
         parameters,
-        seed=experiment.training.seed,
+        seed=training.seed,
         layers=experiment.model.layers,
         rank=mesh.tp.rank,
         ranks=mesh.tp.size,
         device=device,
     )
-    for i, parameter in enumerate(parameters):
-        parameter.data = values(i, 0, parameter.numel()).view(parameter.shape)
-        # Of a parameter that every tp rank holds whole, one rank's gradient counts in the norm.
-        parameter.model_parallel = vars(parameter)["split"] is not None
-    return model, {name: partial(values, i) for i, name in enumerate(names)}
+    decayed = [p for p in parameters if p.dim() > 1 and p.init != "zeros"]  # type: ignore[attr-defined]
+    others = [p for p in parameters if not (p.dim() > 1 and p.init != "zeros")]  # type: ignore[attr-defined]
+    built = Built(
+        model,
+        {name: partial(values, i) for i, name in enumerate(names)},
+        [
+            {"params": decayed, "weight_decay": training.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        {name: vars(p)["split"] for name, p in zip(names, parameters, strict=True)},
+        sum(p.numel() for p in parameters),
+    )
+    index_of = {id(p): i for i, p in enumerate(parameters)}
+    for module in (model.embed, *model.blocks.values(), model.head):
+        for parameter in module.parameters():
+            i = index_of.pop(id(parameter), None)
+            if i is None:
+                continue  # the tied embedding, which is there
+            parameter.data = values(i, 0, parameter.numel()).view(parameter.shape).to(dtype)
+            # Of a parameter that every tp rank holds whole, one rank's gradient counts in the norm.
+            parameter.model_parallel = vars(parameter)["split"] is not None  # type: ignore[attr-defined]
+        if place is not None:
+            place(module)
+    return built
 
 
-def optimizer(model: Module, experiment: Experiment) -> torch.optim.AdamW:
+def optimizer(built: Built, training: Training) -> torch.optim.AdamW:
     """torch's fused AdamW, which DeepSpeed takes as a client's and which needs no compiler."""
-    training = experiment.training
-    decayed: list[Parameter] = []
-    others: list[Parameter] = []
-    for parameter in model.parameters():
-        matrix = parameter.dim() > 1 and parameter.init != "zeros"  # type: ignore[attr-defined]
-        (decayed if matrix else others).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": training.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
     betas = training.beta1, training.beta2
-    return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)
+    return torch.optim.AdamW(built.groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)

@@ -33,6 +33,8 @@ class States:
             group = self.optimizer.dp_process_group
             self.rank, self.ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         self.names = {id(p): name for name, p in engine.module.named_parameters()}
+        self._whole: list[Any] = []
+        """Hooks that mark gradients which are there before the update begins, and not any more when it does."""
 
     def elements(self) -> int:
         """Elements of the parameters with all padding, over all ranks of dp."""
@@ -67,9 +69,16 @@ class States:
                 for state in self.optimizer.optimizer.state.values():
                     state["step"].zero_()
 
+    def mark_whole_gradients(self) -> None:
+        """Until the next call of `mark`: mark gradients as they come, since stage 1 keeps all until it reduces them."""
+        if self.stage == 1:
+            self._whole = [p.register_post_accumulate_grad_hook(_mark_gradient) for p in self._parameters()]
+
     def mark(self) -> None:
         """Mark every storage that now holds parameters, gradients, optimizer states or what is communicated."""
         optimizer = self.optimizer
+        while self._whole:
+            self._whole.pop().remove()
         inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
         _mark(self._buffers(), Category.COMMUNICATION)
         _mark((p.data for p in self._parameters()), Category.PARAMETERS)
@@ -129,6 +138,12 @@ class States:
                     if start < stop:
                         yield p, start - place, flat[start - low : stop - low]
                     place += p.numel()
+
+
+def _mark_gradient(p: Parameter) -> None:
+    """Unless DeepSpeed has moved it to a bucket."""
+    if p.grad is not None and p.grad.nbytes == p.grad.untyped_storage().nbytes():
+        storage.mark(p.grad, Category.GRADIENTS)
 
 
 def _mark(held: Any, category: Category) -> None:
