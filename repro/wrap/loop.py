@@ -45,6 +45,8 @@ class StockLoop:
         """Whether the forward pass that runs, or ran last, was made with gradients."""
         self._queued = False
         """Whether a backward pass runs."""
+        self._looked = False
+        """Whether one that only looks went through the forward passes that wait for theirs."""
         self._uses: dict[int, tuple[int, bool]] = {}
         """How often each block was used since the last backward pass, and whether under a reentrant checkpoint."""
         self._unsynchronized = False
@@ -60,6 +62,7 @@ class StockLoop:
         self.agreement = StepAgreement(module, sharded, host)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward)
+        sharded.reducer.arriving = self._on_gradient_of_a_look
         if sharded.reducer.by_arrival:
             self._watch_repeats(module, units)
         sharded.guard(units)
@@ -145,8 +148,16 @@ class StockLoop:
             if tensor.requires_grad:
                 tensor.register_hook(self._on_backward)
 
-    def _on_backward(self, gradient: Tensor) -> None:
+    def _on_backward(self, gradient: Tensor | None) -> None:
         if not self._queued:
+            if self.sharded.looks.now():
+                self._looked = True
+                return
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "backward(create_graph=True): gradients in buckets have no graph; for a penalty differentiate "
+                    "torch.autograd.grad(..., create_graph=True) by the module's inputs"
+                )
             if not self._forward:
                 raise RuntimeError(
                     "a second backward pass after one forward pass: sum the losses for one backward pass, "
@@ -156,8 +167,13 @@ class StockLoop:
             # What torch's own DDP and FSDP use to learn that a backward pass is over.
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
 
+    def _on_gradient_of_a_look(self) -> None:
+        """What a look has computed may be all that the loss is of: then the module's output has no gradient."""
+        if self._looked and not self._queued:
+            self._on_backward(None)
+
     def _after_backward(self) -> None:
-        self._queued = self._forward = False
+        self._queued = self._forward = self._looked = False
         self._uses.clear()
         self.sharded.finish()
         self.agreement.passed()

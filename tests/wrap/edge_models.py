@@ -123,6 +123,32 @@ class Containers(nn.Module):
         return holder.inner(x * scales[0] * scales[1]) * holder.own + biases["b"]
 
 
+class Routed(nn.Module):
+    """Blocks keep a loss beside their output, made after it: no hook on what they return sees it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+            self.balance: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + torch.tanh(self.linear(x))
+            self.balance = self.router(x).softmax(-1).square().mean()
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Routed.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Plain(nn.Module):
     """Three blocks."""
 
@@ -144,6 +170,11 @@ Pass = Callable[[nn.Module, Tensor], Tensor]
 def once(module: nn.Module, x: Tensor) -> Tensor:
     """The loss of one forward pass."""
     return module(x).square().mean()
+
+
+def balanced(module: nn.Module, x: Tensor) -> Tensor:
+    """With what the blocks keep."""
+    return once(module, x) + sum(block.balance for block in module.blocks)
 
 
 def evaluate_between(module: nn.Module, x: Tensor) -> Tensor:
@@ -174,6 +205,10 @@ def after_failure(module: nn.Module, x: Tensor) -> Tensor:
 def fail(gradients: Any) -> None:
     """A hook of the user's."""
     raise ZeroDivisionError
+
+
+def nothing(module: nn.Module) -> None:
+    """After a step."""
 
 
 def abandoned(module: nn.Module, x: Tensor) -> Tensor:

@@ -14,14 +14,17 @@ from tests.wrap.edge_models import (
     DataDependent,
     Plain,
     Reentrant,
+    Routed,
     Segments,
     abandoned,
     after_failure,
     alone,
     assert_same,
+    balanced,
     checkpointed,
     evaluate_between,
     layout_of,
+    nothing,
     train,
 )
 
@@ -37,6 +40,14 @@ def test_trains_as_one_process_does(two: RankPool, kind: type[nn.Module], zero: 
 def test_the_whole_module_under_a_checkpoint(two: RankPool, reentrant: bool, zero: int) -> None:
     found = two.run(train, Plain, layout_of(zero), partial(checkpointed, reentrant))
     assert_same(found, alone(Plain))
+
+
+@STAGES
+def test_losses_that_blocks_keep(two: RankPool, zero: int) -> None:
+    """Also where the parameters that they are made of come late."""
+    for late in (False, True):
+        found = two.run(train, Routed, layout_of(zero), balanced, nothing, late)
+        assert_same(found, alone(Routed, balanced))
 
 
 @STAGES

@@ -10,6 +10,6 @@
 For a module that is not ours, `released` refuses reads of parameters that stage 3 has freed, and `same_units` ranks
 that gather different ones. `partition` cuts parameters into buckets and shards, `flat_buffer` is one bucket,
 `flat_parameters` what it and frozen parameters have in common, `units` says what of a module is gathered at once,
-`passed` finds the tensors in what modules take and return, `stages` puts the parts of a stage together for a
-module. `train` and `wrap` import it.
+`passed` finds the tensors in what modules take and return, `looks` knows backward passes that bring no gradients,
+`stages` puts the parts of a stage together for a module. `train` and `wrap` import it.
 """

@@ -61,6 +61,8 @@ class GradientReducer:
         self._first = self._last = True
         self._reduced = False
         """Stages 0 and 1: whether the step's gradients so far have been reduced."""
+        self.arriving: Callable[[], None] = lambda: None
+        """Called with every gradient."""
         if contiguous:
             self._set_aside()
         for b, bucket in enumerate(self.buckets):
@@ -168,6 +170,7 @@ class GradientReducer:
             if gradient is None:  # it went into the sink, or autograd found that it is zero
                 return
             parameter.grad = None
+            self.arriving()
             # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
             bucket = self.buckets[b]
             add = self._adds(b, s)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Tensors in `value`: in what torch's trees know (tuples, lists, dicts), and in dataclasses and other mappings."""
-    for leaf in tree_leaves(value):
+    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):

@@ -16,6 +16,7 @@ from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, Tag
 from repro.parallel.zero.gather_updated import UpdatedParameterGather
 from repro.parallel.zero.grad_reduce import GradientReducer
+from repro.parallel.zero.looks import Looks
 from repro.parallel.zero.partition import BucketPlan, plan_bucket, plan_buckets
 from repro.parallel.zero.units import Unit, parameters_of
 from repro.parallel.zero.unshard import ParameterUnsharder
@@ -165,8 +166,9 @@ class ShardedModule:
             contiguous=sharding.contiguous,
             overlap=sharding.overlap,
         )
+        self.looks = Looks(self.parameters)
         if sharding.stage == 3:
-            self.gatherer = ParameterUnsharder(module, units, of_unit, self._complete)
+            self.gatherer = ParameterUnsharder(module, units, of_unit, self._complete, self.looks)
         self.param_gather: UpdatedParameterGather | None = None
         if sharding.stage in (1, 2):
             ahead = units if sharding.gather_overlap else ()
@@ -210,7 +212,9 @@ class ShardedModule:
         self.wait_gradients()
 
     def all_gather_params(self) -> None:
-        """After the optimizer step: let every rank have the new parameters (stages 1 and 2)."""
+        """After the optimizer step: let every rank have the new parameters (stages 1 and 2), and none old ones (3)."""
+        if self.gatherer is not None:
+            self.gatherer.free_all()
         if self.param_gather is not None:
             self.param_gather.start()
             if not self.sharding.gather_overlap:
@@ -226,6 +230,7 @@ class ShardedModule:
         self.wait()
         if self.gatherer is None:
             return {name: p.detach().clone() for name, p in self._named.items()}
+        held = self.gatherer.held
         self.gatherer.free_all()
         found: dict[int, torch.Tensor] = {}
         for flat in (*self.buckets, *self.frozen):
@@ -233,6 +238,8 @@ class ShardedModule:
             for slot, p in zip(flat.plan.slots, flat.parameters, strict=True):
                 found[id(p)] = flat.full[slot.start : slot.stop].clone().view(p.shape)
             storage.release(flat.full)
+        if held:
+            self.gatherer.hold()
         return {
             name: found[id(p)] if id(p) in found else p.detach().clone() for name, p in self._named.items()
         }

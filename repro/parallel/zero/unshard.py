@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from repro.parallel import storage
 from repro.parallel.comm import Work
 from repro.parallel.zero.flat_parameters import FlatParameters
+from repro.parallel.zero.looks import Looks
 from repro.parallel.zero.passed import tensors_in
 from repro.parallel.zero.passes import BackwardSchedule, ForwardPass
 from repro.parallel.zero.released import Guard
@@ -39,7 +40,9 @@ class ParameterUnsharder:
         units: Sequence[Unit],
         buckets: Sequence[Sequence[FlatParameters]],
         complete: Callable[[FlatParameters], None],
+        looks: Looks,
     ):
+        self._module, self._looks = module, looks
         self.units, self.buckets = list(units), [list(group) for group in buckets]
         self._complete = complete
         self._works: dict[int, list[Work]] = {}
@@ -49,6 +52,8 @@ class ParameterUnsharder:
         """Those through which a backward pass runs or may come."""
         self._schedule: BackwardSchedule | None = None
         """Of the backward pass that runs."""
+        self.held = False
+        """Whether units stay whole, since a backward pass that only looked has made graphs which read them."""
         self._same: SameUnits | None = None
         self._guards: list[Guard] = []
         self._handles: list[Any] = []
@@ -72,6 +77,10 @@ class ParameterUnsharder:
         for u, buckets in enumerate(self.buckets):
             for bucket in buckets:
                 bucket.group = bucket.group.on_channel(1 + u)
+        uses = {use.module for unit in self.units for use in unit.uses}
+        for name, module in self._module.named_modules():
+            if module._parameters and name not in uses:
+                self._handles.append(module.register_forward_hook(self._inside))
         self._guards = [Guard(p for bucket in buckets for p in bucket.parameters) for buckets in self.buckets]
 
     def remove(self) -> None:
@@ -115,7 +124,19 @@ class ParameterUnsharder:
 
     def free_all(self) -> None:
         """Free the full parameters of all units."""
+        self.held = False
         for u in range(len(self.units)):
+            self.free(u)
+
+    def hold(self) -> None:
+        """Keep all units whole of which there are graphs, until `free_all`."""
+        if not self.held:
+            self.held = True
+            for u in sorted({u for run in self._recorded for u, _ in run.visits}):
+                self.need(u)
+
+    def _rest(self, u: int) -> None:
+        if not self.held:
             self.free(u)
 
     # -- forward -----------------------------------------------------------------------------------
@@ -130,7 +151,10 @@ class ParameterUnsharder:
             self._recorded, self._schedule = [], None
         self._forward = ForwardPass(torch.is_grad_enabled())
         if self._forward.gradients:
-            self._recorded = [*self._outlived(), self._forward]
+            self._recorded = self._outlived()
+            if self.held and not self._recorded:
+                self.free_all()
+            self._recorded.append(self._forward)
 
     def _outlived(self) -> list[ForwardPass]:
         """Forward passes whose graph is still there, on any rank: what is communicated for them is."""
@@ -148,6 +172,8 @@ class ParameterUnsharder:
 
     def _before(self, u: int, use: Use) -> Callable[..., None]:
         def gather(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.held and torch._C._current_graph_task_id() != -1:
+                return
             if self._schedule is not None:  # a block's forward runs inside the backward pass
                 if not self._schedule.recompute(u, use):
                     raise RuntimeError(ONE_BACKWARD_PER_FORWARD)
@@ -165,19 +191,38 @@ class ParameterUnsharder:
 
     def _after(self, u: int, use: Use) -> Callable[..., None]:
         def release(module: nn.Module, args: Any, output: Any) -> None:
+            if self.held and torch._C._current_graph_task_id() != -1:
+                return
             run = self._forward
             if self._schedule is not None:
-                visit = self._schedule.close(u, use)
-                run = next(run for run in reversed(self._recorded) if run.offset <= visit)
-                visit -= run.offset
+                run, visit = self._recomputed(self._schedule.close(u, use))
             else:
                 visit = run.close(u, use)
                 if not self._stays(u, use):
-                    self.free(u)
+                    self._rest(u)
             if torch.is_grad_enabled():
                 self._on_gradients(output, run, visit, BackwardSchedule.entering)
 
         return release
+
+    def _recomputed(self, visit: int) -> tuple[ForwardPass, int]:
+        """The pass to which one of the schedule's visits belongs, and its number there."""
+        run = next(run for run in reversed(self._recorded) if run.offset <= visit)
+        return run, visit - run.offset
+
+    def _inside(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A module with parameters ran inside a visit.  The backward pass may come here before the visit's output.
+
+        That is so where a block keeps something beside its output that becomes part of the loss.
+        """
+        if not torch.is_grad_enabled() or (self.held and torch._C._current_graph_task_id() != -1):
+            return
+        if self._schedule is not None:
+            if self._schedule.open:
+                run, visit = self._recomputed(self._schedule.open[-1])
+                self._on_gradients(output, run, visit, BackwardSchedule.entering)
+        elif self._forward.open:
+            self._on_gradients(output, self._forward, self._forward.open[-1], BackwardSchedule.entering)
 
     def _stays(self, u: int, use: Use) -> bool:
         """Whether the unit is used again at once: by the next module, or because backward starts with it; or still."""
@@ -210,6 +255,9 @@ class ParameterUnsharder:
         def advance(gradient: Tensor, graph: object = graph) -> None:
             if run not in self._recorded:
                 raise RuntimeError(ONE_BACKWARD_PER_FORWARD)
+            if self._looks.now():
+                self.hold()
+                return
             schedule = self._turn()
             self._take(schedule, steps(schedule, run.offset + visit))
 
@@ -239,7 +287,7 @@ class ParameterUnsharder:
                 if schedule.first[u] == visit:
                     self._leave(u)
                 elif schedule.rests[step]:
-                    self.free(u)
+                    self._rest(u)
                 continue
             if use.backward:
                 self.need(u)
@@ -249,7 +297,7 @@ class ParameterUnsharder:
 
     def _leave(self, u: int) -> None:
         """Nothing in this backward pass reads unit `u` any more, nor makes gradients of it."""
-        self.free(u)
+        self._rest(u)
         for bucket in self.buckets[u]:
             self._complete(bucket)
 
