@@ -329,12 +329,12 @@ def test_pipelines_and_checkpoints_are_measured(ledger: Ledger) -> None:
         )
     }
     assert measured == {
-        "meg1-allreduce-count": 1,
+        "meg1-allreduce-count": 2,
         "meg2-comm-tp-pp": 8,
         "meg2-bubble": 3,
         "yuan-bubble": 1,
-        "zero-r-pa-memory": 2,
-        "zero-comm-megatron-block": 3,
+        "zero-r-pa-memory": 3,
+        "zero-comm-megatron-block": 5,
         "zero-comm-pa-dp-tradeoff": 1,
     }
 
