@@ -53,7 +53,10 @@ def check_optimizer(optimizer: optim.Optimizer, module: nn.Module) -> None:
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key, (name, owned) in named.items():
         if key not in given and owned.requires_grad:
-            raise ValueError(f"optimizer: has no parameter group for {name}, which requires a gradient")
+            raise ValueError(
+                f"optimizer: has no parameter group for {name}, which requires a gradient; freeze it, or wrap the "
+                "modules that another optimizer updates by themselves"
+            )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in named:
@@ -118,7 +121,10 @@ def check_narrow(module: nn.Module) -> None:
 
 
 class Unchanged:
-    """Sees parameters that were frozen, cast or moved after they had been put in buckets."""
+    """Sees parameters that were unfrozen, cast or moved after buckets had been made.
+
+    One that is frozen later is one that no rank uses: left alone, until it is trained again.
+    """
 
     def __init__(self, module: nn.Module, sharded: ShardedModule, optimizer: optim.Optimizer):
         self._named = dict(module.named_parameters())
@@ -137,12 +143,12 @@ class Unchanged:
         """Raise `RuntimeError` if training on would miss a change of the module."""
         required, places = self._now()
         if required != self._required:
-            changed = zip(self._named, required, self._required, strict=True)
-            name = next(name for name, now, before in changed if now != before)
-            raise RuntimeError(
-                f"{name}.requires_grad: was changed after repro.parallelize, which has sorted parameters by it; "
-                "freeze and unfreeze before"
-            )
+            for name, now, before in zip(self._named, required, self._required, strict=True):
+                if now and not before:
+                    raise RuntimeError(
+                        f"{name}.requires_grad: was set after repro.parallelize, which has put what is trained in "
+                        "buckets; have it require gradients before, and freeze it after"
+                    )
         if places != self._places:
             raise RuntimeError(
                 "module: was cast or moved after repro.parallelize (.to(), .double(), .data = ...), which takes its "

@@ -19,6 +19,7 @@ from tests.pool import RankPool
 from tests.wrap.edge_models import (
     STAGES,
     WIDTH,
+    Plain,
     alone,
     assert_same,
     evaluate_between,
@@ -78,6 +79,27 @@ def test_adapters_train_as_in_one_process(two: RankPool, kind: type[nn.Module], 
     assert_same(two.run(train, kind, layout_of(zero)), alone(kind))
     assert_same(two.run(train, kind, layout_of(zero, 2)), alone(kind))
     assert_same(two.run(train, kind, layout_of(zero), evaluate_between), alone(kind))
+
+
+class Thawing(Plain):
+    """Counts the steps, for what is frozen in some of them."""
+
+    steps = 0
+
+
+def freeze_for_a_while(module: nn.Module) -> None:
+    """A block after the first step, and all that surrounds blocks after the second; trained again after the fourth."""
+    module.steps += 1  # type: ignore[operator]
+    module.blocks[1].requires_grad_(not 1 <= module.steps < 4)  # type: ignore[operator]
+    module.into.requires_grad_(not 2 <= module.steps < 4)  # type: ignore[operator]
+
+
+@STAGES
+def test_what_is_frozen_later_is_left_alone(two: RankPool, zero: int) -> None:
+    expected = train(Thawing, None, after=freeze_for_a_while)
+    assert not torch.equal(expected["into.weight"], alone(Thawing)["into.weight"])
+    for pieces in (1, 2):
+        assert_same(two.run(train, Thawing, layout_of(zero, pieces), once, freeze_for_a_while), expected)
 
 
 def states_held(precision: str) -> tuple[dict[str, int], dict[str, int]]:

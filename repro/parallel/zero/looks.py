@@ -18,16 +18,17 @@ class Looks:
 
     def __init__(self, parameters: Sequence[Parameter]):
         self._parameters = parameters
-        self._accumulate: list[Any] = []
+        self._accumulate: dict[int, Any] = {}
 
     def now(self) -> bool:
         """Whether the backward pass that runs only looks."""
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
             return False
-        if not self._accumulate:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._accumulate = [get_gradient_edge(p).node for p in self._parameters]
-        return not any(map(_runs, self._accumulate))
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, p in enumerate(self._parameters):
+                if i not in self._accumulate and p.requires_grad:  # it may be frozen for a while
+                    self._accumulate[i] = get_gradient_edge(p).node
+        return not any(map(_runs, self._accumulate.values()))
 
 
 def _runs(node: Any) -> bool:
