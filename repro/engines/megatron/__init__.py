@@ -10,6 +10,6 @@
 | `passes` | what a stage does, as the library tells it |
 | `weights` | its parameters in our names and shapes, and back |
 | `exchange` | what the library keeps in its modules, there only while the engine works |
-| `repairs` | what is wrong in the library and put right here |
+| `messages` | what is sent to another stage stays in memory until it has been |
 | `shim` | what lets it run on CPUs |
 """

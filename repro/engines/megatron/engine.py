@@ -19,7 +19,7 @@ from torch import Tensor
 from repro.config import Experiment
 from repro.config.enums import Category, Phase
 from repro.engines.about import EngineReport
-from repro.engines.megatron import exchange, model, repairs, settings, shim, weights
+from repro.engines.megatron import exchange, messages, model, settings, shim, weights
 from repro.engines.megatron.passes import Passes
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
@@ -35,8 +35,8 @@ class MegatronEngine:
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         self.experiment, self.mesh, self.device = experiment, mesh, device
         self.heads = experiment.model.heads // mesh.tp.size
-        self.passes = Passes()
-        values = exchange.variables() | repairs.replacements()
+        self.passes = Passes(experiment.layout.pp)
+        values = exchange.variables() | messages.replacements()
         if device.type == "cpu":
             values |= shim.replacements()
         self.active = exchange.Exchange(values)
@@ -127,9 +127,9 @@ class MegatronEngine:
         if self.mesh.world.size > 1:
             dist.all_reduce(mean)
         return Norms(
-            torch.tensor(norm if success else math.inf),
+            torch.tensor(norm if success else math.inf, device=self.device),
             mean,
-            torch.tensor(0.0 if success else 1.0),
+            torch.tensor(0.0 if success else 1.0, device=self.device),
         )
 
     def loss_scale(self) -> Tensor | None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from repro.config import Layout
+from repro.config.enums import Phase
 from repro.launch.rank.experiment import Run
 from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build as schedule
+from repro.parallel.pipeline.schedule import needs
 from tests.engines.megatron.both import build, needs_megatron
 from tests.pool import RankPool
 from tests.training import TINY, micro_batches, smallest, tiny
@@ -101,12 +103,22 @@ SCHEDULES = [
 ]
 
 
-def passes(layout: Layout) -> tuple[int, str]:
-    """The stage, and its forwards and backwards in the order in which they begin."""
+def passes(layout: Layout) -> tuple[int, str, list[Phase]]:
+    """The stage, its forwards and backwards in the order in which they begin, and its phases."""
     experiment = tiny(layout, smallest(layout), "megatron")
-    engine = build(experiment)
-    engine.step(micro_batches(experiment, 0, 0), lambda phase: None)
-    return engine.mesh.pp.rank, "".join(engine.passes.order)
+    engine, phases = build(experiment), list[Phase]()
+    engine.step(micro_batches(experiment, 0, 0), phases.append)
+    return engine.mesh.pp.rank, "".join(engine.passes.order), phases
+
+
+def _waited(phases: list[Phase]) -> list[bool]:
+    """Of each pass whether the stage has waited since the one before began."""
+    found, idle = [], False
+    for phase in phases:
+        if phase in (Phase.FORWARD, Phase.BACKWARD):
+            found.append(idle)
+        idle = phase == Phase.IDLE
+    return found
 
 
 @pytest.mark.parametrize("layout", SCHEDULES, ids=lambda layout: f"{layout.schedule}-{layout.pp}")
@@ -114,5 +126,11 @@ def test_stages_run_the_schedules_of_ours(request: pytest.FixtureRequest, layout
     """Forwards and backwards take turns as `repro.parallel.pipeline.schedule` has it, so the bubble is the same."""
     ours = schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
     pool: RankPool = request.getfixturevalue({2: "two", 4: "four"}[layout.pp])
-    for stage, order in pool.run(passes, layout):
+    for stage, order, phases in pool.run(passes, layout):
         assert order == "".join(action.kind for action in ours[stage])
+        received = [
+            needed is not None and needed[0] != stage
+            for needed in (needs(action, stage, layout.pp, layout.chunks) for action in ours[stage])
+        ]
+        # It waits for its sends too, and once more for the gradients of all micro-batches.
+        assert all(waited for waited, needed in zip(_waited(phases), received, strict=False) if needed)
