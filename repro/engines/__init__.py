@@ -44,9 +44,13 @@ def missing(engine: str) -> str:
     return "" if found else f"{library}: {extras.installation(library)}"
 
 
-def load(engine: str) -> None:
+def load(engine: str, device_type: str) -> None:
     """Import what this engine imports, so that a limit of memory that is set now leaves it out."""
-    if engine in _LIBRARIES:
+    if engine == "deepspeed":
+        from repro.engines.deepspeed import library
+
+        library.load(device_type)
+    elif engine in _LIBRARIES:
         importlib.import_module(_LIBRARIES[engine])
 
 

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from repro.config import Layout, Model, Training
+from repro.models import parameters
 from repro.parallel.precision import DTYPES
 
 _PERSISTED_PER_HIDDEN = 10
@@ -48,7 +49,8 @@ def configuration(model: Model, layout: Layout, training: Training) -> dict[str,
 
 
 def _zero(model: Model, layout: Layout) -> dict[str, Any]:
-    elements = layout.bucket_bytes // DTYPES[layout.precision].itemsize
+    # It sets whole buckets aside, two of them with overlap; a small model does not fill what a large one does.
+    elements = min(layout.bucket_bytes // DTYPES[layout.precision].itemsize, parameters.total(model))
     elements += elements % 2  # DeepSpeed asks for an even number
     found: dict[str, Any] = {
         "stage": layout.zero,

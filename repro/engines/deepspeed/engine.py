@@ -29,7 +29,7 @@ class DeepSpeedEngine:
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout, training = experiment.layout, experiment.training
         self.layout, self.training, self.mesh, self.device = layout, training, mesh, device
-        deepspeed = library.load(device)
+        deepspeed = library.load(device.type)
         library.join(device)
         self.version: str = deepspeed.__version__
         self.globals = library.Globals()

@@ -38,9 +38,9 @@ _KEPT = {
 """Variables of modules that DeepSpeed sets for an experiment."""
 
 
-def load(device: torch.device) -> ModuleType:
+def load(device_type: str) -> ModuleType:
     """DeepSpeed, imported for the kind of device that this process uses, and silent below errors."""
-    if device.type == "cpu":
+    if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would ask for a GPU's driver first
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of setuptools about distutils
@@ -48,7 +48,7 @@ def load(device: torch.device) -> ModuleType:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # torch renames its collectives; DeepSpeed calls them by both names.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    if device.type == "cpu":
+    if device_type == "cpu":
         # It asks whether the processor has instructions for fp16; torch computes without them too.
         library.accelerator.get_accelerator().is_fp16_supported = lambda: True
     # Its reduction by shared memory is for inference, and would be compiled at the first use of any collective.
