@@ -6,15 +6,17 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import repro
 from tests.pool import RankPool
-from tests.wrap.edge_models import WIDTH, Plain, layout_of, once
+from tests.wrap.edge_models import WIDTH, Plain, gather_late, layout_of, message_of, once
 
 HABITS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda w: w.norm(),
@@ -106,3 +108,79 @@ def test_a_released_parameter_has_its_shape(two: RankPool) -> None:
             2 * WIDTH * (WIDTH + 1),
             True,
         ]
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder that share an embedding; text is made outside its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.encoder = nn.ModuleDict(
+            {
+                "embed": self.embedding,
+                "blocks": nn.ModuleList([nn.Linear(WIDTH, WIDTH)]),
+                "norm": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.encoder["embed"](x)
+        for block in self.encoder["blocks"]:
+            x = torch.tanh(block(x))
+        return self.encoder["norm"](x)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        memory = self.encode(x) if memory is None else memory
+        y = self.embedding(x) + memory
+        for block in self.blocks:
+            y = block(y)
+        return self.head(y)
+
+    @torch.no_grad()
+    def generate(self, x: Tensor) -> Tensor:
+        memory = self.encode(x)
+        for _ in range(3):
+            x = self(x, memory).argmax(-1)
+        return self.head(memory) + self.blocks[1].linear1(memory).sum() + self(x)
+
+
+def texts(late: bool) -> list[tuple[Tensor, Tensor]]:
+    """What is generated after each step, and what the parameters say; `late`: rank 1 takes its time."""
+    torch.manual_seed(0)
+    module: nn.Module = Translator()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    if late and dist.get_rank():
+        for bucket in module.repro.buckets:
+            vars(bucket)["gather"] = partial(gather_late, bucket)
+    alone, x, found = Translator(), torch.arange(10).view(5, 2), []
+    for _ in range(3):
+        once(module, x).backward()
+        optimizer.step()
+        alone.load_state_dict(module.repro.full_parameters(), strict=False)  # it has the embedding twice
+        found.append((module.generate(x), alone.generate(x)))
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_parts_of_a_module_are_used_by_themselves_to_look_at_what_they_make(
+    two: RankPool, late: bool
+) -> None:
+    for mine in two.run(texts, late):
+        for found, expected in mine:
+            torch.testing.assert_close(found, expected)
+
+
+def a_part_in_training() -> None:
+    module: nn.Module = Translator()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module.encode(torch.arange(10)).sum().backward()
+
+
+def test_parts_of_a_module_are_not_trained_by_themselves(two: RankPool) -> None:
+    for message in two.run(message_of, a_part_in_training):
+        assert "call module.repro.full_parameters() on all ranks" in message

@@ -78,8 +78,15 @@ class ParameterUnsharder:
             for bucket in buckets:
                 bucket.group = bucket.group.on_channel(1 + u)
         uses = {use.module for unit in self.units for use in unit.uses}
+        unit_of = {
+            id(p): u for u, flats in enumerate(self.buckets) for flat in flats for p in flat.parameters
+        }
         for name, module in self._module.named_modules():
-            if module._parameters and name not in uses:
+            own = sorted({unit_of[id(p)] for p in module._parameters.values() if id(p) in unit_of})
+            if own and name not in uses:
+                before, after = self._by_itself(own)
+                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+                self._handles.append(module.register_forward_hook(after))
                 self._handles.append(module.register_forward_hook(self._inside))
         self._guards = [Guard(p for bucket in buckets for p in bucket.parameters) for buckets in self.buckets]
 
@@ -223,6 +230,26 @@ class ParameterUnsharder:
                 self._on_gradients(output, run, visit, BackwardSchedule.entering)
         elif self._forward.open:
             self._on_gradients(output, self._forward, self._forward.open[-1], BackwardSchedule.entering)
+
+    def _by_itself(self, units: Sequence[int]) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Hooks for a module that has parameters of these units, and is called outside all uses, to look at its output.
+
+        Parts of a module are used so between its passes: an encoder, by what generates text from it.
+        """
+        mine: list[int] = []
+
+        def gather(module: nn.Module, args: Any) -> None:
+            if self._forward.open or self._schedule is not None or torch.is_grad_enabled():
+                return
+            mine[:] = [u for u in units if u in self._works or not self.is_gathered(u)]
+            for u in mine:
+                self.need(u)
+
+        def free(module: nn.Module, args: Any, output: Any) -> None:
+            while mine:
+                self._rest(mine.pop())
+
+        return gather, free
 
     def _stays(self, u: int, use: Use) -> bool:
         """Whether the unit is used again at once: by the next module, or because backward starts with it; or still."""
