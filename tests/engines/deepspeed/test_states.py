@@ -73,6 +73,15 @@ def test_stage_3_keeps_small_parameters_whole(two: RankPool) -> None:
     assert 2 * 2 * psi * 0.6 < messages["all_gather"] < 2 * 2 * psi
 
 
+def test_partitioned_activations_are_gathered_once_a_block(two: RankPool) -> None:
+    """P_a (1910.02054 sec. 6.1): an all-gather of each block's input over tp before it runs again."""
+    layout = Layout(tp=2, precision="bf16", micro_batch=2, recompute=True, pa=True)
+    rows = [row for row in two.run(seen, layout)[0]["comm"] if row["op"] == "all_gather"]
+    checkpoint = 2 * TINY.seq * TINY.hidden * 2
+    assert [(row["group"], row["calls"]) for row in rows] == [("tp", TINY.layers)]
+    assert rows[0]["payload_bytes"] == TINY.layers * checkpoint
+
+
 def test_what_it_has_no_counterpart_of_is_refused() -> None:
     for keys, key in (
         ({"pp": 2}, "pp"),
