@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ class MegatronEngine:
         self.taken = torch.zeros(())
         """Steps that were not skipped."""
         self.mark_states()
+        weakref.finalize(self, _let_go, self.optimizer)
 
     def _wrap(self, chunk: GPTModel, index: int) -> DistributedDataParallel:
         """As the library's training script does; later chunks of an interleaved stage have one bucket each."""
@@ -199,6 +201,19 @@ class MegatronEngine:
         if self.mesh.pp.size == 1:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.passes.in_flight}
+
+
+def _let_go(optimizer: Any) -> None:
+    """Clear the optimizer of an engine that is gone, or its model would stay for as long as the process.
+
+    In fp32 the distributed optimizer updates views of the parameters that belong to their graph, whose nodes hold the
+    hooks of data parallelism, which hold the parameters: a circle that Python's collector does not see all of.
+    """
+    (inner,) = optimizer.chained_optimizers
+    inner.optimizer.state.clear()
+    for group in inner.optimizer.param_groups:
+        group["params"].clear()
+    getattr(inner, "shard_fp32_groups", []).clear()
 
 
 def _forward(batches: Any, chunk: DistributedDataParallel) -> tuple[Tensor, Any]:

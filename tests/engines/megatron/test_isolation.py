@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -86,3 +90,21 @@ def test_engines_that_take_turns(two: RankPool) -> None:
     """Each has its own groups, buffers and stages, though the library has room for one set in a process."""
     for alone, turns in two.run(_in_turns, (TP, INTERLEAVED, ZERO1)):
         assert all(same(found, expected) for found, expected in zip(turns, alone, strict=True))
+
+
+def _kept(layout: Layout, precision: str) -> int:
+    experiment = experiment_of(replace(layout, precision=precision), "megatron")
+    engine = build(experiment)
+    take(engine, experiment, Trained([], [], {}), 0)
+    tensors = [parameter for chunk in engine.models for parameter in chunk.parameters()]
+    tensors += [buffer.grad_data for chunk in engine.chunks for buffer in chunk.buffers]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    del engine, tensors
+    gc.collect()
+    return sum(reference() is not None for reference in alive)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [TP, INTERLEAVED, ZERO1], ids=["tp", "interleaved", "zero1"])
+def test_memory_of_an_engine_that_is_gone_is_free(two: RankPool, layout: Layout, precision: str) -> None:
+    assert two.run(_kept, layout, precision) == [0, 0]
