@@ -105,7 +105,8 @@ class MemoryTracker(UncompiledMode):
             live = reference()
             category = None if live is None else storage.category_of(live)
             if category is not None and category != counted_as:
-                self._now[counted_as] -= size
+                if counted_as != Category.SHAPE:
+                    self._now[counted_as] -= size
                 if category != Category.SHAPE:
                     self._now[category] += size
         if self._newborn:
@@ -123,6 +124,9 @@ class MemoryTracker(UncompiledMode):
         if key in self._live:
             return
         born = Category.ACTIVATIONS if self.phase == Phase.FORWARD else Category.OTHER
+        if seen.device.type == "meta":
+            # A model before it is sharded, or what DTensor tries operators out on (fake tensors).
+            born = Category.SHAPE
 
         def forget(_: object) -> None:
             self._live.pop(key, None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from repro.config import Experiment, Layout, Model
 from repro.config.enums import MODEL_STATES, Category
@@ -159,3 +160,15 @@ def test_sequence_parallelism_divides_norms_and_dropouts(two: RankPool) -> None:
     alone = two.run(watch, tiny(plain, MODEL), 1)[0]["most"]
     split = two.run(watch, tiny(replace(plain, sp=True), MODEL), 1)[0]["most"]
     assert split[Category.ACTIVATIONS] < 0.85 * alone[Category.ACTIVATIONS]
+
+
+def test_shapes_are_no_memory() -> None:
+    """A model on `meta`, and the fake tensors on which DTensor tries operators out, have none until they are given it."""
+    with MemoryTracker() as tracker:
+        model = torch.nn.Linear(10, 10, bias=False, device="meta")
+        with FakeTensorMode():
+            fake = torch.ones(1000) + 1
+        assert fake.device.type == "cpu"
+        assert tracker.live()["total"] == tracker.peak["total"] == 0
+        model.to_empty(device="cpu")
+        assert tracker.live()["total"] == tracker.peak["total"] == 400

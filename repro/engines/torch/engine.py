@@ -174,8 +174,9 @@ class TorchEngine:
         layout = self.layout
         told: dict[str, Any] = {"strategy": str(self.strategy)}
         if layout.precision != "fp32":
-            told["precision"] = "MixedPrecisionPolicy" if self.strategy.composable else "autocast"
-            told["gradients reduced in"] = layout.precision
+            cast = self.strategy.composable
+            told["precision"] = "MixedPrecisionPolicy" if cast else "autocast"
+            told["gradients in"] = layout.precision if cast else "fp32"
         if layout.tp > 1:
             told["tensor parallelism"] = "DTensor, loss_parallel" + (
                 ", SequenceParallel" if layout.sp else ""
