@@ -163,7 +163,7 @@ def test_sequence_parallelism_divides_norms_and_dropouts(two: RankPool) -> None:
 
 
 def test_shapes_are_no_memory() -> None:
-    """A model on `meta`, and the fake tensors on which DTensor tries operators out, have none until they are given it."""
+    """A model on `meta`, and the fake tensors on which DTensor tries operators, have none until they are given it."""
     with MemoryTracker() as tracker:
         model = torch.nn.Linear(10, 10, bias=False, device="meta")
         with FakeTensorMode():

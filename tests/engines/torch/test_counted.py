@@ -63,6 +63,13 @@ def test_dtensor_sends_megatrons_four_all_reduces_a_layer(two: RankPool, engine:
     assert 4 * BOUNDARY <= payload < 4 * BOUNDARY + VECTORS
 
 
+def test_checkpoint_stops_before_the_last_all_reduce(two: RankPool) -> None:
+    """A layer that is computed again ends with the last tensor that backward asks for: one sum less than ours."""
+    layout = Layout(tp=2, micro_batch=4, recompute=True)
+    calls = [per_layer(two, layout, engine)["tp", "all_reduce"][0] for engine in ("torch", "native")]
+    assert calls == [5, 6]
+
+
 def test_with_sequence_parallelism_they_become_gathers_and_scatters(two: RankPool) -> None:
     """Beside them there are the norms' gradients to be summed: two weights and two biases a layer."""
     rows = per_layer(two, Layout(tp=2, sp=True, micro_batch=4), "torch")
