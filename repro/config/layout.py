@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, permutations
+from typing import Any
 
-from repro.config.errors import require
+from repro.config.errors import ConfigError, require
 from repro.config.model import Model
 from repro.config.operator_set import OperatorSet
 
@@ -80,6 +81,11 @@ class Layout:
     gather_overlap: bool = True
     """Stages 1 and 2 gather updated parameters beside the next forward pass.  Without, as DeepSpeed does, they are
     complete before the next step begins; `overlap = false` implies it."""
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> Layout:
+        if arguments:
+            raise ConfigError("layout", arguments, "settings by name, such as Layout(dp=2, zero=3)")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage_layers", tuple(self.stage_layers))

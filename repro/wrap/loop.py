@@ -144,7 +144,7 @@ class StockLoop:
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.sharded.gatherer is not None and not self._queued:
             self.sharded.gatherer.end()
-        for tensor in tensors_in(output):
+        for tensor in tensors_in(output, attributes=True):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_backward)
 
@@ -219,7 +219,8 @@ class StockLoop:
         if not self.micro_batch:
             raise RuntimeError(
                 "optimizer.step() without a backward pass through the wrapped module since the last step: call the "
-                "module itself (not one of its methods), and backward() on a loss of what it returns"
+                "module itself (not one of its methods), and backward() on a loss of what it returns: tensors, or "
+                "containers and objects that hold them"
             )
         for bucket in self.sharded.buckets:
             bucket.adopt_writes()

@@ -17,12 +17,28 @@ from repro.parallel.zero.stages import ShardedModule
 
 def check_module(module: nn.Module) -> None:
     """Raise `ValueError` for a module that would train wrongly, or not at all."""
-    if getattr(module, "repro", None) is not None:
-        raise ValueError("module: is parallelized already")
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"module: a {type(module).__name__}; it is repro.parallelize(module, optimizer, layout)"
+        )
+    for name, child in module.named_modules():
+        if getattr(child, "repro", None) is not None:
+            where = f"its {name}" if name else "it"
+            raise ValueError(
+                f"module: {where} is parallelized already; call repro.parallelize once, on the whole"
+            )
+        if isinstance(child, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise ValueError(
+                f"module: is in {type(child).__name__}, which reduces gradients too; give its .module"
+            )
     parameters = dict(module.named_parameters())
     for name, parameter in parameters.items():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"module: {name} has no shape yet; run a forward pass before repro.parallelize")
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"module: {name} is a DTensor, which another library has spread (fully_shard); leave that out"
+            )
         if parameter.is_complex():
             raise ValueError(
                 f"module: {name} is complex; keep its real and imaginary parts as two parameters"
@@ -49,6 +65,8 @@ ELEMENT_BY_ELEMENT = {
 
 def check_optimizer(optimizer: optim.Optimizer, module: nn.Module) -> None:
     """Raise `ValueError` unless the optimizer has the module's parameters, and treats each element by itself."""
+    if not isinstance(optimizer, optim.Optimizer):
+        raise ValueError(f"optimizer: a {type(optimizer).__name__}; give the torch.optim.Optimizer inside")
     named = {id(p): (name, p) for name, p in module.named_parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key, (name, owned) in named.items():
@@ -81,7 +99,8 @@ def _treats_elements_alone(optimizer: optim.Optimizer, group: dict[str, Any]) ->
         parts = [_updated(optimizer, group, start[here], here) for here in (slice(0, 9), slice(9, 24))]
     except Exception as error:
         raise ValueError(
-            f"optimizer: {type(optimizer).__name__} cannot update a piece of a matrix: {error}"
+            f"optimizer: {type(optimizer).__name__} cannot update a piece of a matrix ({error}), of which a rank has "
+            "pieces; use one that updates each element by itself, such as AdamW"
         ) from error
     return torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-6)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -138,6 +139,29 @@ class Wrapped(nn.Module):
         return Output(x, x.detach())
 
 
+class Objects(nn.Module):
+    """Blocks and a model that return objects of no kind that anybody knows, which may point at themselves."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(11, 11)
+
+        def forward(self, x: Tensor) -> SimpleNamespace:
+            found = SimpleNamespace(inner=SimpleNamespace(y=torch.tanh(self.linear(x))))
+            found.itself = found
+            return found
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Objects.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        for block in self.blocks:
+            x = x + block(x).inner.y
+        return SimpleNamespace(y=x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "unused": Unused,
@@ -146,6 +170,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "encoder": Encoder,
     "shared": SharedBlocks,
     "wrapped": Wrapped,
+    "objects": Objects,
 }
 
 
@@ -185,7 +210,7 @@ def train_stock(
         total = 0.0
         for x, t in zip(inputs[mine].chunk(pieces), targets[mine].chunk(pieces), strict=True):
             out = module(x)
-            out = out["y"] if isinstance(out, dict) else out.y if isinstance(out, Output) else out
+            out = out["y"] if isinstance(out, dict) else getattr(out, "y", out)
             loss = F.cross_entropy(out, t) / pieces
             loss.backward()
             total += loss.item()

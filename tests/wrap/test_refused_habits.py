@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 import repro
 from repro.config import ConfigError, Layout
-from tests.wrap.edge_models import STAGES, WIDTH, Plain, once
+from tests.pool import RankPool
+from tests.wrap.edge_models import STAGES, WIDTH, Plain, layout_of, message_of, once
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -84,6 +86,22 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.op
         "Adafactor looks at whole matrices",
     ),
     "LBFGS": (Plain, lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS cannot update a piece of a matrix"),
+    "Muon": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)),
+        lambda m: torch.optim.Muon(m.parameters()),
+        "Muon cannot update a piece of a matrix .* such as AdamW",
+    ),
+    "DataParallel": (lambda: nn.DataParallel(Plain()), sgd, r"is in DataParallel, .* give its \.module"),
+    "swapped": (
+        lambda: sgd(Plain()),
+        lambda o: Plain(),
+        r"a SGD; it is repro\.parallelize\(module, optimizer",
+    ),
+    "somebody's": (
+        Plain,
+        lambda m: SimpleNamespace(optimizer=sgd(m)),
+        "give the torch.optim.Optimizer inside",
+    ),
     "Lamb": (Plain, lambda m: Lamb(m.parameters(), lr=0.1), "Lamb looks at whole matrices"),
     "warm-up": (Plain, lambda m: Lamb(m.parameters(), lr=0.0), "Lamb looks at whole matrices"),
     "all at once": (Plain, lambda m: Averaged(m.parameters(), lr=0.1), "or at all parameters"),
@@ -117,9 +135,61 @@ def test_arguments_that_mean_nothing() -> None:
             repro.parallelize(module, sgd(module), Layout(), clip=clip)
     with pytest.raises(ConfigError, match=r"a repro\.Layout, such as"):
         repro.parallelize(module, sgd(module), {"zero": 3})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"settings by name, such as Layout\(dp=2, zero=3\)"):
+        Layout(2, 3)  # type: ignore[call-arg]
     repro.parallelize(module, sgd(module), Layout())
-    with pytest.raises(ValueError, match="parallelized already"):
-        repro.parallelize(module, sgd(module), Layout())
+    for whole in (module, nn.Sequential(module)):
+        with pytest.raises(
+            ValueError, match=r"parallelized already; call repro\.parallelize once, on the whole"
+        ):
+            repro.parallelize(whole, sgd(whole), Layout())
+
+
+def fully_sharded() -> str:
+    """FSDP2's."""
+    from torch.distributed.fsdp import fully_shard
+
+    module = fully_shard(Plain())
+    return message_of(repro.parallelize, module, sgd(module), layout_of(3))
+
+
+def test_a_module_that_fsdp_has_is_refused(two: RankPool) -> None:
+    for message in two.run(fully_sharded):
+        assert "into.weight is a DTensor, which another library has spread (fully_shard)" in message
+
+
+class Rows(nn.Module):
+    """Sparse gradients that no module speaks of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(4, WIDTH))
+        self.into = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.into(nn.functional.embedding(x, self.rows, sparse=True))
+
+
+@STAGES
+def test_a_sparse_gradient_is_refused(zero: int) -> None:
+    module: nn.Module = Rows()
+    module, _ = repro.parallelize(module, sgd(module), Layout(zero=zero))
+    with pytest.raises(RuntimeError, match=r"sparse gradient of a parameter \[4, 8\].*sparse=False"):
+        once(module, torch.tensor([1, 2])).backward()
+
+
+@STAGES
+def test_a_part_that_is_taken_away_is_missed(zero: int) -> None:
+    module: nn.Module = Plain()
+    module, _ = repro.parallelize(module, sgd(module), Layout(zero=zero))
+    block = module.blocks[0]
+
+    def go_on() -> None:
+        repro.parallelize(block, sgd(block), Layout(zero=zero))
+        once(module, torch.ones(1, WIDTH))
+
+    with pytest.raises(RuntimeError, match=r"cast or moved|values exist only"):
+        go_on()
 
 
 Habit = Callable[[nn.Module, torch.optim.Optimizer], Any]

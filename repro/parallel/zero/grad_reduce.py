@@ -170,6 +170,10 @@ class GradientReducer:
             if gradient is None:  # it went into the sink, or autograd found that it is zero
                 return
             parameter.grad = None
+            if gradient.layout != torch.strided:
+                raise RuntimeError(
+                    f"sparse gradient of a parameter {list(parameter.shape)}, which no flat buffer holds: sparse=False"
+                )
             self.arriving()
             # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
             bucket = self.buckets[b]

@@ -10,12 +10,27 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in `value`: in what torch's trees know (tuples, lists, dicts), and in dataclasses and other mappings."""
+def tensors_in(value: Any, attributes: bool = False) -> Iterator[Tensor]:
+    """Tensors in `value`: in what torch's trees know (tuples, lists, dicts), and in dataclasses and other mappings.
+
+    `attributes`: and in those of any object, as in what a module returns.  What a module is given may be an object
+    that carries tensors past it, of which nobody can tell when it is done with them.
+    """
+    return _tensors_in(value, attributes, set())
+
+
+def _tensors_in(value: Any, attributes: bool, seen: set[int]) -> Iterator[Tensor]:
     for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from tensors_in(list(leaf.values()))
+            continue
+        inner: list[Any] = []
+        if isinstance(leaf, Mapping):
+            inner = list(leaf.values())
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+            inner = [getattr(leaf, field.name) for field in fields(leaf)]
+        elif attributes and hasattr(leaf, "__dict__") and not callable(leaf):
+            inner = list(vars(leaf).values())
+        if inner and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from _tensors_in(inner, attributes, seen)

@@ -288,7 +288,7 @@ class ParameterUnsharder:
             schedule = self._turn()
             self._take(schedule, steps(schedule, run.offset + visit))
 
-        for tensor in tensors_in(values):
+        for tensor in tensors_in(values, attributes=steps is BackwardSchedule.entering):
             if tensor.grad_fn is not None:
                 tensor.register_hook(advance)
 
