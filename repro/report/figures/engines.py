@@ -1,4 +1,4 @@
-"""Step time, memory and messages by engine and stage: ours, torch's strategies, DeepSpeed and Megatron-core."""
+"""Step time, memory and messages by engine and strategy: ours, torch's strategies, DeepSpeed and Megatron-core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from repro.report.figures.style import (
     Drawing,
     Record,
     canvas,
-    dp,
     quiet,
     zero,
 )
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SUITE = "engines"
-TITLE = "The same step by engine and stage"
+TITLE = "The same step by engine and strategy"
 RUN = "repro run suites/engines.toml --only 'speed-*'"
 LOOK = {
     "native": ("this suite", BLUE),
@@ -33,9 +32,11 @@ LOOK = {
     "megatron": ("Megatron-core", PURPLE),
 }
 
+STRATEGIES = (*STAGE.values(), "TP", "PP")
+
 
 class _Bar(NamedTuple):
-    stage: str
+    strategy: str
     engine: str
     value: float
     low: float | None = None
@@ -43,7 +44,7 @@ class _Bar(NamedTuple):
 
 
 def draw(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
-    """Bars over stages, one colour an engine; times over ours with the interval of their comparison."""
+    """Bars over strategies, one colour an engine; times over ours with the interval of their comparison."""
     shown = {
         r.key: r for r in records if r.suite == SUITE and r.name.startswith("speed-") and r.outcome == "ok"
     }
@@ -53,23 +54,21 @@ def draw(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
     members = {key: shown[key] for c in turns for key in (c.baseline.key, c.subject.key)}
     held, sent = [], []
     for record in members.values():
-        stage, name = STAGE[zero(record)], record.experiment.engine
-        psi = 4 * record.metrics["parameters"]  # bytes in fp32
-        ring = (dp(record) - 1) / dp(record)
-        held.append(_Bar(stage, name, record.metrics["memory.states_bytes"] / psi * 4))
-        sent.append(_Bar(stage, name, record.metrics["comm.sent_bytes"] / psi / ring))
-    times = [_Bar(STAGE[zero(shown[key])], "native", 1.0) for key in {c.baseline.key for c in turns}]
+        strategy, name = _strategy(record), record.experiment.engine
+        held.append(_Bar(strategy, name, record.metrics["memory.states_bytes"] / 1e6))
+        sent.append(_Bar(strategy, name, record.metrics["comm.sent_bytes"] / 1e6))
+    times = [_Bar(_strategy(shown[key]), "native", 1.0) for key in {c.baseline.key for c in turns}]
     for c in turns:
         subject = shown[c.subject.key]
         low, high = (1 / end if end else None for end in (c.high, c.low))
-        times.append(_Bar(STAGE[zero(subject)], subject.experiment.engine, 1 / c.ratio, low, high))
+        times.append(_Bar(_strategy(subject), subject.experiment.engine, 1 / c.ratio, low, high))
 
     from matplotlib.patches import Patch
 
     figure, panels = canvas(3.4, columns=3)
     _grouped(panels[0], times, "seconds a step, ours = 1")
-    _grouped(panels[1], held, "bytes of model states a parameter")
-    _grouped(panels[2], sent, "bytes sent over those of the parameters")
+    _grouped(panels[1], held, "MB of model states")
+    _grouped(panels[2], sent, "MB that rank 0 sends a step")
     here = [name for name in LOOK if any(r.experiment.engine == name for r in members.values())]
     handles = [Patch(color=LOOK[name][1], label=LOOK[name][0]) for name in here]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(here))
@@ -78,8 +77,8 @@ def draw(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
     rounds = "/".join(map(str, sorted({c.rounds for c in turns})))
     caption = (
         f"{_alike(list(members.values()))} The engines took turns in {rounds} rounds; lines on the times are 95 % "
-        "intervals. Model states as they lie when the gradients are there, of the fullest rank; messages over the "
-        f"ring's (n-1)/n, counted outside the engines. {', '.join(sorted(libraries))}."
+        "intervals. Model states as they lie when the gradients are there, of the fullest rank; messages as a ring "
+        f"sends them, of libraries counted from outside. {', '.join(sorted(libraries))}."
     )
     missing = "" if here == list(LOOK) else f"pip install -e '.[engines]' && {RUN}"
     return Drawing("engines", TITLE, caption, tuple(r.at for r in members.values()), missing, figure)
@@ -90,14 +89,14 @@ def _grouped(axes: Axes, bars: list[_Bar], label: str) -> None:
     import seaborn as sns
 
     frame = pd.DataFrame(bars)
-    stages = [name for name in STAGE.values() if name in set(frame["stage"])]
+    strategies = [name for name in STRATEGIES if name in set(frame["strategy"])]
     engines = [name for name in LOOK if name in set(frame["engine"])]
     sns.barplot(
         frame,
-        x="stage",
+        x="strategy",
         y="value",
         hue="engine",
-        order=stages,
+        order=strategies,
         hue_order=engines,
         palette=[LOOK[name][1] for name in engines],
         saturation=1,
@@ -106,10 +105,10 @@ def _grouped(axes: Axes, bars: list[_Bar], label: str) -> None:
         lw=0,
         ax=axes,
     )
-    known = {(bar.stage, bar.engine): bar for bar in bars}
+    known = {(bar.strategy, bar.engine): bar for bar in bars}
     for container, engine in zip(axes.containers, engines, strict=False):
-        for patch, stage in zip(container, stages, strict=False):
-            if (bar := known.get((stage, engine))) is None:
+        for patch, strategy in zip(container, strategies, strict=False):
+            if (bar := known.get((strategy, engine))) is None:
                 continue
             middle = patch.get_x() + patch.get_width() / 2
             if bar.low and bar.high:
@@ -128,9 +127,14 @@ def _grouped(axes: Axes, bars: list[_Bar], label: str) -> None:
         legend.remove()
 
 
+def _strategy(record: Record) -> str:
+    layout = record.experiment.layout
+    return "TP" if layout.tp > 1 else "PP" if layout.pp > 1 else STAGE[zero(record)]
+
+
 def _alike(members: list[Record]) -> str:
     one = members[0].experiment
     return (
         f"{one.model.name}, {one.layout.precision}, {one.layout.world} processes, "
-        f"{one.layout.micro_batch} samples of {one.seq} tokens each."
+        f"{one.layout.global_batch} samples of {one.seq} tokens a step."
     )
