@@ -1,7 +1,8 @@
 # make smoke       install, run suites/smoke.toml on this machine, simulate every published experiment, print the claims table
 # make simulate    the simulations alone: under two minutes on two cores
 # make test        install with the test extra, run the test suite
-# make engines     install DeepSpeed and Megatron-core, so that test and smoke run them beside ours
+# make engines     install DeepSpeed and Megatron-core, so that smoke runs them beside ours
+# make test-engines  the tests of what they train (make engines installs them)
 # make test-slurm  the tests on a real SLURM of one machine (root; make slurm-packages installs it)
 # make test-gpu    the kernels' tests and the whole step on a CUDA device
 # make bench-gpu   each kernel's bandwidth on a CUDA device, beside torch's; a record goes to RESULTS
@@ -61,7 +62,7 @@ endef
 SHOWN := zero-fig2 memory-timeline states
 PICTURES := build/pictures
 
-.PHONY: help smoke simulate test engines test-slurm test-gpu bench-gpu check benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+.PHONY: help smoke simulate test engines test-engines test-slurm test-gpu bench-gpu check benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -115,6 +116,9 @@ simulate: $(INSTALLED)
 
 test: $(INSTALLED_TEST) $(NVRTC13)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-engines: $(INSTALLED_TEST) $(INSTALLED_ENGINES)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines/deepspeed tests/engines/megatron $(PYTEST_ARGS)
 
 test-slurm: $(INSTALLED_TEST)
 	REPRO_SLURM=1 $(BIN)/python -m pytest tests/slurm_lab $(PYTEST_ARGS)

@@ -65,6 +65,7 @@ def test_help_names_every_target(copy: Path) -> None:
         "simulate",
         "test",
         "engines",
+        "test-engines",
         "test-slurm",
         "test-gpu",
         "bench-gpu",
@@ -164,7 +165,7 @@ def test_continuous_integration_runs_every_target_that_it_can(
     assert done.returncode == 0, done.stderr
     slurm = [] if says else ["slurm-packages", "test-slurm"]
     browser = ["browser-packages"] if apt and user == 0 else []
-    assert log.read_text().split() == ["check", *browser, "engines", "test", *slurm, "smoke"]
+    assert log.read_text().split() == ["check", *browser, "test", "test-engines", *slurm, "smoke"]
     assert says in done.stdout
 
 

@@ -21,7 +21,7 @@ def alone(name: str) -> Trained:
     return train(name, None)
 
 
-@pytest.mark.parametrize(("name", "zero"), product(CASES, range(4)))
+@pytest.mark.parametrize(("name", "zero"), [*product(CASES, range(4))])
 def test_a_foreign_model_trains_as_it_does_alone(two: RankPool, name: str, zero: int) -> None:
     expected = alone(name)
     found = two.run(train, name, zero)
