@@ -65,7 +65,7 @@ def draw(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
 
     from matplotlib.patches import Patch
 
-    figure, panels = canvas(3.4, columns=3)
+    figure, panels = canvas(6.6, rows=3)
     _grouped(panels[0], times, "seconds a step, ours = 1")
     _grouped(panels[1], held, "MB of model states")
     _grouped(panels[2], sent, "MB that rank 0 sends a step")
@@ -107,19 +107,13 @@ def _grouped(axes: Axes, bars: list[_Bar], label: str) -> None:
     )
     known = {(bar.strategy, bar.engine): bar for bar in bars}
     for container, engine in zip(axes.containers, engines, strict=False):
-        for patch, strategy in zip(container, strategies, strict=False):
-            if (bar := known.get((strategy, engine))) is None:
-                continue
+        for patch in container:
             middle = patch.get_x() + patch.get_width() / 2
+            bar = known[strategies[round(middle)], engine]
             if bar.low and bar.high:
                 axes.vlines(middle, bar.low, bar.high, color=INK, lw=1)
-            words: dict[str, Any] = {
-                "ha": "center",
-                "fontsize": 6.5,
-                "rotation": 90,
-                "textcoords": "offset points",
-            }
-            axes.annotate(f"{bar.value:.2f}", (middle, bar.high or bar.value), (0, 4), **words)
+            words: dict[str, Any] = {"ha": "center", "fontsize": 7, "textcoords": "offset points"}
+            axes.annotate(f"{bar.value:.3g}", (middle, bar.high or bar.value), (0, 4), **words)
     axes.set(xlabel="", ylabel=label)
     axes.margins(y=0.16)
     quiet(axes, "y")

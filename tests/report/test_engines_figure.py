@@ -1,0 +1,69 @@
+"""Every bar of the figure of engines is a record's number at its strategy and engine; where none is, none stands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import synthetic
+
+from repro.config import Layout
+from repro.report.figures import engines
+from repro.report.figures.style import look
+from repro.results.measured import comparison_record, experiment_record
+
+COMMON: dict[str, Any] = {"suite": "engines", "provenance": synthetic.PROVENANCE}
+RAN = {"native": 1.0, "torch": 1.5, "megatron": 0.8}
+
+
+def records(kind: str, names: tuple[str, ...], layout: Layout) -> tuple[list[Any], list[Any]]:
+    """Experiments of `names`, of which the first is native, and their comparisons with it."""
+    made = {
+        name: replace(
+            synthetic.experiment(f"speed-{name}-{kind}"),
+            layout=layout,
+            engine=name,
+            training=synthetic.Training(steps=20, seq=32, dropout=0.0, attention_dropout=0.0),
+        )
+        for name in names
+    }
+    results = {name: synthetic.results(e, RAN[name]) for name, e in made.items()}
+    ran = [experiment_record(e, results[name], wall_s=1.0, **COMMON) for name, e in made.items()]
+    pairs = [
+        comparison_record(made["native"], made[name], (results["native"], results[name]), **COMMON)
+        for name in names[1:]
+    ]
+    return ran, pairs
+
+
+@pytest.fixture(scope="module")
+def drawing() -> Any:
+    ran, pairs = records("z0", ("native", "torch"), Layout(dp=2))
+    more, further = records("tp2", ("native", "torch", "megatron"), Layout(tp=2))
+    with look():
+        return engines.draw([*ran, *more], [*pairs, *further])
+
+
+def test_bars_stand_where_they_belong(drawing: Any) -> None:
+    """Megatron-core has a bar at TP alone, with its number above it."""
+    times, states, sent = drawing.figure.axes
+    order = [text.get_text() for text in times.get_xticklabels()]
+    assert order == ["DP", "TP"]
+    megatron = times.containers[-1]
+    assert [order[round(bar.get_x() + bar.get_width() / 2)] for bar in megatron] == ["TP"]
+    assert megatron[0].get_height() == pytest.approx(0.8, rel=0.05)
+    said = {round(float(note.get_text()), 1) for note in times.texts}
+    assert {1.0, 1.5, 0.8} <= said
+    assert len(times.texts) == len(states.texts) == len(sent.texts) == 5
+
+
+def test_what_is_missing_is_said(drawing: Any) -> None:
+    assert drawing.missing.startswith("pip install -e '.[engines]'")
+    assert set(drawing.records) == {
+        "engines/speed-native-z0",
+        "engines/speed-torch-z0",
+        *(f"engines/speed-{name}-tp2" for name in RAN),
+    }
+    with look():
+        assert engines.draw([], []).figure is None
