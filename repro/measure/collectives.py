@@ -82,7 +82,7 @@ class CollectiveWatch(UncompiledMode):
         if not of_group or name in _NOTHING_SENT:
             return
         if name not in _MESSAGES:
-            raise NotImplementedError(f"{name}: a collective whose bytes are not known here")
+            raise RuntimeError(f"{name}: a collective of which _MESSAGES does not say what it sends")
         op, message = _MESSAGES[name]
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | {
             **kwargs,

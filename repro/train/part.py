@@ -21,6 +21,11 @@ from repro.parallel.zero_r.partitioned_activations import Checkpoints
 DECAYED, NOT_DECAYED = 0, 1
 
 
+def decays(parameter: Parameter) -> bool:
+    """Whether weight decay acts on a parameter of the suite's GPT: on matrices, not on vectors (three biases too)."""
+    return parameter.dim() > 1 and vars(parameter)["init"] != "zeros"
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Tokens and targets [micro_batch, s], int64, on the engine's device."""
@@ -67,9 +72,9 @@ class ModelPart:
         self.sharded = ShardedModule(self.model, self.model.zero_units(), sharding, self._tag, values)
 
     def _tag(self, parameter: Parameter) -> Tag:
-        """Matrices decay, vectors do not; what several ranks of tp or pp hold is counted once."""
+        """What several ranks of tp or pp hold is counted once."""
         return Tag(
-            group=DECAYED if parameter.dim() > 1 and parameter.init != "zeros" else NOT_DECAYED,  # type: ignore[attr-defined]
+            group=DECAYED if decays(parameter) else NOT_DECAYED,
             duplicate=self.mesh.tp.size > 1 and parameter.split is None,  # type: ignore[attr-defined]
             tied=getattr(parameter, "tied", False),
             partial=parameter.partial,  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ def test_without_records_nothing_is_drawn_and_the_remedy_is_named(module: Any) -
     drawing = drawn(module, [])
     assert drawing.figure is None
     assert drawing.records == ()
-    assert drawing.missing.startswith("repro run suites/smoke.toml")
+    assert drawing.missing.startswith("repro run suites/")
 
 
 def test_states_bars_are_the_records_and_markers_the_formula(chosen: Any) -> None:

@@ -29,9 +29,18 @@ def test_smoke_shows_what_it_promises() -> None:
     assert {f"states-z{z}-dp{dp}" for z in range(4) for dp in (1, 2, 4)} <= names
     assert {f"parity-z{z}-tp2-dp2" for z in range(4)} <= names
     assert all(entry.experiment.system == "local" for entry in suite.entries)
-    compared = {(row.baseline, subject) for row in suite.comparisons for subject in row.subjects}
-    assert ("speed-torch-z0-dp2", "speed-z0-dp2") in compared
     assert suite.entry("limit-z0-dp2").expect == "oom"
+
+
+def test_every_engine_is_compared_with_ours_where_it_has_the_strategy() -> None:
+    suite = suites.load(next(path for path in FILES if path.stem == "engines"))
+    compared = {row.baseline: set(row.subjects) for row in suite.comparisons}
+    libraries = {"tp2": {"torch", "megatron"}, "pp2": {"torch", "megatron"}}
+    libraries |= {f"z{z}": {"torch", "deepspeed"} | ({"megatron"} if z < 2 else set()) for z in range(4)}
+    assert compared == {
+        f"speed-native-{kind}": {f"speed-{name}-{kind}" for name in names}
+        for kind, names in libraries.items()
+    }
 
 
 def test_the_limit_of_smoke_is_a_fortieth_of_a_v100() -> None:

@@ -17,6 +17,7 @@ from repro.models.init import initial_values
 from repro.parallel.mesh import Mesh
 from repro.parallel.precision import DTYPES
 from repro.parallel.zero.stages import leave_meta
+from repro.train.part import decays
 
 
 class DeepSpeedGPT(GPT):
@@ -73,8 +74,7 @@ def build(
         ranks=mesh.tp.size,
         device=device,
     )
-    decayed = [p for p in parameters if p.dim() > 1 and p.init != "zeros"]  # type: ignore[attr-defined]
-    others = [p for p in parameters if not (p.dim() > 1 and p.init != "zeros")]  # type: ignore[attr-defined]
+    decayed, others = ([p for p in parameters if decays(p) is yes] for yes in (True, False))
     built = Built(
         model,
         {name: partial(values, i) for i, name in enumerate(names)},

@@ -7,7 +7,7 @@ from repro.report.figures.style import BLUE, INK, MUTED, ORANGE, Drawing, canvas
 from repro.results.schema import ComparisonRecord
 
 TITLE = "Throughput of compared strategies"
-RUN = "repro run suites/smoke.toml --only 'speed-*'"
+RUN = "repro run suites/engines.toml --only 'speed-*'"
 
 MOST = 40
 """Lines; more are no picture."""
