@@ -285,7 +285,9 @@ def _of(name: str, findings: list[list[Finding]], yes: str, no: str) -> KindResu
         verdict = NOT_RUN
     else:
         verdict = yes
-    scales = dict.fromkeys(f.at for found in decided or tested for f in found)
+    scales = dict.fromkeys(
+        part for found in decided or tested for f in found for part in (f.scale, *f.libraries)
+    )
     return KindResult(name, ", ".join(scales), verdict, good, len(decided), len(tested))
 
 
