@@ -8,12 +8,14 @@ from repro.config.errors import ConfigError
 from repro.config.experiment import PROTOCOL, Experiment, Limits, from_dict
 from repro.config.layout import Layout
 from repro.config.model import Model
+from repro.config.network import EmulatedNetwork
 from repro.config.operator_set import OperatorSet
 from repro.config.training import Training
 
 __all__ = [
     "PROTOCOL",
     "ConfigError",
+    "EmulatedNetwork",
     "Experiment",
     "Layout",
     "Limits",

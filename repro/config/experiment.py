@@ -11,6 +11,7 @@ from repro.config import engines
 from repro.config.errors import ConfigError, require
 from repro.config.layout import Layout
 from repro.config.model import Model
+from repro.config.network import EmulatedNetwork
 from repro.config.operator_set import OperatorSet
 from repro.config.training import Training
 
@@ -50,6 +51,8 @@ class Experiment:
     engine: str = engines.NATIVE
     """Who executes the strategy: see `repro.config.engines`."""
     limits: Limits = field(default_factory=Limits)
+    network: EmulatedNetwork | None = None
+    """What joins the ranks; None: the machine's own memory, or its own network."""
 
     def __post_init__(self) -> None:
         require(self.engine in engines.ENGINES, "engine", self.engine, f"one of {', '.join(engines.ENGINES)}")
@@ -78,6 +81,15 @@ class Experiment:
         if self.training.checkpoint_every and self.engine != engines.NATIVE:
             right = f"0 with engine {self.engine}, whose states only it knows"
             raise ConfigError("checkpoint_every", self.training.checkpoint_every, right, where="training")
+        if self.network is not None:
+            self._check_network(self.network)
+
+    def _check_network(self, network: EmulatedNetwork) -> None:
+        right = "local with a network, which is emulated between processes of this machine"
+        require(self.system == "local", "system", self.system, right)
+        if network.world != self.layout.world:
+            right = f"as many ranks as tp x pp x dp = {self.layout.world}"
+            raise ConfigError("nodes x ranks_per_node", network.world, right, where="network")
 
     @property
     def seq(self) -> int:
@@ -120,6 +132,8 @@ class Experiment:
             "limits": {"memory_bytes": self.limits.memory_bytes},
             "protocol": PROTOCOL,
         }
+        if self.network is not None:
+            content["network"] = self.network.chosen()
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -167,4 +181,5 @@ def from_dict(data: dict[str, Any]) -> Experiment:
         system=data["system"],
         engine=data["engine"],
         limits=Limits(**data["limits"]),
+        network=EmulatedNetwork(**data["network"]) if data.get("network") else None,
     )

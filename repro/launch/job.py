@@ -18,7 +18,7 @@ class Job:
     """What the launcher hands to every rank, as one JSON file."""
 
     experiments: list[Experiment]
-    """All of equal world, system and memory limit (the launcher checks that before it starts anything)."""
+    """All of equal world, system, network and memory limit (the launcher checks that before it starts anything)."""
     rounds: int = 1
     """Compared experiments divide their timed steps into this many rounds and take turns: A B A B ..."""
     compare: bool = False
@@ -35,7 +35,9 @@ class Job:
     def __post_init__(self) -> None:
         assert self.experiments, "a job without experiments"
         assert self.rounds >= 1
-        assert len({(e.layout.world, e.system, e.limits.memory_bytes) for e in self.experiments}) == 1
+        assert (
+            len({(e.layout.world, e.system, e.limits.memory_bytes, e.network) for e in self.experiments}) == 1
+        )
 
     @property
     def world(self) -> int:

@@ -132,11 +132,11 @@ def _anywhere() -> System:
 
 
 def moved(entries: list[Entry], system: str) -> list[Entry]:
-    """`entries` on another system, under names that no claim mistakes for the suite's own."""
+    """`entries` on another system and its links, under names that no claim mistakes for the suite's own."""
     name = systems.load(system).name
 
     def move(experiment: Experiment) -> Experiment:
-        return replace(experiment, name=f"{experiment.name}@{name}", system=system)
+        return replace(experiment, name=f"{experiment.name}@{name}", system=system, network=None)
 
     return [replace(entry, experiment=move(entry.experiment), expect="") for entry in entries]
 

@@ -10,7 +10,8 @@ A layout may be named once and used by several experiments::
     layout = "C4"                                 # as it is
     layout = { use = "C4", tp = 16, dp = 25 }     # with keys of its own
 
-An experiment's own keys win over those of the layout that it names, and those over `[defaults]`.
+An experiment's own keys win over those of the layout that it names, and those over `[defaults]`.  An emulated
+network is named in the same way: `[networks.slow]`, `network = "slow"`, `network = { use = "slow", between = 16e6 }`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from repro.config import ConfigError, Experiment, Layout, Limits, Model, Training
+from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Limits, Model, Training
 from repro.config.files import build
 
 T = TypeVar("T")
 OUTCOMES = ("ok", "oom", "diverged", "timeout", "hang", "error")
 USE = "use"
-_PARTS = {"layout": Layout, "training": Training, "limits": Limits}
+_PARTS = {"layout": Layout, "training": Training, "limits": Limits, "network": EmulatedNetwork}
+_NAMED = {"layout": "layouts", "network": "networks"}
+"""Parts that a file may name, and the tables in which it does."""
 _DATA = ("synthetic", "shakespeare", "shakespeare-gpt2")
 
 
@@ -47,7 +50,8 @@ class Shared(NamedTuple):
 
     file: str
     defaults: Mapping[str, Any]
-    layouts: Mapping[str, Mapping[str, Any]]
+    named: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """`layouts` and `networks`, each by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ class _Row:
     layout: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
+    network: dict[str, Any] = field(default_factory=dict)
 
 
 class _Level(NamedTuple):
@@ -72,15 +77,18 @@ class _Level(NamedTuple):
     table: Mapping[str, Any]
 
 
-def shared(defaults: Any, layouts: Any, file: str) -> Shared:
-    """Check the keys of `[defaults]` and `[layouts]`; values are checked in the experiments they reach."""
-    if not isinstance(layouts, dict):
-        raise ConfigError("layouts", layouts, "tables [layouts.NAME]", file=file)
-    for name, table in layouts.items():
-        if not isinstance(table, dict):
-            raise ConfigError(name, table, "a table with keys of a layout", file=file, where="layouts")
-        for key, value in table.items():
-            _known(key, value, Layout, file=file, where=f"layouts.{name}")
+def shared(data: Mapping[str, Any], file: str) -> Shared:
+    """Check the keys of `[defaults]`, `[layouts]`, `[networks]`; values are checked in the experiments they reach."""
+    named = {tables: data.get(tables, {}) for tables in _NAMED.values()}
+    for part, tables in _NAMED.items():
+        if not isinstance(named[tables], dict):
+            raise ConfigError(tables, named[tables], f"tables [{tables}.NAME]", file=file)
+        for name, table in named[tables].items():
+            if not isinstance(table, dict):
+                raise ConfigError(name, table, f"a table with keys of a {part}", file=file, where=tables)
+            for key, value in table.items():
+                _known(key, value, _PARTS[part], file=file, where=f"{tables}.{name}")
+    defaults = data.get("defaults", {})
     defaults = _spelled(defaults, file)
     build(_Row, defaults, file=file, where="defaults")
     if "name" in defaults:
@@ -88,9 +96,9 @@ def shared(defaults: Any, layouts: Any, file: str) -> Shared:
         raise ConfigError("name", defaults["name"], right, file=file, where="defaults")
     for part, cls in _PARTS.items():
         for key, value in defaults.get(part, {}).items():
-            if (part, key) != ("layout", USE):
+            if key != USE or part not in _NAMED:
                 _known(key, value, cls, file=file, where=f"defaults.{part}")
-    return Shared(file, defaults, layouts)
+    return Shared(file, defaults, named)
 
 
 def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
@@ -133,6 +141,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
 
     model = _model(row.model, file=from_file.file, place=place)
     layout, training, limits = part("layout", Layout), part("training", Training), part("limits", Limits)
+    network = part("network", EmulatedNetwork) if any(level.table for level in levels["network"]) else None
     _blaming(lambda: _data(training, model), lambda error: blame(error, "training"))
     experiment = _blaming(
         lambda: Experiment(
@@ -143,6 +152,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
             system=row.system,
             engine=row.engine,
             limits=limits,
+            network=network,
         ),
         lambda error: blame(error, error.where or ("training" if error.key == "seq" else "")),
     )
@@ -150,29 +160,28 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
 
 
 def _spelled(data: Any, place: str) -> dict[str, Any]:
-    """`layout = "C1"` as `layout = { use = "C1" }`."""
+    """`layout = "C1"` as `layout = { use = "C1" }`, and so `network`."""
     if not isinstance(data, dict):
         raise ConfigError("defaults", data, "a table", file=place)
-    return {**data, "layout": {USE: data["layout"]}} if isinstance(data.get("layout"), str) else dict(data)
+    return {**data, **{part: {USE: data[part]} for part in _NAMED if isinstance(data.get(part), str)}}
 
 
 def _levels(part: str, data: Mapping[str, Any], from_file: Shared, place: str) -> list[_Level]:
     """Where the keys of one part come from, weakest first."""
     inherited, own = from_file.defaults.get(part, {}), data.get(part, {})
     levels = [_Level(f"defaults.{part}", inherited), _Level(part, own)]
-    if part != "layout":
+    if part not in _NAMED:
         return levels
+    tables = _NAMED[part]
     chosen = own.get(USE, inherited.get(USE))
     levels = [_Level(where, {k: v for k, v in table.items() if k != USE}) for where, table in levels]
     if chosen is None:
         return levels
-    if chosen not in from_file.layouts:
-        known = tuple(from_file.layouts)
-        right = (
-            unknown(str(chosen), known, "layout") if known else "unknown layout; the file has no [layouts]"
-        )
-        raise ConfigError(USE, chosen, right, file=place, where="layout" if USE in own else "defaults.layout")
-    named = _Level(f"layouts.{chosen}", from_file.layouts[str(chosen)])
+    if chosen not in from_file.named[tables]:
+        known = tuple(from_file.named[tables])
+        right = unknown(str(chosen), known, part) if known else f"unknown {part}; the file has no [{tables}]"
+        raise ConfigError(USE, chosen, right, file=place, where=part if USE in own else f"defaults.{part}")
+    named = _Level(f"{tables}.{chosen}", from_file.named[tables][str(chosen)])
     levels.insert(1 if USE in own else 0, named)
     return levels
 

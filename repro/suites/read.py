@@ -64,14 +64,14 @@ def load(path: Path) -> Suite:
 
 def parse(data: dict[str, Any], *, file: str) -> Suite:
     """The suite in the tables of a file."""
-    tables = ("suite", "defaults", "layouts", "experiment", "compare")
+    tables = ("suite", "defaults", "layouts", "networks", "experiment", "compare")
     for key in data:
         if key not in tables:
             raise ConfigError(key, expected=unknown(key, tables), file=file)
     if "suite" not in data:
         raise ConfigError("suite", expected="is missing: a table [suite] with a name", file=file)
     head = build(_Head, data["suite"], file=file, where="suite")
-    from_file = shared(data.get("defaults", {}), data.get("layouts", {}), file)
+    from_file = shared(data, file)
     rows = _tables(data, "experiment", file)
     if not rows:
         raise ConfigError("experiment", expected="is missing: at least one [[experiment]] table", file=file)
@@ -187,12 +187,13 @@ def _launches(entries: list[Entry], comparisons: tuple[Comparison, ...], file: s
 
 
 def _alike(members: list[Experiment], file: str, what: str) -> None:
-    """Experiments of one launch have one world, one system and one memory limit."""
+    """Experiments of one launch have one world, one system, one network and one memory limit."""
     first = members[0]
     for other in members[1:]:
         for key, mine, theirs in (
             ("layout.world", other.layout.world, first.layout.world),
             ("system", other.system, first.system),
+            ("network", _network(other), _network(first)),
             ("limits.memory_bytes", other.limits.memory_bytes, first.limits.memory_bytes),
         ):
             if mine != theirs:
@@ -200,6 +201,10 @@ def _alike(members: list[Experiment], file: str, what: str) -> None:
                 raise ConfigError(
                     key, mine, f'{theirs!r} as in "{first.name}": they share one launch', file=place
                 )
+
+
+def _network(experiment: Experiment) -> str:
+    return str(experiment.network) if experiment.network is not None else "none"
 
 
 def _tables(data: dict[str, Any], key: str, file: str) -> list[Any]:

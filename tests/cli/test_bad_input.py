@@ -113,6 +113,39 @@ CASES = {
         EXPERIMENT + 'launch = "x"\n' + OTHER + 'launch = "x"\nlayout.tp = 2',
         'launch "x": experiment "b": layout.world = 2: 1 as in "a": they share one launch',
     ),
+    "networks in a comparison": (
+        EXPERIMENT
+        + "layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }\n"
+        + OTHER
+        + 'layout.dp = 2\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
+        'compare with baseline "a": experiment "b": network = \'none\': '
+        "'2 nodes x 1 ranks, between 8e+06' as in \"a\": they share one launch",
+    ),
+    "network of another world": (
+        EXPERIMENT + "layout.dp = 4\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }",
+        'experiment "a": network.nodes x ranks_per_node = 2: as many ranks as tp x pp x dp = 4',
+    ),
+    "network without a rate": (
+        EXPERIMENT + "layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1 }",
+        'experiment "a": network.between = 0.0: bytes/s of a node\'s link',
+    ),
+    "rate of one node": (
+        EXPERIMENT + "layout.dp = 2\nnetwork = { nodes = 1, ranks_per_node = 2, between = 8e6 }",
+        'experiment "a": network.between = 8000000.0: left out with one node',
+    ),
+    "network of a system": (
+        EXPERIMENT
+        + 'system = "dgx2"\nlayout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }',
+        "experiment \"a\": system = 'dgx2': local with a network, which is emulated between processes",
+    ),
+    "unknown network": (
+        "[networks.slow]\nnodes = 2\n" + EXPERIMENT + 'network = "slwo"',
+        "experiment \"a\": network.use = 'slwo': unknown network; did you mean slow?",
+    ),
+    "key of a named network": (
+        "[networks.slow]\nnods = 2\n" + EXPERIMENT,
+        "networks.slow.nods = 2: unknown key; did you mean nodes?",
+    ),
     "unknown in a comparison": (
         EXPERIMENT + '[[compare]]\nbaseline = "a"\nsubjects = ["aa"]',
         "compare.subjects = 'aa': unknown experiment; did you mean a?",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from repro.config import ConfigError, Experiment, Layout, Limits, Model, Training, from_dict
+from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Limits, Model, Training, from_dict
 from repro.config.experiment import _chosen_layout as chosen_fields
 
 MODEL = Model(name="tiny", layers=4, hidden=16, heads=4, vocab=64, seq=16)
@@ -39,6 +39,7 @@ def test_names_time_limits_and_remarks_do_not_change_what_is_measured() -> None:
         {"limits": Limits(memory_bytes=10**9)},
         {"engine": "torch"},
         {"system": "dgx2"},
+        {"network": EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)},
     ],
 )
 def test_conditions_change_it(change: dict[str, Any]) -> None:
@@ -71,6 +72,17 @@ def test_a_record_is_the_way_back_also_without_keys_that_it_could_not_know() -> 
         del old["layout"][key]
     assert from_dict(old) == BASE
     assert from_dict(old).key == BASE.key
+
+
+def test_a_networks_rates_are_conditions_and_a_record_gives_it_back() -> None:
+    network = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
+    slow = replace(BASE, network=network)
+    assert from_dict(json.loads(json.dumps(slow.as_dict()))) == slow
+    assert replace(BASE, network=replace(network, between=16e6)).key != slow.key
+    assert replace(BASE, network=replace(network, within=0.0)).key == slow.key
+    older = json.loads(json.dumps(BASE.as_dict()))
+    del older["network"]
+    assert from_dict(older).key == BASE.key
 
 
 def test_buckets_beside_gradients_are_stage_0s_and_change_no_other_key() -> None:

@@ -92,17 +92,16 @@ def intend(
     if move:
         suite, entries = _moved(suite, entries, profile.system)
     elsewhere = {
-        entry.experiment.name: f"{entry.experiment.layout.world} devices of system {entry.experiment.system}"
+        entry.experiment.name: _needs(entry.experiment)
         for entry in entries
-        if entry.experiment.system != profile.system
+        if entry.experiment.system != profile.system or entry.experiment.network is not None
     }
     here = [entry for entry in entries if entry.experiment.name not in elsewhere]
     if not here:
         first = next(iter(elsewhere))
-        expected = (
-            f"its nodes are {profile.system}, and {first} of {suite.file} needs {elsewhere[first]};"
-            " --move runs it on them all the same, under a name of its own"
-        )
+        expected = f"its nodes are {profile.system}, and {first} of {suite.file} needs {elsewhere[first]}"
+        if not any(entry.experiment.network for entry in entries):
+            expected += "; --move runs it on them all the same, under a name of its own"
         raise ConfigError("system", profile.system, expected, file=profile.file)
     tasks = plan.tasks(suite, here, store, rerun=rerun)
     busy = running or {}
@@ -121,6 +120,13 @@ def intend(
         predictions=_predictions(store, tasks),
         rerun=rerun,
     )
+
+
+def _needs(experiment: Experiment) -> str:
+    """What a case that is not for the profile's nodes runs on."""
+    if experiment.network is not None:
+        return "an emulated network, which `repro run` makes on one machine"
+    return f"{experiment.layout.world} devices of system {experiment.system}"
 
 
 def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list[Entry]]:

@@ -1,0 +1,68 @@
+"""An emulated network: nodes and ranks on one machine, whose links have the rates that are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from repro.config.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedNetwork:
+    """Nodes behind one switch, and the ranks of each behind a switch of its own.
+
+    Rates are bytes/s on the wire, headers included, in each direction; 0 is no limit.  Rank `r` is on node
+    `r // ranks_per_node`.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    between: float = 0.0
+    """Of a node's link to the switch between the nodes; all its ranks share it."""
+    within: float = 0.0
+    """Of a rank's own link to its node's switch, which all that it sends and receives crosses."""
+    node: float = 0.0
+    """Of what all ranks of a node send each other, together: what devices behind one host bridge share."""
+    delay_s: float = 0.0
+    """Added to each message between nodes, one way; needs a kernel with netem."""
+
+    def __post_init__(self) -> None:
+        for key in ("nodes", "ranks_per_node"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
+        for key in ("between", "within", "node", "delay_s"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "0 (none) or more")
+        require(
+            (self.between > 0) == (self.nodes > 1),
+            "between",
+            self.between,
+            "bytes/s of a node's link"
+            if self.nodes > 1
+            else "left out with one node, which has no such link",
+        )
+        require(
+            self.delay_s == 0 or self.nodes > 1,
+            "delay_s",
+            self.delay_s,
+            "0 with one node, whose ranks have none",
+        )
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node that `rank` is on."""
+        return rank // self.ranks_per_node
+
+    def chosen(self) -> dict[str, Any]:
+        """What differs from no limit and no delay: what an experiment's key names."""
+        return {key: value for key, value in asdict(self).items() if value}
+
+    def __str__(self) -> str:
+        """`4 nodes x 4 ranks, between 8e+06, within 2e+07`, rates in bytes/s."""
+        limits = "".join(
+            f", {k} {v:g}" for k, v in self.chosen().items() if k not in ("nodes", "ranks_per_node")
+        )
+        return f"{self.nodes} nodes x {self.ranks_per_node} ranks{limits}"

@@ -1,0 +1,46 @@
+"""Emulated networks that a suite names once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from repro import suites
+from repro.config import EmulatedNetwork
+from tests.launch.runs import MODEL
+
+TEXT = """
+[suite]
+name = "s"
+[defaults]
+model = "tiny.toml"
+layout.dp = 4
+[networks.slow]
+nodes = 2
+ranks_per_node = 2
+between = 8e6
+within = 20e6
+[[experiment]]
+name = "as it is"
+network = "slow"
+[[experiment]]
+name = "faster"
+network = { use = "slow", between = 16e6, within = 0 }
+[[experiment]]
+name = "inline"
+network = { nodes = 4, ranks_per_node = 1, between = 8e6 }
+[[experiment]]
+name = "none"
+"""
+
+
+def test_a_named_network_loses_to_own_keys_and_who_names_none_has_none(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(MODEL)
+    (tmp_path / "s.toml").write_text(TEXT)
+    suite = suites.load(tmp_path / "s.toml")
+    assert [entry.experiment.network for entry in suite.entries] == [
+        EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, within=20e6),
+        EmulatedNetwork(nodes=2, ranks_per_node=2, between=16e6),
+        EmulatedNetwork(nodes=4, ranks_per_node=1, between=8e6),
+        None,
+    ]
+    assert {network.node_of(3) for e in suite.entries if (network := e.experiment.network)} == {1, 3}
