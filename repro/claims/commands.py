@@ -24,7 +24,7 @@ class Command:
     """One command, the evidence that it brings, and the experiments that it runs."""
 
     kind: str
-    """`simulated` or `measured`."""
+    """`simulated`, `emulated` or `measured`."""
     text: str
     needs: str
     """Devices and system, empty where any machine does: `400 GPUs of dgx2`."""

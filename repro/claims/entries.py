@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from repro.claims.ledger import PUBLISHED_SCALE, Source
+from repro.claims.ledger import KINDS, PUBLISHED_SCALE, Source
 from repro.config.errors import ConfigError
 from repro.config.files import build, read_toml
 
@@ -41,6 +41,7 @@ class Testable:
     certainty: str = ""
     analytic: str = ""
     simulated: list[EvidenceEntry] = field(default_factory=list)
+    emulated: list[EvidenceEntry] = field(default_factory=list)
     measured: list[EvidenceEntry] = field(default_factory=list)
     calibrates: str = ""
     blind: str = ""
@@ -121,7 +122,7 @@ _INNER: dict[tuple[type, str], type] = {
     (ClaimEntry, "rows"): RowEntry,
     (ClaimEntry, "table"): TableEntry,
     (TableEntry, "cells"): CellEntry,
-    **{(cls, kind): EvidenceEntry for cls in (RowEntry, CellEntry) for kind in ("simulated", "measured")},
+    **{(cls, kind): EvidenceEntry for cls in (RowEntry, CellEntry) for kind in KINDS[1:]},
 }
 
 

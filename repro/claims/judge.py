@@ -1,10 +1,11 @@
 """The judge: ledger and records in, verdicts out.  It reads and never runs anything.
 
 Every way of testing a row (analytic, simulated, measured at some scale) gets its own verdict.  A row speaks
-with its strongest decided evidence: measured at the published scale, then one rank of N, a scaled twin,
-simulated, analytic; and last the source against itself, which makes a row `consistent` or `inconsistent` and
-never `reproduced`; while a row's own test has not run, only a contradiction is said.  A simulation of a value
-that the time model is calibrated on is shown and decides nothing.
+with its strongest decided evidence: measured at the published scale, then one rank of N, a scaled twin, a
+scaled twin on an emulated network, simulated, analytic; and last the source against itself, which makes a
+row `consistent` or `inconsistent` and never `reproduced`; while a row's own test has not run, only a
+contradiction is said.  A simulation of a value that the time model is calibrated on is shown and decides
+nothing.
 
 A claim's verdict comes from the rows that are the claim (`main`), and all of them count: `not reproduced` or
 `inconsistent` when one is, `not run` while one has no evidence yet, `not comparable` when one is, `consistent`
@@ -22,6 +23,7 @@ from repro.claims.allowed import allowed, tolerance
 from repro.claims.expression import Expression, ExpressionError, Result, evaluate, parse, quotient, texts
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.ledger import (
+    EMULATED,
     ITSELF,
     KINDS,
     ONE_RANK,
@@ -94,7 +96,7 @@ _WEAKEST = (NOT_REPRODUCED, INCONSISTENT, NOT_RUN, NOT_COMPARABLE, CONSISTENT, R
 """A claim says the first of these that one of its rows says."""
 _ORDER = (
     *(f"measured, {scale}" for scale in (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)),
-    *KINDS[1::-1],
+    *KINDS[2::-1],
     ITSELF,
 )
 """What a row can rest on, strongest first."""
@@ -159,7 +161,7 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
     common: dict[str, Any] = {
         "kind": evidence.kind,
         "scale": evidence.scale,
-        "libraries": tuple(records.libraries(read)) if evidence.kind == MEASURED else (),
+        "libraries": tuple(records.libraries(read)) if evidence.kind in (MEASURED, EMULATED) else (),
         "origin": evidence.origin,
         "expression": evidence.value.text,
         "tolerance": tolerance(row, evidence, claim),
@@ -307,7 +309,9 @@ def _basis(rows: list[RowResult]) -> str:
 def _name(finding: Finding) -> str:
     if finding.itself:
         return ITSELF
-    return f"measured, {finding.at}" if finding.kind == "measured" else finding.kind
+    if finding.kind == EMULATED:
+        return ", ".join((finding.kind, *finding.libraries))
+    return f"measured, {finding.at}" if finding.kind == MEASURED else finding.kind
 
 
 def experiments(expression: Expression, variables: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,10 @@ from repro.claims.expression import Expression, Uncertain, Value
 from repro.claims.published import Printed
 from repro.config.errors import ConfigError
 
-KINDS = ("analytic", "simulated", "measured")
+EMULATED = "emulated"
+KINDS = ("analytic", "simulated", EMULATED, "measured")
+"""Of evidence, the weakest first.  `emulated`: real processes that train a small twin on this machine, behind links
+that are as slow as its compute, so that the ratio of two runs can be held against the published one."""
 CERTAINTIES = {
     "confirmed": "read in the primary text",
     "second-hand": "read in a source that quotes the primary one",
@@ -36,6 +39,7 @@ FAMILIES = (
     "harness",
 )
 PUBLISHED_SCALE, SCALED_TWIN, ONE_RANK = "published scale", "scaled twin", "one rank of "
+EMULATED_NETWORK = "scaled twin, emulated network"
 CLOSED_FORM, COUNT = "closed form", "count of what is committed"
 ITSELF, TRACE, RUN = "the source against itself", "trace", "run"
 """Where evidence gets its inputs (`repro.claims.inputs`): a formula of a paper and sizes; scripts of this
@@ -58,9 +62,10 @@ class Evidence:
     """One way to test a row."""
 
     kind: str
-    """`analytic`, `simulated` or `measured`."""
+    """One of `KINDS`."""
     scale: str
-    """`published scale`, `one rank of N`, `scaled twin`; analytic: the same as `origin`."""
+    """`published scale`, `one rank of N`, `scaled twin`, `scaled twin, emulated network`; analytic: the same as
+    `origin`."""
     origin: str
     """`CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     value: Expression

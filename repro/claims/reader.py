@@ -221,7 +221,7 @@ def _row(
                     kind="analytic", scale=origin, origin=origin, value=value, expect=None, metric=metric
                 )
             )
-        for kind in ("simulated", "measured"):
+        for kind in the.KINDS[1:]:
             for item in getattr(entry, kind):
                 found = _evidence(kind, item, metric, variables)
                 evidence.append(dataclasses.replace(found, origin=the.ITSELF) if entry.given else found)
@@ -271,10 +271,13 @@ def _evidence(
         raise ConfigError(
             "expect", expected="is missing: a scaled twin is compared with the formula at its own scale"
         )
+    if kind == the.EMULATED and (item.expect or metric != "ratio"):
+        right = "with the metric ratio, against the published value: of a twin only ratios are alike"
+        raise ConfigError(the.EMULATED, item.value, right)
     fallback = "exact" if item.expect else metric
     return the.Evidence(
         kind=kind,
-        scale=item.scale,
+        scale=the.EMULATED_NETWORK if kind == the.EMULATED else item.scale,
         origin=the.TRACE if kind == "simulated" else the.RUN,
         value=_expression(kind, item.value, _WITH_RECORDS, variables),
         expect=_expression("expect", item.expect, _WITH_RECORDS, variables) if item.expect else None,

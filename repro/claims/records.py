@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from repro.claims.expression import Uncertain, Value
+from repro.claims.ledger import EMULATED
 from repro.config.engines import NATIVE
 from repro.results.schema import MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import select
@@ -45,15 +46,24 @@ class Records:
         return record is not None and record.metric == metric
 
     def functions(self, kind: str) -> dict[str, Callable[..., Value | Uncertain]]:
-        """The functions for expressions of evidence `kind` (`simulated` or `measured`)."""
+        """The functions for expressions of evidence `kind` (`simulated`, `emulated` or `measured`)."""
 
         def find(experiment: str) -> ExperimentRecord:
-            record = self._selection.by_name.get((kind, experiment))
+            stored = MEASURED if kind == EMULATED else kind
+            record = self._selection.by_name.get((stored, experiment))
             if record is None:
                 raise Missing(experiment, "no record")
+            _of_kind(record)
             if not record.conclusive:
                 raise Missing(experiment, _ended(record))
             return record
+
+        def _of_kind(record: ExperimentRecord) -> None:
+            """What ran on an emulated network is that kind of evidence, and no other is."""
+            network = record.conditions.get("network")
+            if kind != SIMULATED and bool(network) != (kind == EMULATED):
+                on = "an emulated network" if network else "the machine's own links"
+                raise Missing(record.at, f"it ran on {on}, which is another kind of evidence")
 
         def metric(experiment: str, name: str) -> Value | Uncertain:
             """A metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
@@ -142,6 +152,9 @@ class Records:
 
         def compared(subject: str, baseline: str) -> Value | Uncertain:
             """Throughput of `subject` over `baseline` in one interleaved run, with its 95 % interval."""
+            for experiment in (subject, baseline):
+                if found := self._selection.by_name.get((MEASURED, experiment)):
+                    _of_kind(found)
             record = self._selection.by_pair.get((subject, baseline))
             if record is not None:
                 return Uncertain(*_interval(record))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from repro.claims.ledger import COUNT, ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
+from repro.claims.ledger import COUNT, EMULATED, ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
 from repro.claims.results import (
     BAD,
     CONSISTENT,
@@ -32,10 +32,8 @@ class Line:
     file: str
     published: str
     certainty: str
-    analytic: str
-    """`54/54`: rows reproduced of rows that this kind of evidence can test; `not run`; or `-`."""
-    simulated: str
-    measured: str
+    counts: Mapping[str, str]
+    """Kind of evidence -> `54/54`, rows reproduced of rows that it can test; `not run`; or `-`."""
     itself: str
     """`18/18`: rows in which the source agrees with itself; no evidence, and in none of the three above."""
     scale: str
@@ -103,6 +101,7 @@ _WORDS = {
     f"measured, {PUBLISHED_SCALE}": "runs at the published scale",
     f"measured, {ONE_RANK}": "runs of one rank of the published layout",
     f"measured, {SCALED_TWIN}": "runs of small twins, held against the same formula at their scale",
+    EMULATED: "runs of small twins behind links as slow as their compute",
     "simulated": "traces of the step's own code at the published scale",
     "analytic": "a paper's formula, evaluated from sizes",
     COUNT: "a count of the lines that scripts committed here change",
@@ -189,7 +188,7 @@ def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
 
 def _line(result: ClaimResult) -> Line:
     claim = result.claim
-    measured = result.kind("measured")
+    measured, wanted = result.kind("measured"), result.verdict != NOT_COMPARABLE
     return Line(
         id=claim.id,
         title=claim.title,
@@ -197,9 +196,10 @@ def _line(result: ClaimResult) -> Line:
         file=claim.file,
         published=claim.published,
         certainty=claim.certainty,
-        analytic=_count(result.kind("analytic")),
-        simulated=_count(result.kind("simulated")),
-        measured=_count(measured, wanted=bool(claim.needs) and result.verdict != NOT_COMPARABLE),
+        counts={
+            kind: _count(result.kind(kind), wanted=kind == "measured" and wanted and bool(claim.needs))
+            for kind in KINDS
+        },
         itself=_count(result.kind(ITSELF)),
         scale=measured.scale if measured and measured.decided else "",
         verdict=result.verdict,

@@ -105,7 +105,7 @@ def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
 
 def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
     """One kind of evidence for a claim: its value if there is just one, else the ledger table's count."""
-    words = str(getattr(line, name))
+    words = line.counts[name]
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
         return {"text": words, "scale": "", "verdict": words, "slug": "", "sign": ""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from repro.claims.results import (
     REPRODUCED,
     ClaimResult,
 )
-from repro.config import PROTOCOL, ConfigError, Experiment, Layout, Model
+from repro.config import PROTOCOL, ConfigError, EmulatedNetwork, Experiment, Layout, Model
 from repro.results.schema import ComparisonRecord, Record, Side
 from tests.claims.made_up import record
 from tests.records import changed
@@ -44,6 +45,7 @@ rows = [
 PUBLISHED = '{ value = \'metric("s/full", "speed")\' }'
 ONE_RANK = '{ value = \'metric("s/rank", "speed")\', scale = "one rank of 64" }'
 TWIN = '{ value = \'metric("s/twin", "speed")\', expect = "3", scale = "scaled twin" }'
+NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=2, between=1e6)
 
 
 def judged(tmp_path: Path, rows: str, *records: Record) -> ClaimResult:
@@ -371,3 +373,60 @@ def test_an_interval_of_the_evidence_widens_a_bound_and_nothing_else_does(tmp_pa
     read_off = exact.replace("bound", 'certainty = "digitised", error = 0.1, bound')
     assert judged(tmp_path, read_off, record("full", speed=1.999)).verdict == REPRODUCED
     assert judged(tmp_path, read_off, record("full", speed=1.89)).verdict == NOT_REPRODUCED
+
+
+EMULATED = 'emulated = { value = \'compared("s/a", "s/b")\' }'
+
+
+def on_a_network(name: str, network: EmulatedNetwork | None = NETWORK) -> Record:
+    found = record(name, samples_per_s=1.0)
+    return changed(found, experiment={**found.conditions, "network": network and asdict(network)})
+
+
+def test_what_ran_on_an_emulated_network_goes_before_a_simulation_and_after_a_measurement(
+    tmp_path: Path,
+) -> None:
+    twins = [on_a_network("a"), on_a_network("b"), comparison("a", "b", 2.1, 2.05, 2.15)]
+    rows = f'{{ label = "x", published = "2.0", {EMULATED}, {SIMULATED} }},\n'
+    result = judged(tmp_path, rows, *twins, at("simulated", 1.0))
+    assert (result.verdict, result.basis) == (REPRODUCED, "emulated 1/1")
+    assert len(result.disagreements) == 1
+    found = result.kind("emulated")
+    assert found is not None
+    assert (found.scale, found.reproduced) == ("scaled twin, emulated network", 1)
+    assert result.kind("measured") is None
+    result = judged(tmp_path, rows, *twins, at("measured", 1.0))
+    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 0/1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "network", "words"), [("measured", NETWORK, "emulated network"), ("emulated", None, "own links")]
+)
+def test_an_emulated_network_is_never_taken_for_another_kind_of_evidence(
+    tmp_path: Path, kind: str, network: EmulatedNetwork | None, words: str
+) -> None:
+    for value in (
+        'compared("s/a", "s/b")',
+        'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")',
+    ):
+        rows = f'{{ label = "x", published = "2.0", {kind} = {{ value = \'{value}\' }} }},\n'
+        twins = [
+            on_a_network("a", network),
+            on_a_network("b", network),
+            comparison("a", "b", 2.1, 2.05, 2.15),
+        ]
+        result = judged(tmp_path, rows, *twins)
+        assert result.verdict == NOT_RUN
+        assert words in result.reason
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'emulated = { value = \'metric("s/a", "x")\', expect = "3" }',
+        'metric = "throughput", emulated = { value = \'metric("s/a", "x")\' }',
+    ],
+)
+def test_only_ratios_come_from_an_emulated_network(tmp_path: Path, line: str) -> None:
+    with pytest.raises(ConfigError, match="only ratios"):
+        judged(tmp_path, f'{{ label = "x", published = "2.0", {line} }},\n')

@@ -72,7 +72,7 @@ def show_all(results: list[ClaimResult], ledger: Ledger, console: Console) -> No
         console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
         for line in lines:
             if line.file == file:
-                counts = [_count(text) for text in (line.analytic, line.simulated, line.measured)]
+                counts = [_count(line.counts[kind]) for kind in KINDS]
                 itself = _count(line.itself, STYLES[CONSISTENT], STYLES[INCONSISTENT])
                 grid.add_row(Text(line.id), Text(line.published), *counts, itself, _verdict(line))
         console.print(grid)
