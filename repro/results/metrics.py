@@ -15,7 +15,8 @@ slowest rank; memory is the largest of any rank; communication is rank 0's, of o
   (t - ideal)/ideal of 2104.04473 sec. 2.2: what the others wait for because it is slower is no bubble.  It is the
   median over the undisturbed timed steps, with `.low` and `.high` its 95 % bootstrap interval.  A step is disturbed
   if a rank was kept from its core while it computed, by other ranks or other programs: who waits for that rank waits
-  for nothing that a schedule knows.  With fewer than three undisturbed steps there is no interval, and no bubble.
+  for nothing that a schedule knows.  With fewer than three undisturbed steps there is no interval, and no bubble;
+  nor for a library whose stages have tp or dp beside them, as its waiting is seen from outside.
 - `time.*` says where the slowest stage's seconds go in a simulation, `trace_seconds` what the simulation took.
 """
 

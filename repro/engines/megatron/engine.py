@@ -119,15 +119,14 @@ class MegatronEngine:
         rate = float(learning_rate(self.experiment.training, self.taken))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        success, norm, _ = self.optimizer.step()
-        observe(
-            Phase.OPTIMIZER
-        )  # once more: the states that it made, and fp32 copies of fp16 gradients, are there
-        self.taken += float(success)
         mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
         mean = mean * (self.mesh.pp.size / self.mesh.world.size)
         if self.mesh.world.size > 1:
             dist.all_reduce(mean)
+        success, norm, _ = self.optimizer.step()
+        # Once more: the states that it made, and fp32 copies of fp16 gradients, are there.
+        observe(Phase.OPTIMIZER)
+        self.taken += float(success)
         return Norms(
             torch.tensor(norm if success else math.inf, device=self.device),
             mean,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from repro.measure.collectives import CollectiveWatch
 from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import COMPUTING, CORE, StepClock
+from repro.measure.waiting import StageWaits
 from repro.models import flops
 from repro.models.gpt import Place
 from repro.parallel.mesh import Mesh
@@ -121,7 +122,8 @@ class Run:
             self.clock.begin()
             if i == count - 1:
                 self.mesh.ledger.reset()
-            self._step(self.clock.mark)
+            with self._clocked() as mark:
+                self._step(mark)
             if i == count - 1:
                 self.engine.synchronize()
                 if self.experiment.engine == NATIVE:
@@ -135,6 +137,18 @@ class Run:
         ordinary = [row for i, row in enumerate(rows) if first + i not in self.series.skipped]
         self.rounds.append([row["step"] for row in ordinary])
         self.phase_rows += ordinary
+
+    def _clocked(self) -> AbstractContextManager[Callable[[Phase], None]]:
+        """What marks the phases of a timed step; of a library's stages it sees itself when they wait."""
+        if self._waits_are_known and self.experiment.engine != NATIVE:
+            return StageWaits(self.clock.mark)
+        return nullcontext(self.clock.mark)
+
+    @property
+    def _waits_are_known(self) -> bool:
+        """Whether it is known for whom a rank waits: our engine says it; of others where stages are all there is."""
+        layout = self.experiment.layout
+        return layout.pp > 1 and (self.experiment.engine == NATIVE or layout.tp == layout.dp == 1)
 
     def _between(self) -> bool:
         """Between two steps: write a checkpoint if it is time to, and end if the launcher asks for that.
@@ -272,11 +286,11 @@ class Run:
         )
 
     def _pipeline(self) -> StageReport | None:
-        """The rank's stage, and of each timed step: how long it waited for other stages, how long it computed,
-        and how long of that it had a core."""
+        """The rank's stage, and of each timed step, where it is known: how long it waited for other stages, how long
+        it computed, and how long of that it had a core."""
         if self.experiment.layout.pp == 1:
             return None
-        rows = self.phase_rows
+        rows = self.phase_rows if self._waits_are_known else []
         return StageReport(
             **self.engine.pipeline_report(),
             idle_s=[row[Phase.IDLE] for row in rows],

@@ -16,6 +16,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build as schedule
 from repro.parallel.pipeline.schedule import needs
 from tests.engines.megatron.both import build, needs_megatron
+from tests.engines.slowed import busy_and_idle, of_formula
 from tests.pool import RankPool
 from tests.training import TINY, micro_batches, smallest, tiny
 
@@ -123,7 +124,7 @@ def _waited(phases: list[Phase]) -> list[bool]:
 
 @pytest.mark.parametrize("layout", SCHEDULES, ids=lambda layout: f"{layout.schedule}-{layout.pp}")
 def test_stages_run_the_schedules_of_ours(request: pytest.FixtureRequest, layout: Layout) -> None:
-    """Forwards and backwards take turns as `repro.parallel.pipeline.schedule` has it, so the bubble is the same."""
+    """Forwards and backwards take turns as `repro.parallel.pipeline.schedule` has it."""
     ours = schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
     pool: RankPool = request.getfixturevalue({2: "two", 4: "four"}[layout.pp])
     for stage, order, phases in pool.run(passes, layout):
@@ -134,3 +135,9 @@ def test_stages_run_the_schedules_of_ours(request: pytest.FixtureRequest, layout
         ]
         # It waits for its sends too, and once more for the gradients of all micro-batches.
         assert all(waited for waited, needed in zip(_waited(phases), received, strict=False) if needed)
+
+
+@pytest.mark.parametrize("layout", SCHEDULES[:2], ids=lambda layout: layout.schedule)
+def test_stages_wait_for_their_part_of_the_passes(two: RankPool, layout: Layout) -> None:
+    busy, idle, _ = max(two.run(busy_and_idle, replace(layout, global_batch=4), "megatron"))
+    assert idle / busy == pytest.approx(of_formula(replace(layout, global_batch=4)), abs=0.05)
