@@ -15,7 +15,7 @@ strongest is listed, never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,8 +68,8 @@ def judge(ledger: Ledger, records: Iterable[Record]) -> list[ClaimResult]:
 def judge_claim(claim: Claim, records: Records) -> ClaimResult:
     """One claim against the store's records."""
     rows = tuple(_judge_row(row, claim, records) for row in claim.rows)
-    kinds = tuple(kind for kind in (*(_kind(name, rows) for name in KINDS), _itself(rows)) if kind)
     main = [row for row in rows if row.row.main]
+    kinds = tuple(kind for kind in (_kind(name, main) for name in (*KINDS, ITSELF)) if kind)
     verdict = next(verdict for verdict in _WEAKEST if any(row.verdict == verdict for row in main))
     weakest = next(row for row in main if row.verdict == verdict)
     reason = weakest.reason
@@ -262,31 +262,19 @@ def _text(result: Result, row: Row) -> str:
     return text
 
 
-def _kind(name: str, rows: tuple[RowResult, ...]) -> KindResult | None:
-    """What one kind of evidence says, but for the source against itself."""
-    tested = [[f for f in row.findings if f.kind == name and not f.itself] for row in rows]
-    return _of(name, tested, REPRODUCED, NOT_REPRODUCED)
-
-
-def _itself(rows: tuple[RowResult, ...]) -> KindResult | None:
-    """What the source says about itself."""
-    found = [[f for f in row.findings if f.itself] for row in rows]
-    return _of(ITSELF, [[f for f in fs if f.decided] or fs for fs in found], CONSISTENT, INCONSISTENT)
-
-
-def _of(name: str, findings: list[list[Finding]], yes: str, no: str) -> KindResult | None:
-    tested = [[f for f in found if f.verdict != NOT_COMPARABLE] for found in findings]
-    tested = [found for found in tested if found]
+def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
+    """What one kind of evidence, or the source about itself, says of rows; None if it can test none of them."""
+    tested = [found for row in rows if (found := row.under(name))]
     if not tested:
         return None
     decided = [found for found in tested if all(f.decided for f in found)]
-    good = sum(all(f.verdict == yes for f in found) for found in decided)
-    if any(f.verdict == no for found in tested for f in found):
-        verdict = no
+    good = sum(all(f.verdict in GOOD for f in found) for found in decided)
+    if any(f.verdict in BAD for found in tested for f in found):
+        verdict = INCONSISTENT if name == ITSELF else NOT_REPRODUCED
     elif len(decided) < len(tested):
         verdict = NOT_RUN
     else:
-        verdict = yes
+        verdict = CONSISTENT if name == ITSELF else REPRODUCED
     scales = dict.fromkeys(
         part for found in decided or tested for f in found for part in (f.scale, *f.libraries)
     )

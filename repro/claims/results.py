@@ -76,10 +76,21 @@ class RowResult:
         against = BAD if self.verdict in GOOD else GOOD
         return tuple(f for f in self.findings if f.verdict in against and self.basis)
 
+    def under(self, kind: str) -> tuple[Finding, ...]:
+        """What one kind of evidence found, or (`ledger.ITSELF`) the source itself; but for what cannot be compared."""
+        itself = kind == ITSELF
+        found = [
+            f
+            for f in self.findings
+            if f.itself == itself and (itself or f.kind == kind) and f.verdict != NOT_COMPARABLE
+        ]
+        decided = [f for f in found if f.decided]
+        return tuple(decided if itself and decided else found)
+
 
 @dataclass(frozen=True)
 class KindResult:
-    """All rows of a claim under one kind of evidence."""
+    """The rows that are the claim under one kind of evidence; what stands beside them does not count."""
 
     kind: str
     """`analytic`, `simulated`, `measured`; or `ledger.ITSELF`, which none of these three counts."""
@@ -100,7 +111,7 @@ class ClaimResult:
     claim: Claim
     rows: tuple[RowResult, ...]
     kinds: tuple[KindResult, ...]
-    """Only kinds that some row of the claim can be tested by."""
+    """Only kinds that some row that is the claim can be tested by."""
     verdict: str
     basis: str
     """What the rows that are the claim rest on, strongest first, each with the part of all of them that agree."""
@@ -108,5 +119,5 @@ class ClaimResult:
     disagreements: tuple[str, ...]
 
     def kind(self, name: str) -> KindResult | None:
-        """The summary for a kind of evidence or `ledger.ITSELF`; None if no row can be tested so."""
+        """The summary for a kind of evidence or `ledger.ITSELF`; None if it can test none of the claim's own rows."""
         return next((k for k in self.kinds if k.kind == name), None)

@@ -10,6 +10,7 @@ from repro.claims.ledger import COUNT, EMULATED, ITSELF, KINDS, ONE_RANK, PUBLIS
 from repro.claims.results import (
     BAD,
     CONSISTENT,
+    GOOD,
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
@@ -73,13 +74,15 @@ def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
 
 
 def _evidence(results: Sequence[ClaimResult], kind: str, things: Things) -> dict[str, Any]:
-    found = [k for k in (result.kind(kind) for result in results) if k]
+    claims = [k for k in (result.kind(kind) for result in results) if k]
+    rows = [found for result in results for row in result.rows if (found := row.under(kind))]
+    decided = [found for found in rows if all(f.decided for f in found)]
     return {
-        "claims": len(found),
-        "verdicts": {verdict: sum(k.verdict == verdict for k in found) for verdict in VERDICTS},
-        "rows": sum(k.rows for k in found),
-        "rows_decided": sum(k.decided for k in found),
-        "rows_reproduced": sum(k.reproduced for k in found),
+        "claims": len(claims),
+        "verdicts": {verdict: sum(k.verdict == verdict for k in claims) for verdict in VERDICTS},
+        "rows": len(rows),
+        "rows_decided": len(decided),
+        "rows_reproduced": sum(all(f.verdict in GOOD for f in found) for found in decided),
         "things": things.tested,
         "things_hold": things.hold,
     }

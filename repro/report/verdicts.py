@@ -109,9 +109,9 @@ def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
         return {"text": words, "scale": "", "verdict": words, "slug": "", "sign": ""}
-    values = [(row, f) for row in result.rows for f in row.findings if f.kind == name and not f.itself]
+    values = [(f, row) for row in result.rows if row.row.main for f in row.under(name)]
     if len(values) == 1:
-        words = _value(values[0][1], values[0][0])
+        words = _value(*values[0])
     elif kind.decided < kind.rows:
         words += f" ({kind.rows - kind.decided} not run)"
     # Rows that all ran and agree are no failure only because others did not run.

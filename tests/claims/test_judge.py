@@ -19,6 +19,7 @@ from repro.claims.results import (
     REPRODUCED,
     ClaimResult,
 )
+from repro.claims.table import summary, table
 from repro.config import PROTOCOL, ConfigError, EmulatedNetwork, Experiment, Layout, Model
 from repro.results.schema import ComparisonRecord, Record, Side
 from tests.claims.made_up import record
@@ -238,9 +239,15 @@ def test_the_rows_that_are_the_claim_carry_it(tmp_path: Path) -> None:
     assert judged(tmp_path, good + main(bad)).verdict == NOT_REPRODUCED
     assert judged(tmp_path, good + main(open_)).verdict == NOT_RUN
     assert judged(tmp_path, good + main(QUALITY)).verdict == NOT_COMPARABLE
-    kind = judged(tmp_path, main(good) + bad).kind("analytic")
+    result = judged(tmp_path, main(good) + bad)
+    kind = result.kind("analytic")
     assert kind is not None
-    assert (kind.reproduced, kind.rows) == (1, 2), "a row beside the claim is judged and shown all the same"
+    assert (kind.verdict, kind.reproduced, kind.rows) == (REPRODUCED, 1, 1), "not what is beside it"
+    assert [row.verdict for row in result.rows] == [REPRODUCED, NOT_REPRODUCED], "but is judged and shown"
+    (line,) = table([result])
+    assert line.counts["analytic"] == "1/1"
+    assert summary([result])["evidence"]["analytic"]["rows_decided"] == 2, "and is one of all values"
+    assert judged(tmp_path, main(good) + row(PUBLISHED), record("full", speed=9.0)).kind("measured") is None
 
 
 @pytest.mark.parametrize("analytic", ["2", "4 / 2", "printed('2')", "dp_elements(printed('1'))", "1 + 1"])
