@@ -41,7 +41,7 @@ class Group:
         """The same ranks; what is sent meets only what the others send on the same channel (without tags: the same)."""
         transport = self.transport
         if isinstance(transport, GlooTransport):
-            transport = GlooTransport(transport.group, channel)
+            transport = type(transport)(transport.group, channel)
         return Group(
             self.name, self.ranks, self.ranks[self.rank], transport, self.ledger, blocking=self.blocking
         )

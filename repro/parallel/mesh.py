@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from repro.config import Layout
 from repro.parallel.comm import Group
+from repro.parallel.gloo_ring import GlooRing, crowded, ranks_per_node
 from repro.parallel.ledger import CommLedger
 from repro.parallel.transports import Channels, GlooTransport, NcclTransport, NoTransport, Transport
 
@@ -100,7 +101,8 @@ def distributed(layout: Layout, device_type: str) -> Mesh:
         elif device_type == "cuda":
             members[ranks] = NcclTransport(group, channels)
         else:
-            members[ranks] = GlooTransport(group)
+            ring = crowded(ranks, ranks_per_node(layout.world))
+            members[ranks] = GlooRing(group) if ring else GlooTransport(group)
     return build(layout, dist.get_rank(), members.__getitem__)
 
 

@@ -1,0 +1,80 @@
+"""A ring over nodes: the same sums and parts as messages straight between ranks, sent to the next rank alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from repro.config import Layout
+from repro.parallel import mesh as meshes
+from repro.parallel.gloo_ring import GlooRing, crowded
+from repro.parallel.transports import GlooTransport
+from tests.pool import RankPool
+from tests.training import tiny, train
+
+
+def test_which_groups_go_round_a_ring() -> None:
+    everyone, columns, rows = range(16), range(0, 16, 4), range(4, 8)
+    assert crowded(everyone, 4)
+    assert not crowded(columns, 4), "one rank on each node: nothing shares a node's link twice"
+    assert not crowded(rows, 4), "inside a node"
+    assert not crowded(everyone, 16), "one node"
+    assert crowded((0, 1, 4), 4)
+
+
+def collectives(ring: bool) -> dict[str, Any]:
+    """What a reduce-scatter and an all-gather give on this rank, and to whom it sent how many bytes."""
+    group = dist.group.WORLD
+    assert group is not None
+    transport = (GlooRing if ring else GlooTransport)(group)
+    n, rank = transport.size, transport.rank
+    whole = torch.arange(n * 6, dtype=torch.float32) * (rank + 1)
+    part, gathered = torch.empty(6), torch.empty(n * 6)
+    sent: Counter[int] = Counter()
+    real = dist.isend
+
+    def isend(tensor: torch.Tensor, dst: int, **keys: Any) -> Any:
+        sent[dst] += tensor.numel() * tensor.element_size()
+        return real(tensor, dst, **keys)
+
+    dist.isend = isend
+    try:
+        reduced = transport.reduce_scatter(part, whole)
+        reduced.wait()
+        first = transport.all_gather(gathered, part)
+        again = transport.all_gather(torch.empty(n * 6), part)  # two under way keep their order
+        first.wait()
+        again.wait()
+    finally:
+        dist.isend = real
+    return {"part": part.tolist(), "gathered": gathered.tolist(), "sent": dict(sent), "rank": rank}
+
+
+def test_a_ring_gives_what_straight_messages_give(four: RankPool) -> None:
+    for round_, straight in zip(four.run(collectives, True), four.run(collectives, False), strict=True):
+        assert round_["part"] == straight["part"]
+        assert round_["gathered"] == straight["gathered"]
+        assert sum(round_["sent"].values()) == sum(straight["sent"].values())
+        assert list(round_["sent"]) == [(round_["rank"] + 1) % 4]
+        assert len(straight["sent"]) == 3
+
+
+def on_two_nodes(zero: int, ranks_per_node: str) -> tuple[list[float], str]:
+    """Losses of four replicas, and what carries their messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", ranks_per_node)
+        experiment = tiny(Layout(dp=4, zero=zero))
+        carrier = meshes.distributed(experiment.layout, "cpu").dp.transport
+        return train(experiment).loss, type(carrier).__name__
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_training_over_nodes_is_the_same(four: RankPool, zero: int) -> None:
+    over, inside = four.run(on_two_nodes, zero, "2"), four.run(on_two_nodes, zero, "4")
+    for (ring, carrier), (straight, usual) in zip(over, inside, strict=True):
+        assert (carrier, usual) == ("GlooRing", "GlooTransport")
+        assert ring == pytest.approx(straight, rel=1e-6)
