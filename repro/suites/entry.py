@@ -52,6 +52,8 @@ class Shared(NamedTuple):
     defaults: Mapping[str, Any]
     named: Mapping[str, Mapping[str, Mapping[str, Any]]]
     """`layouts` and `networks`, each by name."""
+    models: Mapping[str, Model]
+    """`[models.NAME]`: those that only this file has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,8 @@ class _Level(NamedTuple):
 
 
 def shared(data: Mapping[str, Any], file: str) -> Shared:
-    """Check the keys of `[defaults]`, `[layouts]`, `[networks]`; values are checked in the experiments they reach."""
+    """Check the keys of `[defaults]`, `[layouts]`, `[networks]`, whose values are checked in the experiments that they
+    reach, and `[models]` whole."""
     named = {tables: data.get(tables, {}) for tables in _NAMED.values()}
     for part, tables in _NAMED.items():
         if not isinstance(named[tables], dict):
@@ -98,7 +101,16 @@ def shared(data: Mapping[str, Any], file: str) -> Shared:
         for key, value in defaults.get(part, {}).items():
             if key != USE or part not in _NAMED:
                 _known(key, value, cls, file=file, where=f"defaults.{part}")
-    return Shared(file, defaults, named)
+    return Shared(file, defaults, named, _models(data.get("models", {}), file))
+
+
+def _models(tables: Any, file: str) -> dict[str, Model]:
+    if not isinstance(tables, dict):
+        raise ConfigError("models", tables, "tables [models.NAME]", file=file)
+    return {
+        name: build(Model, {"name": name, **table}, file=file, where=f"models.{name}")
+        for name, table in tables.items()
+    }
 
 
 def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
@@ -139,7 +151,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
             raise blame(ConfigError("world", world, right, where=key), key)
         return built
 
-    model = _model(row.model, file=from_file.file, place=place)
+    model = from_file.models.get(row.model) or _model(row.model, file=from_file.file, place=place)
     layout, training, limits = part("layout", Layout), part("training", Training), part("limits", Limits)
     network = part("network", EmulatedNetwork) if any(level.table for level in levels["network"]) else None
     _blaming(lambda: _data(training, model), lambda error: blame(error, "training"))

@@ -64,7 +64,7 @@ def load(path: Path) -> Suite:
 
 def parse(data: dict[str, Any], *, file: str) -> Suite:
     """The suite in the tables of a file."""
-    tables = ("suite", "defaults", "layouts", "networks", "experiment", "compare")
+    tables = ("suite", "defaults", "models", "layouts", "networks", "experiment", "compare")
     for key in data:
         if key not in tables:
             raise ConfigError(key, expected=unknown(key, tables), file=file)

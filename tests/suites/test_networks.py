@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from repro import suites
 from repro.config import EmulatedNetwork
+from repro.config.errors import ConfigError
 from tests.launch.runs import MODEL
 
 TEXT = """
@@ -44,3 +47,15 @@ def test_a_named_network_loses_to_own_keys_and_who_names_none_has_none(tmp_path:
         None,
     ]
     assert {network.node_of(3) for e in suite.entries if (network := e.experiment.network)} == {1, 3}
+
+
+def test_a_model_of_the_suite_alone(tmp_path: Path) -> None:
+    """`[models.NAME]` needs no file beside it, wins over a packaged name, and is checked."""
+    text = '[suite]\nname = "s"\n[models.own]\n{}[[experiment]]\nname = "one"\nmodel = "own"\n'
+    sizes = "layers = 2\nhidden = 12\nheads = 3\nvocab = 30\nseq = 8\n"
+    (tmp_path / "s.toml").write_text(text.format(sizes))
+    model = suites.load(tmp_path / "s.toml").entry("one").experiment.model
+    assert (model.name, model.hidden, model.seq) == ("own", 12, 8)
+    (tmp_path / "s.toml").write_text(text.format(sizes.replace("12", "11")))
+    with pytest.raises(ConfigError, match=r"heads = 3 in models\.own|models\.own.*heads"):
+        suites.load(tmp_path / "s.toml")
