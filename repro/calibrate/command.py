@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from repro import suites
 from repro.calibrate import plan, toml
 from repro.calibrate.document import tables
-from repro.calibrate.machines import Here, Machine, Nodes, facts
+from repro.calibrate.machines import TWIN_TARGET, Here, Machine, Nodes, facts
 from repro.config.errors import ConfigError, require
 from repro.host import files
 from repro.launch.interrupt import Interrupt
@@ -34,21 +35,38 @@ class Calibrated:
 
 
 def calibrate(
-    system: str, gpus: int, output: Path | None, profile: Path | None, nodes: int, quick: bool, *, quiet: bool
+    system: str,
+    gpus: int,
+    output: Path | None,
+    profile: Path | None,
+    nodes: int,
+    quick: bool,
+    suite: Path | None = None,
+    *,
+    quiet: bool,
 ) -> Calibrated:
     """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
 
-    `gpus`: ranks, of each node.  `quiet`: nothing is said on standard error.  Raises `ConfigError`.
+    `gpus`: ranks, of each node.  `suite`: in place of steps of usual sizes those of this file, for a twin on an
+    emulated network, of whose links only single messages are measured.  `quiet`: nothing is said on standard
+    error.  Raises `ConfigError`.
     """
     path = _checked(output or Path(f"{system}-calibrated.toml"))
     if profile is None and nodes:
         raise ConfigError("--nodes", nodes, "with --profile, whose cluster has them")
+    if profile is not None and suite is not None:
+        raise ConfigError("--suite", str(suite), "without --profile: a twin runs on this machine")
     machine: Machine = (
-        Here(system, gpus) if profile is None else Nodes(system, profile, nodes or 1, gpus, path)
+        Here(system, gpus, target=TWIN_TARGET if suite is not None else "")
+        if profile is None
+        else Nodes(system, profile, nodes or 1, gpus, path)
     )
-    experiments = plan.experiments(
-        machine.system, machine.ranks, machine.precision, quick, per_node=machine.per_node
-    )
+    if suite is None:
+        experiments = plan.experiments(
+            machine.system, machine.ranks, machine.precision, quick, per_node=machine.per_node
+        )
+    else:
+        experiments = plan.of_suite(suites.load(suite), machine.system, machine.ranks, quick)
     began = time.perf_counter()
     with Interrupt() as interrupt:
         answer = machine.measure(Job(experiments=experiments), interrupt, quiet=quiet)

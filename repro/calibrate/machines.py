@@ -19,6 +19,7 @@ from repro.systems.load import HERE, LOCAL
 from repro.systems.load import load as load_system
 
 TARGET = "repro.calibrate.target:run_rank"
+TWIN_TARGET = "repro.calibrate.target:run_rank_of_twin"
 RANKS_ON_CORES = 2
 
 
@@ -39,8 +40,12 @@ class Machine(Protocol):
 class Here:
     """This machine."""
 
-    def __init__(self, system: str, gpus: int):
-        """`gpus`: ranks; 0: every GPU, or 2 on cores.  Raises `ConfigError`."""
+    def __init__(self, system: str, gpus: int, *, target: str = ""):
+        """`gpus`: ranks; 0: every GPU, or 2 on cores.  `target`: what they do, if not all that is usual.
+
+        Raises `ConfigError`.
+        """
+        self.target = target
         if system not in launch.DEVICES:
             expected = (
                 f"one of {', '.join(launch.DEVICES)}: what can be measured is the machine at hand, or with "
@@ -62,7 +67,7 @@ class Here:
         if not quiet:
             print(f"measuring with {self.ranks} ranks; let nothing else run meanwhile", file=sys.stderr)
         load = round(os.getloadavg()[0], 2)
-        ending, results = run_once(job, interrupt, target=TARGET)
+        ending, results = run_once(job, interrupt, target=self.target or TARGET)
         return {"outcome": ending.outcome, "reason": ending.reason, "results": results, "load": load}
 
 

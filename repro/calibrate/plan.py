@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from repro.config import Experiment, Layout, Limits, Model, OperatorSet, Training
+from repro.config.errors import ConfigError
+from repro.suites import Suite
 
 LIMITS = Limits(timeout_s=900.0, hang_s=120.0)
 CPU_SIZES = ((64, 64, 1, 512), (256, 128, 4, 2048), (768, 256, 4, 8192))
@@ -18,6 +21,24 @@ PAYLOADS = tuple(2**k for k in range(10, 27, 2))
 """1 KiB to 64 MiB."""
 QUICK_PAYLOADS = (2**10, 2**14, 2**18, 2**24)
 REPEATS, QUICK_REPEATS = 7, 3
+
+
+def of_suite(suite: Suite, system: str, ranks: int, quick: bool) -> list[Experiment]:
+    """The steps of a suite that are run here with so many ranks: their operators in their own sizes.
+
+    Those that differ in their network alone are one.  Raises `ConfigError` if there is none.
+    """
+    repeats = QUICK_REPEATS if quick else REPEATS
+    found: dict[str, Experiment] = {}
+    for entry in suite.entries:
+        e = entry.experiment
+        if (e.system, e.layout.world) == (system, ranks):
+            training = replace(e.training, steps=repeats, untimed_steps=1)
+            alone = replace(e, network=None, training=training, limits=LIMITS)
+            found.setdefault(alone.key, alone)
+    if not found:
+        raise ConfigError("--suite", suite.file, f"experiments of {ranks} ranks of system {system}")
+    return list(found.values())
 
 
 def experiments(

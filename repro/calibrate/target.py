@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from repro.launch.rank.device import own_device
 from repro.launch.rank.session import process_group
 from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.parallel import mesh as meshes
+from repro.parallel.gloo_ring import ranks_per_node
 from repro.systems.local import has_nvlink
 
 MOST_CALLS, QUICK_CALLS = 6, 3
@@ -34,10 +34,23 @@ def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
 ) -> dict[str, dict[str, Any]]:
     """Measure on this rank.  The first experiment's result holds everything; the others are only traced."""
+    return _measure(job, rank, world, device, rendezvous, beacon, collectives=True)
+
+
+def run_rank_of_twin(
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
+) -> dict[str, dict[str, Any]]:
+    """As `run_rank`, but of what ranks send each other only single messages: the links of a twin are emulated."""
+    return _measure(job, rank, world, device, rendezvous, beacon, collectives=False)
+
+
+def _measure(
+    job: Job, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon, *, collectives: bool
+) -> dict[str, dict[str, Any]]:
     place = own_device(device)
     quick = job.experiments[0].training.steps == QUICK_REPEATS
     with process_group(rank, world, place, rendezvous):
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        per_node = ranks_per_node(world)
         groups = kinds(world, per_node, device)
         whole = next(iter(groups.values()), meshes.single().world)
         clock = OperatorClock(place, whole, job.experiments[0].training.steps, per_node)
@@ -72,7 +85,8 @@ def run_rank(
             began = time.perf_counter()
             payloads = QUICK_PAYLOADS if quick else PAYLOADS
             bench = LinkBench(clock, payloads[-1])
-            result["links"] = bench.by_payload(groups, pipelines(world, per_node, device), payloads, beat)
+            measured = groups if collectives else {}
+            result["links"] = bench.by_payload(measured, pipelines(world, per_node, device), payloads, beat)
             result["overlap"] = {}
             for where in (INSIDE, BETWEEN):
                 largest = next((group for kind, group in groups.items() if kind.place == where), None)

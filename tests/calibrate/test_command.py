@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from repro import cli, systems
+from repro import cli, suites, systems
 from repro.calibrate import plan
+from repro.calibrate.command import calibrate
 from repro.calibrate.fit import rate_of
 from repro.calibrate.machines import Here
 from repro.calibrate.target import run_rank
 from repro.config import Layout
+from repro.config.errors import ConfigError
 from repro.config.links import OPERATIONS
 from repro.launch.beacon import Beacon, Lookout
 from repro.launch.interrupt import Interrupt
@@ -176,3 +178,42 @@ def test_a_wrong_question_needs_no_torch() -> None:
     code = "import sys, repro.cli\nprint(repro.cli.main(['calibrate', '--system', 'dgx2']), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "2 False", done.stderr
+
+
+def test_operators_of_a_suite(tmp_path: Path) -> None:
+    """In the sizes of its own steps, whatever networks they are on; of links single messages alone."""
+    layout = "layout = { dp = 2, micro_batch = 1 }"
+    suite = tmp_path / "suite.toml"
+    suite.write_text(f"""
+[suite]
+name = "small"
+[models.own]
+layers = 1
+hidden = 24
+heads = 2
+vocab = 48
+seq = 8
+[[experiment]]
+name = "one"
+model = "own"
+network = {{ nodes = 2, ranks_per_node = 1, between = 1e7 }}
+{layout}
+[[experiment]]
+name = "same-on-another-network"
+model = "own"
+network = {{ nodes = 2, ranks_per_node = 1, between = 2e7 }}
+{layout}
+[[experiment]]
+name = "alone"
+model = "own"
+""")
+    found = plan.of_suite(suites.load(suite), "local", 2, quick=True)
+    assert [e.name for e in found] == ["one"]
+    assert found[0].network is None
+    with pytest.raises(ConfigError, match="3 ranks"):
+        plan.of_suite(suites.load(suite), "local", 3, quick=True)
+    output = tmp_path / "here.toml"
+    answer = calibrate("local", 2, output, None, 0, True, suite, quiet=True)
+    assert answer.outcome == "ok", answer.reason
+    links = systems.load(output).links["memory"].collectives
+    assert set(links) == {"send"}

@@ -11,15 +11,23 @@ from repro.render.console import print_json
 
 
 def command(
-    system: str, gpus: int, output: Path | None, profile: Path | None, nodes: int, quick: bool, json: bool
+    system: str,
+    gpus: int,
+    output: Path | None,
+    profile: Path | None,
+    nodes: int,
+    quick: bool,
+    suite: Path | None,
+    json: bool,
 ) -> int:
     """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
 
-    `gpus`: ranks, of each node.  Returns 1 if a rank or the job fails, 130 if interrupted.
+    `gpus`: ranks, of each node.  `suite`: see `repro.calibrate.command.calibrate`.  Returns 1 if a rank or the job
+    fails, 130 if interrupted.
     """
     from repro.calibrate.command import calibrate
 
-    found = calibrate(system, gpus, output, profile, nodes, quick, quiet=json)
+    found = calibrate(system, gpus, output, profile, nodes, quick, suite, quiet=json)
     if found.signal:
         return 128 + found.signal
     if found.outcome != "ok":
