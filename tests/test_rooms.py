@@ -22,7 +22,7 @@ LEVELS = (
     ("suites", "results"),
     ("simulate",),
     ("claims", "doctor"),
-    ("launch",),
+    ("launch", "twin"),
     ("calibrate", "validate"),
     ("report",),
     ("cli",),

@@ -92,6 +92,45 @@ def plan(
     return command(model, asked, json, as_map, tokens, price_per_gpu_hour)
 
 
+@app.command(epilog="Example:  repro twin ds-3p75x-lowbw --machine here.toml")
+def twin(
+    originals: Annotated[
+        list[str], typer.Argument(help="A claim, or experiments.", metavar="CLAIM | SUITE/EXPERIMENT...")
+    ],
+    machine: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="This machine, by repro calibrate with as many ranks.", metavar="FILE.toml"),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Processes of the twin.")] = 16,
+    width: Annotated[
+        int, typer.Option(help="Of the twin's model; an eighth by default.", show_default=False)
+    ] = 0,
+    layers: Annotated[int, typer.Option(help="Of the twin's model.")] = 4,
+    tp: Annotated[
+        int, typer.Option("--tp", help="Tensor-parallel degree; as the ranks allow.", show_default=False)
+    ] = 0,
+    steps: Annotated[int, typer.Option(help="Of each experiment; the first is not timed.")] = 10,
+    within: Annotated[
+        str,
+        typer.Option(
+            help="What rings reach inside a node of the original; several: a sweep.", metavar="RATE,..."
+        ),
+    ] = "",
+    between: Annotated[
+        str, typer.Option(help="What rings reach between its nodes; several: a sweep.", metavar="RATE,...")
+    ] = "",
+    write: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write it as a suite.", metavar="SUITE.toml"),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Derive a small twin of compared experiments, on an emulated network that keeps what their ratio depends on."""
+    from repro.cli.views.twin import command
+
+    return command(originals, machine, ranks, width, layers, tp, steps, within, between, write, json)
+
+
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")
 def calibrate(
     system: Annotated[
@@ -121,6 +160,13 @@ def calibrate(
         int, typer.Option(help="How many, with --profile; by default 1.", metavar="N", show_default=False)
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: to try it out.")] = False,
+    suite: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Operators of this suite's own steps, for a twin on an emulated network.",
+            metavar="SUITE.toml",
+        ),
+    ] = None,
     json: Json = False,
 ) -> int:
     """Measure this machine (operators, copies, launches, collectives by size and group) and write a system file.
@@ -130,7 +176,7 @@ def calibrate(
     """
     from repro.cli.views.calibrate import command
 
-    return command(system, gpus, output, profile, nodes, quick, json)
+    return command(system, gpus, output, profile, nodes, quick, suite, json)
 
 
 @app.command(epilog="Example:  repro validate --svg validation.svg")

@@ -66,7 +66,8 @@ class Network:
             count = self.system.provenance.ranks
             found = (seconds(measured, count, span, payload) for span in self._spans(group))
             return max(found, default=0.0)
-        return max((ring.seconds(op, payload) for ring in self._rings(group)), default=0.0)
+        trees = "memory" not in self.system.links  # processor cores have gloo, and gloo has rings alone
+        return max((ring.seconds(op, payload, trees=trees) for ring in self._rings(group)), default=0.0)
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
         """Seconds of `payload` bytes from each rank of a stage to its peer, all of them at the same time."""

@@ -33,15 +33,15 @@ class Ring(NamedTuple):
     half: float
     """Payload of a step, in bytes, at which it is half as fast."""
 
-    def seconds(self, op: str, payload: int) -> float:
-        """Seconds of `op`; the faster of ring and tree."""
+    def seconds(self, op: str, payload: int, *, trees: bool = True) -> float:
+        """Seconds of `op`; the faster of ring and tree, where the library has `trees`."""
         passes, n = RING_PASSES[op], self.ranks
         hops = (n - 1) * passes
         across = (self.nodes - 1) * passes
         sent = payload if op == BROADCAST else hops * payload / n
         ring = self.start + (hops - across) * self.inside + across * self.between
         ring += (sent + hops * self.half) / self.rate
-        if op != ALL_REDUCE or self.nodes == 1:
+        if op != ALL_REDUCE or self.nodes == 1 or not trees:
             return ring
         depth = (n / self.nodes - 1) * self.inside + log2(self.nodes) * self.between
         tree = self.start + 2 * depth + 2 * (payload + self.half) / (self.rate * TREE_EFFICIENCY)

@@ -1,0 +1,248 @@
+"""A twin of compared experiments: each as small, and the emulated network that keeps their ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import geometric_mean
+
+from repro import systems
+from repro.config import EmulatedNetwork, Experiment, Layout, Training
+from repro.config.errors import ConfigError
+from repro.config.system import System
+from repro.models import flops, parameters
+from repro.simulate.placement import BETWEEN_NODES, Placement
+from repro.simulate.time.network import Network
+from repro.simulate.time.predict import Prediction, predict
+from repro.simulate.time.program import OPTIMIZER
+from repro.simulate.trace.roles import trace_roles
+from repro.twin.emulated import PAYLOAD_SHARE, emulated
+from repro.twin.scaling import BYTES, Scale, model_of, width_near
+from repro.twin.shape import Shape, shape_of
+
+LARGE = 2**30
+"""Bytes of a message that is all bandwidth."""
+ALIKE = 1e-3
+"""Rates that differ by less are one network's."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is free in a twin."""
+
+    ranks: int = 16
+    width: int = 0
+    """Of the twin's model; 0: an eighth of the original's."""
+    layers: int = 4
+    """Of the twin's model, at least; a multiple of the stages."""
+    steps: int = 10
+    """Of each experiment; the first is not timed."""
+    tp: int = 0
+    """Tensor-parallel degree of every member; 0: as the ranks allow."""
+    within: float = 0.0
+    """Bytes/s of an original's links inside a node, in place of what its system file says (nobody published it)."""
+    between: float = 0.0
+    """Bytes/s of a node's link in an original, in place of what its system file says."""
+
+
+@dataclass
+class Member:
+    """One experiment and its twin."""
+
+    original: Experiment
+    system: System
+    shape: Shape
+    twin: Experiment
+    machine: System
+    """What the twin runs on, with its network."""
+
+    @cached_property
+    def before(self) -> Prediction:
+        """The original, predicted."""
+        return predict(self.original, self.system)
+
+    @cached_property
+    def after(self) -> Prediction:
+        """The twin, predicted on its emulated network."""
+        return predict(self.twin, self.machine, trace_roles(self.twin, gloo=True))
+
+    @property
+    def network(self) -> EmulatedNetwork:
+        """The twin's."""
+        assert self.twin.network is not None
+        return self.twin.network
+
+
+@dataclass
+class Twin:
+    """Compared experiments as small ones; the first is the baseline."""
+
+    members: list[Member]
+    scales: list[Scale]
+    """Of each member."""
+    unlimited: list[str] = field(default_factory=list)
+    """Links that would have to be faster than this machine is, and by how much."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether all members run on one network, so that they can take turns."""
+        first = self.members[0].network
+        return all(member.network == first for member in self.members)
+
+
+def compute_s(prediction: Prediction) -> float:
+    """Seconds that the slowest stage computes, forward and backward."""
+    return sum(seconds for kind, seconds in prediction.slowest.busy.items() if kind != OPTIMIZER)
+
+
+def useful_rate(prediction: Prediction) -> float:
+    """F: FLOP/s of a device while it computes."""
+    e, layout = prediction.experiment, prediction.experiment.layout
+    work = flops.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
+    return work / layout.world / compute_s(prediction)
+
+
+def derive(originals: Sequence[Experiment], machine: System, choice: Choice) -> Twin:
+    """The twin of `originals` on `machine`, a file of `repro calibrate` for `choice.ranks`.  Raises `ConfigError`."""
+    members, scales = [], []
+    for original in originals:
+        system = with_links(systems.load(original.system), choice)
+        shape = shape_of(original.layout, system, choice.ranks, tp=choice.tp)
+        if shape.nodes * shape.per_node != choice.ranks:
+            right = f"the ranks of every member: {original.name} has {shape.nodes * shape.per_node}"
+            raise ConfigError("--ranks", choice.ranks, right)
+        twin = small(original, shape, choice)
+        open_ = EmulatedNetwork(
+            nodes=shape.nodes, ranks_per_node=shape.per_node, between=1e12 if shape.nodes > 1 else 0.0
+        )
+        twin = replace(twin, network=open_)
+        members.append(Member(original, system, shape, twin, emulated(machine, open_)))
+        scales.append(scale_of(original, twin))
+    rate = geometric_mean([useful_rate(m.after) / useful_rate(m.before) for m in members])
+    scales = [replace(scale, rate=rate) for scale in scales]
+    wanted = [network_of(m, scale) for m, scale in zip(members, scales, strict=True)]
+    if all(_alike(wanted[0], other) for other in wanted):
+        wanted = [wanted[0]] * len(wanted)
+    found, unlimited = [], []
+    for member, network in zip(members, wanted, strict=True):
+        network, said = possible(network, machine)
+        unlimited += [text for text in said if text not in unlimited]
+        twin = replace(member.twin, network=network)
+        found.append(replace(member, twin=twin, machine=emulated(machine, network)))
+    return Twin(found, scales, unlimited)
+
+
+def with_links(system: System, choice: Choice) -> System:
+    """`system` with the bandwidths that `choice` asks for: of collectives, so that nothing is taken off them."""
+    links = dict(system.links)
+    for name, rate in ((system.link_inside(), choice.within), (BETWEEN_NODES, choice.between)):
+        if rate and name in links:
+            said = replace(links[name].bandwidth, value=rate, source="asked for")
+            links[name] = replace(links[name], bandwidth=said, efficiency=replace(said, value=1.0))
+    return replace(system, links=links)
+
+
+def small(original: Experiment, shape: Shape, choice: Choice) -> Experiment:
+    """`original` in the twin's sizes and degrees, without dropout; its network is still to come."""
+    before, layout = original.model, shape.layout(original.layout)
+    width = choice.width or width_near(before, 8, max(shape.tp, 4))
+    parts = layout.pp * layout.chunks
+    layers = -(-choice.layers // parts) * parts
+    name = f"{before.name}-twin-{width}x{layers}"
+    model = model_of(before, original.seq, name=name, width=width, layers=layers, tp=max(shape.tp, 4))
+    sizes = parameters.total(model) / parameters.total(before) * original.layout.tp / layout.tp
+    sizes *= BYTES["fp32"] / BYTES[original.layout.precision]
+    layout = replace(layout, bucket_bytes=max(1, round(layout.bucket_bytes * sizes)))
+    training = Training(steps=choice.steps, untimed_steps=1)
+    return Experiment(name=f"{original.name}-twin", model=model, layout=layout, training=training)
+
+
+def scale_of(original: Experiment, twin: Experiment) -> Scale:
+    """How much smaller `twin` is; the rate is still to come."""
+    element = BYTES[twin.layout.precision] / BYTES[original.layout.precision]
+    return Scale(twin.model.hidden / original.model.hidden, twin.seq / original.seq, element)
+
+
+def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
+    """The network on which every group's ring has the rate that keeps its number."""
+    before, after, shape = member.original.layout, member.twin.layout, member.shape
+    real, probe = Network(member.system, before), Network(member.machine, after)
+    layers = member.original.model.layers, member.twin.model.layers
+    factors = {
+        "tp": scale.tp_link(before, after),
+        "dp": scale.dp_link(before, after),
+        "pp": scale.pp_link(before, after, layers),
+    }
+    within = between = 0.0
+    for group in ("dp", "pp", "tp"):  # the last one counts: what it sends cannot be hidden
+        if not factors[group]:
+            continue
+        rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]
+        if probe.link(group) == BETWEEN_NODES:
+            open_ = _stage_rate(probe) if group == "pp" else _across(member, group)
+            between = rate * probe.peak(BETWEEN_NODES) / open_ / PAYLOAD_SHARE
+            if group == "dp" and shape.per_node > after.tp:  # the ring's hops inside a node
+                within = inside_rate(member.system) * factors[group] / PAYLOAD_SHARE
+        else:
+            within = rate / PAYLOAD_SHARE
+    return EmulatedNetwork(
+        nodes=shape.nodes,
+        ranks_per_node=shape.per_node,
+        between=_rounded(between or _unused(shape)),
+        within=_rounded(within),
+    )
+
+
+def _rounded(rate: float) -> float:
+    """Four digits, which is more than a token bucket keeps, so that a suite reads well and says the same."""
+    return float(f"{rate:.4g}")
+
+
+def _unused(shape: Shape) -> float:
+    """A link that no group needs is there all the same: a small sum over all ranks crosses it."""
+    return 1e8 if shape.nodes > 1 else 0.0
+
+
+def _across(member: Member, group: str) -> float:
+    """Bytes/s of a ring of `group` while nothing but the nodes' links limits it."""
+    placed = Placement(member.twin.layout, member.machine)
+    members = placed.members(group)
+    nodes = placed.nodes(members)
+    sharing = max(
+        sum(node in row and len(set(row)) > 1 for row in nodes.tolist())
+        for node in range(int(nodes.max()) + 1)
+    )
+    return Network(member.machine, member.twin.layout).peak(BETWEEN_NODES) / sharing
+
+
+def _stage_rate(network: Network) -> float:
+    """Bytes/s of each rank between the first two stages."""
+    few, many = (network.send_seconds(size, from_stage=0, to_stage=1) for size in (LARGE, 2 * LARGE))
+    return LARGE / (many - few)
+
+
+def inside_rate(system: System) -> float:
+    """Bytes/s of one ring of all devices of a node."""
+    devices = int(system.devices_per_node.known("devices_per_node", system=system.name))
+    return Network(system, Layout(dp=devices)).bus_bandwidth("dp")
+
+
+def possible(network: EmulatedNetwork, machine: System) -> tuple[EmulatedNetwork, list[str]]:
+    """`network` without a limit where this machine is slower than it, and what is to be said of that."""
+    most = machine.links["memory"].bandwidth.known("links.memory.bandwidth", system=machine.name)
+    if network.within * PAYLOAD_SHARE <= most:
+        return network, []
+    times = network.within * PAYLOAD_SHARE / most
+    return replace(network, within=0.0), [f"within: {times:.1f} times what all ranks get here at once"]
+
+
+def _alike(one: EmulatedNetwork, other: EmulatedNetwork) -> bool:
+    def close(a: float, b: float) -> bool:
+        return abs(a - b) <= ALIKE * max(a, b)
+
+    return (
+        (one.nodes, one.ranks_per_node) == (other.nodes, other.ranks_per_node)
+        and close(one.between, other.between)
+        and close(one.within, other.within)
+    )

@@ -1,0 +1,79 @@
+"""An emulated network as a system: the operators of a calibrated machine, joined by links of the rates asked for.
+
+Nothing of a step enters: operators, copies and single messages were measured by `repro calibrate` with as many
+ranks at once, and a link brings what its token bucket lets through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from repro.config import EmulatedNetwork
+from repro.config.errors import ConfigError
+from repro.config.links import Link
+from repro.config.quantity import Quantity
+from repro.config.system import System
+from repro.simulate.placement import BETWEEN_NODES
+
+INSIDE = "memory"
+"""The class of links between processes of one machine, which a rank's own link stands for here."""
+PAYLOAD_SHARE = 1448 / 1514
+"""Bytes of a message in those of its frames: Ethernet, IPv4 and TCP with time stamps, frames of 1500 bytes."""
+
+
+def emulated(machine: System, network: EmulatedNetwork, *, latency_s: float | None = None) -> System:
+    """`machine` (a file of `repro calibrate --system local`) as ranks on `network`.
+
+    `latency_s`: of a single message, as the lab measured it; without, as the machine's file has it.  Each rank has
+    its part of the cores to itself, whatever the others wait for.  Raises `ConfigError` if the file was measured with
+    another number of ranks.
+    """
+    measured = machine.provenance
+    if measured is None or INSIDE not in machine.links or measured.ranks != network.world:
+        count = "none" if measured is None else measured.ranks
+        right = f"measured with {network.world} ranks: repro calibrate --system local --gpus {network.world}"
+        raise ConfigError("machine", f"{machine.name} ({count} ranks)", right)
+    here = machine.links[INSIDE]
+    most = here.bandwidth.known(f"links.{INSIDE}.bandwidth", system=machine.name)
+    latency = here.used(INSIDE, "latency_s") if latency_s is None else said(latency_s, "measured in the lab")
+    cost = here.used(INSIDE, "overlap_cost").value or 0.0
+    own = own_rate(network)
+    inside = min(most, own * PAYLOAD_SHARE) if own else most
+
+    def link(per: str, rate: float, ranks: int) -> Link:
+        # What a message costs the cores goes with its bytes: a slow one leaves them to the products beside it.
+        lost = cost * min(1.0, rate / (ranks * most))
+        return Link(
+            per=per,
+            bandwidth=said(rate, "the token bucket's rate less headers, or what the machine brings"),
+            latency_s=latency,
+            start_s=said(0.0, "in the latency of its messages"),
+            efficiency=said(1.0, "headers are taken off the bandwidth"),
+            overlap_cost=said(lost, "measured beside unlimited messages, in proportion to the rate"),
+            adapters=said(1, "a node has one link"),
+            rings=said(1, "a node has one link"),
+        )
+
+    links = {INSIDE: link("device", inside, 1)}
+    if network.nodes > 1:
+        between = min(network.between * PAYLOAD_SHARE, network.ranks_per_node * inside)
+        links[BETWEEN_NODES] = link("node", between, network.ranks_per_node)
+    return replace(
+        machine,
+        name=f"{machine.name}-emulated",
+        devices_per_node=said(network.ranks_per_node, "the emulated network"),
+        nodes=said(network.nodes, "the emulated network"),
+        links=links,
+        provenance=replace(measured, cores=0),
+    )
+
+
+def own_rate(network: EmulatedNetwork) -> float:
+    """Bytes/s on the wire that a rank gets inside its node while all of them send; 0: not limited."""
+    shared = network.node / network.ranks_per_node
+    return min(rate for rate in (network.within, shared) if rate) if network.within or shared else 0.0
+
+
+def said(value: float, source: str) -> Quantity:
+    """A number and where it comes from."""
+    return Quantity(value=value, source=source)

@@ -1,0 +1,48 @@
+"""A machine of sixteen ranks, as `repro calibrate` would write it: round numbers, made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from repro.config.system import System
+from repro.systems.load import parse
+
+RANKS = 16
+
+
+def tables() -> dict[str, Any]:
+    """Products at 20 GFLOP/s a rank and single messages of 1 ms."""
+
+    def known(value: float) -> dict[str, Any]:
+        return {"value": value, "source": "made up"}
+
+    rate = {"fixed_s": 1e-4, "per_byte_s": 1e-10, "per_flop_s": 0.0}
+    return {
+        "devices_per_node": known(RANKS),
+        "nodes": known(1),
+        "context_bytes": known(0),
+        "host_memory_bytes": known(16e9),
+        "provenance": {"date": "2026-01-01", "torch": "2", "ranks": RANKS, "repeats": 1, "cores": 2},
+        "device": {
+            "name": "a processor",
+            "memory_bytes": known(1e9),
+            "memory_bandwidth": known(4e9),
+            "peak_flops": {"fp32": known(20e9)},
+            "operators": {"elementwise": rate, "matmul": {**rate, "per_byte_s": 0.0, "per_flop_s": 5e-11}},
+        },
+        "links": {
+            "memory": {
+                "per": "device",
+                "bandwidth": known(300e6),
+                "latency_s": known(1e-3),
+                "overlap_cost": known(0.5),
+            }
+        },
+    }
+
+
+@pytest.fixture(scope="session")
+def machine() -> System:
+    return parse(tables(), name="here", file="here.toml")

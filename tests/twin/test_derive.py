@@ -1,0 +1,148 @@
+"""Twins of published comparisons: their numbers are the originals', and so are their predicted ratios."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from repro import suites
+from repro.claims.commands import Catalogue
+from repro.config import EmulatedNetwork
+from repro.config.errors import ConfigError
+from repro.config.system import System
+from repro.simulate.time.network import Network
+from repro.twin.derive import Choice, Twin, derive, inside_rate, useful_rate
+from repro.twin.emulated import PAYLOAD_SHARE, emulated
+from repro.twin.matter import ratio_of
+from repro.twin.numbers import Number, numbers
+from repro.twin.originals import named
+from repro.twin.suite import Named, text
+
+LOWBW = ["deepspeed_lowbw/lowbw-megatron"]
+TABLE = ["deepspeed_64gpu/64gpu-4b-megatron"]
+
+
+@pytest.fixture(scope="module")
+def catalogue() -> Catalogue:
+    return Catalogue()
+
+
+@pytest.fixture(scope="module")
+def lowbw(machine: System, catalogue: Catalogue) -> Twin:
+    return derive(named(LOWBW, catalogue.suites), machine, Choice(width=400))
+
+
+def by_name(found: list[Number]) -> dict[str, Number]:
+    return {number.name.partition(",")[0]: number for number in found}
+
+
+def test_one_network_for_the_3p75x_pair(lowbw: Twin) -> None:
+    assert lowbw.shared
+    assert [m.original.name for m in lowbw.members] == ["lowbw-megatron", "lowbw-deepspeed"]
+    for member in lowbw.members:
+        assert member.network.world == member.twin.layout.world == 16
+        assert member.twin.layout.replica_batch == member.original.layout.replica_batch
+
+
+def test_the_numbers_are_kept(lowbw: Twin) -> None:
+    """By products and bytes, with what is left between the members' rates and their common one."""
+    rates = [useful_rate(m.after) / useful_rate(m.before) / lowbw.scales[0].rate for m in lowbw.members]
+    for member, apart in zip(lowbw.members, rates, strict=True):
+        found = by_name(numbers(member, lowbw.members[0]))
+        assert found["compute / data-parallel communication"].change == pytest.approx(1 / apart - 1, abs=2e-3)
+        assert found["attention / other products"].kept
+        assert found["vocabulary / layers"].kept
+        assert found["bucket / gradients"].change == pytest.approx(0, abs=0.02)
+        assert found["replica batch"].change == 0
+    found = by_name(numbers(lowbw.members[0], lowbw.members[0]))
+    assert found["compute / tensor-parallel communication"].change == pytest.approx(
+        1 / rates[0] - 1, abs=2e-3
+    )
+
+
+def test_the_ratio_differs_by_what_is_said(lowbw: Twin) -> None:
+    """Put back latency, depth, rates and optimizer, and the original's ratio is there."""
+    ratio = ratio_of(lowbw.members[1], lowbw.members[0], lowbw.scales[0])
+    assert ratio.rest == pytest.approx(ratio.original, rel=0.01)
+    assert all(abs(effect.ratio / ratio.twin - 1) > 1e-3 for effect in ratio.effects)
+
+
+def test_a_rank_as_fast_as_ten_wants_links_ten_times_as_fast(
+    machine: System, lowbw: Twin, catalogue: Catalogue
+) -> None:
+    rates = {
+        name: replace(
+            rate,
+            fixed_s=rate.fixed_s / 10,
+            per_byte_s=rate.per_byte_s / 10,
+            per_flop_s=rate.per_flop_s / 10,
+        )
+        for name, rate in machine.device.operators.items()
+    }
+    link = machine.links["memory"]
+    link = replace(link, bandwidth=replace(link.bandwidth, value=3e9))
+    fast = replace(machine, device=replace(machine.device, operators=rates), links={"memory": link})
+    other = derive(named(LOWBW, catalogue.suites), fast, Choice(width=400)).members[0].network
+    slow = lowbw.members[0].network
+    assert other.between == pytest.approx(10 * slow.between, rel=1e-3)
+    assert other.within == pytest.approx(10 * slow.within, rel=1e-3)
+
+
+def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
+    machine: System, catalogue: Catalogue
+) -> None:
+    """4B on DGX-2: four groups of Megatron's use four adapters of a node, DeepSpeed's one group uses one."""
+    twin = derive(named(TABLE, catalogue.suites), machine, Choice(width=288))
+    assert not twin.shared
+    for member in twin.members:
+        found = by_name(numbers(member, twin.members[0]))
+        assert found["compute / data-parallel communication"].original > 0
+        assert abs(found["dp hops"].change) < 0.25
+    megatron, deepspeed = (member.network.between for member in twin.members)
+    assert megatron > 3 * deepspeed
+    assert twin.members[0].network.within == 0
+    assert "times what all ranks get here" in twin.unlimited[0]
+
+
+def test_links_of_the_original_may_be_asked_for(machine: System, catalogue: Catalogue, lowbw: Twin) -> None:
+    original = named(LOWBW, catalogue.suites)
+    half = derive(original, machine, Choice(width=400, between=2.4e9))
+    assert half.members[0].network.between == pytest.approx(lowbw.members[0].network.between / 2, rel=1e-3)
+    assert half.members[0].network.within == lowbw.members[0].network.within
+    assert inside_rate(half.members[0].system) == pytest.approx(15.75e9 * 0.381)
+
+
+def test_a_file_of_other_ranks_is_refused(machine: System) -> None:
+    with pytest.raises(ConfigError, match="--gpus 8"):
+        emulated(machine, EmulatedNetwork(nodes=2, ranks_per_node=4, between=1e7))
+
+
+def test_an_emulated_network_is_what_its_buckets_let_through(machine: System, lowbw: Twin) -> None:
+    network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
+    system = emulated(machine, network)
+    layouts = [member.twin.layout for member in lowbw.members]
+    rates = [Network(system, layout).bus_bandwidth("dp") / PAYLOAD_SHARE for layout in layouts]
+    assert rates == [pytest.approx(2e6), pytest.approx(8e6)], "four groups share a node's link, or one has it"
+    assert Network(system, layouts[0]).bus_bandwidth("tp") == pytest.approx(20e6 * PAYLOAD_SHARE)
+    shared = replace(network, node=40e6)
+    assert Network(emulated(machine, shared), layouts[0]).bus_bandwidth("tp") == pytest.approx(
+        10e6 * PAYLOAD_SHARE
+    )
+    small = Network(system, layouts[0]).seconds("all_reduce", "dp", 8)
+    assert small == pytest.approx(6 * 1e-3, rel=1e-2), "gloo has rings alone: six messages, no tree"
+
+
+def test_the_suite_is_the_twin(lowbw: Twin, machine: System, catalogue: Catalogue, tmp_path: Path) -> None:
+    table = derive(named(TABLE, catalogue.suites), machine, Choice(width=288))
+    file = tmp_path / "windtunnel_x.toml"
+    file.write_text(
+        text([Named(lowbw), Named(table, "-x")], file=str(file), name="windtunnel_x", arguments="", claims=())
+    )
+    suite = suites.load(file)
+    members = [*lowbw.members, *table.members]
+    for entry, member in zip(suite.entries, members, strict=True):
+        e = entry.experiment
+        assert replace(e, name=member.twin.name).key == member.twin.key
+    assert [row.subjects for row in suite.comparisons] == [("lowbw-deepspeed",)]
