@@ -34,6 +34,10 @@ _ECHO = re.compile(
     r"|nccl.*(remote|aborted)|read error.*closed|connectfullmesh|wait timeout",
     re.IGNORECASE,
 )
+_NO_MEMORY = re.compile(
+    r"terminate called after throwing .{0,400}?(std::bad_alloc|can(?:'|no)t allocate memory)",
+    re.IGNORECASE | re.DOTALL,
+)
 _SEVERITY = ("oom", "killed", "diverged", "error", "interrupted", "echo")
 
 
@@ -175,8 +179,8 @@ class _Watcher:
         if -code == signal.SIGKILL and kernel_oom_kills() > self.kernel_kills:
             return _Failure("oom", rank, now, f"{reason}: the kernel ran out of memory")
         # An allocation that fails in a C++ thread ends in abort(): what it printed is all that is left.
-        if -code == signal.SIGABRT and "bad_alloc" in self.launch.error_text(rank):
-            return _Failure("oom", rank, now, f"{reason}: std::bad_alloc")
+        if -code == signal.SIGABRT and (said := _NO_MEMORY.search(self.launch.error_text(rank))):
+            return _Failure("oom", rank, now, f"{reason}: {said[1]}")
         return _Failure("killed", rank, now, reason)
 
     def _deadline(self) -> float:

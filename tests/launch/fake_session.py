@@ -89,6 +89,15 @@ def run_rank(
     return results
 
 
+ABORTS = {
+    "abort": b"after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
+    "abort-in-torch": b"after throwing an instance of 'c10::Error'\n"
+    b"  what():  [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
+    "abort-otherwise": b"without an active exception",
+}
+"""What C++ prints before it ends a process, by fault."""
+
+
 def _misbehave(kind: str) -> None:
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -98,8 +107,9 @@ def _misbehave(kind: str) -> None:
         held = []
         while True:  # ends at the limit, which the test sets
             held.append(bytearray(1 << 20))
-    elif kind == "abort":
-        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+    elif kind in ABORTS:
+        os.write(2, b"can't allocate memory is what a library says that then does without\n")
+        os.write(2, b"terminate called " + ABORTS[kind] + b"\n")
         os.abort()
     elif kind == "nan":
         raise Diverged("loss is nan")

@@ -56,6 +56,8 @@ CASES = {
     ),
     "exit:b:0:1": ("error", "rank 0 ended with exit code 7 at step 1"),
     "abort:b:0:1": ("oom", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
+    "abort-in-torch:b:0:1": ("oom", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
+    "abort-otherwise:b:0:1": ("error", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
     "memory:b:1:3": ("oom", "rank 1 at step 3, backward, after all_reduce #10 on dp: MemoryError"),
 }
 

@@ -11,7 +11,6 @@ import faulthandler
 import importlib
 import os
 import re
-import resource
 import sys
 import traceback
 from dataclasses import replace
@@ -25,7 +24,7 @@ from repro.launch import stacks
 from repro.launch.beacon import Beacon
 from repro.launch.interrupt import Stopped
 from repro.launch.job import Job
-from repro.launch.rank.device import own_device
+from repro.launch.rank.memory_limit import lift_memory_limit, limit_memory
 
 TARGET = "repro.launch.rank.session:run_rank"
 EXIT = {"ok": 0, "error": 1, "oom": 3, "diverged": 4, "interrupted": 5}
@@ -98,41 +97,6 @@ def describe(error: BaseException) -> str:
     """One line that says what was raised."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
-
-
-def limit_memory(limit_bytes: int, device: str) -> None:
-    """Let this rank take `limit_bytes` on top of what interpreter and libraries hold now; 0 means no limit.
-
-    On the CPU that is `RLIMIT_DATA` at the present size of the data segment (`VmData`: heap and private
-    writable mappings, thread stacks included) plus `limit_bytes`: what torch itself needs differs from
-    build to build by more than a small model, and a GPU's memory does not hold it either.  On CUDA it is
-    the fraction of the device that torch's caching allocator may use.
-    """
-    if not limit_bytes:
-        return
-    if device == "cuda":
-        import torch
-
-        index = own_device(device).index
-        total = torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit_bytes, hard))
-
-
-def lift_memory_limit() -> None:
-    """Undo `limit_memory`, so that the report of an out-of-memory does not run out of memory."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-
-
-def data_bytes() -> int:
-    """Present size of this process's data segment in bytes, as `RLIMIT_DATA` counts it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmData: a memory limit needs Linux")
 
 
 def rank_file(folder: Path, rank: int) -> Path:

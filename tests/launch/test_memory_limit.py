@@ -1,0 +1,44 @@
+"""Ranks under a limit of memory that leaves no room for a process group: they run out of memory, and say so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from repro.config import Layout
+from repro.config.experiment import Limits
+from repro.engines import missing
+from repro.launch.job import Job
+from repro.launch.local.launch import LocalLaunch
+from repro.launch.supervise import watch
+from tests.training import smallest, tiny
+
+ROOM = {"native": 20, "torch": 40, "megatron": 40, "deepspeed": 100}
+"""MB: less than the stacks of three threads, or those of the ranks' first group and what each imports meanwhile."""
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "native",
+        "torch",
+        *(
+            pytest.param(name, marks=pytest.mark.skipif(bool(missing(name)), reason=missing(name)))
+            for name in ("deepspeed", "megatron")
+        ),
+    ],
+)
+def test_no_room_for_a_group_is_out_of_memory(tmp_path: Path, engine: str) -> None:
+    """gloo alone would end the process by SIGABRT, or never return."""
+    layout = Layout(dp=2, zero={"megatron": 1}.get(engine, 3), micro_batch=1)
+    experiment = tiny(layout, smallest(layout), engine)
+    limits = Limits(timeout_s=60, hang_s=20, memory_bytes=ROOM[engine] * 10**6)
+    launched = LocalLaunch(Job(experiments=[replace(experiment, limits=limits)]), tmp_path / "logs")
+    launched.start()
+    ending = watch(launched)
+    launched.close(keep_logs=None)
+    assert ending.outcome == "oom", ending.reason
+    # DeepSpeed imports so much that what meets the limit first may be a module.
+    assert "for the threads of a process group" in ending.reason or engine == "deepspeed"
