@@ -85,8 +85,8 @@ class Experiment:
             self._check_network(self.network)
 
     def _check_network(self, network: EmulatedNetwork) -> None:
-        right = "local with a network, which is emulated between processes of this machine"
-        require(self.system == "local", "system", self.system, right)
+        right = "local, or a file of `repro calibrate`, with a network, which joins processes of this machine"
+        require(self.system == "local" or self.system.endswith(".toml"), "system", self.system, right)
         if network.world != self.layout.world:
             right = f"as many ranks as tp x pp x dp = {self.layout.world}"
             raise ConfigError("nodes x ranks_per_node", network.world, right, where="network")

@@ -29,6 +29,7 @@ from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import DISK_FULL, Store
 from repro.simulate.record import facts, failed_record, simulated_record
+from repro.simulate.time.emulated import INSIDE, emulated
 from repro.suites import Entry, Suite
 
 WAIT_S = 0.5
@@ -99,8 +100,11 @@ def needs(experiment: Experiment) -> str:
 
 
 def system_of(experiment: Experiment) -> System:
-    """The system that `experiment` is simulated on.  Raises `ConfigError`."""
-    return _anywhere() if experiment.system in systems.HERE else systems.load(experiment.system)
+    """The system that `experiment` is simulated on, its network included.  Raises `ConfigError`."""
+    if experiment.system in systems.HERE:
+        return _anywhere()
+    system = systems.load(experiment.system)
+    return emulated(system, experiment.network) if experiment.network else system
 
 
 def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
@@ -110,7 +114,8 @@ def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRec
     began = time.perf_counter()
     try:
         limit = experiment.limits.memory_bytes or None
-        simulation = simulate(experiment, system, memory_limit=limit, time=True)
+        here = experiment.network is not None  # where gloo's messages have buffers of their own
+        simulation = simulate(experiment, system, memory_limit=limit, gloo=here, time=True)
     except Exception as error:  # an outcome, not the end of the suite
         return failed_record(experiment, describe(error), suite=suite, wall_s=time.perf_counter() - began)
     spent_s = time.perf_counter() - began
@@ -132,11 +137,16 @@ def _anywhere() -> System:
 
 
 def moved(entries: list[Entry], system: str) -> list[Entry]:
-    """`entries` on another system and its links, under names that no claim mistakes for the suite's own."""
-    name = systems.load(system).name
+    """`entries` on another system, under names that no claim mistakes for the suite's own.
+
+    A file of `repro calibrate` for processors is this machine, whose links are emulated there too; any other has links.
+    """
+    loaded = systems.load(system)
+    of_ours = INSIDE in loaded.links
 
     def move(experiment: Experiment) -> Experiment:
-        return replace(experiment, name=f"{experiment.name}@{name}", system=system, network=None)
+        name = f"{experiment.name}@{loaded.name}"
+        return replace(experiment, name=name, system=system, network=experiment.network if of_ours else None)
 
     return [replace(entry, experiment=move(entry.experiment), expect="") for entry in entries]
 

@@ -13,11 +13,11 @@ from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.models import flops, parameters
 from repro.simulate.placement import BETWEEN_NODES, Placement
+from repro.simulate.time.emulated import PAYLOAD_SHARE, emulated
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import OPTIMIZER
 from repro.simulate.trace.roles import trace_roles
-from repro.twin.emulated import PAYLOAD_SHARE, emulated
 from repro.twin.scaling import BYTES, Scale, model_of, width_near
 from repro.twin.shape import Shape, shape_of
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from repro.config.system import System
 from repro.simulate.placement import GROUPS
+from repro.simulate.time.emulated import said
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction
 from repro.simulate.time.program import OPTIMIZER, OTHER
 from repro.twin.derive import Member, compute_s, useful_rate
-from repro.twin.emulated import said
 from repro.twin.scaling import BYTES
 
 CLOSE = 0.05

@@ -7,7 +7,7 @@ themselves; no time of a step enters it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from repro.config.errors import ConfigError
@@ -52,6 +52,7 @@ class MachineErrors:
 
 def compare(records: Iterable[Record], system: System) -> MachineErrors:
     """Predict on `system` every experiment that was measured on the machine at hand and ended ok."""
+    from repro.simulate.time.emulated import emulated
     from repro.simulate.time.predict import predict
     from repro.simulate.trace.roles import trace_roles
 
@@ -59,13 +60,14 @@ def compare(records: Iterable[Record], system: System) -> MachineErrors:
     gloo = "memory" in system.links
     for record in filter(_measured_here, select(records).measured):
         name = record.at
-        experiment = replace(record.experiment, system=system.name)
+        experiment = record.experiment
         ranks = experiment.layout.world
         if system.provenance is not None and system.provenance.ranks != ranks:
             missing[name] = f"it has {ranks} ranks, {system.name} was measured with {system.provenance.ranks}"
             continue
         try:
-            seconds = predict(experiment, system, trace_roles(experiment, gloo=gloo)).step_s
+            on = emulated(system, experiment.network) if experiment.network else system
+            seconds = predict(experiment, on, trace_roles(experiment, gloo=gloo)).step_s
         except ConfigError as error:
             missing[name] = str(error)
             continue

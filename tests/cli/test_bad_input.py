@@ -136,7 +136,7 @@ CASES = {
     "network of a system": (
         EXPERIMENT
         + 'system = "dgx2"\nlayout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }',
-        "experiment \"a\": system = 'dgx2': local with a network, which is emulated between processes",
+        "experiment \"a\": system = 'dgx2': local, or a file of `repro calibrate`, with a network",
     ),
     "unknown network": (
         "[networks.slow]\nnodes = 2\n" + EXPERIMENT + 'network = "slwo"',

@@ -1,4 +1,4 @@
-"""A machine of sixteen ranks, as `repro calibrate` would write it: round numbers, made up."""
+"""A machine of sixteen ranks, as `repro calibrate` would write it: round numbers, made up; and a twin for it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
+from repro.claims.commands import Catalogue
 from repro.config.system import System
 from repro.systems.load import parse
+from repro.twin.derive import Choice, Twin, derive
+from repro.twin.originals import named
 
 RANKS = 16
+LOWBW = ["deepspeed_lowbw/lowbw-megatron"]
 
 
 def tables() -> dict[str, Any]:
@@ -46,3 +50,13 @@ def tables() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def machine() -> System:
     return parse(tables(), name="here", file="here.toml")
+
+
+@pytest.fixture(scope="session")
+def catalogue() -> Catalogue:
+    return Catalogue()
+
+
+@pytest.fixture(scope="session")
+def lowbw(machine: System, catalogue: Catalogue) -> Twin:
+    return derive(named(LOWBW, catalogue.suites), machine, Choice(width=400))

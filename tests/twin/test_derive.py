@@ -12,26 +12,16 @@ from repro.claims.commands import Catalogue
 from repro.config import EmulatedNetwork
 from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.simulate.time.emulated import PAYLOAD_SHARE, emulated
 from repro.simulate.time.network import Network
 from repro.twin.derive import Choice, Twin, derive, inside_rate, useful_rate
-from repro.twin.emulated import PAYLOAD_SHARE, emulated
 from repro.twin.matter import ratio_of
 from repro.twin.numbers import Number, numbers
 from repro.twin.originals import named
 from repro.twin.suite import Named, text
+from tests.twin.conftest import LOWBW
 
-LOWBW = ["deepspeed_lowbw/lowbw-megatron"]
 TABLE = ["deepspeed_64gpu/64gpu-4b-megatron"]
-
-
-@pytest.fixture(scope="module")
-def catalogue() -> Catalogue:
-    return Catalogue()
-
-
-@pytest.fixture(scope="module")
-def lowbw(machine: System, catalogue: Catalogue) -> Twin:
-    return derive(named(LOWBW, catalogue.suites), machine, Choice(width=400))
 
 
 def by_name(found: list[Number]) -> dict[str, Number]:
