@@ -84,7 +84,7 @@ $(CREATED):
 # The second stamp depends on the first, so that `make -j` never runs two pips in one environment.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS) | $(CREATED)
 	@echo "installing the harness and torch in $(VENV) (the first time takes a minute or more)"
-	@$(PIP) -e '.[report,slurm,text]'
+	@$(PIP) -e '.[lab,report,slurm,text]'
 	@touch $@
 
 $(INSTALLED_TEST): $(INSTALLED)

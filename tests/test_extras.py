@@ -85,7 +85,7 @@ def test_extras_are_those_of_the_installation() -> None:
     extras = read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
     brought = {
         re.split(r"[<>=\[; ]", requirement)[0].removesuffix("-core").replace("-", "_"): extra
-        for extra in ("report", "slurm", "text", "parquet", "engines")
+        for extra in ("report", "slurm", "lab", "text", "parquet", "engines")
         for requirement in extras[extra]
     }
     assert brought == EXTRAS

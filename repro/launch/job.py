@@ -6,11 +6,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro.config import Experiment, from_dict
+from repro.config import EmulatedNetwork, Experiment, from_dict
 from repro.host.files import write_json
 
 STOP = "stop"
 """A file of this name in the folder of rank 0 asks the ranks to write a checkpoint after their step, and to end."""
+
+NETWORK = "network.json"
+"""In the launch's folder: `repro.lab.network.Facts` of the network that the ranks are on, if they are on one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,11 @@ class Job:
     def world(self) -> int:
         """Number of processes."""
         return 1 if self.as_rank >= 0 else self.experiments[0].layout.world
+
+    @property
+    def network(self) -> EmulatedNetwork | None:
+        """What joins the ranks; None: the machine's own."""
+        return self.experiments[0].network
 
     @property
     def memory_bytes(self) -> int:

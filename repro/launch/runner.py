@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from repro.config import Experiment
+from repro.lab.network import NoNetwork
 from repro.launch import plan, supervise
 from repro.launch.beacon import Position
 from repro.launch.job import Job
@@ -197,9 +198,11 @@ class Runner:
 def _watched(
     launch: Launch, interrupt: Stop, tick: Callable[[Position, list[float]], None]
 ) -> supervise.Ending:
-    """Start a launch and see it to its end, which may be that the disk has no room for its logs."""
+    """Start a launch and see it to its end, which may be that there is no room for its logs, or no such network."""
     try:
         launch.start()
+    except NoNetwork as error:
+        return supervise.Ending("error", str(error), -1, [0.0] * len(launch.job.experiments))
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise

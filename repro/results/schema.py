@@ -179,6 +179,44 @@ class CheckpointReport(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankOnNetwork(RecordPart):
+    """What a rank on an emulated network saw of it.  Bytes are means over the timed steps, headers included."""
+
+    compute_flops_per_s: float
+    """Of matrix products before the first step, while all ranks computed."""
+    sent_bytes: float
+    received_bytes: float
+    """Of one step, by the rank's own interface."""
+    node_sent_bytes: float | None = None
+    node_received_bytes: float | None = None
+    """Of one step, by its node's interface: of the first rank of each node."""
+    facts: dict[str, Any] | None = None
+    """As `repro.lab.network.Facts` says it: of rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkReport(RecordPart):
+    """The emulated network that a measurement ran on; what was asked is in the conditions."""
+
+    mtu: int
+    payload_share: float
+    """Fraction of a link's bytes that is payload, under full load in both directions."""
+    rates: dict[str, list[float]]
+    """Measured bytes/s of every link before the run, by kind and direction."""
+    round_trip_s: dict[str, float]
+    """Of one byte, `within` a node and `between` nodes."""
+    user_namespace: bool
+    compute_flops_per_s: list[float]
+    """By rank, of matrix products before the first step, while all ranks computed."""
+    sent_bytes: list[float]
+    received_bytes: list[float]
+    """By rank, of one step, headers included: means over the timed steps by the interfaces' counters."""
+    node_sent_bytes: list[float]
+    node_received_bytes: list[float]
+    """By node, over its link to the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankResult(RecordPart):
     """What one rank hands in of one experiment."""
 
@@ -202,6 +240,8 @@ class RankResult(RecordPart):
     comm: list[TrafficRow]
     """Of one ordinary step."""
     comm_per_layer: list[LayerTraffic] = field(default_factory=list)
+    network: RankOnNetwork | None = None
+    """Of a run on an emulated network."""
     tokens_per_step: int
     samples_per_step: int
     model_flops_per_step: float
@@ -256,6 +296,8 @@ class ExperimentRecord(RecordHead):
     """Of a measurement: who executed it."""
     kernels: KernelsRan | None = None
     """Of a measurement: what computed each operator."""
+    network: NetworkReport | None = None
+    """Of a measurement on an emulated network: its scale is a scaled twin's, whatever its sizes are."""
     roles: list[SimulatedRole] | None = None
     """Of a simulation."""
     simulated_on: SimulatedOn | None = None

@@ -10,18 +10,24 @@ import signal
 import subprocess
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from repro import engines
 from repro.config import Experiment
+from repro.host.files import write_json
+from repro.lab import ability
+from repro.lab.network import RunningNetwork
 from repro.launch import rank_process, stacks
 from repro.launch.beacon import Lookout, Position
-from repro.launch.job import STOP, Job
+from repro.launch.job import NETWORK, STOP, Job
 from repro.launch.rank import program as rank_program
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
 """Systems that this launcher knows: the processor cores or the CUDA devices of the machine at hand."""
+ON_NETWORK = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+"""Environment of ranks on an emulated network, whatever the user's own says."""
 REAP_S = 10.0
 LOOK_S = 0.05
 
@@ -33,7 +39,9 @@ def needs(experiment: Experiment) -> str:
         return f"{world} GPUs of system {experiment.system}"
     if DEVICES[experiment.system] == "cuda" and world > cuda_devices():
         return f"{world} GPUs of system {experiment.system}, and {cuda_devices()} are visible here"
-    return engines.missing(experiment.engine)
+    if lacking := engines.missing(experiment.engine):
+        return lacking
+    return ability.missing() if experiment.network is not None else ""
 
 
 def cuda_devices() -> int:
@@ -71,25 +79,37 @@ class LocalLaunch:
         self._lookout = Lookout(self.folder / "beacon", self.world)
         self._target = target
         self._ranks: list[subprocess.Popen[bytes]] = []
+        self._network: RunningNetwork | None = None
 
     def start(self) -> None:
-        """Start all ranks."""
+        """Start all ranks, on the network that the job names.  Raises `NoNetwork` if that cannot be had."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
+        if self.job.network is not None:
+            self._network = RunningNetwork(self.job.network)
+            write_json(self.folder / NETWORK, asdict(self._network.facts))
         device = DEVICES[self.job.experiments[0].system]
+        cores = sorted(os.sched_getaffinity(0))
         for rank in range(self.world):
             rendezvous = f"file://{self.folder}/rendezvous"
+            command = rank_process.command(
+                self.folder, rank, device=device, rendezvous=rendezvous, target=self._target
+            )
+            own = environment(rank, self.world, limited=bool(self.job.memory_bytes))
+            if self._network is not None:
+                command = self._network.facts.command(rank, command)
+                own |= ON_NETWORK
             with self._log(rank, "out") as out, self._log(rank, "err") as err:
                 process = subprocess.Popen(
-                    rank_process.command(
-                        self.folder, rank, device=device, rendezvous=rendezvous, target=self._target
-                    ),
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    env=environment(rank, self.world, limited=bool(self.job.memory_bytes)),
+                    env=own,
                     start_new_session=True,
                 )
+            if self._network is not None:  # before torch starts threads: they stay on the rank's core
+                os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
             self._ranks.append(process)
 
     def poll(self, rank: int) -> int | None:
@@ -148,6 +168,8 @@ class LocalLaunch:
     def close(self, *, keep_logs: Path | None) -> None:
         """Remove the launch's files; the logs move to `keep_logs` where something failed."""
         self.kill()
+        if self._network is not None:
+            self._network.close()
         self._lookout.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         if keep_logs is None:

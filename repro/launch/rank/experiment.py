@@ -18,6 +18,7 @@ from repro.engines import build_engine
 from repro.engines.native import NativeEngine
 from repro.launch.interrupt import Stopped
 from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
+from repro.launch.rank.on_network import OnNetwork
 from repro.launch.rank.series import Diverged, Series
 from repro.measure.collectives import CollectiveWatch
 from repro.measure.kernels import KernelTally
@@ -47,10 +48,11 @@ class Run:
         device: torch.device,
         report: Report,
         checkpoints: CheckpointPlace | None = None,
+        network: OnNetwork | None = None,
         *,
         watched: bool = True,
     ):
-        """With `checkpoints`: go on from the newest one there, and write more.
+        """With `checkpoints`: go on from the newest one there, and write more.  `network`: the emulated one, if any.
 
         `watched`: memory and a library's messages are looked at in untimed steps, which is slow.
         """
@@ -64,6 +66,9 @@ class Run:
         self.kernels = KernelTally(device.type, plain=experiment.layout.kernels.plain)
         self.memory = RankMemory()
         self.comm: list[TrafficRow] = []
+        self.network = network
+        self.carried: list[int] = []
+        """What `network` counted in the timed steps."""
         report(0, Phase.INIT)
         self.watched = watched
         self.tracker = MemoryTracker() if watched else None
@@ -118,6 +123,7 @@ class Run:
     def steps(self, count: int) -> None:
         """Timed steps, one round; communication is counted on the last."""
         rows: list[dict[str, float]] = []
+        before = self._on_links()
         for i in range(count):
             self.clock.begin()
             if i == count - 1:
@@ -132,6 +138,10 @@ class Run:
             if self._between():
                 rows += self.clock.read()  # or a long run's clock would hold an event for every mark
         rows += self.clock.read()
+        grown = [b - a for a, b in zip(before, self._on_links(), strict=True)]
+        self.carried = (
+            [sum(pair) for pair in zip(self.carried, grown, strict=True)] if self.carried else grown
+        )
         first = self.index - count
         self._read()
         ordinary = [row for i, row in enumerate(rows) if first + i not in self.series.skipped]
@@ -149,6 +159,15 @@ class Run:
         """Whether it is known for whom a rank waits: our engine says it; of others where stages are all there is."""
         layout = self.experiment.layout
         return layout.pp > 1 and (self.experiment.engine == NATIVE or layout.tp == layout.dp == 1)
+
+    def _on_links(self) -> list[int]:
+        """Bytes on the links so far, while no rank sends."""
+        if self.network is None:
+            return []
+        self.mesh.world.barrier()
+        found = self.network.counters()
+        self.mesh.world.barrier()
+        return found
 
     def _between(self) -> bool:
         """Between two steps: write a checkpoint if it is time to, and end if the launcher asks for that.
@@ -264,6 +283,7 @@ class Run:
             memory=replace(self.memory, rss_peak_bytes=process.rss_peak_bytes, cuda=process.cuda),
             comm=self.comm,
             comm_per_layer=per_layer(e, self.mesh.pp.rank, self.comm),
+            network=self.network.report(self.carried, timed) if self.network else None,
             tokens_per_step=samples * e.seq,
             samples_per_step=samples,
             model_flops_per_step=flops.model_flops(e.model, e.seq, samples),

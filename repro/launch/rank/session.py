@@ -18,6 +18,7 @@ from repro.launch.job import Job
 from repro.launch.rank.checkpoints import CheckpointPlace
 from repro.launch.rank.device import own_device
 from repro.launch.rank.experiment import Diverged, Report, Run
+from repro.launch.rank.on_network import OnNetwork
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh
 
@@ -61,11 +62,12 @@ def run_rank(
     """
     place = own_device(device)
     with process_group(rank, world, place, rendezvous):
+        network = OnNetwork.of(job, rank)
         if job.compare:
-            return _compare_apart(job, place, beacon) if job.apart else _compare(job, place, beacon)
+            return (_compare_apart if job.apart else _compare)(job, place, beacon, network)
         results = {}
         for index, experiment in enumerate(job.experiments):
-            results[experiment.key] = _alone(job, index, place, beacon)
+            results[experiment.key] = _alone(job, index, place, beacon, network)
         return results
 
 
@@ -81,6 +83,7 @@ def _start(
     index: int,
     device: torch.device,
     beacon: Beacon,
+    network: OnNetwork | None,
     mesh: Mesh | None = None,
     *,
     watched: bool = True,
@@ -94,11 +97,13 @@ def _start(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     place = None if job.apart else CheckpointPlace.of(job, experiment)
-    return Run(experiment, mesh, device, report, place, watched=watched)
+    return Run(experiment, mesh, device, report, place, network, watched=watched)
 
 
-def _alone(job: Job, index: int, device: torch.device, beacon: Beacon) -> dict[str, Any]:
-    run = _start(job, index, device, beacon)
+def _alone(
+    job: Job, index: int, device: torch.device, beacon: Beacon, network: OnNetwork | None
+) -> dict[str, Any]:
+    run = _start(job, index, device, beacon, network)
     try:
         run.prelude()
         run.steps(run.left)
@@ -111,8 +116,10 @@ def _alone(job: Job, index: int, device: torch.device, beacon: Beacon) -> dict[s
     return result
 
 
-def _compare(job: Job, device: torch.device, beacon: Beacon) -> dict[str, dict[str, Any]]:
-    runs = [_start(job, i, device, beacon) for i in range(len(job.experiments))]
+def _compare(
+    job: Job, device: torch.device, beacon: Beacon, network: OnNetwork | None
+) -> dict[str, dict[str, Any]]:
+    runs = [_start(job, i, device, beacon, network) for i in range(len(job.experiments))]
     diverged: dict[int, str] = {}
 
     def attempt(i: int, steps: int | None) -> None:
@@ -143,7 +150,9 @@ def _steps_of(job: Job, experiment: Experiment, turn: int) -> int:
     return timed // job.rounds + (timed % job.rounds if turn == job.rounds - 1 else 0)
 
 
-def _compare_apart(job: Job, device: torch.device, beacon: Beacon) -> dict[str, dict[str, Any]]:
+def _compare_apart(
+    job: Job, device: torch.device, beacon: Beacon, network: OnNetwork | None
+) -> dict[str, dict[str, Any]]:
     """Turns of which each begins at the first step, with its untimed steps, and leaves nothing but its times.
 
     Of experiments whose states fill a device, two cannot take turns and both stay.  Losses and memory are those
@@ -157,7 +166,7 @@ def _compare_apart(job: Job, device: torch.device, beacon: Beacon) -> dict[str, 
         for i, experiment in enumerate(job.experiments):
             if experiment.key in results:
                 continue  # it has diverged
-            run = _start(job, i, device, beacon, meshes[i], watched=turn == job.rounds - 1)
+            run = _start(job, i, device, beacon, network, meshes[i], watched=turn == job.rounds - 1)
             diverged = ""
             try:
                 run.prelude()

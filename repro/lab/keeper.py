@@ -1,0 +1,71 @@
+"""The process that an emulated network lives and dies with: `python -m repro.lab.keeper --parent PID`.
+
+A line of JSON on standard input asks for a network; a line of JSON on standard output says what was made, or why not.
+It ends when its input does.  Whatever ends it, the kernel removes what it made: nothing has a name outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from repro.config import EmulatedNetwork
+from repro.config.errors import require
+from repro.host.processes import die_with_parent
+
+
+def main() -> int:
+    """Make the network, say so, and wait."""
+    parser = argparse.ArgumentParser(prog="python -m repro.lab.keeper", description=__doc__)
+    parser.add_argument("--parent", type=int, default=0, help="process to die with; 0: none")
+    parser.add_argument("--stay", action="store_true", help="stay when the input ends")
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    network = EmulatedNetwork(**json.loads(sys.stdin.readline()))
+    try:
+        answer = _make(network)
+    except Exception as error:  # whoever asked says what it was; there is nobody else to tell
+        answer = {"error": " ".join(str(error).split()) or type(error).__name__}
+    print(json.dumps(answer), flush=True)
+    if "error" in answer:
+        return 1
+    while options.stay or sys.stdin.readline():
+        pass
+    return 0
+
+
+def _make(network: EmulatedNetwork) -> dict[str, Any]:
+    for key in ("between", "within", "node"):
+        require(
+            getattr(network, key) < 2**32,
+            key,
+            getattr(network, key),
+            "less than the 2**32 that a bucket can count",
+        )
+    require(
+        not network.node,
+        "node",
+        network.node,
+        "left out: what ranks of a node share inside it is not emulated",
+    )
+    from repro.lab import links, namespaces
+    from repro.lab.verify import verify
+
+    mapped = namespaces.become_root()
+    made = links.Links(network)
+    return {
+        "keeper": os.getpid(),
+        "user_namespace": mapped,
+        "ranks": [rank.namespace.holder for rank in made.ranks],
+        "nodes": [node.namespace.holder for node in made.nodes],
+        "mtu": links.mtu(network),
+        "payload_share": links.payload_share(network),
+        **verify(made),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""A rank on an emulated network: how fast it computes beside the others, and what goes over its links."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from repro.config import EmulatedNetwork
+from repro.launch.job import NETWORK, Job
+from repro.results.schema import RankOnNetwork
+
+COMPUTE_S = 0.4
+WIDTH = 192
+SPREAD = 0.25
+"""Ranks that compute at rates further apart than this fraction of their mean are no equal devices."""
+
+
+class OnNetwork:
+    """What one rank sees of its network, from joining the others to its result."""
+
+    def __init__(self, network: EmulatedNetwork, facts: Path, rank: int):
+        """Measure the compute rates of all ranks together.  Raises `RuntimeError` if they are too far apart."""
+        found = json.loads(facts.read_text(encoding="utf-8"))
+        self._facts = found if rank == 0 else None
+        self._node = ""
+        if rank % network.ranks_per_node == 0 and network.nodes > 1:
+            self._node = f"/proc/{found['nodes'][network.node_of(rank)]}/net/dev"
+        rates = _compute_rates(network.world)
+        self._rate = rates[rank]
+        mean = sum(rates) / len(rates)
+        apart = (max(rates) - min(rates)) / mean
+        if apart > SPREAD:
+            raise RuntimeError(
+                f"the ranks' compute rates, {min(rates) / 1e9:.3g} to {max(rates) / 1e9:.3g} GFLOP/s, are "
+                f"{apart:.0%} of their mean apart and not {SPREAD:.0%} at most: something else computes here"
+            )
+
+    @staticmethod
+    def of(job: Job, rank: int) -> OnNetwork | None:
+        """None for a job on the machine's own network."""
+        return OnNetwork(job.network, Path(job.folder) / NETWORK, rank) if job.network is not None else None
+
+    def counters(self) -> list[int]:
+        """Bytes sent and received by this rank, then by its node where this rank speaks for it."""
+        own = _counters("/proc/self/net/dev", "eth0")
+        return own + (_counters(self._node, "uplink") if self._node else [])
+
+    def report(self, grown: list[int], steps: int) -> RankOnNetwork:
+        """`grown`: what the counters have grown by in so many steps."""
+        sent, received, *node = (count / max(1, steps) for count in grown)
+        return RankOnNetwork(
+            compute_flops_per_s=self._rate,
+            sent_bytes=sent,
+            received_bytes=received,
+            node_sent_bytes=node[0] if node else None,
+            node_received_bytes=node[1] if node else None,
+            facts=self._facts,
+        )
+
+
+def _counters(file: str, interface: str) -> list[int]:
+    for line in Path(file).read_text().splitlines():
+        name, _, fields = line.partition(":")
+        if name.strip() == interface:
+            words = fields.split()
+            return [int(words[8]), int(words[0])]
+    raise OSError(f"{file} has no interface {interface}")
+
+
+def _compute_rates(world: int) -> list[float]:
+    """FLOP/s of matrix products on every rank, all at once."""
+    a = torch.ones(WIDTH, WIDTH)
+    out = torch.empty(WIDTH, WIDTH)
+    torch.mm(a, a, out=out)
+    dist.barrier()
+    began, done = time.perf_counter(), 0
+    while time.perf_counter() < began + COMPUTE_S:
+        torch.mm(a, a, out=out)
+        done += 1
+    rate = 2 * WIDTH**3 * done / (time.perf_counter() - began)
+    rates = [torch.zeros(1, dtype=torch.float64) for _ in range(world)]
+    dist.all_gather(rates, torch.tensor([rate], dtype=torch.float64))
+    return [float(one) for one in rates]
