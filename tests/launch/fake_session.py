@@ -38,11 +38,17 @@ class _Ring:
         self.count += 1
         (self.folder / f"at-{self.rank}-{self.count}").touch()
         for peer in range(self.world):
-            while not (self.folder / f"at-{peer}-{self.count}").exists():
-                pid = self.folder / f"pid-{peer}"
-                if pid.exists() and pid.read_text() and not Path(f"/proc/{pid.read_text()}/cwd").exists():
+            there = self.folder / f"at-{peer}-{self.count}"
+            while not there.exists():
+                # On a busy machine a peer may come, finish its work and end between two lines of ours.
+                if self._dead(peer) and not there.exists():
                     raise RuntimeError(f"[gloo/transport] Connection closed by peer {peer}")
                 time.sleep(0.002)
+
+    def _dead(self, peer: int) -> bool:
+        pid = self.folder / f"pid-{peer}"
+        number = pid.read_text() if pid.exists() else ""
+        return bool(number) and not Path(f"/proc/{number}/cwd").exists()
 
 
 def run_rank(
