@@ -25,6 +25,7 @@
 #   N, GPUS, RATE, DBD, LAB, ...   what slurm-lab starts: slurm/lab --help
 #   REPORT_ARGS  more arguments for the report of smoke and simulate, e.g. --notebooks after `make test`
 #   WORKERS      how many tests run at once in `make test`                             2
+#   LABS         how many clusters `make test-slurm` starts, for as many tests at once; they mostly wait    3
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-x -k zero'
 
 PYTHON ?= python3
@@ -34,6 +35,7 @@ TORCH_INDEX ?=
 RESULTS ?= results
 PYTEST_ARGS ?=
 WORKERS ?= 2
+LABS ?= 3
 REPORT_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -121,7 +123,7 @@ test-engines: $(INSTALLED_TEST) $(INSTALLED_ENGINES)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines/deepspeed tests/engines/megatron $(PYTEST_ARGS)
 
 test-slurm: $(INSTALLED_TEST)
-	REPRO_SLURM=1 $(BIN)/python -m pytest tests/slurm_lab $(PYTEST_ARGS)
+	REPRO_SLURM=1 $(BIN)/python -m pytest -n $(LABS) --dist loadgroup tests/slurm_lab $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -m 'gpu and not benchmarks' -rs $(PYTEST_ARGS)

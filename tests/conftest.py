@@ -53,6 +53,8 @@ POOLS = {"two", "four", "eight", "ranks"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker of pytest-xdist gets whole files, and one of them all that shares pools of ranks, or one report."""
     for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue
         named = {*getattr(item, "fixturenames", ()), *_asked_for(item)}
         shared = "ranks" if POOLS.intersection(named) else "report" if "report" in named else str(item.path)
         item.add_marker(pytest.mark.xdist_group(shared))

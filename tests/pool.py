@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import tempfile
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -26,21 +26,31 @@ def forks() -> Any:
     return context
 
 
-def _serve(rank: int, world: int, rendezvous: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     while True:
-        task = pipe.recv()
+        task = _receive(pipe)
         if task is None:
             os._exit(0)  # nothing to save, and the interpreter's way out takes seconds of eight processes
         function, arguments = task
         try:
-            pipe.send((True, function(*arguments)))
+            _send(pipe, (True, function(*arguments)))
         except Exception:
-            pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+            _send(pipe, (False, f"rank {rank}:\n{traceback.format_exc()}"))
+
+
+def _send(pipe: Any, message: object) -> None:
+    """Plain bytes: torch would have `pipe.send` share its tensors through sockets in /tmp, which stay there."""
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _receive(pipe: Any) -> Any:
+    return pickle.loads(pipe.recv_bytes())
 
 
 class RankPool:
@@ -48,6 +58,8 @@ class RankPool:
 
     def __init__(self, world: int):
         self.world = world
+        self._store: Any = None
+        """Where the ranks meet: in this process, so that nothing is left however the tests end."""
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -57,7 +69,7 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         for pipe in self._pipes:
             try:
-                pipe.send(None)
+                _send(pipe, None)
             except OSError:
                 continue
         for process in self._processes:
@@ -69,7 +81,7 @@ class RankPool:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            _send(pipe, (function, arguments))
         deadline = time.monotonic() + timeout_s
         answers = []
         for rank, pipe in enumerate(self._pipes):
@@ -77,7 +89,7 @@ class RankPool:
                 self._kill()
                 raise TimeoutError(f"rank {rank} of {self.world} did not answer within {timeout_s} s")
             try:
-                answers.append(pipe.recv())
+                answers.append(_receive(pipe))
             except EOFError:
                 self._kill()
                 raise RuntimeError(f"rank {rank} of {self.world} died") from None
@@ -89,12 +101,15 @@ class RankPool:
         return [value for _, value in answers]
 
     def _start(self) -> None:
+        from torch.distributed import TCPStore
+
         context = forks()
-        folder = tempfile.mkdtemp(prefix="ranks-")
-        rendezvous = "file://" + os.path.join(folder, "store")
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, rendezvous, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world, self._store.port, theirs), daemon=True
+            )
             process.start()
             self._processes.append(process)
             self._pipes.append(mine)
@@ -103,4 +118,4 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join(5)
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.records import latest, lines
-from tests.slurm_lab.cluster import FOLDER, ROOT, Lab
+from tests.slurm_lab.cluster import ROOT, Lab
 
 OPEN = {"pending", "running", "requeued"}
 STAND_IN, HELD = "tests.launch.fake_session:run_rank", "tests.launch.held_session:run_rank"
@@ -178,12 +178,12 @@ class Bench:
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
 
 
-def ranks(word: str = "repro.launch.rank.program") -> list[tuple[int, str]]:
+def ranks(lab: Lab, word: str = "repro.launch.rank.program") -> list[tuple[int, str]]:
     """Processes of ranks on all nodes, which share this machine: (pid, host name of the node)."""
-    return [(pid, environment["SLURMD_NODENAME"]) for pid, environment in environments(word)]
+    return [(pid, environment["SLURMD_NODENAME"]) for pid, environment in environments(lab, word)]
 
 
-def environments(word: str = "repro.launch.rank.program") -> list[tuple[int, dict[str, str]]]:
+def environments(lab: Lab, word: str = "repro.launch.rank.program") -> list[tuple[int, dict[str, str]]]:
     """The same processes, with what each has in its environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -195,7 +195,9 @@ def environments(word: str = "repro.launch.rank.program") -> list[tuple[int, dic
         except OSError:  # it has ended
             continue
         variables = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
-        ours = variables.get("SLURM_CONF", "").startswith(f"/tmp/{FOLDER}")  # never a real cluster's
+        ours = (
+            variables.get("SLURM_CONF") == f"{lab.folder}/etc/slurm.conf"
+        )  # no other lab's, nor a real cluster's
         if ours and "SLURMD_NODENAME" in variables:
             found.append((int(process.name), variables))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -171,4 +172,16 @@ def remove_abandoned() -> None:
     for folder in Path("/tmp").glob(f"{FOLDER}*"):
         process = folder.name.removeprefix(FOLDER).split("-")[0]
         if process.isdigit() and not Path(f"/proc/{process}").exists():
-            Lab(folder, "unused").script("down", check=False)
+            with suppress(OSError), _alone_in(folder):
+                Lab(folder, "unused").script("down", check=False)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other workers from removing `folder` too.  `OSError` if one does, or has."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,8 @@
-"""The lab that SLURM's tests share. They are slow and need packages and root, so that `make test-slurm` runs them."""
+"""The lab that SLURM's tests share. They are slow and need packages and root, so that `make test-slurm` runs them.
+
+Most of them wait for SLURM's timers, so that several labs work side by side, one of each worker of pytest-xdist.
+Tests that compute or measure with real ranks are one group, `cores`, and never run beside each other.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,14 @@ TIMEOUT_S = 600
 """What a test may take on a machine that is busy with other things; alone the longest takes one minute."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before all tests get their groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test of this folder its time-out."""
+    """Give every test of this folder its time-out, and to any worker."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            if not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(item.name.split("[")[0]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -29,7 +36,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Lab]:
-    """Four nodes with accounting, for the whole session."""
+    """Four nodes with accounting, for the whole session of this worker."""
     remove_abandoned()
     with started("-main", N="4", NODE_TIMEOUT="10") as lab:
         yield lab

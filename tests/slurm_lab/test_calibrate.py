@@ -28,6 +28,7 @@ def bench(lab: Lab, tmp_path: Path) -> Bench:
     return Bench(lab, tmp_path, {"tasks_per_node": 2})
 
 
+@pytest.mark.xdist_group("cores")
 def test_a_slow_network_is_measured_as_one(lab: Lab, bench: Bench, tmp_path: Path) -> None:
     """A link of 1 Gbit/s is 0.125 GB/s, but for the first megabytes of a burst; memory is far faster."""
     lab.rate("1gbit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,7 @@ def test_cancelled(lab: Lab, tmp_path: Path) -> None:
     assert bench.begun() == ["a", "b", "b", "c"]
 
 
+@pytest.mark.xdist_group("cores")
 def test_ranks_are_killed_and_hang(lab: Lab, tmp_path: Path) -> None:
     """Real ranks: each fault costs one case and says who and where, and the allocation goes on with a comparison."""
     bench = Bench(lab, tmp_path, {"cases_per_job": 3}, target=HELD)
@@ -140,7 +141,7 @@ def test_ranks_are_killed_and_hang(lab: Lab, tmp_path: Path) -> None:
     bench.submit(suite)
     bench.running_step("victim", STEP)
     (state,) = bench.bundles()
-    on_second = [pid for pid, node in ranks() if node == state["nodes"][1]]
+    on_second = [pid for pid, node in ranks(lab) if node == state["nodes"][1]]
     assert len(on_second) == 1
     os.kill(on_second[0], signal.SIGKILL)
     status = bench.ended()
@@ -167,6 +168,7 @@ def test_ranks_are_killed_and_hang(lab: Lab, tmp_path: Path) -> None:
     assert compared["name"] == "a vs b"
 
 
+@pytest.mark.xdist_group("cores")
 def test_out_of_memory_and_time(lab: Lab, tmp_path: Path) -> None:
     """Real ranks: what does not fit has its result, and what takes longer than it may is ended, wherever it waits."""
     bench = Bench(lab, tmp_path, {"array_parallelism": 1}, target=HELD)
@@ -263,7 +265,7 @@ def test_slurmd_killed_and_a_node_set_down(lab: Lab, tmp_path: Path) -> None:
         assert bench.outcomes(name)[-1] == "ok"
         assert bench.outcomes(name).count("ok") == 1
         assert bench.latest()[name]["provenance"]["slurm"]["restarts"] == 1
-    lab.wait_for("no rank is left, also where slurmd was killed", lambda: not ranks())
+    lab.wait_for("no rank is left, also where slurmd was killed", lambda: not ranks(lab))
 
 
 def test_link_cut_in_mid_case(tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_slurmctld_is_away_when_a_launch_is_to_start(lab: Lab, tmp_path: Path) -
     steps: set[int] = set()
 
     def again() -> bool:
-        steps.update(pid for pid, _ in ranks("--distribution=plane"))
+        steps.update(pid for pid, _ in ranks(lab, "--distribution=plane"))
         return len(steps) > 1
 
     lab.wait_for("srun has given up and is started again", again, 60)
@@ -331,8 +333,9 @@ def test_without_accounting(tmp_path: Path) -> None:
         bench.running_step("b")
         said = bench.repro("status", check=False)
         assert "no accounting on this cluster" in said.stderr
-        for pid, _ in ranks("submitit.core._submit"):
-            os.kill(pid, signal.SIGKILL)
+        for pid, _ in ranks(lab, "submitit.core._submit"):
+            with suppress(ProcessLookupError):  # its script ends when the job in it does
+                os.kill(pid, signal.SIGKILL)
         bench.release("b")
         status = bench.ended()
         assert {name: row["state"] for name, row in status.items()} == {"a": "done", "b": "lost", "c": "done"}

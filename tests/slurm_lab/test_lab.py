@@ -136,6 +136,7 @@ def test_says_which_packages_are_missing(tmp_path: Path) -> None:
     assert re.fullmatch(r"slurm/lab: not installed: slurmctld .*apt-get install slurm-wlm .*\n", done.stderr)
 
 
+@pytest.mark.xdist_group("cores")
 def test_links_are_limited_and_counted(lab: Lab) -> None:
     size = 4_000_000
 

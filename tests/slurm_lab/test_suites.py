@@ -41,6 +41,7 @@ def of(record: dict[str, Any]) -> dict[str, Any]:
     return slurm
 
 
+@pytest.mark.xdist_group("cores")
 def test_twelve_cases_on_one_two_and_four_nodes(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +73,7 @@ def test_twelve_cases_on_one_two_and_four_nodes(
     def watch() -> bool:
         running = [job.id.split("_")[0] for job in lab.running()]
         assert all(running.count(job) <= 2 for job in running), "array_parallelism"
-        seen.update({pid: found for pid, found in environments() if "MASTER_ADDR" in found})
+        seen.update({pid: found for pid, found in environments(lab) if "MASTER_ADDR" in found})
         return not lab.jobs()
 
     lab.wait_for("the end of all jobs", watch, 400)
