@@ -172,7 +172,7 @@ def test_ranks_are_killed_and_hang(lab: Lab, tmp_path: Path) -> None:
 def test_out_of_memory_and_time(lab: Lab, tmp_path: Path) -> None:
     """Real ranks: what does not fit has its result, and what takes longer than it may is ended, wherever it waits."""
     bench = Bench(lab, tmp_path, {"array_parallelism": 1}, target=HELD)
-    slow = "limits = { timeout_s = 12 }"
+    slow = "limits = { timeout_s = 20 }"
     big = 'model = "limit-40m"\ntraining = { steps = 2, untimed_steps = 1, seq = 32 }'
     big += '\nexpect = "oom"\nlimits = { memory_bytes = 300_000_000 }\n'
     suite = bench.suite(
@@ -184,7 +184,7 @@ def test_out_of_memory_and_time(lab: Lab, tmp_path: Path) -> None:
     found = {name: (row["state"], row["failure"]) for name, row in status.items()}
     assert found == {"big": ("done", "out-of-memory"), "slow": ("failed", "time-out")}, bench.logs()
     assert "can't allocate memory" in bench.latest()["big"]["reason"]
-    assert "not done after 12 s (limits.timeout_s)" in status["slow"]["detail"]
+    assert "not done after 20 s (limits.timeout_s)" in status["slow"]["detail"]
     assert f"(ranks 0, 1 at step {STEP}, forward, after all_reduce" in status["slow"]["detail"]
     bench.release("slow")
     assert bench.submit(suite)["cases"] == 1, "only what has no result"
