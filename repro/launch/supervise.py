@@ -179,8 +179,8 @@ class _Watcher:
         if -code == signal.SIGKILL and kernel_oom_kills() > self.kernel_kills:
             return _Failure("oom", rank, now, f"{reason}: the kernel ran out of memory")
         # An allocation that fails in a C++ thread ends in abort(): what it printed is all that is left.
-        if -code == signal.SIGABRT and (said := _NO_MEMORY.search(self.launch.error_text(rank))):
-            return _Failure("oom", rank, now, f"{reason}: {said[1]}")
+        if -code == signal.SIGABRT and (why := _NO_MEMORY.search(self.launch.error_text(rank))):
+            return _Failure("oom", rank, now, f"{reason}: {why[1]}")
         return _Failure("killed", rank, now, reason)
 
     def _deadline(self) -> float:

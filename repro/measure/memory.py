@@ -21,8 +21,17 @@ from repro.config.enums import ACCOUNTED, Category, Phase
 from repro.measure.uncompiled import UncompiledMode, wrapped
 from repro.parallel import storage
 
-_Seen = tuple["weakref.ref[torch.UntypedStorage]", Category]
-"""A storage, and the category that it has if it has no mark."""
+
+class _Seen:
+    """A storage, and as what it is counted now: under which category, with how many bytes."""
+
+    __slots__ = ("born", "category", "reference", "size")
+
+    def __init__(self, reference: weakref.ref[torch.UntypedStorage], born: Category):
+        self.reference = reference
+        self.born = born
+        """The category that it has if it has no mark."""
+        self.category, self.size = born, 0
 
 
 class MemoryTracker(UncompiledMode):
@@ -33,8 +42,10 @@ class MemoryTracker(UncompiledMode):
         self.phase = Phase.INIT
         """`forward` makes unmarked storages activations; other phases make them `other`."""
         self._live: dict[int, _Seen] = {}
+        self._counted = self._nothing()
+        """Bytes by category at this moment, kept up to date inside the context."""
         self._now = self._nothing()
-        """Bytes by category after the last operator."""
+        """The same after the last operator."""
         self._newborn: list[tuple[_Seen, Category, int]] = []
         """Storages that it made, with the category under which `_now` counts them and their bytes."""
         self._now_phase = self.phase
@@ -58,6 +69,40 @@ class MemoryTracker(UncompiledMode):
         self._judge()
         return dict(self._most)
 
+    def __enter__(self) -> MemoryTracker:
+        # Parameters are released and restored without an operator (ZeRO 3, FSDP2).
+        self._resize = torch.UntypedStorage.resize_
+        tracker, resize = self, self._resize
+
+        def resize_(whole: torch.UntypedStorage, size: int) -> Any:
+            found = resize(whole, size)
+            tracker.resized(whole, size)
+            return found
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        for seen in list(self._live.values()):
+            if (live := seen.reference()) is not None:
+                self._follow(live, seen)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        for seen in list(self._live.values()):
+            if (live := seen.reference()) is not None:
+                live.watcher = None  # type: ignore[attr-defined]
+
+    def marked(self, whole: torch.UntypedStorage, category: Category) -> None:
+        """A storage has a new mark."""
+        self.resized(whole, whole.nbytes())
+
+    def resized(self, whole: torch.UntypedStorage, size: int) -> None:
+        """A storage has a new size."""
+        seen = self._live.get(whole._cdata)
+        if seen is not None:
+            self._count(seen, storage.category_of(whole) or seen.born, size)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -68,17 +113,16 @@ class MemoryTracker(UncompiledMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf.untyped_storage())
-        self._now, self._now_phase = self.live(), self.phase
+        self._now, self._now_phase = _with_total(dict(self._counted)), self.phase
         return out
 
     def live(self) -> dict[str, int]:
         """Bytes that are live now, by category, and the device's total."""
         found = self._nothing()
-        for reference, born in list(self._live.values()):
-            live = reference()
+        for seen in list(self._live.values()):
+            live = seen.reference()
             if live is not None:
-                # Parameters are released and restored without an operator (ZeRO 3): ask each time.
-                category = storage.category_of(live) or born
+                category = storage.category_of(live) or seen.born
                 if category != Category.SHAPE:
                     found[category] += live.nbytes()
         return _with_total(found)
@@ -86,9 +130,9 @@ class MemoryTracker(UncompiledMode):
     def largest(self, category: Category) -> int:
         """Bytes of the largest live storage of a category."""
         sizes = [
-            s.nbytes()
-            for r, _ in list(self._live.values())
-            if (s := r()) and storage.category_of(s) == category
+            live.nbytes()
+            for seen in list(self._live.values())
+            if (live := seen.reference()) and storage.category_of(live) == category
         ]
         return max(sizes, default=0)
 
@@ -101,8 +145,8 @@ class MemoryTracker(UncompiledMode):
 
         Not at once, since a new storage gets its mark just after the operator that made it.
         """
-        for (reference, _), counted_as, size in self._newborn:
-            live = reference()
+        for seen, counted_as, size in self._newborn:
+            live = seen.reference()
             category = None if live is None else storage.category_of(live)
             if category is not None and category != counted_as:
                 if counted_as != Category.SHAPE:
@@ -119,21 +163,35 @@ class MemoryTracker(UncompiledMode):
             if size > most[name]:
                 most[name] = size
 
-    def _see(self, seen: torch.UntypedStorage) -> None:
-        key = seen._cdata
+    def _see(self, whole: torch.UntypedStorage) -> None:
+        key = whole._cdata
         if key in self._live:
+            self.resized(whole, whole.nbytes())
             return
         born = Category.ACTIVATIONS if self.phase == Phase.FORWARD else Category.OTHER
-        if seen.device.type == "meta":
+        if whole.device.type == "meta":
             # A model before it is sharded, or what DTensor tries operators out on (fake tensors).
             born = Category.SHAPE
 
         def forget(_: object) -> None:
-            self._live.pop(key, None)
+            self._count(self._live.pop(key), born, 0)
 
-        entry = (weakref.ref(seen, forget), born)
-        self._live[key] = entry
-        self._newborn.append((entry, storage.category_of(seen) or born, seen.nbytes()))
+        seen = self._live[key] = _Seen(weakref.ref(whole, forget), born)
+        self._follow(whole, seen)
+        self._newborn.append((seen, seen.category, seen.size))
+
+    def _follow(self, whole: torch.UntypedStorage, seen: _Seen) -> None:
+        """Count a storage as it is, and hear of its marks from now on."""
+        self._count(seen, storage.category_of(whole) or seen.born, whole.nbytes())
+        whole.watcher = self  # type: ignore[attr-defined]
+
+    def _count(self, seen: _Seen, category: Category, size: int) -> None:
+        """Have a storage counted under `category` with `size` bytes, and no longer as it was."""
+        if seen.category != Category.SHAPE:
+            self._counted[seen.category] -= seen.size
+        if category != Category.SHAPE:
+            self._counted[category] += size
+        seen.category, seen.size = category, size
 
 
 def _with_total(found: dict[str, int]) -> dict[str, int]:
