@@ -15,6 +15,7 @@ from typing import Any
 from repro.config import EmulatedNetwork
 from repro.config.errors import require
 from repro.host.processes import die_with_parent
+from repro.host.resources import usable_cores
 
 
 def main() -> int:
@@ -61,6 +62,7 @@ def _make(network: EmulatedNetwork) -> dict[str, Any]:
         "user_namespace": mapped,
         "ranks": [rank.namespace.holder for rank in made.ranks],
         "nodes": [node.namespace.holder for node in made.nodes],
+        "cores": usable_cores(),
         "mtu": links.mtu(network),
         "payload_share": links.payload_share(network),
         **verify(made),

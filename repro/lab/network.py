@@ -32,6 +32,8 @@ class Facts:
     """Process that holds each rank's namespace."""
     nodes: list[int]
     """The same of each node's."""
+    cores: int
+    """That the ranks share."""
     mtu: int
     payload_share: float
     """Fraction of a link's bytes that is payload, under full load in both directions."""

@@ -226,6 +226,7 @@ def _network(results: list[RankResult]) -> NetworkReport | None:
         round_trip_s=facts["round_trip_s"],
         user_namespace=facts["user_namespace"],
         compute_flops_per_s=[rank.compute_flops_per_s for rank in seen],
+        core_share=seen[0].core_share,
         sent_bytes=[rank.sent_bytes for rank in seen],
         received_bytes=[rank.received_bytes for rank in seen],
         node_sent_bytes=[rank.node_sent_bytes for rank in seen if rank.node_sent_bytes is not None],

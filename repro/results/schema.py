@@ -184,6 +184,8 @@ class RankOnNetwork(RecordPart):
 
     compute_flops_per_s: float
     """Of matrix products before the first step, while all ranks computed."""
+    core_share: float
+    """Seconds of processor time that the rank computes in each second, at most."""
     sent_bytes: float
     received_bytes: float
     """Of one step, by the rank's own interface."""
@@ -208,6 +210,8 @@ class NetworkReport(RecordPart):
     user_namespace: bool
     compute_flops_per_s: list[float]
     """By rank, of matrix products before the first step, while all ranks computed."""
+    core_share: float
+    """Seconds of processor time that a rank computes in each second, at most: also while others wait."""
     sent_bytes: list[float]
     received_bytes: list[float]
     """By rank, of one step, headers included: means over the timed steps by the interfaces' counters."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,10 +13,14 @@ import torch.distributed as dist
 
 from repro.config import EmulatedNetwork
 from repro.launch.job import NETWORK, Job
+from repro.launch.rank.pace import Pace
 from repro.results.schema import RankOnNetwork
 
-COMPUTE_S = 0.4
+COMPUTE_S = 0.6
 WIDTH = 192
+CORES_SHARE = 0.75
+"""Of each core, what its ranks compute in together; messages have the rest."""
+ATTEMPTS = 5
 SPREAD = 0.25
 """Ranks that compute at rates further apart than this fraction of their mean are no equal devices."""
 
@@ -29,10 +35,14 @@ class OnNetwork:
         self._node = ""
         if rank % network.ranks_per_node == 0 and network.nodes > 1:
             self._node = f"/proc/{found['nodes'][network.node_of(rank)]}/net/dev"
-        rates = _compute_rates(network.world)
+        self.pace = Pace(CORES_SHARE * min(1.0, found["cores"] / network.world))
+        self.pace.start()
+        for _ in range(ATTEMPTS):  # what else runs here may disturb one of them
+            rates = _compute_rates(network.world, self.pace)
+            apart = (max(rates) - min(rates)) * len(rates) / sum(rates)
+            if apart <= SPREAD:
+                break
         self._rate = rates[rank]
-        mean = sum(rates) / len(rates)
-        apart = (max(rates) - min(rates)) / mean
         if apart > SPREAD:
             raise RuntimeError(
                 f"the ranks' compute rates, {min(rates) / 1e9:.3g} to {max(rates) / 1e9:.3g} GFLOP/s, are "
@@ -40,9 +50,17 @@ class OnNetwork:
             )
 
     @staticmethod
-    def of(job: Job, rank: int) -> OnNetwork | None:
-        """None for a job on the machine's own network."""
-        return OnNetwork(job.network, Path(job.folder) / NETWORK, rank) if job.network is not None else None
+    @contextmanager
+    def of(job: Job, rank: int) -> Iterator[OnNetwork | None]:
+        """While it is open, this rank keeps its pace; None for a job on the machine's own network."""
+        if job.network is None:
+            yield None
+            return
+        seen = OnNetwork(job.network, Path(job.folder) / NETWORK, rank)
+        try:
+            yield seen
+        finally:
+            seen.pace.stop()
 
     def counters(self) -> list[int]:
         """Bytes sent and received by this rank, then by its node where this rank speaks for it."""
@@ -54,6 +72,7 @@ class OnNetwork:
         sent, received, *node = (count / max(1, steps) for count in grown)
         return RankOnNetwork(
             compute_flops_per_s=self._rate,
+            core_share=self.pace.share,
             sent_bytes=sent,
             received_bytes=received,
             node_sent_bytes=node[0] if node else None,
@@ -71,7 +90,7 @@ def _counters(file: str, interface: str) -> list[int]:
     raise OSError(f"{file} has no interface {interface}")
 
 
-def _compute_rates(world: int) -> list[float]:
+def _compute_rates(world: int, pace: Pace) -> list[float]:
     """FLOP/s of matrix products on every rank, all at once."""
     a = torch.ones(WIDTH, WIDTH)
     out = torch.empty(WIDTH, WIDTH)
@@ -81,6 +100,7 @@ def _compute_rates(world: int) -> list[float]:
     while time.perf_counter() < began + COMPUTE_S:
         torch.mm(a, a, out=out)
         done += 1
+    pace.settle()
     rate = 2 * WIDTH**3 * done / (time.perf_counter() - began)
     rates = [torch.zeros(1, dtype=torch.float64) for _ in range(world)]
     dist.all_gather(rates, torch.tensor([rate], dtype=torch.float64))

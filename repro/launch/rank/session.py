@@ -18,7 +18,7 @@ from repro.launch.beacon import Beacon
 from repro.launch.job import Job
 from repro.launch.rank.checkpoints import CheckpointPlace
 from repro.launch.rank.device import own_device
-from repro.launch.rank.experiment import Diverged, Report, Run
+from repro.launch.rank.experiment import Diverged, Run
 from repro.launch.rank.on_network import OnNetwork
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh
@@ -62,8 +62,7 @@ def run_rank(
     both; others run one after the other.  Compared `apart`, each turn builds its experiment anew.
     """
     place = own_device(device)
-    with process_group(rank, world, place, rendezvous):
-        network = OnNetwork.of(job, rank)
+    with process_group(rank, world, place, rendezvous), OnNetwork.of(job, rank) as network:
         if job.compare:
             return (_compare_apart if job.apart else _compare)(job, place, beacon, network)
         results = {}
@@ -72,9 +71,11 @@ def run_rank(
         return results
 
 
-def _joined(experiment: Experiment, device: torch.device, beacon: Beacon) -> Mesh:
-    """This rank's groups for one experiment, whose collectives the beacon hears of."""
+def _joined(experiment: Experiment, device: torch.device, beacon: Beacon, network: OnNetwork | None) -> Mesh:
+    """This rank's groups for one experiment, whose collectives the beacon hears of, and wait for the rank's pace."""
     mesh = mesh_of(experiment, device)
+    if network is not None:
+        mesh.ledger.observers.append(lambda *_: network.pace.settle())
     mesh.ledger.observers.append(lambda sequence, op, group, purpose: beacon.collective(sequence, op, group))
     return mesh
 
@@ -90,8 +91,13 @@ def _start(
     watched: bool = True,
 ) -> Run:
     experiment = job.experiments[index]
-    mesh = mesh or _joined(experiment, device, beacon)
-    report: Report = lambda step, phase: beacon.phase(index, step, phase)
+    mesh = mesh or _joined(experiment, device, beacon, network)
+
+    def report(step: int, phase: Phase) -> None:
+        if network is not None:
+            network.pace.settle()
+        beacon.phase(index, step, phase)
+
     if device.type == "cuda":
         # What an earlier experiment has left with the caching allocator is not this one's.
         gc.collect()
@@ -159,7 +165,7 @@ def _compare_apart(
     Of experiments whose states fill a device, two cannot take turns and both stay.  Losses and memory are those
     of the last turn, times those of all; the groups stay, since making them again would cost every turn.
     """
-    meshes = [_joined(experiment, device, beacon) for experiment in job.experiments]
+    meshes = [_joined(experiment, device, beacon, network) for experiment in job.experiments]
     rounds: list[list[list[float]]] = [[] for _ in meshes]
     rows: list[list[dict[str, float]]] = [[] for _ in meshes]
     results: dict[str, dict[str, Any]] = {}

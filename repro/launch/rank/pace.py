@@ -1,0 +1,67 @@
+"""The pace of a device of its own: a rank that shares a core computes no faster while the others wait.
+
+Eight ranks of a core compute at an eighth of its rate each; when seven of them wait for messages the eighth would
+compute eight times as fast, and the time of the messages would vanish in that.  So a rank that has computed for `c`
+seconds of processor time sleeps until `c / share` seconds have passed, those not counted in which it waited for others.
+It does so before each message and, for libraries that do not say when they send, whenever the kernel's timer of
+processor time says so.  Only the thread that computes is held; those that carry messages are not.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+CATCH_UP_S = 0.02
+"""What a rank that was kept from its core may make up for later, at most."""
+TICK_S = 4e-3
+
+
+class Pace:
+    """Of the main thread, from `start` to `stop`."""
+
+    def __init__(self, share: float):
+        """`share`: seconds of processor time in each second."""
+        self.share = share
+        self._delays = Path("/proc/thread-self/schedstat")
+        self._ahead = 0.0
+        self._settling = False
+        self._look()
+
+    def start(self) -> None:
+        """Settle on the kernel's timer too."""
+        signal.signal(signal.SIGVTALRM, self._tick)
+        signal.setitimer(signal.ITIMER_VIRTUAL, TICK_S, TICK_S)
+        self._look()
+
+    def stop(self) -> None:
+        """Let the thread go."""
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
+
+    def settle(self) -> None:
+        """Sleep for what a slower device would have needed beyond what has passed."""
+        if self._settling:
+            return
+        self._settling = True
+        computed, delayed = time.thread_time() - self._computed, self._delay() - self._delayed
+        self._ahead += computed / self.share - computed - delayed
+        if self._ahead > 0:
+            began = time.perf_counter()
+            time.sleep(self._ahead)
+            self._ahead -= time.perf_counter() - began
+        self._ahead = max(self._ahead, -CATCH_UP_S)
+        self._look()
+        self._settling = False
+
+    def _look(self) -> None:
+        self._computed, self._delayed = time.thread_time(), self._delay()
+
+    def _delay(self) -> float:
+        """Seconds for which the thread could have run and another one had its core."""
+        return int(self._delays.read_text().split()[1]) / 1e9
+
+    def _tick(self, number: int, frame: FrameType | None) -> None:
+        self.settle()

@@ -1,0 +1,101 @@
+"""`repro run` of experiments on an emulated network: what the record says, and what a kill leaves."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from repro.lab import ability
+from repro.lab.links import ETHERNET, HEADERS
+from repro.results.schema import ExperimentRecord
+from repro.results.store import Store
+from tests.launch import runs
+
+pytestmark = pytest.mark.skipif(bool(ability.missing()), reason=ability.missing())
+NETWORK = """
+[networks.slow]
+nodes = 2
+ranks_per_node = 2
+between = 8e6
+"""
+LAYOUTS = {"dp": "dp = 4", "zero": "dp = 4, zero = 2", "tp": "dp = 2, tp = 2"}
+
+
+def suite(folder: Path, body: str) -> Path:
+    """A suite with a model whose messages are larger than their headers."""
+    path = runs.write_suite(folder, NETWORK + body, limits="hang_s = 60")
+    (folder / "tiny.toml").write_text("layers = 2\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
+    return path
+
+
+def run(path: Path, results: Path) -> tuple[int, str]:
+    """Exit code and errors."""
+    process = runs.start(path, results, fake=False)
+    code, _, err = runs.finish(process)
+    return code, err
+
+
+def experiments(results: Path) -> Iterator[ExperimentRecord]:
+    """Records of experiments."""
+    with Store(results) as store:
+        yield from (record for record in store.records() if isinstance(record, ExperimentRecord))
+
+
+def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> None:
+    body = "".join(
+        f'[[experiment]]\nname = "{name}"\nnetwork = "slow"\nlayout = {{ {layout} }}\n'
+        for name, layout in LAYOUTS.items()
+    )
+    code, err = run(suite(tmp_path, body), tmp_path / "results")
+    assert code == 0, err
+    found = {record.name: record for record in experiments(tmp_path / "results")}
+    assert found.keys() == LAYOUTS.keys()
+    for name, record in found.items():
+        network = record.network
+        assert network is not None
+        assert network.rates["node sends"] == pytest.approx([8e6, 8e6], rel=0.05)
+        assert len(network.compute_flops_per_s) == 4
+        assert network.core_share < 1
+        # Data has a header for each packet at most, and an acknowledgement comes back for each at most.
+        packet = network.mtu - HEADERS
+        most = (packet + 2 * (HEADERS + ETHERNET)) / packet
+        for rank, rows in enumerate(record.comm_by_rank):
+            ledger = sum(row.sent_bytes for row in rows)
+            # gloo names a message in a few hundred bytes, and a step has few.
+            assert ledger <= network.sent_bytes[rank] <= most * ledger + 20_000, (name, rank)
+        assert len(network.node_sent_bytes) == 2
+        if name == "tp":  # what the ranks of a node exchange stays there
+            outside = [sum(r.sent_bytes for r in rows if r.group == "dp") for rows in record.comm_by_rank]
+            for node, sent in enumerate(network.node_sent_bytes):
+                crossing = sum(outside[2 * node : 2 * node + 2])
+                assert 0 < crossing <= sent <= most * crossing + 40_000
+
+
+def test_a_killed_run_leaves_no_process_and_no_network(tmp_path: Path) -> None:
+    body = '[[experiment]]\nname = "long"\nnetwork = "slow"\nlayout = { dp = 4 }\ntraining.steps = 2000\n'
+    process = runs.start(suite(tmp_path, body), tmp_path / "results", fake=False)
+    children: list[psutil.Process] = []
+    end = time.monotonic() + 60
+    while time.monotonic() < end and len(children) < 4 + 1 + 7:  # ranks, the keeper, what holds namespaces
+        time.sleep(0.1)
+        children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 12
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_network_that_cannot_be_had_is_an_error_of_one_line(tmp_path: Path) -> None:
+    body = '[[experiment]]\nname = "fast"\nlayout = { dp = 2 }\n'
+    body += "network = { nodes = 2, ranks_per_node = 1, between = 4e9 }\n"
+    code, _ = run(suite(tmp_path, body), tmp_path / "results")
+    assert code == 1
+    (record,) = experiments(tmp_path / "results")
+    assert record.outcome == "error"
+    assert "MB/s on its link and not 4e+03 MB/s" in record.reason
