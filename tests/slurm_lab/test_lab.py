@@ -75,7 +75,9 @@ def test_twice_in_a_row_and_no_trace() -> None:
 
 def test_what_a_killed_lab_left_is_cleaned() -> None:
     with started("-killed", N="1", DBD="0") as lab:
-        os.kill(int((lab.folder / "slurmctld.pid").read_text()), signal.SIGKILL)
+        controller = int((lab.folder / "slurmctld.pid").read_text())
+        os.kill(controller, signal.SIGKILL)
+        lab.wait_for("it is dead", lambda: not Path(f"/proc/{controller}/exe").exists(), 20)
         assert "does not run" in lab.script("status", check=False).stderr
         assert "ended badly" in lab.script("up").stdout
         assert hosts(lab) == ["n1"]
