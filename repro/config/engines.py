@@ -34,10 +34,11 @@ _CONSTANT_BUFFERS = Limit("cb", (True,))
 _NO_DEFRAGMENTATION = Limit("md", (False,))
 _OVERLAPPED = Limit("overlap", (True,))
 _REDUCED_AND_SCATTERED = Limit("zero1_reduce", ("reduce-scatter",))
+_NO_OFFLOAD = Limit("offload_optimizer", (False,))
 _VIEWS = Limit("gradient_as_bucket_view", (True,))
 
 ENGINES: dict[str, tuple[Limit, ...]] = {
-    NATIVE: (),
+    NATIVE: (_NO_OFFLOAD,),
     "torch": (
         Limit("scatter_gather", (False,)),
         Limit("tp_overlap", (True,)),
@@ -46,6 +47,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         _OVERLAPPED,
         Limit("pa", (False,)),
         Limit("pa_cpu", (False,)),
+        _NO_OFFLOAD,
         Limit("kernels", (OperatorSet.FUSED,)),
     ),
     "deepspeed": (
@@ -64,6 +66,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         _REDUCED_AND_SCATTERED,
         _VIEWS,
         Limit("pa_cpu", (False,)),
+        _NO_OFFLOAD,
         Limit("kernels", (OperatorSet.FUSED,)),
         Limit("dropout", (0,)),
         Limit("attention_dropout", (0,)),
@@ -108,6 +111,11 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
     "deepspeed": (
         # Its contiguous buffers are of partitioned checkpoints; gradients always have one.
         Combination("md", lambda layout, _: layout.md and not layout.pa, "false, or pa = true,"),
+        Combination(
+            "offload_optimizer",
+            lambda layout, _: layout.offload_optimizer and not layout.zero,
+            "false, or zero = 1, 2 or 3,",
+        ),
         Combination(
             "loss_scale",
             lambda layout, training: (

@@ -59,6 +59,8 @@ class Layout:
     gradients are fused in one fp32 buffer of 4 Psi bytes, as before ZeRO."""
     md: bool = False
     """M_D: checkpoints and transient gradients live in memory set aside once (1910.02054 sec. 6.3)."""
+    offload_optimizer: bool = False
+    """Optimizer states are kept and updated in host memory (ZeRO-Offload, 2101.06840), which DeepSpeed alone does."""
     precision: str = "fp32"
     """fp32; bf16 with fp32 master weights; fp16 with fp32 master weights and dynamic loss scaling."""
     bucket_bytes: int = 25_000_000

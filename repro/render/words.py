@@ -12,6 +12,7 @@ _SWITCHES = {
     "pa": "P_a",
     "pa_cpu": "P_a+cpu",
     "md": "M_D",
+    "offload_optimizer": "optimizer states in host memory",
     "scatter_gather": "scatter/gather",
 }
 _KERNELS = {

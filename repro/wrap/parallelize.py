@@ -115,6 +115,7 @@ NOT_FOR_STOCK_MODULES = (
     ("pp", 1, "a stock module is not cut into pipeline stages"),
     ("recompute", False, "a stock module calls torch.utils.checkpoint itself"),
     ("kernels", "fused", "a stock module brings its own operators"),
+    ("offload_optimizer", False, "optimizer states stay on the device here"),
 )
 """What a layout must not ask of a module that is not ours, and why."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Limits, Model, Training, from_dict
 from repro.config.experiment import _chosen_layout as chosen_fields
+from tests.training import tiny
 
 MODEL = Model(name="tiny", layers=4, hidden=16, heads=4, vocab=64, seq=16)
 BASE = Experiment(name="a", model=MODEL, layout=Layout(dp=2, micro_batch=4), training=Training(steps=6))
@@ -114,3 +115,15 @@ def test_records_from_before_tp_overlap_was_said_are_found_by_what_they_ran(
     assert chosen_fields(ran.layout) == chosen
     alone = Layout(micro_batch=4, kernels=kernels)
     assert chosen_fields(alone) == chosen_fields(replace(alone, tp_overlap=False))
+
+
+@pytest.mark.parametrize("engine", ["native", "torch", "megatron"])
+def test_only_deepspeed_offloads_its_optimizer(engine: str) -> None:
+    """In one line, and so for everything that traces our own step."""
+    layout = Layout(dp=2, zero=1, offload_optimizer=True)
+    training = {"dropout": 0.0, "attention_dropout": 0.0}
+    tiny(layout, engine="deepspeed", **training)
+    with pytest.raises(ConfigError) as caught:
+        tiny(layout, engine=engine, **training)
+    line = "layout.offload_optimizer = True: offload_optimizer = false with engine"
+    assert str(caught.value).startswith(f"{line} {engine}")

@@ -23,8 +23,8 @@ from repro.config.layout import Layout
 from repro.simulate.plan.asked import Asked
 
 PANEL = "Layout"
-FOLLOWS = ("dp",)
-"""Keys that are no options: the GPUs say how many replicas there are."""
+NO_OPTIONS = ("dp", "offload_optimizer")
+"""The GPUs say how many replicas there are, and no step that is traced offloads."""
 WITHOUT = {
     "global_batch": "Without: what fills the pipeline once; for a plan 2 per GPU.",
     "precision": "Without: fp16 before A100, then bf16; fp32 on CPUs.",
@@ -52,7 +52,7 @@ def _layout_options() -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(Layout):
         kind = next((kind for kind in (bool, int, str) if issubclass(hints[field.name], kind)), None)
-        if kind is not None and field.name not in FOLLOWS:
+        if kind is not None and field.name not in NO_OPTIONS:
             found[field.name] = _option(field.name, kind, field.default, sentences[field.name])
     return found
 

@@ -38,6 +38,9 @@ def configuration(model: Model, layout: Layout, training: Training) -> dict[str,
         }
     elif layout.precision == "bf16":
         found["bf16"] = {"enabled": True}
+    if layout.offload_optimizer:
+        # With torch's AdamW: DeepSpeed's own for CPUs is compiled where it is used.
+        found["zero_force_ds_cpu_optimizer"] = False
     if layout.recompute:
         found["activation_checkpointing"] = {
             "partition_activations": layout.pa,
@@ -59,6 +62,8 @@ def _zero(model: Model, layout: Layout) -> dict[str, Any]:
         "overlap_comm": layout.overlap,
         "reduce_scatter": layout.zero1_reduce == "reduce-scatter",
     }
+    if layout.offload_optimizer:
+        found["offload_optimizer"] = {"device": "cpu"}
     if layout.zero == 3:
         # What stage 3 of a layout says: a block ahead, none kept between its forward and its backward pass.  Without a
         # limit of what is live, every module of the pass gathers a further block ahead.

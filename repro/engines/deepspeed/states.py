@@ -7,7 +7,7 @@ The names are of DeepSpeed 0.19: `fp32_groups` (stage 0 in 16 bits), `bit16_grou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class States:
         self.engine, self.stage = engine, layout.zero
         self.optimizer = engine.optimizer
         self.mixed = layout.precision != "fp32"
+        self.place = Category.HOST if layout.offload_optimizer else Category.OPTIMIZER
+        """Where the states of the optimizer are: with offload, with their gradients, in host memory."""
         self.rank, self.ranks = 0, 1
         if self.stage:
             group = self.optimizer.dp_process_group
@@ -84,21 +86,27 @@ class States:
         _mark((p.data for p in self._parameters()), Category.PARAMETERS)
         _mark((p.grad for p in self._parameters()), Category.GRADIENTS)
         _mark(getattr(optimizer, "averaged_gradients", {}), Category.GRADIENTS)
-        _mark(list(inner.state.values()), Category.OPTIMIZER)
+        _mark(list(inner.state.values()), self.place)
         if self.stage in (1, 2):
             _mark(optimizer.bit16_groups_flat, Category.PARAMETERS)
             _mark(optimizer.all_grad_tensors, Category.GRADIENTS)
             _mark((p.grad_accum for p in self._parameters()), Category.GRADIENTS)
-            _mark(optimizer.single_partition_of_fp32_groups, Category.OPTIMIZER)
+            self._mark_masters(optimizer.single_partition_of_fp32_groups)
             _mark(optimizer.round_robin_bit16_meta, Category.SHAPE)
         elif self.stage == 3:
             _mark(
                 [optimizer.lp_param_buffer, *(p.ds_tensor for p in self._parameters())], Category.PARAMETERS
             )
-            _mark(optimizer.grad_partitions_flat_buffer, Category.GRADIENTS)
-            _mark(optimizer.fp32_partitioned_groups_flat, Category.OPTIMIZER)
+            offloaded = self.place == Category.HOST
+            _mark(optimizer.grad_partitions_flat_buffer, self.place if offloaded else Category.GRADIENTS)
+            self._mark_masters(optimizer.fp32_partitioned_groups_flat)
         elif self.mixed:
             _mark(optimizer.fp32_groups, Category.OPTIMIZER)
+
+    def _mark_masters(self, masters: Sequence[Tensor]) -> None:
+        _mark(masters, self.place)
+        if self.place == Category.HOST:
+            _mark((master.grad for master in masters), self.place)
 
     def _buffers(self) -> Iterator[Any]:
         """What gradients are copied to before they are reduced."""

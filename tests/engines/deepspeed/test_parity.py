@@ -40,8 +40,10 @@ def compare(found: list[Trained], expected: list[Trained], rtol: float) -> None:
 def both(pool: RankPool, layout: Layout, **training: Any) -> tuple[list[Trained], list[Trained]]:
     """What DeepSpeed's ranks saw and what ours did."""
     model = smallest(layout)
+    plain = replace(layout, offload_optimizer=False)
     theirs, ours = (
-        pool.run(train, tiny(layout, model, engine, **training)) for engine in ("deepspeed", "native")
+        pool.run(train, tiny(spread, model, engine, **training))
+        for spread, engine in ((layout, "deepspeed"), (plain, "native"))
     )
     assert ours[0].loss[-1] < 0.9 * ours[0].loss[0], "the run must learn, or parity shows little"
     return theirs, ours
@@ -90,6 +92,16 @@ def test_tensor_parallel_through_mpu(four: RankPool, zero: int) -> None:
 def test_partitioned_activations(four: RankPool, keys: dict[str, bool]) -> None:
     layout = replace(Layout(tp=2, dp=2, zero=2, micro_batch=2, global_batch=8, recompute=True), **keys)
     compare(*both(four, layout, **LEARNING), 1e-5)
+
+
+@pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-5), ("bf16", 4 * 2.0**-8)])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_offloaded_optimizer(two: RankPool, zero: int, precision: str, rtol: float) -> None:
+    """Also over several micro-batches, whose gradients then wait in host memory."""
+    layout = Layout(
+        dp=2, zero=zero, micro_batch=2, global_batch=8, precision=precision, offload_optimizer=True
+    )
+    compare(*both(two, layout, **LEARNING), rtol)
 
 
 @pytest.mark.parametrize("layout", [PLAIN[0], PLAIN[2]], ids=lambda layout: f"z{layout.zero}")

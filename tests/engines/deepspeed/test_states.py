@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,6 +74,22 @@ def test_stage_3_keeps_small_parameters_whole(two: RankPool) -> None:
     assert 2 * 2 * psi * 0.6 < messages["all_gather"] < 2 * 2 * psi
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_offload_leaves_no_optimizer_states_on_the_device(two: RankPool, zero: int) -> None:
+    """Masters and moments, 12 psi/d, and the gradients that they are updated by (fp32; 16 bits in stage 3, too)."""
+    layout = Layout(dp=2, zero=zero, precision="bf16", micro_batch=2, bucket_bytes=20_000)
+    result = two.run(seen, replace(layout, offload_optimizer=True))[0]
+    told = result["software"]["configuration"]
+    assert told["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert told["zero_force_ds_cpu_optimizer"] is False
+    states, psi = result["memory"]["states"], result["parameters"]
+    parameters = 2 * psi if zero < 3 else psi + 2 * PERSISTED
+    assert (states["parameters"], states["gradients"], states["optimizer"]) == (parameters, 0, 0)
+    assert (
+        result["memory"]["most"]["host"] >= 4 * psi
+    )  # masters and their gradients, before there are moments
+
+
 def test_partitioned_activations_are_gathered_once_a_block(two: RankPool) -> None:
     """P_a (1910.02054 sec. 6.1): an all-gather of each block's input over tp before it runs again."""
     layout = Layout(tp=2, precision="bf16", micro_batch=2, recompute=True, pa=True)
@@ -88,6 +105,7 @@ def test_what_it_has_no_counterpart_of_is_refused() -> None:
         ({"tp": 2, "sp": True}, "sp"),
         ({"dp": 2, "cb": False}, "cb"),
         ({"recompute": True, "md": True}, "md"),
+        ({"dp": 2, "offload_optimizer": True}, "offload_optimizer"),
     ):
         with pytest.raises(ConfigError, match="deepspeed") as refused:
             tiny(Layout(**keys), engine="deepspeed")
