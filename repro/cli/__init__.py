@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from repro import __version__
-from repro.cli.commands import cluster, predict, run, show
+from repro.cli.commands import cluster, lab, predict, run, show
 from repro.config.errors import ConfigError
 from repro.host.extras import missing
 
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 for group in (run, cluster, show, predict):  # in the order of --help
     app.registered_commands += group.app.registered_commands
+app.add_typer(lab.app, name="lab")
 
 # typer brings its own copy of click or uses the installed one, depending on its version.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -12,6 +12,7 @@ from typing import Any
 from repro.doctor.check import LIMITED, NO, YES, Check
 from repro.doctor.kernels import kernels
 from repro.engines import missing
+from repro.lab import ability
 from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.render import units
 
@@ -32,7 +33,7 @@ def examine(results: Path, compile_for: str = "") -> list[Check]:
         checks.append(
             Check("torch", NO, reason, "no training and no tracing; install torch >= 2.6", fatal=True)
         )
-        return [*checks, *_systems(), _slurm(), _tokenizer(), _git()]
+        return [*checks, *_systems(), _lab(), _slurm(), _tokenizer(), _git()]
     return [
         *checks,
         _torch(torch),
@@ -41,6 +42,7 @@ def examine(results: Path, compile_for: str = "") -> list[Check]:
         _nccl(torch),
         *kernels(torch, compile_for),
         *_systems(),
+        _lab(),
         _slurm(),
         _tokenizer(),
         _git(),
@@ -199,6 +201,15 @@ def _slurm() -> Check:
     inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     meaning = "`repro submit`; `repro doctor --profile FILE` looks at the cluster"
     return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
+
+
+def _lab() -> Check:
+    """Emulated networks: one is made and taken down."""
+    lacking = ability.missing()
+    if lacking:
+        return Check("lab", LIMITED, f"missing: {lacking}", "experiments with a `network` say `not run`")
+    meaning = "experiments with a `network`: ranks of this machine behind links of any rate"
+    return Check("lab", YES, "network namespaces and token buckets, tried", meaning)
 
 
 def _systems() -> list[Check]:

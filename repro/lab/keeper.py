@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -33,7 +34,9 @@ def main() -> int:
     print(json.dumps(answer), flush=True)
     if "error" in answer:
         return 1
-    while options.stay or sys.stdin.readline():
+    while options.stay:
+        signal.pause()
+    while sys.stdin.readline():
         pass
     return 0
 

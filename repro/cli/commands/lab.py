@@ -1,0 +1,76 @@
+"""Emulated networks by hand: check, up, status, exec, down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from repro.cli.commands.options import Json
+
+app = typer.Typer(
+    help="Emulated networks: ranks of this machine behind links of any rate.", no_args_is_help=True
+)
+
+
+@app.command(epilog="Example:  repro lab check")
+def check() -> int:
+    """Say whether emulated networks can be had here, and if not, what is missing.  Exit code 1: they cannot."""
+    from repro.cli.views.lab import check
+
+    return check()
+
+
+@app.command(epilog="Example:  repro lab up --nodes 2 --ranks-per-node 2 --between 8e6")
+def up(
+    suite: Annotated[
+        Optional[Path],  # noqa: UP045 - typer evaluates this on Python 3.10 as well
+        typer.Argument(help="A suite file.", metavar="[SUITE.toml"),
+    ] = None,
+    experiment: Annotated[
+        str, typer.Argument(help="Its experiment whose network is made.", metavar="NAME]")
+    ] = "",
+    nodes: Annotated[int, typer.Option(help="Without a suite: nodes.", metavar="N")] = 2,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks of each node.", metavar="N")] = 1,
+    between: Annotated[float, typer.Option(help="Bytes/s of a node's link.", metavar="RATE")] = 0.0,
+    within: Annotated[
+        float, typer.Option(help="Bytes/s of a rank's own link; 0: no limit.", metavar="RATE")
+    ] = 0.0,
+) -> int:
+    """Make a network that stays, with every link measured."""
+    from repro.cli.views.lab import up
+
+    asked = {"nodes": nodes, "ranks_per_node": ranks_per_node, "between": between, "within": within}
+    return up(suite, experiment, asked)
+
+
+@app.command(epilog="Example:  repro lab status")
+def status(json: Json = False) -> int:
+    """Show the network that is up, with what was measured.  Exit code 3: none is."""
+    from repro.cli.views.lab import status
+
+    return status(json)
+
+
+@app.command(
+    "exec",
+    context_settings={"ignore_unknown_options": True},
+    epilog="Example:  repro lab exec 0 cat /proc/net/dev",
+)
+def execute(
+    rank: Annotated[int, typer.Argument(help="Whose network the command has.", metavar="RANK")],
+    command: Annotated[list[str], typer.Argument(help="What is run.", metavar="COMMAND...")],
+) -> int:
+    """Run a command where a rank of the network is."""
+    from repro.cli.views.lab import execute
+
+    return execute(rank, command)
+
+
+@app.command(epilog="Example:  repro lab down")
+def down() -> int:
+    """Take the network down.  Exit code 3: none was up."""
+    from repro.cli.views.lab import down
+
+    return down()
