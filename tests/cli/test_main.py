@@ -15,7 +15,7 @@ from repro.config import ConfigError
 
 COMMANDS = (
     *("run", "claims", "models", "systems", "report", "validate", "schedule", "doctor", "calibrate"),
-    *("simulate", "fit", "plan", "submit", "status", "logs", "cancel", "collect", "export", "compare"),
+    *("simulate", "fit", "plan", "submit", "status", "logs", "cancel", "collect", "export", "compare", "lab"),
 )
 SCHEDULE = ["schedule", "--pp", "4", "--micro-batches", "8"]
 HEAVY = ("torch", "pandas", "scipy", "numpy", "matplotlib", "seaborn")

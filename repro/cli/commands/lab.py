@@ -10,7 +10,9 @@ import typer
 from repro.cli.commands.options import Json
 
 app = typer.Typer(
-    help="Emulated networks: ranks of this machine behind links of any rate.", no_args_is_help=True
+    help="Emulated networks: ranks of this machine behind links of any rate.",
+    epilog="Example:  repro lab check  &&  repro lab up --nodes 2 --between 8e6",
+    no_args_is_help=True,
 )
 
 
