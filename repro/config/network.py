@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from repro.config.errors import require
+
+CORES_SHARE = 0.75
+"""Of each core, what its ranks compute in together; their messages have the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +29,14 @@ class EmulatedNetwork:
     """Of what all ranks of a node send each other, together: what devices behind one host bridge share."""
     delay_s: float = 0.0
     """Added to each message between nodes, one way; needs a kernel with netem."""
+    flops_per_s: float = 0.0
+    """FLOP/s of a rank's matrix products (`repro.lab.products`) that the rates hold for: where ranks compute faster or
+    slower, links are as much faster or slower.  0: the rates are as they are everywhere."""
 
     def __post_init__(self) -> None:
         for key in ("nodes", "ranks_per_node"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
-        for key in ("between", "within", "node", "delay_s"):
+        for key in ("between", "within", "node", "delay_s", "flops_per_s"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 (none) or more")
         require(
             (self.between > 0) == (self.nodes > 1),
@@ -56,13 +62,18 @@ class EmulatedNetwork:
         """The node that `rank` is on."""
         return rank // self.ranks_per_node
 
+    def scaled(self, flops_per_s: float) -> EmulatedNetwork:
+        """The same network where ranks compute at this rate."""
+        times = flops_per_s / self.flops_per_s
+        rates = {key: getattr(self, key) * times for key in ("between", "within", "node")}
+        return replace(self, **rates, flops_per_s=flops_per_s)
+
     def chosen(self) -> dict[str, Any]:
         """What differs from no limit and no delay: what an experiment's key names."""
         return {key: value for key, value in asdict(self).items() if value}
 
     def __str__(self) -> str:
         """`4 nodes x 4 ranks, between 8e+06, within 2e+07`, rates in bytes/s."""
-        limits = "".join(
-            f", {k} {v:g}" for k, v in self.chosen().items() if k not in ("nodes", "ranks_per_node")
-        )
+        said = ("between", "within", "node", "delay_s")
+        limits = "".join(f", {key} {value:g}" for key, value in self.chosen().items() if key in said)
         return f"{self.nodes} nodes x {self.ranks_per_node} ranks{limits}"

@@ -11,6 +11,7 @@ from repro import systems
 from repro.config import EmulatedNetwork, Experiment, Layout, Training
 from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.lab.products import PRODUCTS
 from repro.models import flops, parameters
 from repro.simulate.placement import BETWEEN_NODES, Placement
 from repro.simulate.time.emulated import PAYLOAD_SHARE, emulated
@@ -127,6 +128,7 @@ def derive(originals: Sequence[Experiment], machine: System, choice: Choice) -> 
     found, unlimited = [], []
     for member, network in zip(members, wanted, strict=True):
         network, said = possible(network, machine)
+        network = replace(network, flops_per_s=_products(machine))
         unlimited += [text for text in said if text not in unlimited]
         twin = replace(member.twin, network=network)
         found.append(replace(member, twin=twin, machine=emulated(machine, network)))
@@ -192,6 +194,11 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         between=_rounded(between or _unused(shape)),
         within=_rounded(within),
     )
+
+
+def _products(machine: System) -> float:
+    """FLOP/s of a rank's products that the rates hold for; 0 where the machine's file does not have it."""
+    return float(machine.provenance.facts.get(PRODUCTS, 0.0)) if machine.provenance else 0.0
 
 
 def _rounded(rate: float) -> float:

@@ -16,8 +16,8 @@ HEAD = """# {title}
 #     repro twin {arguments}
 #     repro run {file}
 #
-# Written by the first line; the rates of the networks are those that keep the numbers of the originals at the rate at
-# which the ranks of {machine} compute (docs/windtunnel.md), and hold for such a machine alone.
+# Written by the first line; the rates of the networks keep the numbers of the originals where ranks compute at
+# `flops_per_s`, as those of {machine} do; elsewhere they are scaled (docs/windtunnel.md).
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from repro.lab import ability
+from repro.lab import ability, products
 from repro.lab.links import ETHERNET, HEADERS
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
@@ -74,6 +74,18 @@ def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> 
             for node, sent in enumerate(network.node_sent_bytes):
                 crossing = sum(outside[2 * node : 2 * node + 2])
                 assert 0 < crossing <= sent <= most * crossing + 40_000
+
+
+def test_links_are_as_fast_as_ranks_compute(tmp_path: Path) -> None:
+    """Rates that hold for ranks of half the rate are twice as high here, as far as the machine says twice the same."""
+    half = products.of_a_rank(4) / 2
+    body = '[[experiment]]\nname = "one"\nlayout = { dp = 4 }\n'
+    body += f'network = {{ use = "slow", flops_per_s = {half:.4g} }}\n'
+    code, err = run(suite(tmp_path, body), tmp_path / "results")
+    assert code == 0, err
+    (record,) = experiments(tmp_path / "results")
+    assert record.network is not None
+    assert record.network.rates["node sends"] == pytest.approx([16e6, 16e6], rel=0.3)
 
 
 def test_a_killed_run_leaves_no_process_and_no_network(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import IO, Any
 from repro import engines
 from repro.config import Experiment
 from repro.host.files import write_json
-from repro.lab import ability
+from repro.lab import ability, products
 from repro.lab.network import RunningNetwork
 from repro.launch import rank_process, stacks
 from repro.launch.beacon import Lookout, Position
@@ -86,7 +86,10 @@ class LocalLaunch:
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         if self.job.network is not None:
-            self._network = RunningNetwork(self.job.network)
+            network = self.job.network
+            if network.flops_per_s:
+                network = network.scaled(products.of_a_rank(self.world))
+            self._network = RunningNetwork(network)
             write_json(self.folder / NETWORK, asdict(self._network.facts))
         device = DEVICES[self.job.experiments[0].system]
         cores = sorted(os.sched_getaffinity(0))

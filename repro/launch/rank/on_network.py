@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 
 from repro.config import EmulatedNetwork
+from repro.config.network import CORES_SHARE
 from repro.launch.job import NETWORK, Job
 from repro.launch.rank.pace import Pace
 from repro.results.schema import RankOnNetwork
 
 COMPUTE_S = 0.6
 WIDTH = 192
-CORES_SHARE = 0.75
-"""Of each core, what its ranks compute in together; messages have the rest."""
 ATTEMPTS = 5
 SPREAD = 0.25
 """Ranks that compute at rates further apart than this fraction of their mean are no equal devices."""

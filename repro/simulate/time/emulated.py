@@ -11,8 +11,10 @@ from dataclasses import replace
 from repro.config import EmulatedNetwork
 from repro.config.errors import ConfigError
 from repro.config.links import Link
+from repro.config.network import CORES_SHARE
 from repro.config.quantity import Quantity
 from repro.config.system import System
+from repro.config.timing import OperatorRate
 from repro.simulate.placement import BETWEEN_NODES
 
 INSIDE = "memory"
@@ -25,7 +27,8 @@ def emulated(machine: System, network: EmulatedNetwork, *, latency_s: float | No
     """`machine` (a file of `repro calibrate --system local`) as ranks on `network`.
 
     `latency_s`: of a single message, as the lab measured it; without, as the machine's file has it.  Each rank has
-    its part of the cores to itself, whatever the others wait for.  Raises `ConfigError` if the file was measured with
+    its part of the cores to itself, whatever the others wait for, less what is kept for messages: it computes at
+    `CORES_SHARE` of the rate that the file was measured at.  Raises `ConfigError` if the file was measured with
     another number of ranks.
     """
     measured = machine.provenance
@@ -58,13 +61,22 @@ def emulated(machine: System, network: EmulatedNetwork, *, latency_s: float | No
     if network.nodes > 1:
         between = min(network.between * PAYLOAD_SHARE, network.ranks_per_node * inside)
         links[BETWEEN_NODES] = link("node", between, network.ranks_per_node)
+    slower = {name: slowed(rate, 1 / CORES_SHARE) for name, rate in machine.device.operators.items()}
     return replace(
         machine,
+        device=replace(machine.device, operators=slower),
         name=f"{machine.name}-emulated",
         devices_per_node=said(network.ranks_per_node, "the emulated network"),
         nodes=said(network.nodes, "the emulated network"),
         links=links,
         provenance=replace(measured, cores=0),
+    )
+
+
+def slowed(rate: OperatorRate, times: float) -> OperatorRate:
+    """An operator that takes so many times as long."""
+    return OperatorRate(
+        fixed_s=rate.fixed_s * times, per_byte_s=rate.per_byte_s * times, per_flop_s=rate.per_flop_s * times
     )
 
 

@@ -1,0 +1,26 @@
+"""How fast ranks compute, for networks that are scaled by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from repro.config.network import CORES_SHARE
+from repro.lab import products
+
+
+def test_ranks_share_the_cores_and_leave_a_part_to_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Child:
+        def __init__(self, *_: object, **__: object): ...
+
+        def communicate(self) -> tuple[str, str]:
+            return "8e9\n", ""
+
+    monkeypatch.setattr("subprocess.Popen", Child)
+    monkeypatch.setattr(products, "usable_cores", lambda: 2)
+    assert products.of_a_rank(16) == pytest.approx(8e9 * CORES_SHARE / 8)
+    assert products.of_a_rank(2) == pytest.approx(8e9 * CORES_SHARE)
+    assert products.of_a_rank(1) == pytest.approx(8e9 * CORES_SHARE), "one thread uses one core"
+
+
+def test_products_take_time_here() -> None:
+    assert 1e8 < products.of_a_rank(1) < 1e13
