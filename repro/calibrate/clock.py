@@ -100,10 +100,11 @@ class OperatorClock:
     def for_long(self, call: Callable[[int], object]) -> float:
         """Seconds of one of as many calls as `CROWDED_S` takes: all ranks are busy until the end, whoever is
         faster.  `call` gets the number of the call."""
-        began, count = time.perf_counter(), 0
-        while (now := time.perf_counter()) - began < CROWDED_S:
+        began, count, now = time.perf_counter(), 0, 0.0
+        while not count or now - began < CROWDED_S:  # one call, even if others had the core all the while
             call(count)
             count += 1
+            now = time.perf_counter()
         return (now - began) / count
 
     def _run(self, functions: Sequence[Callable[[], object]], calls: int) -> float:

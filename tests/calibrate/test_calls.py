@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -102,3 +104,10 @@ def test_a_crowded_clock_counts_calls_for_long() -> None:
     found = clock.time(lambda: lambda: calls.append(0), 8)
     assert found.median * len(calls) > clock_module.CROWDED_S
     assert found.repeats == 2
+
+
+def test_a_clock_whose_core_others_had_all_the_while_counts_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = OperatorClock(CPU, meshes.single().world, repeats=2, neighbours=10_000)
+    moments = itertools.count(0.0, 10 * clock_module.CROWDED_S)
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: next(moments))
+    assert clock.for_long(lambda number: number) == pytest.approx(10 * clock_module.CROWDED_S)
