@@ -29,7 +29,6 @@ from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import DISK_FULL, Store
 from repro.simulate.record import facts, failed_record, simulated_record
-from repro.simulate.time.emulated import INSIDE, emulated
 from repro.suites import Entry, Suite
 
 WAIT_S = 0.5
@@ -104,7 +103,11 @@ def system_of(experiment: Experiment) -> System:
     if experiment.system in systems.HERE:
         return _anywhere()
     system = systems.load(experiment.system)
-    return emulated(system, experiment.network) if experiment.network else system
+    if experiment.network is None:
+        return system
+    from repro.simulate.time.emulated import emulated
+
+    return emulated(system, experiment.network)
 
 
 def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
@@ -141,6 +144,8 @@ def moved(entries: list[Entry], system: str) -> list[Entry]:
 
     A file of `repro calibrate` for processors is this machine, whose links are emulated there too; any other has links.
     """
+    from repro.simulate.time.emulated import INSIDE
+
     loaded = systems.load(system)
     of_ours = INSIDE in loaded.links
 
