@@ -26,8 +26,6 @@ from repro.launch.rank import program as rank_program
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
 """Systems that this launcher knows: the processor cores or the CUDA devices of the machine at hand."""
-ON_NETWORK = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-"""Environment of ranks on an emulated network, whatever the user's own says."""
 REAP_S = 10.0
 LOOK_S = 0.05
 
@@ -101,7 +99,7 @@ class LocalLaunch:
             own = environment(rank, self.world, limited=bool(self.job.memory_bytes))
             if self._network is not None:
                 command = self._network.facts.command(rank, command)
-                own |= ON_NETWORK
+                own |= _on_node(self._network.network.ranks_per_node, rank)
             with self._log(rank, "out") as out, self._log(rank, "err") as err:
                 process = subprocess.Popen(
                     command,
@@ -208,6 +206,12 @@ def environment(rank: int, world: int, *, limited: bool = False) -> dict[str, st
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     ours["LOCAL_WORLD_SIZE"] = ours["WORLD_SIZE"]
     return {**defaults, **os.environ, **ours}
+
+
+def _on_node(ranks: int, rank: int) -> dict[str, str]:
+    """Environment of a rank on an emulated network, its node's ranks at hand, whatever the user's own says."""
+    place = {"LOCAL_RANK": str(rank % ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **place}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
