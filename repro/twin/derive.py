@@ -17,7 +17,7 @@ from repro.simulate.placement import BETWEEN_NODES, Placement
 from repro.simulate.time.emulated import PAYLOAD_SHARE, emulated
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction, predict
-from repro.simulate.time.program import OPTIMIZER
+from repro.simulate.time.program import KINDS, OPTIMIZER
 from repro.simulate.trace.roles import trace_roles
 from repro.twin.scaling import BYTES, Scale, model_of, width_near
 from repro.twin.shape import Shape, shape_of
@@ -86,15 +86,14 @@ class Twin:
     """Links that would have to be faster than this machine is, and by how much."""
 
     @property
-    def shared(self) -> bool:
-        """Whether all members run on one network, so that they can take turns."""
-        first = self.members[0].network
-        return all(member.network == first for member in self.members)
+    def together(self) -> list[Member]:
+        """Those that run on the baseline's network and so can take turns with it; the baseline is the first."""
+        return [member for member in self.members if member.network == self.members[0].network]
 
 
 def compute_s(prediction: Prediction) -> float:
-    """Seconds that the slowest stage computes, forward and backward."""
-    return sum(seconds for kind, seconds in prediction.slowest.busy.items() if kind != OPTIMIZER)
+    """Seconds that the slowest stage computes, forward and backward; not those that communication beside it takes."""
+    return sum(s for kind, s in prediction.slowest.busy.items() if kind in KINDS and kind != OPTIMIZER)
 
 
 def useful_rate(prediction: Prediction) -> float:
@@ -123,8 +122,7 @@ def derive(originals: Sequence[Experiment], machine: System, choice: Choice) -> 
     rate = geometric_mean([useful_rate(m.after) / useful_rate(m.before) for m in members])
     scales = [replace(scale, rate=rate) for scale in scales]
     wanted = [network_of(m, scale) for m, scale in zip(members, scales, strict=True)]
-    if all(_alike(wanted[0], other) for other in wanted):
-        wanted = [wanted[0]] * len(wanted)
+    wanted = [next(first for first in wanted if _alike(first, network)) for network in wanted]
     found, unlimited = [], []
     for member, network in zip(members, wanted, strict=True):
         network, said = possible(network, machine)
@@ -184,7 +182,7 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         if probe.link(group) == BETWEEN_NODES:
             open_ = _stage_rate(probe) if group == "pp" else _across(member, group)
             between = rate * probe.peak(BETWEEN_NODES) / open_ / PAYLOAD_SHARE
-            if group == "dp" and shape.per_node > after.tp:  # the ring's hops inside a node
+            if _ring_inside(member, group):
                 within = inside_rate(member.system) * factors[group] / PAYLOAD_SHARE
         else:
             within = rate / PAYLOAD_SHARE
@@ -204,6 +202,13 @@ def _products(machine: System) -> float:
 def _rounded(rate: float) -> float:
     """Four digits, which is more than a token bucket keeps, so that a suite reads well and says the same."""
     return float(f"{rate:.4g}")
+
+
+def _ring_inside(member: Member, group: str) -> bool:
+    """Whether rings of `group` that leave a node also have hops inside it."""
+    placed = Placement(member.twin.layout, member.machine)
+    nodes = placed.nodes(placed.members(group))
+    return group != "pp" and len(set(nodes[0].tolist())) < nodes.shape[1]
 
 
 def _unused(shape: Shape) -> float:

@@ -99,10 +99,14 @@ def _without_latency(member: Member) -> Prediction:
 
 
 def _deep(member: Member, *, latency: bool = True) -> Prediction:
-    """The twin with the original's layers; width, batch and links as they are, the vocabulary for so many."""
-    twin, layers = member.twin, member.original.model.layers
-    parts = twin.layout.pp * twin.layout.chunks
-    layers = -(-layers // parts) * parts
+    """The twin with the original's layers; width, batch and links as they are, the vocabulary for so many.
+
+    Under a pipeline its own, for which the link between stages was made.
+    """
+    twin = member.twin
+    if twin.layout.pp > 1:
+        return member.after if latency else _without_latency(member)
+    layers = member.original.model.layers
     more = layers / twin.model.layers
     vocab = round(twin.model.vocab * more / twin.layout.tp) * twin.layout.tp
     model = replace(twin.model, layers=layers, vocab=vocab)

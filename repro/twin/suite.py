@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from repro.config import Layout, Model
+from repro.config import EmulatedNetwork, Layout, Model
 from repro.twin.derive import Twin
 
 ROUNDS = 3
@@ -55,17 +55,18 @@ def _twin(named: Named) -> list[str]:
     names = [member.original.name + named.ending for member in twin.members]
     for said in twin.unlimited:
         lines.append(f"# {said}; that link is as fast as the machine is.")
+    networks: dict[EmulatedNetwork, str] = {}
     for i, member in enumerate(twin.members):
-        network = names[0 if twin.shared else i]
-        if i == 0 or not twin.shared:
-            rates = member.network.chosen()
-            lines += _table(f'[networks."{network}"]', rates)
+        if member.network not in networks:
+            lines += _table(f'[networks."{names[i]}"]', member.network.chosen())
+        network = networks.setdefault(member.network, names[i])
         layout = _chosen(member.twin.layout)
         training = {"steps": member.twin.training.steps, "untimed_steps": member.twin.training.untimed_steps}
         table = {"name": names[i], "model": member.twin.model.name, "network": network}
         lines += _table("[[experiment]]", {**table, "layout": layout, "training": training})
-    if twin.shared and len(names) > 1:
-        lines += _table("[[compare]]", {"baseline": names[0], "subjects": names[1:], "rounds": ROUNDS})
+    together = [member.original.name + named.ending for member in twin.together]
+    if len(together) > 1:
+        lines += _table("[[compare]]", {"baseline": together[0], "subjects": together[1:], "rounds": ROUNDS})
     return lines
 
 

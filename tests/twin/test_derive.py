@@ -29,7 +29,7 @@ def by_name(found: list[Number]) -> dict[str, Number]:
 
 
 def test_one_network_for_the_3p75x_pair(lowbw: Twin) -> None:
-    assert lowbw.shared
+    assert lowbw.together == lowbw.members
     assert [m.original.name for m in lowbw.members] == ["lowbw-megatron", "lowbw-deepspeed"]
     for member in lowbw.members:
         assert member.network.world == member.twin.layout.world == 16
@@ -59,6 +59,16 @@ def test_the_ratio_differs_by_what_is_said(lowbw: Twin) -> None:
     assert all(abs(effect.ratio / ratio.twin - 1) > 1e-3 for effect in ratio.effects)
 
 
+def test_communication_beside_compute_is_no_compute(machine: System, catalogue: Catalogue) -> None:
+    """Else links would be made for a rate that cores have while they carry messages as fast as they can."""
+    twin = derive(named(["slow_links/slow-zero1"], catalogue.suites), machine, Choice(width=400))
+    first = twin.members[0]
+    assert first.after.slowest.busy["overlap"] > 0
+    assert useful_rate(first.after) / useful_rate(first.before) == pytest.approx(
+        twin.scales[0].rate, rel=0.02
+    )
+
+
 def test_a_rank_as_fast_as_ten_wants_links_ten_times_as_fast(
     machine: System, lowbw: Twin, catalogue: Catalogue
 ) -> None:
@@ -85,7 +95,7 @@ def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
 ) -> None:
     """4B on DGX-2: four groups of Megatron's use four adapters of a node, DeepSpeed's one group uses one."""
     twin = derive(named(TABLE, catalogue.suites), machine, Choice(width=288))
-    assert not twin.shared
+    assert len(twin.together) == 1
     for member in twin.members:
         found = by_name(numbers(member, twin.members[0]))
         assert found["compute / data-parallel communication"].original > 0
@@ -94,6 +104,18 @@ def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
     assert megatron > 3 * deepspeed
     assert twin.members[0].network.within == 0
     assert "times what all ranks get here" in twin.unlimited[0]
+
+
+def test_who_needs_the_baselines_network_takes_turns_with_it(machine: System, catalogue: Catalogue) -> None:
+    """Sums of every layer over the slow link need what gradients do; messages between stages of one layer in place of
+    twelve, faster links."""
+    twin = derive(named(["slow_links/slow-tp4-dp4"], catalogue.suites), machine, Choice(width=400))
+    together = [member.original.name for member in twin.together]
+    assert together == ["slow-tp4-dp4", "slow-tp16", "slow-zero3-batch4"]
+    stages = twin.members[1]
+    assert stages.network.between == pytest.approx(12 * twin.members[0].network.between, rel=1e-3)
+    share = by_name(numbers(stages, twin.members[0]))["pipeline communication / compute"]
+    assert share.twin < 10 * share.original
 
 
 def test_links_of_the_original_may_be_asked_for(machine: System, catalogue: Catalogue, lowbw: Twin) -> None:

@@ -177,7 +177,7 @@ def _document(twin: Twin, ending: str) -> dict[str, Any]:
     """Plain data: the document of `--json`."""
     return {
         "variant": ending.lstrip("-"),
-        "shared_network": twin.shared,
+        "take_turns": [member.original.name for member in twin.together],
         "not_limited": twin.unlimited,
         "members": [
             {
