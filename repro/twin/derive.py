@@ -33,8 +33,10 @@ class Choice:
     """What is free in a twin."""
 
     ranks: int = 16
+    part: int = 8
+    """1/k: the twin's model is so many times narrower, nearly."""
     width: int = 0
-    """Of the twin's model; 0: an eighth of the original's."""
+    """Of the twin's model; 0: as `part` says."""
     layers: int = 4
     """Of the twin's model, at least; a multiple of the stages."""
     steps: int = 10
@@ -106,13 +108,14 @@ def useful_rate(prediction: Prediction) -> float:
 def derive(originals: Sequence[Experiment], machine: System, choice: Choice) -> Twin:
     """The twin of `originals` on `machine`, a file of `repro calibrate` for `choice.ranks`.  Raises `ConfigError`."""
     members, scales = [], []
-    for original in originals:
-        system = with_links(systems.load(original.system), choice)
-        shape = shape_of(original.layout, system, choice.ranks, tp=choice.tp)
+    on = [with_links(systems.load(original.system), choice) for original in originals]
+    shapes = [shape_of(o.layout, s, choice.ranks, tp=choice.tp) for o, s in zip(originals, on, strict=True)]
+    widest = max(4, *(shape.tp for shape in shapes))  # one model for all: its heads divide by every degree
+    for original, system, shape in zip(originals, on, shapes, strict=True):
         if shape.nodes * shape.per_node != choice.ranks:
             right = f"the ranks of every member: {original.name} has {shape.nodes * shape.per_node}"
             raise ConfigError("--ranks", choice.ranks, right)
-        twin = small(original, shape, choice)
+        twin = small(original, shape, widest, choice)
         open_ = EmulatedNetwork(
             nodes=shape.nodes, ranks_per_node=shape.per_node, between=1e12 if shape.nodes > 1 else 0.0
         )
@@ -143,14 +146,17 @@ def with_links(system: System, choice: Choice) -> System:
     return replace(system, links=links)
 
 
-def small(original: Experiment, shape: Shape, choice: Choice) -> Experiment:
-    """`original` in the twin's sizes and degrees, without dropout; its network is still to come."""
+def small(original: Experiment, shape: Shape, tp: int, choice: Choice) -> Experiment:
+    """`original` in the twin's sizes and degrees, without dropout; its network is still to come.
+
+    `tp`: what the model's sizes have to divide by.
+    """
     before, layout = original.model, shape.layout(original.layout)
-    width = choice.width or width_near(before, 8, max(shape.tp, 4))
+    width = choice.width or width_near(before, choice.part, tp)
     parts = layout.pp * layout.chunks
     layers = -(-choice.layers // parts) * parts
-    name = f"{before.name}-twin-{width}x{layers}"
-    model = model_of(before, original.seq, name=name, width=width, layers=layers, tp=max(shape.tp, 4))
+    name = f"{before.name}-twin-{width}x{layers}-tp{tp}"
+    model = model_of(before, original.seq, name=name, width=width, layers=layers, tp=tp)
     sizes = parameters.total(model) / parameters.total(before) * original.layout.tp / layout.tp
     sizes *= BYTES["fp32"] / BYTES[original.layout.precision]
     layout = replace(layout, bucket_bytes=max(1, round(layout.bucket_bytes * sizes)))

@@ -31,9 +31,13 @@ def of_claim(claim: Claim, suites: dict[str, Suite]) -> list[list[Experiment]]:
     return found
 
 
-def named(names: Sequence[str], suites: dict[str, Suite]) -> list[Experiment]:
-    """Experiments as `SUITE/NAME`; one that is a comparison's baseline brings its subjects."""
-    found = []
+def named(names: Sequence[str], suites: dict[str, Suite]) -> list[list[Experiment]]:
+    """Comparisons of experiments that are called `SUITE/NAME`.
+
+    Where all are baselines in their suites, each brings its subjects; else they are one comparison, the first its
+    baseline.  Raises `ConfigError`.
+    """
+    found, compared = [], []
     for full in names:
         suite, _, name = full.partition("/")
         if suite not in suites:
@@ -42,10 +46,11 @@ def named(names: Sequence[str], suites: dict[str, Suite]) -> list[Experiment]:
         if name not in known:
             raise ConfigError("SUITE/EXPERIMENT", full, f"an experiment among {', '.join(known)}")
         found.append(known[name])
-    if len(found) == 1:
         row = next((row for row in suites[suite].comparisons if row.baseline == name), None)
-        found += [known[subject] for subject in row.subjects] if row is not None else []
-    return checked(found)
+        compared.append([known[other] for other in (name, *(row.subjects if row is not None else ()))])
+    if all(len(members) > 1 for members in compared):
+        return [checked(members) for members in compared]
+    return [checked(found)]
 
 
 def checked(members: Iterable[Experiment]) -> list[Experiment]:

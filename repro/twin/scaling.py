@@ -92,5 +92,5 @@ def model_of(original: Model, seq: int, *, name: str, width: int, layers: int, t
 
 
 def width_near(original: Model, part: int, tp: int) -> int:
-    """A width of about 1/`part` of the original's, in multiples of 8 a rank."""
-    return max(1, round(original.hidden / part / (8 * tp))) * 8 * tp
+    """A width of about 1/`part` of the original's, in multiples of 4 a rank."""
+    return max(1, round(original.hidden / part / (4 * tp))) * 4 * tp

@@ -59,4 +59,4 @@ def catalogue() -> Catalogue:
 
 @pytest.fixture(scope="session")
 def lowbw(machine: System, catalogue: Catalogue) -> Twin:
-    return derive(named(LOWBW, catalogue.suites), machine, Choice(width=400))
+    return derive(named(LOWBW, catalogue.suites)[0], machine, Choice(width=400))

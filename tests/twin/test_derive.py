@@ -9,6 +9,7 @@ import pytest
 
 from repro import suites
 from repro.claims.commands import Catalogue
+from repro.claims.reader import load as ledger
 from repro.config import EmulatedNetwork
 from repro.config.errors import ConfigError
 from repro.config.system import System
@@ -17,7 +18,7 @@ from repro.simulate.time.network import Network
 from repro.twin.derive import Choice, Twin, derive, inside_rate, useful_rate
 from repro.twin.matter import ratio_of
 from repro.twin.numbers import Number, numbers
-from repro.twin.originals import named
+from repro.twin.originals import named, of_claim
 from repro.twin.suite import Named, text
 from tests.twin.conftest import LOWBW
 
@@ -34,6 +35,12 @@ def test_one_network_for_the_3p75x_pair(lowbw: Twin) -> None:
     for member in lowbw.members:
         assert member.network.world == member.twin.layout.world == 16
         assert member.twin.layout.replica_batch == member.original.layout.replica_batch
+
+
+def test_members_of_one_model_have_one_model(machine: System, catalogue: Catalogue) -> None:
+    twin = derive(named(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, Choice(part=4))
+    assert len({member.twin.model for member in twin.members}) == 1
+    assert twin.members[0].twin.model.heads == 16, "what tensor parallelism over all ranks divides"
 
 
 def test_the_numbers_are_kept(lowbw: Twin) -> None:
@@ -61,7 +68,7 @@ def test_the_ratio_differs_by_what_is_said(lowbw: Twin) -> None:
 
 def test_communication_beside_compute_is_no_compute(machine: System, catalogue: Catalogue) -> None:
     """Else links would be made for a rate that cores have while they carry messages as fast as they can."""
-    twin = derive(named(["slow_links/slow-zero1"], catalogue.suites), machine, Choice(width=400))
+    twin = derive(named(["slow_links/slow-zero1"], catalogue.suites)[0], machine, Choice(width=400))
     first = twin.members[0]
     assert first.after.slowest.busy["overlap"] > 0
     assert useful_rate(first.after) / useful_rate(first.before) == pytest.approx(
@@ -84,7 +91,7 @@ def test_a_rank_as_fast_as_ten_wants_links_ten_times_as_fast(
     link = machine.links["memory"]
     link = replace(link, bandwidth=replace(link.bandwidth, value=3e9))
     fast = replace(machine, device=replace(machine.device, operators=rates), links={"memory": link})
-    other = derive(named(LOWBW, catalogue.suites), fast, Choice(width=400)).members[0].network
+    other = derive(named(LOWBW, catalogue.suites)[0], fast, Choice(width=400)).members[0].network
     slow = lowbw.members[0].network
     assert other.between == pytest.approx(10 * slow.between, rel=1e-3)
     assert other.within == pytest.approx(10 * slow.within, rel=1e-3)
@@ -94,7 +101,7 @@ def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
     machine: System, catalogue: Catalogue
 ) -> None:
     """4B on DGX-2: four groups of Megatron's use four adapters of a node, DeepSpeed's one group uses one."""
-    twin = derive(named(TABLE, catalogue.suites), machine, Choice(width=288))
+    twin = derive(named(TABLE, catalogue.suites)[0], machine, Choice(width=288))
     assert len(twin.together) == 1
     for member in twin.members:
         found = by_name(numbers(member, twin.members[0]))
@@ -109,7 +116,7 @@ def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
 def test_who_needs_the_baselines_network_takes_turns_with_it(machine: System, catalogue: Catalogue) -> None:
     """Sums of every layer over the slow link need what gradients do; messages between stages of one layer in place of
     twelve, faster links."""
-    twin = derive(named(["slow_links/slow-tp4-dp4"], catalogue.suites), machine, Choice(width=400))
+    twin = derive(named(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, Choice(width=400))
     together = [member.original.name for member in twin.together]
     assert together == ["slow-tp4-dp4", "slow-tp16", "slow-zero3-batch4"]
     stages = twin.members[1]
@@ -119,11 +126,28 @@ def test_who_needs_the_baselines_network_takes_turns_with_it(machine: System, ca
 
 
 def test_links_of_the_original_may_be_asked_for(machine: System, catalogue: Catalogue, lowbw: Twin) -> None:
-    original = named(LOWBW, catalogue.suites)
+    original = named(LOWBW, catalogue.suites)[0]
     half = derive(original, machine, Choice(width=400, between=2.4e9))
     assert half.members[0].network.between == pytest.approx(lowbw.members[0].network.between / 2, rel=1e-3)
     assert half.members[0].network.within == lowbw.members[0].network.within
     assert inside_rate(half.members[0].system) == pytest.approx(15.75e9 * 0.381)
+
+
+def test_which_experiments_are_compared(catalogue: Catalogue) -> None:
+    """Baselines bring their subjects, others are compared with each other, a claim names its own."""
+    both = named([*LOWBW, *TABLE], catalogue.suites)
+    assert [[e.name for e in members] for members in both] == [
+        ["lowbw-megatron", "lowbw-deepspeed"],
+        ["64gpu-4b-megatron", "64gpu-4b-deepspeed"],
+    ]
+    two = named(["zero_throughput/25b-one-dgx2", "zero_throughput/40b-two-dgx2"], catalogue.suites)
+    assert [[e.name for e in members] for members in two] == [["25b-one-dgx2", "40b-two-dgx2"]]
+    claims = {claim.id: claim for claim in ledger().claims}
+    assert of_claim(claims["ds-3p75x-lowbw"], catalogue.suites) == both[:1]
+    with pytest.raises(ConfigError, match="comparison"):
+        of_claim(claims["zero-bw-cliff"], catalogue.suites)
+    with pytest.raises(ConfigError, match="published system"):
+        named(["smoke/states-z0-dp2", "smoke/states-z1-dp2"], catalogue.suites)
 
 
 def test_a_file_of_other_ranks_is_refused(machine: System) -> None:
@@ -147,7 +171,7 @@ def test_an_emulated_network_is_what_its_buckets_let_through(machine: System, lo
 
 
 def test_the_suite_is_the_twin(lowbw: Twin, machine: System, catalogue: Catalogue, tmp_path: Path) -> None:
-    table = derive(named(TABLE, catalogue.suites), machine, Choice(width=288))
+    table = derive(named(TABLE, catalogue.suites)[0], machine, Choice(width=288))
     file = tmp_path / "windtunnel_x.toml"
     file.write_text(
         text([Named(lowbw), Named(table, "-x")], file=str(file), name="windtunnel_x", arguments="", claims=())

@@ -102,8 +102,9 @@ def twin(
         typer.Option(help="This machine, by repro calibrate with as many ranks.", metavar="FILE.toml"),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Processes of the twin.")] = 16,
+    part: Annotated[int, typer.Option(help="The model is as wide as 1/PART of the original.")] = 8,
     width: Annotated[
-        int, typer.Option(help="Of the twin's model; an eighth by default.", show_default=False)
+        int, typer.Option(help="Of the twin's model, in place of --part.", show_default=False)
     ] = 0,
     layers: Annotated[int, typer.Option(help="Of the twin's model.")] = 4,
     tp: Annotated[
@@ -128,7 +129,7 @@ def twin(
     """Derive a small twin of compared experiments, on an emulated network that keeps what their ratio depends on."""
     from repro.cli.views.twin import command
 
-    return command(originals, machine, ranks, width, layers, tp, steps, within, between, write, json)
+    return command(originals, machine, ranks, part, width, layers, tp, steps, within, between, write, json)
 
 
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")

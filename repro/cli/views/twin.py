@@ -35,6 +35,7 @@ def command(
     names: Sequence[str],
     machine: Path | None,
     ranks: int,
+    part: int,
     width: int,
     layers: int,
     tp: int,
@@ -48,11 +49,11 @@ def command(
 
     `within`, `between`: bytes/s, one or several with commas, or empty.
     """
-    for key, value in (("--ranks", ranks), ("--layers", layers), ("--steps", steps - 1)):
+    for key, value in (("--ranks", ranks), ("--part", part), ("--layers", layers), ("--steps", steps - 1)):
         require(value >= 1, key, value, "1 or more")
     for key, value in (("--width", width), ("--tp", tp)):
         require(value >= 0, key, value, "0 (chosen) or more")
-    choice = Choice(ranks=ranks, width=width, layers=layers, tp=tp, steps=steps)
+    choice = Choice(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
     rates = [_rates("--within", within), _rates("--between", between)]
     if machine is None:
         right = f"a file of this machine: {CALIBRATE.format(ranks=choice.ranks)}"
@@ -65,8 +66,9 @@ def command(
         ending = _ending(inside, outside)
         found += [Named(derive(members, system, chosen), ending) for members in compared]
     if write is not None:
-        asked = {"--width": width, "--layers": layers, "--tp": tp, "--within": within, "--between": between}
-        arguments = [*names, "--machine", machine.name, "--ranks", ranks, "--steps", steps]
+        asked = {"--width": width, "--tp": tp, "--within": within, "--between": between}
+        arguments = [*names, "--machine", machine.name, "--ranks", ranks, "--part", part, "--layers", layers]
+        arguments += ["--steps", steps]
         arguments += [part for pair in asked.items() if pair[1] for part in pair]
         made = " ".join(map(str, [*arguments, "--write", write]))
         files.replace(write, text(found, file=str(write), name=write.stem, arguments=made, claims=claims))
@@ -85,7 +87,7 @@ def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]
     """The comparisons that are asked for, and the claims that they belong to."""
     catalogue = Catalogue()
     if all("/" in name for name in names):
-        return [named(names, catalogue.suites)], []
+        return named(names, catalogue.suites), []
     claims = {claim.id: claim for claim in ledger().claims}
     found: list[list[Experiment]] = []
     for name in names:
