@@ -17,6 +17,7 @@ from repro.config import EmulatedNetwork
 from repro.config.errors import require
 from repro.host.processes import die_with_parent
 from repro.host.resources import usable_cores
+from repro.lab.frames import mtu, payload_share
 
 
 def main() -> int:
@@ -66,8 +67,8 @@ def _make(network: EmulatedNetwork) -> dict[str, Any]:
         "ranks": [rank.namespace.holder for rank in made.ranks],
         "nodes": [node.namespace.holder for node in made.nodes],
         "cores": usable_cores(),
-        "mtu": links.mtu(network),
-        "payload_share": links.payload_share(network),
+        "mtu": mtu(network),
+        "payload_share": payload_share(network),
         **verify(made),
     }
 

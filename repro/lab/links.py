@@ -11,7 +11,6 @@ receives; of a node's, what its ranks send to other nodes and what they receive 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +19,11 @@ from typing import Any
 from pyroute2 import IPRoute, NetlinkError
 
 from repro.config import EmulatedNetwork
-from repro.host.resources import usable_cores
+from repro.lab.frames import ETHERNET, LEAST_MTU, mtu, piece, window
 from repro.lab.namespaces import Namespace
 
-ETHERNET, HEADERS = 14, 52
-"""Bytes of an Ethernet header, which a token bucket counts; of IPv4 and TCP with a time stamp, within the MTU."""
-FRAME_S, FRAMES = 200e-6, 15000
-"""What a frame lasts on its link, at least: longer ones make a coarse link.  Frames/s for each core of this machine
-that all links of a kind carry together, at most: more would leave no time to compute."""
-LEAST_MTU, MOST_MTU, MOST_PIECE = 1500, 9000, 64000
 WAKE_S = 300e-6
 """How late the kernel may wake a bucket: what it holds beyond a frame keeps the rate then."""
-WINDOW_S, LEAST_WINDOW, MOST_WINDOW = 30e-3, 1 << 18, 1 << 22
-"""What a stream has under way: seconds of its link, and bounds in bytes.  A rank that has no core for a while must
-not hold up its link, which on a cluster needs none."""
 QUEUE_BYTES = 1 << 28
 """More than all sockets can have under way: nothing is dropped, as on networks with flow control."""
 SUBNET = "10.77"
@@ -138,35 +128,6 @@ class End:
     def let_go(self) -> None:
         """Undo `hold`."""
         self.place.netlink.tc("del", index=self.device, root=True)
-
-
-def _frame(rate: float, links: int) -> float:
-    """Bytes of a frame on each of so many links."""
-    return rate * max(FRAME_S, links / (FRAMES * usable_cores()))
-
-
-def mtu(network: EmulatedNetwork) -> int:
-    """Bytes of a packet: a frame of the slowest link, within limits."""
-    kinds = ((network.between, network.nodes), (network.within, network.world))
-    frame = min((_frame(*kind) for kind in kinds if kind[0]), default=MOST_MTU)
-    return round(min(max(frame, LEAST_MTU), MOST_MTU))
-
-
-def piece(network: EmulatedNetwork) -> int:
-    """Bytes that a rank's link carries as one; a slower link behind it divides them into packets."""
-    frame = _frame(network.within, network.world) if network.within else MOST_PIECE
-    return round(min(max(frame, mtu(network)), MOST_PIECE))
-
-
-def window(network: EmulatedNetwork) -> int:
-    """Bytes that a stream has under way at most."""
-    fastest = network.within or (network.between if network.ranks_per_node == 1 else math.inf)
-    return round(min(max(fastest * WINDOW_S, LEAST_WINDOW), MOST_WINDOW))
-
-
-def payload_share(network: EmulatedNetwork) -> float:
-    """Fraction of a link's bytes that is payload, in large messages that only acknowledgements come back for."""
-    return (mtu(network) - HEADERS) / (mtu(network) + ETHERNET)
 
 
 def address(network: EmulatedNetwork, rank: int) -> str:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from repro.lab.links import Links, address, payload_share
+from repro.lab.frames import payload_share
+from repro.lab.links import Links, address
 
 RAMP_S, WINDOW_S = 0.03, 0.12
 TURN_S = 1e-3

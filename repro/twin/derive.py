@@ -11,10 +11,11 @@ from repro import systems
 from repro.config import EmulatedNetwork, Experiment, Layout, Training
 from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.lab.frames import payload_share
 from repro.lab.products import PRODUCTS
 from repro.models import flops, parameters
 from repro.simulate.placement import BETWEEN_NODES, Placement
-from repro.simulate.time.emulated import PAYLOAD_SHARE, emulated
+from repro.simulate.time.emulated import emulated
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import KINDS, OPTIMIZER
@@ -187,17 +188,16 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]
         if probe.link(group) == BETWEEN_NODES:
             open_ = _stage_rate(probe) if group == "pp" else _across(member, group)
-            between = rate * probe.peak(BETWEEN_NODES) / open_ / PAYLOAD_SHARE
+            between = rate * probe.peak(BETWEEN_NODES) / open_
             if _ring_inside(member, group):
-                within = inside_rate(member.system) * factors[group] / PAYLOAD_SHARE
+                within = inside_rate(member.system) * factors[group]
         else:
-            within = rate / PAYLOAD_SHARE
-    return EmulatedNetwork(
-        nodes=shape.nodes,
-        ranks_per_node=shape.per_node,
-        between=_rounded(between or _unused(shape)),
-        within=_rounded(within),
+            within = rate
+    bare = EmulatedNetwork(
+        nodes=shape.nodes, ranks_per_node=shape.per_node, between=between or _unused(shape), within=within
     )
+    share = payload_share(bare)  # headers come on top
+    return replace(bare, between=_rounded(bare.between / share), within=_rounded(bare.within / share))
 
 
 def _products(machine: System) -> float:
@@ -249,9 +249,10 @@ def inside_rate(system: System) -> float:
 def possible(network: EmulatedNetwork, machine: System) -> tuple[EmulatedNetwork, list[str]]:
     """`network` without a limit where this machine is slower than it, and what is to be said of that."""
     most = machine.links["memory"].bandwidth.known("links.memory.bandwidth", system=machine.name)
-    if network.within * PAYLOAD_SHARE <= most:
+    wanted = network.within * payload_share(network)
+    if wanted <= most:
         return network, []
-    times = network.within * PAYLOAD_SHARE / most
+    times = wanted / most
     return replace(network, within=0.0), [f"within: {times:.1f} times what all ranks get here at once"]
 
 

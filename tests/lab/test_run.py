@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from repro.lab import ability, products
-from repro.lab.links import ETHERNET, HEADERS
+from repro.lab.frames import ETHERNET, HEADERS
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from tests.launch import runs

@@ -13,7 +13,8 @@ from repro.claims.reader import load as ledger
 from repro.config import EmulatedNetwork
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.simulate.time.emulated import PAYLOAD_SHARE, emulated
+from repro.lab.frames import payload_share
+from repro.simulate.time.emulated import emulated
 from repro.simulate.time.network import Network
 from repro.twin.derive import Choice, Twin, derive, inside_rate, useful_rate
 from repro.twin.matter import ratio_of
@@ -93,8 +94,8 @@ def test_a_rank_as_fast_as_ten_wants_links_ten_times_as_fast(
     fast = replace(machine, device=replace(machine.device, operators=rates), links={"memory": link})
     other = derive(named(LOWBW, catalogue.suites)[0], fast, Choice(width=400)).members[0].network
     slow = lowbw.members[0].network
-    assert other.between == pytest.approx(10 * slow.between, rel=1e-3)
-    assert other.within == pytest.approx(10 * slow.within, rel=1e-3)
+    assert other.between == pytest.approx(10 * slow.between, rel=0.02)
+    assert other.within == pytest.approx(10 * slow.within, rel=0.02)
 
 
 def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
@@ -120,7 +121,7 @@ def test_who_needs_the_baselines_network_takes_turns_with_it(machine: System, ca
     together = [member.original.name for member in twin.together]
     assert together == ["slow-tp4-dp4", "slow-tp16", "slow-zero3-batch4"]
     stages = twin.members[1]
-    assert stages.network.between == pytest.approx(12 * twin.members[0].network.between, rel=1e-3)
+    assert stages.network.between == pytest.approx(12 * twin.members[0].network.between, rel=0.02)
     share = by_name(numbers(stages, twin.members[0]))["pipeline communication / compute"]
     assert share.twin < 10 * share.original
 
@@ -128,8 +129,8 @@ def test_who_needs_the_baselines_network_takes_turns_with_it(machine: System, ca
 def test_links_of_the_original_may_be_asked_for(machine: System, catalogue: Catalogue, lowbw: Twin) -> None:
     original = named(LOWBW, catalogue.suites)[0]
     half = derive(original, machine, Choice(width=400, between=2.4e9))
-    assert half.members[0].network.between == pytest.approx(lowbw.members[0].network.between / 2, rel=1e-3)
-    assert half.members[0].network.within == lowbw.members[0].network.within
+    assert half.members[0].network.between == pytest.approx(lowbw.members[0].network.between / 2, rel=0.02)
+    assert half.members[0].network.within == pytest.approx(lowbw.members[0].network.within, rel=0.02)
     assert inside_rate(half.members[0].system) == pytest.approx(15.75e9 * 0.381)
 
 
@@ -159,12 +160,12 @@ def test_an_emulated_network_is_what_its_buckets_let_through(machine: System, lo
     network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
     system = emulated(machine, network)
     layouts = [member.twin.layout for member in lowbw.members]
-    rates = [Network(system, layout).bus_bandwidth("dp") / PAYLOAD_SHARE for layout in layouts]
+    rates = [Network(system, layout).bus_bandwidth("dp") / payload_share(network) for layout in layouts]
     assert rates == [pytest.approx(2e6), pytest.approx(8e6)], "four groups share a node's link, or one has it"
-    assert Network(system, layouts[0]).bus_bandwidth("tp") == pytest.approx(20e6 * PAYLOAD_SHARE)
+    assert Network(system, layouts[0]).bus_bandwidth("tp") == pytest.approx(20e6 * payload_share(network))
     shared = replace(network, node=40e6)
     assert Network(emulated(machine, shared), layouts[0]).bus_bandwidth("tp") == pytest.approx(
-        10e6 * PAYLOAD_SHARE
+        10e6 * payload_share(shared)
     )
     small = Network(system, layouts[0]).seconds("all_reduce", "dp", 8)
     assert small == pytest.approx(6 * 1e-3, rel=1e-2), "gloo has rings alone: six messages, no tree"

@@ -15,12 +15,11 @@ from repro.config.network import CORES_SHARE
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.timing import OperatorRate
+from repro.lab.frames import payload_share
 from repro.simulate.placement import BETWEEN_NODES
 
 INSIDE = "memory"
 """The class of links between processes of one machine, which a rank's own link stands for here."""
-PAYLOAD_SHARE = 1448 / 1514
-"""Bytes of a message in those of its frames: Ethernet, IPv4 and TCP with time stamps, frames of 1500 bytes."""
 
 
 def emulated(machine: System, network: EmulatedNetwork, *, latency_s: float | None = None) -> System:
@@ -41,7 +40,8 @@ def emulated(machine: System, network: EmulatedNetwork, *, latency_s: float | No
     latency = here.used(INSIDE, "latency_s") if latency_s is None else said(latency_s, "measured in the lab")
     cost = here.used(INSIDE, "overlap_cost").value or 0.0
     own = own_rate(network)
-    inside = min(most, own * PAYLOAD_SHARE) if own else most
+    share = payload_share(network)
+    inside = min(most, own * share) if own else most
 
     def link(per: str, rate: float, ranks: int) -> Link:
         # What a message costs the cores goes with its bytes: a slow one leaves them to the products beside it.
@@ -59,7 +59,7 @@ def emulated(machine: System, network: EmulatedNetwork, *, latency_s: float | No
 
     links = {INSIDE: link("device", inside, 1)}
     if network.nodes > 1:
-        between = min(network.between * PAYLOAD_SHARE, network.ranks_per_node * inside)
+        between = min(network.between * share, network.ranks_per_node * inside)
         links[BETWEEN_NODES] = link("node", between, network.ranks_per_node)
     slower = {name: slowed(rate, 1 / CORES_SHARE) for name, rate in machine.device.operators.items()}
     return replace(
