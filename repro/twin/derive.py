@@ -188,6 +188,8 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]
         if probe.link(group) == BETWEEN_NODES:
             open_ = _stage_rate(probe) if group == "pp" else _across(member, group)
+            if group != "pp":  # the nodes' link by itself: hops inside a node have `within`
+                rate = Network(_open_inside(member.system), before).bus_bandwidth(group) * factors[group]
             between = rate * probe.peak(BETWEEN_NODES) / open_
             if _ring_inside(member, group):
                 within = inside_rate(member.system) * factors[group]
@@ -238,6 +240,13 @@ def _stage_rate(network: Network) -> float:
     """Bytes/s of each rank between the first two stages."""
     few, many = (network.send_seconds(size, from_stage=0, to_stage=1) for size in (LARGE, 2 * LARGE))
     return LARGE / (many - few)
+
+
+def _open_inside(system: System) -> System:
+    """`system` whose links inside a node hold nothing up."""
+    name = system.link_inside()
+    free = replace(system.links[name].bandwidth, value=1e18, source="left out")
+    return replace(system, links={**system.links, name: replace(system.links[name], bandwidth=free)})
 
 
 def inside_rate(system: System) -> float:

@@ -131,6 +131,11 @@ def test_links_of_the_original_may_be_asked_for(machine: System, catalogue: Cata
     half = derive(original, machine, Choice(width=400, between=2.4e9))
     assert half.members[0].network.between == pytest.approx(lowbw.members[0].network.between / 2, rel=0.02)
     assert half.members[0].network.within == pytest.approx(lowbw.members[0].network.within, rel=0.02)
+    fast = derive(original, machine, Choice(width=400, between=19.2e9))
+    assert fast.together == fast.members, (
+        "rings are held up inside the nodes, and their link is as fast for all"
+    )
+    assert fast.members[0].network.between == pytest.approx(4 * lowbw.members[0].network.between, rel=0.02)
     assert inside_rate(half.members[0].system) == pytest.approx(15.75e9 * 0.381)
 
 
