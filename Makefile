@@ -109,7 +109,7 @@ $(NVRTC13): | $(INSTALLED_TEST)
 
 # The exit code is that of the run.
 smoke: $(INSTALLED)
-	@status=0; $(BIN)/repro run suites/smoke.toml suites/engines.toml --results $(RESULTS) || status=$$?; \
+	@status=0; $(BIN)/repro run suites/smoke.toml suites/engines.toml suites/windtunnel_smoke.toml --results $(RESULTS) || status=$$?; \
 	case $$status in 2|130|143) exit $$status;; esac; \
 	$(simulated)
 

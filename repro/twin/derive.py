@@ -26,7 +26,7 @@ from repro.twin.shape import Shape, shape_of
 LARGE = 2**30
 """Bytes of a message that is all bandwidth."""
 ALIKE = 0.02
-"""Rates that differ by less are one network's: less than what links are measured to, and what whole tokens round off."""
+"""Rates that differ by less are one network's: less than what links are measured to and whole tokens round off."""
 
 
 @dataclass(frozen=True)
