@@ -19,7 +19,11 @@ def missing() -> str:
     """What this machine lacks; empty where a network of two ranks can be made, which is tried."""
     if not sys.platform.startswith("linux"):
         return "network namespaces, which only Linux has"
-    if importlib.util.find_spec("pyroute2") is None:
+    try:
+        found = importlib.util.find_spec("pyroute2")
+    except ModuleNotFoundError:
+        found = None
+    if not found:
         return missing_package("pyroute2")
     if not shutil.which("nsenter"):
         return "nsenter, of util-linux"
