@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from repro import suites
-from repro.calibrate import numbers, plan, toml
+from repro.calibrate import plan, toml
 from repro.calibrate.document import tables
 from repro.calibrate.machines import TWIN_TARGET, Here, Machine, Nodes, facts
 from repro.config.errors import ConfigError, require
 from repro.host import files
-from repro.lab import products
-from repro.lab.products import PRODUCTS
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
-from repro.systems.load import LOCAL, names, parse
+from repro.systems.load import names, parse
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,6 @@ def calibrate(
             quick=quick,
             site=facts(answer["place"]) if "place" in answer else None,
         )
-        if profile is None and machine.system == LOCAL:
-            document["provenance"]["facts"][PRODUCTS] = numbers.rounded(products.of_a_rank(gpus))
         parse(document, name=path.stem, file=str(path))
         files.replace(path, toml.text(document))
     seconds = round(time.perf_counter() - began, 1)

@@ -9,7 +9,9 @@ from typing import Any
 from repro.calibrate import document_links, fit
 from repro.calibrate.fit import Measurement
 from repro.calibrate.numbers import middle, quantity, rounded
+from repro.config.network import core_share
 from repro.config.timing import OperatorRate
+from repro.lab.products import PRODUCTS
 from repro.measure.statistics import quantile
 
 GUARD = 1e-9
@@ -58,7 +60,7 @@ def tables(
         "error_of_rates": rounded(quantile(errors, 0.5)),
         "error_of_rates_90": rounded(quantile(errors, 0.9)),
         **document_links.facts(ranks),
-        **({} if on_cpu else _gpu_facts(here)),
+        **(_core_facts(ranks, per_node) if on_cpu else _gpu_facts(here)),
         **site,
         **({"quick": 1} if quick else {}),
     }
@@ -179,6 +181,12 @@ def _gpu(here: dict[str, Any]) -> dict[str, Any]:
         "host_memory_bytes": quantity(here["memory"]["total_bytes"], "operating system, rank 0's node"),
         "links": {name: {"per": "device", "bandwidth": quantity(None, unknown)} for name in classes},
     }
+
+
+def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any]:
+    """What a rank's products reach when it is held to its share of a core."""
+    share = core_share(per_node, ranks[0]["machine"]["cores"])
+    return {PRODUCTS: rounded(middle(rank["products"] for rank in ranks) * share)}
 
 
 def _gpu_facts(here: dict[str, Any]) -> dict[str, Any]:

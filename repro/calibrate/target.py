@@ -17,6 +17,7 @@ from repro.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.host.resources import usable_cores
+from repro.lab import products
 from repro.launch.beacon import Beacon
 from repro.launch.job import Job
 from repro.launch.rank.device import own_device
@@ -78,6 +79,8 @@ def _measure(
         result["operators"] = operators(job.experiments, clock, quick, beat, between)
         result["launch"] = launch.result()
         result["copy"] = copies(clock, clock.device)
+        if device == "cpu":
+            result["products"] = products.of_this_core()
         if device == "cuda":
             result["host_copy"] = copies(clock, torch.device("cpu"))
         result["operators_s"] = time.perf_counter() - began

@@ -11,6 +11,11 @@ CORES_SHARE = 0.75
 """Of each core, what its ranks compute in together; their messages have the rest."""
 
 
+def core_share(ranks: int, cores: int) -> float:
+    """Seconds of processor time in each second that one of so many ranks on so many cores computes in, at most."""
+    return CORES_SHARE * min(1.0, cores / ranks)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmulatedNetwork:
     """Nodes behind one switch, and the ranks of each behind a switch of its own.
@@ -25,8 +30,6 @@ class EmulatedNetwork:
     """Of a node's link to the switch between the nodes; all its ranks share it."""
     within: float = 0.0
     """Of a rank's own link to its node's switch, which all that it sends and receives crosses."""
-    node: float = 0.0
-    """Of what all ranks of a node send each other, together: what devices behind one host bridge share."""
     delay_s: float = 0.0
     """Added to each message between nodes, one way; needs a kernel with netem."""
     flops_per_s: float = 0.0
@@ -36,7 +39,7 @@ class EmulatedNetwork:
     def __post_init__(self) -> None:
         for key in ("nodes", "ranks_per_node"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
-        for key in ("between", "within", "node", "delay_s", "flops_per_s"):
+        for key in ("between", "within", "delay_s", "flops_per_s"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 (none) or more")
         require(
             (self.between > 0) == (self.nodes > 1),
@@ -65,8 +68,9 @@ class EmulatedNetwork:
     def scaled(self, flops_per_s: float) -> EmulatedNetwork:
         """The same network where ranks compute at this rate."""
         times = flops_per_s / self.flops_per_s
-        rates = {key: getattr(self, key) * times for key in ("between", "within", "node")}
-        return replace(self, **rates, flops_per_s=flops_per_s)
+        return replace(
+            self, between=self.between * times, within=self.within * times, flops_per_s=flops_per_s
+        )
 
     def chosen(self) -> dict[str, Any]:
         """What differs from no limit and no delay: what an experiment's key names."""
@@ -74,6 +78,6 @@ class EmulatedNetwork:
 
     def __str__(self) -> str:
         """`4 nodes x 4 ranks, between 8e+06, within 2e+07`, rates in bytes/s."""
-        said = ("between", "within", "node", "delay_s")
+        said = ("between", "within", "delay_s")
         limits = "".join(f", {key} {value:g}" for key, value in self.chosen().items() if key in said)
         return f"{self.nodes} nodes x {self.ranks_per_node} ranks{limits}"

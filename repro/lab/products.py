@@ -12,9 +12,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
-from repro.config.network import CORES_SHARE
+from repro.config.network import core_share
 from repro.host.resources import usable_cores
+from repro.lab.network import NoNetwork
 
 PRODUCTS = "products_flops_per_s"
 """The fact of a calibrated file that has it."""
@@ -24,14 +26,35 @@ WIDTH = 192
 
 
 def of_a_rank(world: int) -> float:
-    """FLOP/s of each of `world` ranks on this machine, held to their share of the cores."""
+    """FLOP/s of each of `world` ranks on this machine, held to their share of the cores.  Raises `NoNetwork`."""
     cores = usable_cores()
     running = [
         subprocess.Popen([sys.executable, "-m", __name__], stdout=subprocess.PIPE, text=True)
         for _ in range(min(cores, world))
     ]
-    found = [float(process.communicate()[0]) for process in running]
-    return statistics.median(found) * CORES_SHARE * min(1.0, cores / world)
+    said = [process.communicate()[0] for process in running]
+    if any(process.returncode for process in running):
+        raise NoNetwork("the rate at which ranks compute, to which links are scaled, could not be measured")
+    return statistics.median(map(float, said)) * core_share(world, cores)
+
+
+def flop_in(seconds: float, clock: Callable[[], float]) -> int:
+    """FLOP of the products that this thread gets done while `clock` goes on by `seconds`, or a little more."""
+    import torch
+
+    a, out = torch.ones(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH)
+    end, done = clock() + seconds, 0
+    while clock() < end:
+        torch.mm(a, a, out=out)
+        done += 1
+    return 2 * WIDTH**3 * done
+
+
+def of_this_core() -> float:
+    """FLOP for each second of this thread's processor."""
+    flop_in(SECONDS / 10, time.thread_time)  # what the first products do once
+    began = time.thread_time()
+    return flop_in(SECONDS, time.thread_time) / (time.thread_time() - began)
 
 
 def main() -> int:
@@ -39,13 +62,7 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    a, out = torch.ones(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH)
-    torch.mm(a, a, out=out)
-    began, done = time.process_time(), 0
-    while time.process_time() < began + SECONDS:
-        torch.mm(a, a, out=out)
-        done += 1
-    print(2 * WIDTH**3 * done / (time.process_time() - began))
+    print(of_this_core())
     return 0
 
 

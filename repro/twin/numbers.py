@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from repro.config.system import System
@@ -181,9 +180,3 @@ def bubble(prediction: Prediction) -> float:
 
 def _hops(degree: int) -> float:
     return (degree - 1) / degree
-
-
-def table(members: list[Member]) -> Iterator[tuple[Member, list[Number]]]:
-    """Every member with its numbers."""
-    for member in members:
-        yield member, numbers(member, members[0])

@@ -17,7 +17,7 @@ HEAD = """# {title}
 #     repro run {file}
 #
 # Written by the first line; the rates of the networks keep the numbers of the originals where ranks compute at
-# `flops_per_s`, as those of {machine} do; elsewhere they are scaled (docs/windtunnel.md).
+# `flops_per_s`, as those of {machine} do; elsewhere they are scaled (docs/twins.md).
 """
 
 

@@ -19,6 +19,7 @@ from repro.calibrate.target import run_rank
 from repro.config import Layout
 from repro.config.errors import ConfigError
 from repro.config.links import OPERATIONS
+from repro.lab.products import PRODUCTS
 from repro.launch.beacon import Beacon, Lookout
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
@@ -50,6 +51,7 @@ def test_the_file_is_a_system(calibrated: Path) -> None:
     assert {"device", "threads", "load_before", "spread_of_calls", "error_of_rates"} <= set(
         system.provenance.facts
     )
+    assert 1e8 < float(system.provenance.facts[PRODUCTS]) < 1e13, "of one rank, for the twins of `repro twin`"
     link = system.links["memory"]
     assert set(link.collectives) == set(OPERATIONS)
     for collective in link.collectives.values():

@@ -6,15 +6,21 @@ import pytest
 
 from repro.config.network import CORES_SHARE
 from repro.lab import products
+from repro.lab.network import NoNetwork
+
+
+class Child:
+    """Stands for a process that measures."""
+
+    returncode = 0
+
+    def __init__(self, *_: object, **__: object): ...
+
+    def communicate(self) -> tuple[str, str]:
+        return "8e9\n", ""
 
 
 def test_ranks_share_the_cores_and_leave_a_part_to_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Child:
-        def __init__(self, *_: object, **__: object): ...
-
-        def communicate(self) -> tuple[str, str]:
-            return "8e9\n", ""
-
     monkeypatch.setattr("subprocess.Popen", Child)
     monkeypatch.setattr(products, "usable_cores", lambda: 2)
     assert products.of_a_rank(16) == pytest.approx(8e9 * CORES_SHARE / 8)
@@ -24,3 +30,10 @@ def test_ranks_share_the_cores_and_leave_a_part_to_their_messages(monkeypatch: p
 
 def test_products_take_time_here() -> None:
     assert 1e8 < products.of_a_rank(1) < 1e13
+
+
+def test_a_rate_that_cannot_be_measured_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", Child)
+    monkeypatch.setattr(Child, "returncode", -9)
+    with pytest.raises(NoNetwork, match="could not be measured"):
+        products.of_a_rank(2)

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from repro.config import EmulatedNetwork
-from repro.config.network import CORES_SHARE
+from repro.config.network import core_share
+from repro.lab import products
 from repro.launch.job import NETWORK, Job
 from repro.launch.rank.pace import Pace
 from repro.results.schema import RankOnNetwork
 
 COMPUTE_S = 0.6
-WIDTH = 192
 ATTEMPTS = 5
 SPREAD = 0.25
 """Ranks that compute at rates further apart than this fraction of their mean are no equal devices."""
@@ -34,7 +34,7 @@ class OnNetwork:
         self._node = ""
         if rank % network.ranks_per_node == 0 and network.nodes > 1:
             self._node = f"/proc/{found['nodes'][network.node_of(rank)]}/net/dev"
-        self.pace = Pace(CORES_SHARE * min(1.0, found["cores"] / network.world))
+        self.pace = Pace(core_share(network.world, found["cores"]))
         self.pace.start()
         for _ in range(ATTEMPTS):  # what else runs here may disturb one of them
             rates = _compute_rates(network.world, self.pace)
@@ -91,16 +91,11 @@ def _counters(file: str, interface: str) -> list[int]:
 
 def _compute_rates(world: int, pace: Pace) -> list[float]:
     """FLOP/s of matrix products on every rank, all at once."""
-    a = torch.ones(WIDTH, WIDTH)
-    out = torch.empty(WIDTH, WIDTH)
-    torch.mm(a, a, out=out)
     dist.barrier()
-    began, done = time.perf_counter(), 0
-    while time.perf_counter() < began + COMPUTE_S:
-        torch.mm(a, a, out=out)
-        done += 1
+    began = time.perf_counter()
+    done = products.flop_in(COMPUTE_S, time.perf_counter)
     pace.settle()
-    rate = 2 * WIDTH**3 * done / (time.perf_counter() - began)
+    rate = done / (time.perf_counter() - began)
     rates = [torch.zeros(1, dtype=torch.float64) for _ in range(world)]
     dist.all_gather(rates, torch.tensor([rate], dtype=torch.float64))
     return [float(one) for one in rates]

@@ -22,13 +22,12 @@ INSIDE = "memory"
 """The class of links between processes of one machine, which a rank's own link stands for here."""
 
 
-def emulated(machine: System, network: EmulatedNetwork, *, latency_s: float | None = None) -> System:
+def emulated(machine: System, network: EmulatedNetwork) -> System:
     """`machine` (a file of `repro calibrate --system local`) as ranks on `network`.
 
-    `latency_s`: of a single message, as the lab measured it; without, as the machine's file has it.  Each rank has
-    its part of the cores to itself, whatever the others wait for, less what is kept for messages: it computes at
-    `CORES_SHARE` of the rate that the file was measured at.  Raises `ConfigError` if the file was measured with
-    another number of ranks.
+    Each rank has its part of the cores to itself, whatever the others wait for, less what is kept for messages: it
+    computes at `CORES_SHARE` of the rate that the file was measured at.  Raises `ConfigError` if the file was measured
+    with another number of ranks.
     """
     measured = machine.provenance
     if measured is None or INSIDE not in machine.links or measured.ranks != network.world:
@@ -37,11 +36,10 @@ def emulated(machine: System, network: EmulatedNetwork, *, latency_s: float | No
         raise ConfigError("machine", f"{machine.name} ({count} ranks)", right)
     here = machine.links[INSIDE]
     most = here.bandwidth.known(f"links.{INSIDE}.bandwidth", system=machine.name)
-    latency = here.used(INSIDE, "latency_s") if latency_s is None else said(latency_s, "measured in the lab")
+    latency = here.used(INSIDE, "latency_s")
     cost = here.used(INSIDE, "overlap_cost").value or 0.0
-    own = own_rate(network)
     share = payload_share(network)
-    inside = min(most, own * share) if own else most
+    inside = min(most, network.within * share) if network.within else most
 
     def link(per: str, rate: float, ranks: int) -> Link:
         # What a message costs the cores goes with its bytes: a slow one leaves them to the products beside it.
@@ -78,12 +76,6 @@ def slowed(rate: OperatorRate, times: float) -> OperatorRate:
     return OperatorRate(
         fixed_s=rate.fixed_s * times, per_byte_s=rate.per_byte_s * times, per_flop_s=rate.per_flop_s * times
     )
-
-
-def own_rate(network: EmulatedNetwork) -> float:
-    """Bytes/s on the wire that a rank gets inside its node while all of them send; 0: not limited."""
-    shared = network.node / network.ranks_per_node
-    return min(rate for rate in (network.within, shared) if rate) if network.within or shared else 0.0
 
 
 def said(value: float, source: str) -> Quantity:
