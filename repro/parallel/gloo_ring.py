@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,7 +40,7 @@ class GlooRing(GlooTransport):
 
     def __init__(self, group: dist.ProcessGroup, channel: int = 0):
         super().__init__(group, channel)
-        self._jobs: queue.SimpleQueue[Job] | None = None
+        self._jobs: queue.SimpleQueue[Job | None] | None = None
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
         n, parts, tag = self.size, input.chunk(self.size), self._next_tag()
@@ -79,6 +80,7 @@ class GlooRing(GlooTransport):
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run, args=(self._jobs,), name="gloo ring", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
         over, failure = threading.Event(), list[BaseException]()
 
         def job() -> None:
@@ -98,6 +100,7 @@ class GlooRing(GlooTransport):
         return Work(finish=finish)
 
 
-def _run(jobs: queue.SimpleQueue[Job]) -> None:
-    while True:
-        jobs.get()()
+def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while job := jobs.get():
+        job()
+        del job  # it holds the transport, whose end ends this thread

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -78,3 +81,25 @@ def test_training_over_nodes_is_the_same(four: RankPool, zero: int) -> None:
     for (ring, carrier), (straight, usual) in zip(over, inside, strict=True):
         assert (carrier, usual) == ("GlooRing", "GlooTransport")
         assert ring == pytest.approx(straight, rel=1e-6)
+
+
+def threads_of_a_ring() -> tuple[int, int]:
+    """While the ring is there, and after."""
+
+    def alive() -> int:
+        return sum(thread.name == "gloo ring" for thread in threading.enumerate())
+
+    before = alive()
+    ring = GlooRing(dist.group.WORLD)
+    ring.all_gather(torch.empty(4 * dist.get_world_size()), torch.ones(4)).wait()
+    during = alive() - before
+    del ring
+    gc.collect()
+    end = time.monotonic() + 10
+    while alive() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    return during, alive() - before
+
+
+def test_a_ring_that_nobody_holds_leaves_no_thread(two: RankPool) -> None:
+    assert two.run(threads_of_a_ring) == [(1, 0)] * 2
