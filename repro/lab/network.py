@@ -54,14 +54,7 @@ class RunningNetwork:
     def __init__(self, network: EmulatedNetwork):
         """Raises `NoNetwork`.  The calling thread must live as long as the network."""
         self.network = network
-        self._keeper = subprocess.Popen(
-            keeper_command("--parent", str(os.getpid())),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self._keeper = start_keeper("--parent", str(os.getpid()))
         try:
             self.facts = ask(self._keeper, network)
         except BaseException:
@@ -84,9 +77,16 @@ class RunningNetwork:
         self.close()
 
 
-def keeper_command(*arguments: str) -> list[str]:
-    """What starts a keeper."""
-    return [sys.executable, "-m", "repro.lab.keeper", *arguments]
+def start_keeper(*arguments: str) -> subprocess.Popen[str]:
+    """A keeper that waits to be asked."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "repro.lab.keeper", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def ask(keeper: subprocess.Popen[str], network: EmulatedNetwork) -> Facts:

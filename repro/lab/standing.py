@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 
 from repro.config import ConfigError, EmulatedNetwork
 from repro.host.files import write_json
-from repro.lab.network import Facts, ask, keeper_command
+from repro.lab.network import Facts, ask, start_keeper
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,7 @@ def up(network: EmulatedNetwork) -> Standing:
     """Make a network and leave it.  Raises `ConfigError` if one is up, `NoNetwork` if it cannot be had."""
     if (there := find()) is not None:
         raise ConfigError("lab", str(there.network), "is up; `repro lab down` takes it down")
-    keeper = subprocess.Popen(
-        keeper_command("--stay"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    keeper = start_keeper("--stay")
     try:
         facts = ask(keeper, network)
         began = psutil.Process(keeper.pid).create_time()

@@ -15,13 +15,13 @@ from repro.config.engines import NATIVE
 from repro.measure.statistics import ratio_interval, summary
 from repro.results import kernels, metrics
 from repro.results.metrics import Held, Metrics
+from repro.results.network import NetworkReport
 from repro.results.parts import finite
 from repro.results.schema import (
     MEASURED,
     CheckpointReport,
     ComparisonRecord,
     ExperimentRecord,
-    NetworkReport,
     Provenance,
     RankResult,
     Side,
@@ -68,7 +68,7 @@ def experiment_record(
         comm_by_rank=[result.comm for result in results],
         software=first.software if first else None,
         kernels=kernels.of_ranks(results),
-        network=_network(results),
+        network=NetworkReport.of([rank.network for rank in results if rank.network]),
         provenance=provenance,
         wall_s=round(wall_s, 3),
     )
@@ -210,25 +210,4 @@ def _checkpoints(results: list[RankResult]) -> CheckpointReport | None:
         write_seconds=[max(write) for write in writes],
         failures=[failure for rank in found for failure in rank.failures],
         times=f"of the steps after {since}, since the last start" if since else "of all steps",
-    )
-
-
-def _network(results: list[RankResult]) -> NetworkReport | None:
-    """Of all ranks together; None for a run on the machine's own network."""
-    seen = [result.network for result in results if result.network]
-    if not seen or seen[0].facts is None:
-        return None
-    facts = seen[0].facts
-    return NetworkReport(
-        mtu=facts["mtu"],
-        payload_share=facts["payload_share"],
-        rates=facts["rates"],
-        round_trip_s=facts["round_trip_s"],
-        user_namespace=facts["user_namespace"],
-        compute_flops_per_s=[rank.compute_flops_per_s for rank in seen],
-        core_share=seen[0].core_share,
-        sent_bytes=[rank.sent_bytes for rank in seen],
-        received_bytes=[rank.received_bytes for rank in seen],
-        node_sent_bytes=[rank.node_sent_bytes for rank in seen if rank.node_sent_bytes is not None],
-        node_received_bytes=[r.node_received_bytes for r in seen if r.node_received_bytes is not None],
     )

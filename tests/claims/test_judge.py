@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,8 +18,8 @@ from repro.claims.results import (
     ClaimResult,
 )
 from repro.claims.table import summary, table
-from repro.config import PROTOCOL, ConfigError, EmulatedNetwork, Experiment, Layout, Model
-from repro.results.schema import ComparisonRecord, Record, Side
+from repro.config import PROTOCOL, ConfigError, Experiment, Layout, Model
+from repro.results.schema import Record
 from tests.claims.made_up import record
 from tests.records import changed
 
@@ -46,7 +44,6 @@ rows = [
 PUBLISHED = '{ value = \'metric("s/full", "speed")\' }'
 ONE_RANK = '{ value = \'metric("s/rank", "speed")\', scale = "one rank of 64" }'
 TWIN = '{ value = \'metric("s/twin", "speed")\', expect = "3", scale = "scaled twin" }'
-NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=2, between=1e6)
 
 
 def judged(tmp_path: Path, rows: str, *records: Record) -> ClaimResult:
@@ -296,144 +293,3 @@ def test_evidence_that_shares_an_input_with_what_was_published_is_refused(
     with pytest.raises(ConfigError, match="what of the answer is an input"):
         judged(tmp_path, rows)
     assert judged(tmp_path, rows.replace("{ ", '{ given = "the suite", ', 1)).verdict == NOT_RUN
-
-
-def comparison(subject: str, baseline: str, ratio: float, low: float, high: float) -> ComparisonRecord:
-    sides = [Side(name=name, key=name) for name in (baseline, subject)]
-    interval = {"ratio": ratio, "low": low, "high": high}
-    return ComparisonRecord(
-        suite="s", name="x", baseline=sides[0], subject=sides[1], metric="samples_per_s", rounds=5, **interval
-    )
-
-
-def test_noise_does_not_help_a_measured_ratio(tmp_path: Path) -> None:
-    rows = row('{ value = \'compared("s/a", "s/b")\' }', analytic="")
-    assert judged(tmp_path, rows, comparison("a", "b", 2.1, 2.05, 2.15)).verdict == REPRODUCED
-    wide = judged(tmp_path, rows, comparison("a", "b", 1.5, 0.5, 4.0))
-    assert wide.verdict == NOT_REPRODUCED
-    across = judged(tmp_path, rows, comparison("a", "b", 2.1, 1.0, 4.0)).rows[0].findings[0]
-    assert "reaches across" in across.reason
-    swapped = judged(tmp_path, rows, comparison("b", "a", 0.5, 0.48, 0.52)).rows[0].findings[0]
-    assert (swapped.verdict, swapped.value) == (REPRODUCED, 2)
-
-
-SIMULATED = 'simulated = { value = \'metric("s/full", "speed")\' }'
-
-
-def simulated_row() -> str:
-    return f'{{ label = "x", published = "2.0", {SIMULATED} }},\n'
-
-
-def at(kind: str, speed: float, outcome: str = "ok") -> dict[str, Any]:
-    return changed(record("full", outcome=outcome, speed=speed), evidence=kind)
-
-
-def test_who_runs_a_simulated_experiment_measures_its_claim(tmp_path: Path) -> None:
-    """The run at published scale speaks, and the simulation that disagrees stays in sight."""
-    result = judged(tmp_path, simulated_row(), at("simulated", 2.0), at("measured", 1.0))
-    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 0/1")
-    assert len(result.disagreements) == 1
-    result = judged(tmp_path, simulated_row(), at("simulated", 1.0), at("measured", 2.0))
-    assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
-
-
-def test_a_simulated_experiment_that_nobody_ran_or_that_failed_is_no_measurement(tmp_path: Path) -> None:
-    result = judged(tmp_path, simulated_row(), at("simulated", 2.0))
-    assert result.basis == "simulated 1/1"
-    assert result.kind("measured") is None
-    result = judged(tmp_path, simulated_row(), at("simulated", 2.0), at("measured", 2.0, "oom"))
-    assert result.basis == "simulated 1/1"
-    (finding,) = (f for f in result.rows[0].findings if f.kind == "measured")
-    assert (finding.verdict, finding.scale) == (NOT_RUN, "published scale")
-    assert "ended oom" in finding.reason
-
-
-def test_evidence_of_its_own_goes_before(tmp_path: Path) -> None:
-    """A row that says how its measurement is read is not read another way as well."""
-    rows = f'{{ label = "x", published = "2.0", {SIMULATED}, measured = [{PUBLISHED}] }},\n'
-    result = judged(tmp_path, rows, at("simulated", 2.0), at("measured", 2.0))
-    assert [f.kind for f in result.rows[0].findings] == ["measured", "simulated"]
-
-
-def test_a_ratio_of_two_that_took_turns_is_that_of_their_turns(tmp_path: Path) -> None:
-    """Before, it was one record over another, of any two days, without an interval."""
-    value = 'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")'
-    rows = f'{{ label = "x", published = "2.0", simulated = {{ value = \'{value}\' }} }},\n'
-    apart = [record("a", samples_per_s=9.0), record("b", samples_per_s=1.0)]
-    assert judged(tmp_path, rows, *apart).verdict == NOT_REPRODUCED
-    result = judged(tmp_path, rows, *apart, comparison("a", "b", 2.1, 2.05, 2.15))
-    finding = result.rows[0].findings[0]
-    assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
-    assert (finding.low, finding.high, finding.experiments) == (2.05, 2.15, ("s/a", "s/b"))
-
-
-def test_an_interval_of_the_evidence_widens_a_bound_and_nothing_else_does(tmp_path: Path) -> None:
-    """Before, the measured point alone decided at a bound as well."""
-    over = '"2.0", bound = "over"'
-    ratio = row('{ value = \'compared("s/a", "s/b")\' }', analytic="").replace('"2.0"', over)
-    assert judged(tmp_path, ratio, comparison("a", "b", 1.98, 1.95, 1.99)).verdict == NOT_REPRODUCED
-    across = judged(tmp_path, ratio, comparison("a", "b", 1.98, 1.95, 2.03)).rows[0].findings[0]
-    assert across.verdict == REPRODUCED
-    assert "reaches across" in across.reason
-    exact = row(PUBLISHED, analytic="").replace('"2.0"', over)
-    assert judged(tmp_path, exact, record("full", speed=1.999)).verdict == NOT_REPRODUCED
-    read_off = exact.replace("bound", 'certainty = "digitised", error = 0.1, bound')
-    assert judged(tmp_path, read_off, record("full", speed=1.999)).verdict == REPRODUCED
-    assert judged(tmp_path, read_off, record("full", speed=1.89)).verdict == NOT_REPRODUCED
-
-
-EMULATED = 'emulated = { value = \'compared("s/a", "s/b")\' }'
-
-
-def on_a_network(name: str, network: EmulatedNetwork | None = NETWORK) -> Record:
-    found = record(name, samples_per_s=1.0)
-    return changed(found, experiment={**found.conditions, "network": network and asdict(network)})
-
-
-def test_what_ran_on_an_emulated_network_goes_before_a_simulation_and_after_a_measurement(
-    tmp_path: Path,
-) -> None:
-    twins = [on_a_network("a"), on_a_network("b"), comparison("a", "b", 2.1, 2.05, 2.15)]
-    rows = f'{{ label = "x", published = "2.0", {EMULATED}, {SIMULATED} }},\n'
-    result = judged(tmp_path, rows, *twins, at("simulated", 1.0))
-    assert (result.verdict, result.basis) == (REPRODUCED, "emulated 1/1")
-    assert len(result.disagreements) == 1
-    found = result.kind("emulated")
-    assert found is not None
-    assert (found.scale, found.reproduced) == ("scaled twin, emulated network", 1)
-    assert result.kind("measured") is None
-    result = judged(tmp_path, rows, *twins, at("measured", 1.0))
-    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 0/1")
-
-
-@pytest.mark.parametrize(
-    ("kind", "network", "words"), [("measured", NETWORK, "emulated network"), ("emulated", None, "own links")]
-)
-def test_an_emulated_network_is_never_taken_for_another_kind_of_evidence(
-    tmp_path: Path, kind: str, network: EmulatedNetwork | None, words: str
-) -> None:
-    for value in (
-        'compared("s/a", "s/b")',
-        'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")',
-    ):
-        rows = f'{{ label = "x", published = "2.0", {kind} = {{ value = \'{value}\' }} }},\n'
-        twins = [
-            on_a_network("a", network),
-            on_a_network("b", network),
-            comparison("a", "b", 2.1, 2.05, 2.15),
-        ]
-        result = judged(tmp_path, rows, *twins)
-        assert result.verdict == NOT_RUN
-        assert words in result.reason
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        'emulated = { value = \'metric("s/a", "x")\', expect = "3" }',
-        'metric = "throughput", emulated = { value = \'metric("s/a", "x")\' }',
-    ],
-)
-def test_only_ratios_come_from_an_emulated_network(tmp_path: Path, line: str) -> None:
-    with pytest.raises(ConfigError, match="only ratios"):
-        judged(tmp_path, f'{{ label = "x", published = "2.0", {line} }},\n')

@@ -13,11 +13,10 @@ import psutil
 import pytest
 
 from repro.config import EmulatedNetwork
-from repro.lab import ability
 from repro.lab.network import NoNetwork, RunningNetwork
 from tests.launch.runs import ROOT
 
-pytestmark = pytest.mark.skipif(bool(ability.missing()), reason=ability.missing())
+pytestmark = pytest.mark.usefixtures("emulation")
 SLOW = EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6, within=10e6)
 EXCHANGE = """
 import socket, statistics, struct, sys, time

@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from repro.lab import ability, products
+from repro.lab import products
 from repro.lab.frames import ETHERNET, HEADERS
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from tests.launch import runs
 
-pytestmark = pytest.mark.skipif(bool(ability.missing()), reason=ability.missing())
+pytestmark = pytest.mark.usefixtures("emulation")
 NETWORK = """
 [networks.slow]
 nodes = 2
