@@ -2,7 +2,7 @@
 
 Nothing but typer is imported here, so that `--help` and the commands that need no torch start at once: a command
 imports its room when it is called.
-Exit codes: 0 done, 1 failed, 2 bad input (one `error:` line), 130 interrupted.
+Exit codes are in `--help`; bad input is one `error:` line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from repro.host.extras import missing
 
 app = typer.Typer(
     name="repro",
-    help="Reproduce the published claims of ZeRO, DeepSpeed, Turing-NLG, Megatron-LM and Yuan 1.0.",
+    help="Reproduce the published claims of ZeRO, DeepSpeed, Turing-NLG, Megatron-LM and Yuan 1.0.\n\n"
+    "Exit codes: 0 done; 1 failed, or the answer is no (it does not fit, it is worse, it is not as expected); "
+    "2 bad input; 130 interrupted.",
     epilog="Example:  repro run suites/smoke.toml  &&  repro claims",
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -18,6 +18,9 @@ from repro.simulate.placement import Placement
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
 
+NO_STEP = "the step does not fit"
+"""Why nothing is said of its time."""
+
 
 @dataclass
 class RoleResult:
@@ -81,6 +84,11 @@ class Simulation:
         return "oom" if self.fullest.replay.out_of_memory else "ok"
 
     @property
+    def fits(self) -> bool:
+        """Whether there is such a step; one that does not fit takes no time, whatever its operators would."""
+        return self.outcome == "ok"
+
+    @property
     def reason(self) -> str:
         """Why it does not fit; empty if it does."""
         error = self.fullest.replay.out_of_memory
@@ -134,8 +142,8 @@ class Simulation:
                 "operators_of_busiest_rank": max(role.operator_flops for role in self.roles),
                 "formula": flops.FORMULA,
             },
-            "time": None if self.time is None else self.time.as_dict(),
-            "no_time": self.no_time,
+            "time": None if self.time is None or not self.fits else self.time.as_dict(),
+            "no_time": self.no_time if self.fits else NO_STEP,
             "trace_seconds": round(self.trace_seconds, 3),
         }
 

@@ -90,9 +90,30 @@ def test_simulate_says_what_a_person_wants_to_know(
         assert words in out
     assert max(map(len, out.splitlines())) <= 80
     code, out = run(capsys, *asked, "--memory-limit", str(systems.load("dgx2").context() + 2_000_000))
-    assert code == 0  # that it does not fit is an answer
+    assert code == 1
     assert "does not fit" in out
     assert "out of memory" in out
+
+
+def test_what_does_not_fit_takes_no_time_and_ends_alike(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
+) -> None:
+    least = str(systems.load("dgx2").context() + 2_000_000)
+    asked = ["--model", tiny_model, "--system", "dgx2", "--gpus", "1", "--memory-limit", least]
+    timeline = tmp_path / "step.json"
+    code, out = run(capsys, "simulate", *asked, "--timeline", str(timeline))
+    assert "A step takes" not in out
+    assert "No time is predicted: the step does not fit" in out
+    assert not timeline.exists()
+    found = [run(capsys, command, *asked, "--json") for command in ("simulate", "plan")]
+    step, rows = (json.loads(said) for _, said in found)
+    assert step["time"] is None
+    assert not any(row["time"] for row in rows)
+    fit = run(capsys, *FIT, "--memory-limit", least)
+    assert {code, fit[0], *(ended for ended, _ in found)} == {1}
+    for command in ("simulate", "fit", "plan"):
+        assert "Exit code 1" in run(capsys, command, "--help")[1]
+    assert "Exit codes: 0 done" in run(capsys, "--help")[1]
 
 
 def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:

@@ -27,7 +27,10 @@ def simulate(
     ] = "",
     json: Json = False,
 ) -> int:
-    """Trace one step in shape only: does it fit, what fills the memory, what is sent where, how long it takes."""
+    """Trace one step in shape only: does it fit, what fills the memory, what is sent where, how long it takes.
+
+    Exit code 1: it does not fit.
+    """
     from repro.cli.views.predictions import simulate as command
 
     return command(model, asked, timeline, json)
@@ -56,7 +59,10 @@ def fit(
     of: Annotated[int, typer.Option(help="The ranks of which --as-rank is one.", show_default=False)] = 0,
     json: Json = False,
 ) -> int:
-    """Find the largest model that fits, the first that does not, and the term that is too much."""
+    """Find the largest model that fits, the first that does not, and the term that is too much.
+
+    Exit code 1: nothing fits, or a trial of --measure failed.
+    """
     sizes = {"hidden": hidden, "heads": heads, "vocab": vocab}
     if measure:
         from repro.cli.views.predictions import measured_fit
@@ -86,7 +92,10 @@ def plan(
     ] = 0.0,
     json: Json = False,
 ) -> int:
-    """List every sensible layout: does it fit, and how long is a step; best first.  Options fix what is varied."""
+    """List every sensible layout: does it fit, and how long is a step; best first.  Options fix what is varied.
+
+    Exit code 1: nothing fits.
+    """
     from repro.cli.views.predictions import plan as command
 
     return command(model, asked, json, as_map, tokens, price_per_gpu_hour)

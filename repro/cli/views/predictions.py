@@ -19,13 +19,14 @@ from repro.simulate.plan.asked import Asked, complete, limit_of, memory_bytes
 
 
 def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
-    """Trace one step of a model and print what it needs.  That it does not fit is an answer: 0."""
+    """Trace one step of a model and print what it needs; 1 if it does not fit."""
     on = systems.load(asked.system)
     experiment = _experiment(model, on, asked)
     limit = memory_bytes(asked.memory_limit)
     if limit is not None:
         limit = limit_of(on, limit)
     from repro.cli.views.simulated_step import show
+    from repro.simulate.step import NO_STEP
     from repro.simulate.step import simulate as run
 
     found = run(
@@ -39,14 +40,17 @@ def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
     if timeline:
         from repro.simulate.time.perfetto import write
 
-        if found.time is None:
+        if not found.fits:
+            print(f"note: {timeline} is not written: {NO_STEP}", file=sys.stderr)
+        elif found.time is None:
             raise ConfigError("timeline", timeline, f"times that can be predicted: {found.no_time}")
-        write(Path(timeline), found.time.timeline.spans, [role.role.stage for role in found.roles])
+        else:
+            write(Path(timeline), found.time.timeline.spans, [role.role.stage for role in found.roles])
     if json:
         print_json(found.as_dict())
     else:
         show(found, on)
-    return 0
+    return 0 if found.fits else 1
 
 
 def _experiment(model: str, system: System, asked: Asked) -> Experiment:

@@ -36,7 +36,7 @@ def show(simulation: Simulation, system: System) -> None:
     _memory(console, simulation, document["memory"])
     _traffic(console, document["comm"])
     _work(console, document)
-    show_time(console, simulation, document["time"])
+    show_time(console, simulation, document["time"], document["no_time"])
 
 
 def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) -> None:

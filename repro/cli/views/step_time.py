@@ -20,11 +20,10 @@ PARTS = (
 )
 
 
-def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | None) -> None:
-    """Print the section; `time` is the document's key of that name."""
+def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | None, no_time: str) -> None:
+    """Print the section; `time` and `no_time` are the document's keys of these names."""
     if time is None or simulation.time is None:
-        if simulation.no_time:
-            console.print(f"\nNo time is predicted: {simulation.no_time}", markup=False)
+        console.print(f"\nNo time is predicted: {no_time}", markup=False)
         return
     step = time["step_s"]
     console.print(
