@@ -18,7 +18,7 @@ from repro.config.errors import ConfigError
 from repro.config.files import build, read_toml
 from repro.config.model import Model
 
-__all__ = ["FILES", "load", "names"]
+__all__ = ["FILES", "is_file", "load", "names"]
 
 FILES = Path(__file__).parent / "files"
 """Where the packaged model files are."""
@@ -32,24 +32,38 @@ def names() -> list[str]:
 
 
 def load(name: str | Path) -> Model:
-    """The packaged model called `name`, or the one model of a `.toml` file given by its path.
+    """The packaged model called `name`, or that of a `.toml` file: the only one, or the one after `FILE.toml:`.
 
     Raises `ConfigError` for an unknown name (with the nearest ones) and for a file that is missing,
-    is not TOML, holds several models or a wrong key or value.
+    is not TOML, does not say which of several models is meant, or has a wrong key or value.
     """
     text = str(name)
-    if text.endswith(".toml") or "/" in text:
-        path = Path(text).expanduser()
-        found = _tables(path)
-        if len(found) != 1:
-            raise ConfigError("model", [t.get("name", "") for t in found], "one [[model]] table", file=text)
-        return _model({"name": path.stem, **found[0]}, path)
+    if is_file(text):
+        return _of_file(text)
     table, path = _packaged().get(text, (None, FILES))
     if table is None:
         near = difflib.get_close_matches(text, names(), n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`repro models` lists them"
         raise ConfigError("model", text, f"no such model; {hint}")
     return _model(table, path)
+
+
+def is_file(text: str) -> bool:
+    """Whether a model is named by its file, `FILE.toml` or `FILE.toml:NAME`."""
+    return text.endswith(".toml") or ".toml:" in text or "/" in text
+
+
+def _of_file(text: str) -> Model:
+    head, colon, chosen = text.rpartition(".toml:")
+    path = Path(f"{head}.toml" if colon else text).expanduser()
+    tables = [{"name": path.stem, **table} for table in _tables(path)]
+    named = {str(table["name"]): table for table in tables}
+    if len(named) < max(1, len(tables)):
+        raise ConfigError("model", expected="[[model]] tables, each with a name of its own", file=str(path))
+    if chosen not in named if colon else len(named) > 1:
+        one_of = " or ".join(f"{path}:{name}" for name in named)
+        raise ConfigError("model", text, f"must name one model of the file: {one_of}")
+    return _model(named[chosen] if colon else tables[0], path)
 
 
 @cache

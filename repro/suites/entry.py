@@ -209,10 +209,10 @@ def _model(name: str, *, file: str, place: str) -> Model:
     from repro import models
 
     path = Path(name).expanduser()
-    if name.endswith(".toml") and not path.is_absolute():
+    if models.is_file(name) and not path.is_absolute():
         path = Path(file).parent / path  # as the suite's author sees it
     try:
-        return models.load(str(path) if name.endswith(".toml") else name)
+        return models.load(path if models.is_file(name) else name)
     except ConfigError as error:
         raise error if error.file else error.within(file=place) from None
 

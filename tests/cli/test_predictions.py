@@ -151,6 +151,10 @@ def test_plan_json_and_page(capsys: pytest.CaptureFixture[str], tiny_model: str)
     assert found[0]["outcome"] == "ok"
     assert found[0]["evidence"] == "full"
     assert {row["layout"]["zero"] for row in found} == {1}
+    two = json.loads(run(capsys, *asked, "--dp", "2", "--top", "1", "--json")[1])
+    assert [row["layout"]["dp"] for row in two] == [2]
+    said = run(capsys, *asked, "--top", "1")[1].split("\n\n")[1].splitlines()
+    assert sum(" x " in line for line in said) == 2  # the heading and one layout
     assert {"step_s", "samples_per_s", "flops_per_device", "exposed_s", "bubble_s"} <= set(found[0]["time"])
     code, out = run(capsys, *asked, "--tp", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2.5")
     assert code == 0
@@ -207,6 +211,9 @@ BAD = [
     ["plan", *GPT2, "--gpus", "8", "--tokens", "-1"],
     ["plan", *GPT2, "--gpus", "8", "--map", "--tokens", "1e9"],
     ["plan", *GPT2, "--gpus", "8", "--global-batch", "3"],
+    ["plan", *GPT2, "--gpus", "8", "--dp", "3"],
+    ["plan", *GPT2, "--gpus", "8", "--top", "0"],
+    ["plan", *GPT2, "--gpus", "8", "--map", "--top", "3"],
 ]  # fmt: skip
 
 

@@ -183,8 +183,8 @@ def test_a_persons_file_is_named_after_itself(tmp_path: Path, text: str) -> None
         (GOOD.replace("vocab = 16", "vocab = 16.5"), "vocab = 16.5"),
         (GOOD.replace("seq = 4", ""), "seq: is missing"),
         (GOOD + "head = 2", "head = 2: unknown key; did you mean heads?"),
-        (f"[[model]]\n{GOOD}[[model]]\n{GOOD}", "one [[model]] table"),
-        ("[defaults]\n" + GOOD, "one [[model]] table"),
+        (f"[[model]]\n{GOOD}[[model]]\n{GOOD}", "[[model]] tables, each with a name of its own"),
+        ("[defaults]\n" + GOOD, "[[model]] tables, each"),
         ("[[models]]\n[defaults]\n" + GOOD, "only [defaults] and [[model]] tables"),
         ("model = 3", "[[model]] tables"),
         ("layers: 2", "not TOML"),
@@ -199,6 +199,17 @@ def test_a_wrong_file_gets_one_line_with_its_name(tmp_path: Path, text: str, sai
     assert said in line
     assert str(path) in line
     assert "\n" not in line
+
+
+def test_one_model_of_a_file_with_two_is_chosen_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    tables = (f'[[model]]\nname = "{name}"\nlayers = {n}\n' for name, n in (("small", 2), ("large", 9)))
+    path.write_text("[defaults]\n" + GOOD.replace("layers = 2\n", "") + "".join(tables))
+    assert load(f"{path}:large").layers == 9
+    assert load(f"{path}:small") == Model(name="small", layers=2, hidden=8, heads=2, vocab=16, seq=4)
+    for wrong in (str(path), f"{path}:huge"):
+        with pytest.raises(ConfigError, match=r"ours\.toml:small or .*ours\.toml:large"):
+            load(wrong)
 
 
 def test_unknown_names_and_missing_files() -> None:

@@ -59,3 +59,6 @@ def test_a_model_of_the_suite_alone(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(text.format(sizes.replace("12", "11")))
     with pytest.raises(ConfigError, match=r"heads = 3 in models\.own|models\.own.*heads"):
         suites.load(tmp_path / "s.toml")
+    (tmp_path / "two.toml").write_text(f'[[model]]\nname = "a"\n{sizes}[[model]]\nname = "b"\n{sizes}')
+    (tmp_path / "s.toml").write_text(text.format(sizes).replace('model = "own"', 'model = "two.toml:b"'))
+    assert suites.load(tmp_path / "s.toml").entry("one").experiment.model.name == "b"

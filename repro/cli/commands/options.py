@@ -19,4 +19,6 @@ ProfileFile = Annotated[
     Path, typer.Option("--profile", help="How the site's SLURM is asked.", metavar="FILE.toml")
 ]
 Results = Annotated[Path, typer.Option("--results", help="Where records are stored.", metavar="DIR")]
-ModelName = Annotated[str, typer.Option("--model", help="A model's name, or its file.", metavar="M")]
+ModelName = Annotated[
+    str, typer.Option("--model", help="A model's name, its file, or FILE.toml:NAME.", metavar="M")
+]

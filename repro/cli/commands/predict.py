@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.layout_options import question_options
+from repro.cli.commands.layout_options import PANEL, question_options
 from repro.cli.commands.options import Json, ModelName, Results
-from repro.simulate.plan.asked import Asked
+from repro.simulate.plan.asked import SHOWN, Asked
 
 app = typer.Typer()
 
@@ -78,6 +79,19 @@ def fit(
 def plan(
     model: ModelName,
     asked: Asked,
+    dp: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            "--dp",
+            help="Replicas: only layouts whose tp x pp leaves so many.",
+            metavar="N",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    top: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help=f"Print the best N; without: {SHOWN}, and all with --json.", metavar="N"),
+    ] = None,
     as_map: Annotated[
         bool,
         typer.Option(
@@ -98,7 +112,8 @@ def plan(
     """
     from repro.cli.views.predictions import plan as command
 
-    return command(model, asked, json, as_map, tokens, price_per_gpu_hour)
+    fixed = asked if dp is None else replace(asked, layout={**asked.layout, "dp": dp})
+    return command(model, fixed, json, as_map, tokens, price_per_gpu_hour, top)
 
 
 @app.command(epilog="Example:  repro twin ds-3p75x-lowbw --machine here.toml")

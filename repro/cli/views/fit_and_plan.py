@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from repro.simulate.plan.plan import Plan
     from repro.simulate.plan.rows import PlanRow
 
-SHOWN = 12
-"""Layouts of a plan that are printed; `--json` has all."""
-
 
 def show_fit(question: Question, document: dict[str, Any]) -> None:
     """Print the largest that fits beside the first that does not."""
@@ -88,8 +85,8 @@ def _tried(console: Console, document: dict[str, Any]) -> None:
     console.print(f"\nTried {unit}: {tried}; {how}.")
 
 
-def show_plan(request: Request, plan: Plan) -> None:
-    """Print the first layouts, and what rules the others out."""
+def show_plan(request: Request, plan: Plan, top: int) -> None:
+    """Print the first `top` layouts, and what rules the others out."""
     from repro.simulate.plan.rows import NO_TIMES, OK, RULE, unknown
 
     console = stdout()
@@ -102,7 +99,7 @@ def show_plan(request: Request, plan: Plan) -> None:
     console.print(
         f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}; {plan.traces} traces\n"
     )
-    shown = fits[:SHOWN]
+    shown = fits[:top]
     if shown:
         _layouts(console, request, shown, timed=not plan.no_time)
         text = f"s: {NO_TIMES if plan.no_time else RULE}.  *: the whole step was traced, GB are reserved; else live "

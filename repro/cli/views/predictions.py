@@ -15,7 +15,7 @@ from repro.config import Experiment, Training
 from repro.config.errors import ConfigError, require
 from repro.config.system import System
 from repro.render.console import print_json
-from repro.simulate.plan.asked import Asked, complete, limit_of, memory_bytes
+from repro.simulate.plan.asked import SHOWN, Asked, complete, limit_of, memory_bytes
 
 
 def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
@@ -110,8 +110,9 @@ def plan(
     as_map: bool = False,
     tokens: float = 0.0,
     price_per_gpu_hour: float = 0.0,
+    top: int | None = None,
 ) -> int:
-    """List every sensible layout, best first, or draw tp against pp; 1 if none fits."""
+    """List every sensible layout (`top`: the best so many), best first, or draw tp against pp; 1 if none fits."""
     from repro.simulate.plan import candidates
 
     on, gpus, seq = systems.load(asked.system), asked.gpus, asked.seq
@@ -124,6 +125,8 @@ def plan(
     require(0 <= price < 1e9, "price_per_gpu_hour", price, "a price")
     require(not price or tokens > 0, "tokens", tokens, "how much to train, with --price-per-gpu-hour")
     require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
+    require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
+    require(top is None or not as_map, "top", top, "left out with --map, which draws every tp and pp")
     given = asked.memory_limit.split(",")
     require(as_map or len(given) == 1, "memory_limit", asked.memory_limit, "one size; --map takes several")
     limits = sorted({limit_of(on, memory_bytes(text)) for text in given})
@@ -143,9 +146,9 @@ def plan(
     with Workers() as workers:
         found = run(request, workers)
     if json:
-        print_json([document(request, row) for row in found.rows])
+        print_json([document(request, row) for row in found.rows[:top]])
     else:
-        show_plan(request, found)
+        show_plan(request, found, top or SHOWN)
     return 0 if any(row.outcome == OK for row in found.rows) else 1
 
 

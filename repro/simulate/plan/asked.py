@@ -10,6 +10,9 @@ from repro.config.errors import ConfigError, require
 from repro.config.layout import Layout
 from repro.config.system import System
 
+SHOWN = 12
+"""Layouts of a plan that are printed where nobody says how many; `--json` has all."""
+
 
 @dataclass(frozen=True)
 class Asked:

@@ -69,6 +69,9 @@ def candidates(request: Request) -> list[Layout]:
         raise refused[0]
     if not found:
         degrees = {request.gpus // (tp * pp) for tp in tensor_degrees(request) for pp in stages(request, tp)}
+        if degrees and request.given.get("dp") not in {None, *degrees}:
+            what = f"must be gpus / (tp x pp), which can be {', '.join(map(str, sorted(degrees)))}"
+            raise ConfigError("dp", request.given["dp"], what)
         if degrees:
             what = f"a multiple of dp, which can be {', '.join(map(str, sorted(degrees)))}, with pp micro-batches each"
             raise ConfigError("global_batch", request.global_batch, what)
@@ -108,7 +111,7 @@ def _of_grid(request: Request, given: dict[str, Any], tp: int, pp: int) -> list[
     if request.gpus % (tp * pp):
         return []
     dp = request.gpus // (tp * pp)
-    if request.global_batch % dp:
+    if request.global_batch % dp or dp != request.given.get("dp", dp):
         return []
     fixed = {**given, "tp": tp, "pp": pp, "dp": dp, "global_batch": request.global_batch}
     choices: dict[str, list[Any]] = {

@@ -55,6 +55,7 @@ def test_what_is_given_is_not_varied() -> None:
     assert {(x.tp, x.zero, x.micro_batch, x.recompute) for x in found} == {(2, 1, 2, True)}
     assert {layout.pp for layout in found} == {1, 2, 4}
     assert all(layout.pa for layout in candidates(request(16, pa=True)))
+    assert {x.tp * x.pp for x in candidates(request(16, dp=4, global_batch=32))} == {4}
     two = candidates(request(16, chunks=2, global_batch=64))
     assert {(layout.schedule, layout.pp) for layout in two} == {("interleaved", 2)}
 
