@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from repro.config.errors import ConfigError, require
+from repro.config.sizes import at_most
 from repro.host.resources import usable_cores
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
@@ -58,6 +59,8 @@ class Here:
             raise ConfigError("--system", system, "a machine with CUDA devices; none is visible here")
         if not on_cpu and gpus > visible:
             raise ConfigError("--gpus", gpus, f"at most the {visible} CUDA devices that are visible here")
+        if on_cpu:
+            at_most("--gpus", gpus, launch.most_ranks())
         self.ranks = gpus or (min(RANKS_ON_CORES, usable_cores()) if on_cpu else visible)
         self.per_node = self.ranks
         self.precision = "fp32" if on_cpu else load_system(LOCAL).best_precision

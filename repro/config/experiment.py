@@ -13,6 +13,7 @@ from repro.config.layout import Layout
 from repro.config.model import Model
 from repro.config.network import EmulatedNetwork
 from repro.config.operator_set import OperatorSet
+from repro.config.sizes import TENSOR_BYTES, at_most
 from repro.config.training import Training
 
 PROTOCOL = 1
@@ -69,6 +70,7 @@ class Experiment:
             self.layout.check(self.model)
         except ConfigError as error:
             raise error.within(where="layout") from None
+        at_most("bytes of a layer's largest tensor", self._largest_tensor(), TENSOR_BYTES)
         engines.check(self.engine, self.layout, self.training)
         if self.layout.sp:
             require(
@@ -90,6 +92,13 @@ class Experiment:
         if network.world != self.layout.world:
             right = f"as many ranks as tp x pp x dp = {self.layout.world}"
             raise ConfigError("nodes x ranks_per_node", network.world, right, where="network")
+
+    def _largest_tensor(self) -> int:
+        """Bytes of it in fp32, of a micro-batch and before anything is split: activations, scores or a matrix."""
+        model = self.model
+        inner, tokens = 3 * model.heads * model.head_width, self.layout.micro_batch * self.seq
+        widest = max(inner, model.ffn_width, model.vocab, model.heads * self.seq)
+        return 4 * max(tokens, model.hidden) * widest
 
     @property
     def seq(self) -> int:

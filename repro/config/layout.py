@@ -7,9 +7,11 @@ from functools import cached_property
 from itertools import accumulate, permutations
 from typing import Any
 
+from repro.config import sizes
 from repro.config.errors import ConfigError, require
 from repro.config.model import Model
 from repro.config.operator_set import OperatorSet
+from repro.config.sizes import at_most
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
@@ -107,6 +109,7 @@ class Layout:
         self._check_zero()
         self._check_pipeline()
         self._check_checkpoints()
+        self._check_sizes()
 
     def _check_batches(self) -> None:
         require(self.global_batch >= 0, "global_batch", self.global_batch, "0 (micro_batch * dp) or more")
@@ -210,6 +213,15 @@ class Layout:
             self.pa_cpu,
             "pa = true, or every tp rank sends the same checkpoint to the host",
         )
+
+    def _check_sizes(self) -> None:
+        for key in ("dp", "tp", "pp"):
+            at_most(key, getattr(self, key), sizes.RANKS)
+        at_most("tp x pp x dp", self.world, sizes.RANKS)
+        at_most("micro_batch", self.micro_batch, sizes.SAMPLES)
+        at_most("bucket_bytes", self.bucket_bytes, sizes.TENSOR_BYTES)
+        parts = "global_batch / dp / micro_batch x pp x chunks"
+        at_most(parts, self.accumulation * self.pp * self.chunks, sizes.MICRO_BATCHES)
 
     @property
     def world(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from repro.config import sizes
 from repro.config.errors import require
+from repro.config.sizes import at_most
 
 ARCHITECTURES = ("gpt", "bert", "t5")
 
@@ -59,6 +61,20 @@ class Model:
             self.heads,
             f"a divisor of hidden = {self.hidden} (or give head_dim)",
         )
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        for keys, limit in (
+            (("layers", "decoder_layers"), sizes.LAYERS),
+            (("hidden", "heads", "head_dim", "ffn"), sizes.WIDTH),
+            (("vocab",), sizes.VOCAB),
+            (("seq",), sizes.SEQ),
+        ):
+            for key in keys:
+                at_most(key, getattr(self, key), limit)
+        matrices = 4 * self.heads * self.head_width + 2 * self.ffn_width
+        blocks = (self.layers + self.decoder_layers) * matrices
+        at_most("parameters", (blocks + self.vocab + self.seq) * self.hidden, sizes.PARAMETERS)
 
     @property
     def ffn_width(self) -> int:

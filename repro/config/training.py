@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from repro.config.errors import require
+from repro.config.sizes import STEPS, at_most
 
 SCHEDULES = ("constant", "cosine")
 
@@ -69,6 +70,7 @@ class Training:
             require(getattr(self, key) > 0, key, getattr(self, key), "more than 0")
         for key in ("beta1", "beta2", "dropout", "attention_dropout"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "at least 0 and under 1")
+        at_most("steps", self.steps, STEPS)
         require(
             self.untimed_steps < self.steps,
             "untimed_steps",

@@ -13,6 +13,7 @@ from typing import Any
 from repro import systems
 from repro.config import Limits, Model, Training
 from repro.config.errors import ConfigError, require
+from repro.config.sizes import at_most
 from repro.config.system import System
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
@@ -53,6 +54,8 @@ def trials_of(
         raise ConfigError(
             "gpus", gpus, f"at most the {launch.cuda_devices()} CUDA devices that are visible here"
         )
+    if launch.DEVICES[system] == "cpu":
+        at_most("gpus", gpus, launch.most_ranks())
     return Trials(question, system, limit, as_rank)
 
 

@@ -12,9 +12,11 @@ from typing import Any
 from repro import suites
 from repro.config import ConfigError, EmulatedNetwork
 from repro.config.files import build
+from repro.config.sizes import at_most
 from repro.lab import ability, standing
 from repro.lab.network import NoNetwork
 from repro.lab.standing import Standing
+from repro.launch.local.launch import most_ranks
 from repro.render.console import print_json
 
 NONE_UP = 3
@@ -30,6 +32,7 @@ def check() -> int:
 def up(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
     """Make the network of an experiment, or the one that is asked.  Raises `ConfigError`."""
     network = _of(suite, experiment) if suite is not None else build(EmulatedNetwork, dict(asked))
+    at_most("nodes x ranks_per_node", network.world, most_ranks())
     if lacking := ability.missing():
         raise ConfigError("lab", expected=f"missing: {lacking}")
     try:

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from repro.config.errors import ConfigError, require
+from repro.config.sizes import ACTIONS, at_most
 from repro.parallel.pipeline.schedule import Schedule, TimedAction, build, in_flight, timeline
 from repro.render import units, words
 
@@ -18,8 +19,6 @@ OPTIONS = {
     "micro_batches": "--micro-batches",
     "chunks": "--chunks",
 }
-MOST_ACTIONS = 1_000_000
-"""Larger schedules take minutes to time and no picture shows them."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ def make(
     name = name or ("interleaved" if chunks > 1 else "1f1b")
     times = _time("--forward", forward), _time("--backward", backward)
     actions = 2 * stages * micro_batches * chunks
-    expected = f"at most {MOST_ACTIONS:,} actions, 2 * pp * micro-batches * chunks"
-    require(actions <= MOST_ACTIONS, "actions", actions, expected)
+    at_most("2 x pp x micro-batches x chunks", actions, ACTIONS)
     try:
         schedule = build(name, stages, micro_batches, chunks)
     except ConfigError as error:

@@ -16,7 +16,9 @@ from typing import IO, Any
 
 from repro import engines
 from repro.config import Experiment
+from repro.config.sizes import RANKS_PER_CORE, Most
 from repro.host.files import write_json
+from repro.host.resources import usable_cores
 from repro.lab import ability, products
 from repro.lab.network import RunningNetwork
 from repro.launch import rank_process, stacks
@@ -37,9 +39,17 @@ def needs(experiment: Experiment) -> str:
         return f"{world} GPUs of system {experiment.system}"
     if DEVICES[experiment.system] == "cuda" and world > cuda_devices():
         return f"{world} GPUs of system {experiment.system}, and {cuda_devices()} are visible here"
+    if DEVICES[experiment.system] == "cpu" and world > most_ranks().value:
+        return f"{world} processes, and this machine takes {most_ranks().value} ({most_ranks().why})"
     if lacking := engines.missing(experiment.engine):
         return lacking
     return ability.missing() if experiment.network is not None else ""
+
+
+def most_ranks() -> Most:
+    """Ranks that this machine's processor cores take at once."""
+    cores = usable_cores()
+    return Most(RANKS_PER_CORE.value * cores, f"{RANKS_PER_CORE.value} a core: {RANKS_PER_CORE.why}")
 
 
 def cuda_devices() -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError, require
 from repro.config.layout import Layout
+from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
 SHOWN = 12
@@ -65,6 +66,7 @@ def replicas(gpus: int, tp: int, pp: int) -> int:
     """The data-parallel degree of `gpus` devices."""
     for key, degree in (("gpus", gpus), ("tp", tp), ("pp", pp)):
         require(degree >= 1, key, degree, "a whole number of at least 1")
+        at_most(key, degree, RANKS)
     require(gpus % (tp * pp) == 0, "gpus", gpus, f"a multiple of tp x pp = {tp} x {pp} = {tp * pp}")
     return gpus // (tp * pp)
 

@@ -56,7 +56,7 @@ class Question:
             return range(step, max(MOST_LAYERS, step) + 1, step)
         if self.free_batch:
             return range(1, MOST_SAMPLES + 1)
-        return [size for size in range(1, layout.replica_batch + 1) if self._divides(size)]
+        return [size for size in range(1, min(layout.replica_batch, MOST_SAMPLES) + 1) if self._divides(size)]
 
     def _divides(self, size: int) -> bool:
         layout = self.layout
