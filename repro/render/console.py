@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +29,18 @@ def stderr() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
+
+
+def waiting(text: str) -> AbstractContextManager[object]:
+    """Inside, a person at a terminal sees what is being done and for how long; nobody else sees anything."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    shown = Progress(*columns, console=stderr(), refresh_per_second=2, transient=True)
+    shown.add_task(text, total=None)
+    return shown
 
 
 def print_json(document: Any) -> None:

@@ -310,3 +310,12 @@ def tiny_model(tmp_path: Any) -> str:
     path = tmp_path / "tiny.toml"
     path.write_text("layers = 4\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"), [("400", ""), ("800", "note: 800 GPUs are more than the 400 of dgx2 (25 nodes of 16)")]
+)
+def test_more_than_anybody_had_is_said(gpus: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["simulate", *GPT2, "--gpus", gpus, "--json"])
+    err = capsys.readouterr().err
+    assert err.startswith(said) if said else not err

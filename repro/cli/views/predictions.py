@@ -13,14 +13,15 @@ from typing import Any
 from repro import models, systems
 from repro.config import Experiment, Training
 from repro.config.errors import ConfigError, require
+from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
-from repro.render.console import print_json
+from repro.render.console import print_json, waiting
 from repro.simulate.plan.asked import SHOWN, Asked, complete, limit_of, memory_bytes
 
 
 def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
     """Trace one step of a model and print what it needs; 1 if it does not fit."""
-    on = systems.load(asked.system)
+    on = _system(asked)
     experiment = _experiment(model, on, asked)
     limit = memory_bytes(asked.memory_limit)
     if limit is not None:
@@ -29,14 +30,15 @@ def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
     from repro.simulate.step import NO_STEP
     from repro.simulate.step import simulate as run
 
-    found = run(
-        experiment,
-        on,
-        memory_limit=limit,
-        expandable=asked.expandable,
-        time=True,
-        record=bool(timeline),
-    )
+    with waiting(f"tracing one step of {experiment.model.name} on {asked.gpus:,} GPUs"):
+        found = run(
+            experiment,
+            on,
+            memory_limit=limit,
+            expandable=asked.expandable,
+            time=True,
+            record=bool(timeline),
+        )
     if timeline:
         from repro.simulate.time.perfetto import write
 
@@ -51,6 +53,23 @@ def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
     else:
         show(found, on)
     return 0 if found.fits else 1
+
+
+def _system(asked: Asked) -> System:
+    """The system that is asked for, with a word to who asks for more devices than anybody had of it."""
+    on = systems.load(asked.system)
+    nodes, devices = on.nodes.value, on.devices_per_node.value
+    if (
+        nodes
+        and devices
+        and on.provenance is None
+        and "memory" not in on.links
+        and asked.gpus > nodes * devices
+    ):
+        most = f"{nodes * devices:,.0f} of {on.name} ({nodes:,.0f} nodes of {devices:,.0f})"
+        said = f"note: {asked.gpus:,} GPUs are more than the {most}; taken as more of the same nodes"
+        print(said, file=sys.stderr)
+    return on
 
 
 def _experiment(model: str, system: System, asked: Asked) -> Experiment:
@@ -70,8 +89,9 @@ def fit(asked: Asked, model: str, sizes: dict[str, int], search: str, json: bool
     from repro.simulate.plan import fit as fits
 
     known = models.load(model) if model else None
-    question = fits.question_of(systems.load(asked.system), asked, known, sizes, search)
-    answer = fits.simulated(question)
+    question = fits.question_of(_system(asked), asked, known, sizes, search)
+    with waiting(f"searching the largest that fits, on {asked.gpus:,} GPUs"):
+        answer = fits.simulated(question)
     document = fits.document(question, answer)
     if json:
         print_json(document)
@@ -115,10 +135,11 @@ def plan(
     """List every sensible layout (`top`: the best so many), best first, or draw tp against pp; 1 if none fits."""
     from repro.simulate.plan import candidates
 
-    on, gpus, seq = systems.load(asked.system), asked.gpus, asked.seq
+    on, gpus, seq = _system(asked), asked.gpus, asked.seq
     sizes = models.load(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
+    at_most("gpus", gpus, RANKS)
     require(_training(seq).seq <= sizes.seq, "seq", seq, f"at most the model's {sizes.seq} positions")
     require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
     price = price_per_gpu_hour
@@ -136,14 +157,12 @@ def plan(
     if as_map:
         return _map(request, limits, json)
     count = len(candidates.candidates(request))
-    if not json:
-        _say(f"{count} layouts of {sizes.name} on {gpus} GPUs ...")
     from repro.cli.views.fit_and_plan import show_plan
     from repro.host.workers import Workers
     from repro.simulate.plan.plan import plan as run
     from repro.simulate.plan.rows import OK, document
 
-    with Workers() as workers:
+    with waiting(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
         found = run(request, workers)
     if json:
         print_json([document(request, row) for row in found.rows[:top]])
@@ -160,18 +179,11 @@ def _map(request: Any, limits: list[int], json: bool) -> int:
     from repro.simulate.plan.rows import OK
 
     tensor, stages = axes(request)
-    if not json:
-        _say(f"{len(tensor)} x {len(stages)} layouts of {request.model.name} on {request.gpus} GPUs ...")
-    with Workers() as workers:
+    what = f"{len(tensor)} x {len(stages)} layouts of {request.model.name} on {request.gpus:,} GPUs"
+    with waiting(what), Workers() as workers:
         cells = grid(request, tensor, stages, limits, workers)
     if json:
         print_json(map_document(request, cells, limits))
     else:
         show_map(request, cells, limits)
     return 0 if any(row.outcome == OK for cell in cells for row in cell.rows.values()) else 1
-
-
-def _say(text: str) -> None:
-    """A word to a person who waits."""
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr)
