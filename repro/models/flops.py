@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from repro.config.errors import require
 from repro.config.model import Model
+from repro.config.system import System
 
 FORMULA = (
     "2104.04473 eq. 3: 72 B s l h^2 (1 + s/6h + V/12lh); recomputing layers 96 B s l h^2 (1 + s/6h + V/16lh)"
@@ -50,3 +51,12 @@ def hardware_flops(model: Model, seq: int, samples: int, recompute: bool) -> int
     """FLOP that the devices execute: with `recompute` the layers run forward twice."""
     repeated = layers_forward(model, seq, samples) if recompute else 0
     return model_flops(model, seq, samples) + repeated
+
+
+def utilisation(model_flops_per_s: float, devices: int, system: System, precision: str) -> float | None:
+    """MFU: FLOP/s of the model, without what is recomputed, over the dense peak of `devices` (2204.02311 sec. 4.1).
+
+    None where the device's peak at `precision` is not known.
+    """
+    peak = system.device.peak_flops.get(precision)
+    return None if peak is None or not peak.value else model_flops_per_s / devices / peak.value

@@ -15,6 +15,7 @@ from repro import cli, systems
 from repro.cli.commands.layout_options import LAYOUT
 from repro.config import ConfigError, Layout
 from repro.simulate.plan.asked import memory_bytes
+from repro.simulate.time.basis import BOUND, PUBLISHED
 
 FIT = [
     "fit",
@@ -158,13 +159,14 @@ def test_plan_json_and_page(capsys: pytest.CaptureFixture[str], tiny_model: str)
     assert {"step_s", "samples_per_s", "flops_per_device", "exposed_s", "bubble_s"} <= set(found[0]["time"])
     code, out = run(capsys, *asked, "--tp", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2.5")
     assert code == 0
-    shown = ("layouts fit", "TFLOP/s", "bubble", "predicted", "tp x pp x dp")
+    shown = ("layouts fit", "TFLOP/s", "MFU", "predicted", "tp x pp x dp")
     for words in (*shown, "trained", "in days", "millions"):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80
     code, out = run(capsys, *asked, "--tp", "2", "--pp", "1")
     assert code == 0
     assert "samples" in out
+    assert "bubble" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -177,6 +179,31 @@ def test_a_plan_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> Non
     code, out = run(capsys, *asked, "--json")
     assert code == 1
     assert all(row["outcome"] == "oom" and row["ruled_out_by"] for row in json.loads(out))
+
+
+@pytest.mark.parametrize(
+    ("system", "kernels", "basis"),
+    [("dgx-h100", "fused", BOUND), ("dgx2", "softmax", PUBLISHED)],
+)
+def test_a_prediction_says_what_it_rests_on(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, system: str, kernels: str, basis: str
+) -> None:
+    asked = ["--model", tiny_model, "--system", system, "--gpus", "4", "--kernels", kernels]
+    few = [*asked, "--zero", "1", "--tp", "2", "--pp", "1", "--no-sp", "--no-recompute", "--tokens", "1e9"]
+    step = json.loads(run(capsys, "simulate", *asked, "--json")[1])["time"]
+    rows = json.loads(run(capsys, "plan", *few, "--json")[1])
+    assert {row["time"]["rests_on"] for row in rows} == {step["rests_on"]} == {basis}
+    assert 0 < step["mfu"] < 1
+    peak = systems.load(system).peak("fp16" if system == "dgx2" else "bf16")
+    assert step["mfu"] == pytest.approx(step["flops_per_device"] / peak)  # nothing is recomputed
+    page, table = run(capsys, "simulate", *asked)[1], run(capsys, "plan", *few)[1]
+    for said in (page, table):
+        assert "MFU" in said
+        assert f"on: {basis}; " in said
+    line = next(line for line in table.splitlines() if line.startswith("2 x 1 x 2"))
+    bound = basis == BOUND
+    assert ("at least" in page, "≥" in line, "≤" in line) == (bound, bound, bound)
+    assert max(map(len, table.splitlines())) <= 80
 
 
 BAD = [

@@ -11,6 +11,7 @@ from repro.render.console import stdout
 from repro.render.table import bar, table
 from repro.render.units import gb
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS
+from repro.simulate.time.basis import BOUND, said
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
     from repro.simulate.plan.fit import Question
     from repro.simulate.plan.plan import Plan
     from repro.simulate.plan.rows import PlanRow
+
+WHERE = {"waits\n%": "exposed_s", "bubble\n%": "bubble_s"}
+"""Columns of a plan that say where its time goes, by the key of the time."""
+ROOMY = 96
+"""Columns of a terminal that has room for them beside a whole training."""
+
+
+def bounds(console: Console, basis: str) -> tuple[str, str]:
+    """What stands before a time and before a rate that are bounds; nothing before others."""
+    if basis != BOUND:
+        return "", ""
+    return ("≥", "≤") if console.encoding.startswith("utf") else (">=", "<=")
 
 
 def show_fit(question: Question, document: dict[str, Any]) -> None:
@@ -102,6 +115,8 @@ def show_plan(request: Request, plan: Plan, top: int) -> None:
     shown = fits[:top]
     if shown:
         _layouts(console, request, shown, timed=not plan.no_time)
+        if not plan.no_time:
+            _basis(console, request, shown[0])
         text = f"s: {NO_TIMES if plan.no_time else RULE}.  *: the whole step was traced, GB are reserved; else live "
         text += "bytes, traffic and time of a few layers, extended in straight lines."
         if plan.no_time:
@@ -114,19 +129,28 @@ def show_plan(request: Request, plan: Plan, top: int) -> None:
     _ruled_out(console, [row for row in rows if row.outcome != OK])
 
 
+def _basis(console: Console, request: Request, row: PlanRow) -> None:
+    """What the times of every row rest on: their kernels and the system are the same."""
+    rests = said(row.layout.kernels, request.system)
+    style = "bold" if row.time["rests_on"] == BOUND else ""
+    console.print("\n" + textwrap.fill(f"Times rest on: {rests}.", console.width), style=style, markup=False)
+
+
 def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, timed: bool) -> None:
     from repro.simulate.plan.rows import FULL, training
 
     trained = timed and request.tokens > 0
     columns = ["GB\na GPU", "step\ns"]
     if timed:
-        columns += ["TFLOP/s\na GPU", "samples\n/s", "waits\n%", "bubble\n%"]
+        columns += ["TFLOP/s\na GPU", "MFU\n%", "samples\n/s", "waits\n%", "bubble\n%"]
     else:
         columns += ["inside\nGB", "between\nGB", "bubble\n%"]
     if trained:
         columns.remove("samples\n/s")
         columns += ["trained\nin days"]
         columns += ["for\nmillions"] if request.price_per_gpu_hour else []
+        if console.width < ROOMY:
+            columns = [heading for heading in columns if heading not in WHERE]
     made = table("tp x pp x dp", "ZeRO", "mb", "also", *columns, left=4, gap=1)
     made.columns[1].justify = made.columns[2].justify = "right"
     for row in rows:
@@ -136,10 +160,11 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
         mark = "*" if row.evidence == FULL else " "
         cells = [gb(size or row.memory["peak_bytes"]) + mark]
         if timed:
-            step = time["step_s"]
-            cells += [units.number(step), f"{time['flops_per_device'] / units.TERA:.1f}"]
-            cells += [] if trained else [units.number(time["samples_per_s"])]
-            cells += [f"{100 * time[key] / step:.1f}" for key in ("exposed_s", "bubble_s")]
+            step, (least, most) = time["step_s"], bounds(console, time["rests_on"])
+            cells += [least + units.number(step), f"{most}{time['flops_per_device'] / units.TERA:.1f}"]
+            cells += [units.NOTHING if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
+            cells += [] if trained else [most + units.number(time["samples_per_s"])]
+            cells += [f"{100 * time[key] / step:.1f}" for heading, key in WHERE.items() if heading in columns]
         else:
             links = row.comm.get("bytes_by_link", {})
             between = links.get("inter-node", 0)
@@ -148,8 +173,8 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
             cells += [f"{100 * row.bubble:.0f}" if layout.pp > 1 else "-"]
         if trained:
             whole = training(request, row) or {}
-            cells += [f"{whole['days']:,.1f}"]
-            cells += [units.number(whole["cost"] / 1e6)] if "cost" in whole else []
+            cells += [f"{least}{whole['days']:,.1f}"]
+            cells += [least + units.number(whole["cost"] / 1e6)] if "cost" in whole else []
         made.add_row(
             f"{layout.tp} x {layout.pp} x {layout.dp}",
             str(layout.zero),
@@ -160,8 +185,11 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
     console.print(made)
     note = "mb: micro-batch; rc: recomputation; sp: sequence parallelism; pa: P_a; GB: on the fullest rank; "
     if timed:
-        note += "waits: for communication that nothing hides, part of the step of the slowest stage; "
-        note += "bubble: for other stages, likewise"
+        note += "TFLOP/s: recomputation counted; MFU: of the device's peak, recomputation not counted; "
+        if "waits\n%" in columns:
+            note += "waits: for communication that nothing hides, part of the step of the slowest stage; "
+            note += "bubble: for other stages, likewise; "
+        note += "trained: on --tokens" if trained else "samples: of all replicas"
     else:
         note += "inside a node and between nodes: sent by the busiest rank in a step; bubble: of the time it computes"
     console.print("\n" + textwrap.fill(note, console.width), style="dim", markup=False)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.render import units
 from repro.render.table import BAR, bar, table
+from repro.simulate.time.basis import BOUND, said
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,10 +26,12 @@ def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | N
     if time is None or simulation.time is None:
         console.print(f"\nNo time is predicted: {no_time}", markup=False)
         return
-    step = time["step_s"]
+    step, basis = time["step_s"], time["rests_on"]
+    least, most = ("at least ", "at most ") if basis == BOUND else ("", "")
+    mfu = "" if time["mfu"] is None else f"; MFU {most}{units.percent(time['mfu'])}"
     console.print(
-        f"\n[bold]A step takes {units.seconds(step)}[/]: {units.number(time['samples_per_s'])} samples/s, "
-        f"{units.flop_rate(time['flops_per_device'])} per GPU (recomputation counted)"
+        f"\n[bold]A step takes {least}{units.seconds(step)}[/]: {most}{units.number(time['samples_per_s'])} "
+        f"samples/s, {units.flop_rate(time['flops_per_device'])} per GPU (recomputation counted){mfu}"
     )
     rows = table(
         "of the slowest stage" if len(simulation.time.timeline.stages) > 1 else "", "", "s", "%", left=2
@@ -44,13 +47,7 @@ def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | N
         console.print("Waited for: " + ", ".join(named))
     if time["hidden_s"] >= step / 1000:
         console.print(f"Hidden under computation: {units.seconds(time['hidden_s'])} of communication")
+    rests = said(simulation.experiment.layout.kernels, simulation.time.system)
+    console.print(f"It rests on: {rests}.", markup=False)
     if time["generation"]:
-        console.print(
-            f"Kernels take {units.number(time['factor'])} times what shapes and bandwidth ask for: "
-            f"{time['generation']}.",
-            markup=False,
-        )
-    elif time["factor"] == 1.0 and not simulation.time.system.device.operators:
-        console.print(
-            "No run calibrates these kernels on this device: they take what shapes and bandwidth ask for."
-        )
+        console.print(f"Kernels take {units.number(time['factor'])} times what shapes and bandwidth ask for.")

@@ -24,6 +24,7 @@ from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
 from repro.simulate.plan.shallow import LayoutFamily
 from repro.simulate.plan.widen import widened
 from repro.simulate.time import calibration_points, efficiency
+from repro.simulate.time.basis import rests_on
 from repro.simulate.time.device import DeviceCost
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction
@@ -148,6 +149,9 @@ class Times:
         generation = calibration_points.calibration_point_of(layout.kernels, self.system)
         found["samples_per_s"] = layout.global_batch / found["step_s"]
         found["flops_per_device"] = work / found["step_s"] / layout.world
+        rate = flops.model_flops(self.model, self.seq, layout.global_batch) / found["step_s"]
+        found["mfu"] = flops.utilisation(rate, layout.world, self.system, layout.precision)
+        found["rests_on"] = rests_on(layout.kernels, self.system)
         found["generation"] = generation.name if generation is not None else ""
         found["factor"] = self._cost(layout)[1]
         return found

@@ -14,6 +14,7 @@ from repro.config.system import System
 from repro.models import flops
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.simulate.time import efficiency
+from repro.simulate.time.basis import rests_on
 from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
 from repro.simulate.time.program import OPTIMIZER
 from repro.simulate.time.schedule import Timeline
@@ -53,6 +54,13 @@ class Prediction:
         return work / self.step_s / layout.world
 
     @property
+    def utilisation(self) -> float | None:
+        """MFU, which counts no recomputation; None where the device's peak is not known."""
+        e, layout = self.experiment, self.experiment.layout
+        work = flops.model_flops(e.model, e.seq, layout.global_batch)
+        return flops.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
+
+    @property
     def slowest(self) -> StageTime:
         """The stage that computes for longest, which the others wait for."""
         return max(
@@ -70,7 +78,9 @@ class Prediction:
             "step_s": self.step_s,
             "samples_per_s": self.samples_per_s,
             "flops_per_device": self.flops_per_device,
+            "mfu": self.utilisation,
             "formula": flops.FORMULA,
+            "rests_on": rests_on(self.experiment.layout.kernels, self.system),
             "generation": self.generation.name if self.generation is not None else "",
             "factor": self.factor,
             "compute_s": compute,

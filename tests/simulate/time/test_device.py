@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from repro import models, systems
-from repro.config import ConfigError
+from repro.config import ConfigError, OperatorSet
 from repro.config.timing import OperatorRate, Provenance
 from repro.simulate.time import calibration_points, efficiency
+from repro.simulate.time.basis import CALIBRATED, PUBLISHED, rests_on
 from repro.simulate.time.device import DeviceCost, product_sizes
 from repro.simulate.trace.events import Operator
 
@@ -105,6 +106,8 @@ def test_measured_rates_win() -> None:
     }
     provenance = Provenance(date="2026-01-01", torch="2", ranks=1, repeats=1)
     system = replace(V100, device=replace(V100.device, operators=rates), provenance=provenance)
+    assert rests_on(OperatorSet.SOFTMAX, system) == CALIBRATED
+    assert rests_on(OperatorSet.SOFTMAX, V100) == PUBLISHED
     cost = DeviceCost(system, "fp32")
     assert cost.seconds(product(8, 8, 8)) == pytest.approx(1e-6 + 1024e-12)
     assert cost.seconds(Operator("aten.add", 0, 100, 100, (), 4)) == pytest.approx(2e-6 + 200e-9)
