@@ -55,14 +55,14 @@ def test_one_process_needs_no_process_group(zero: int) -> None:
     )
 
 
-def _clipped_norm(zero: int) -> float:
-    """Length of one SGD step of rate 1 whose gradient is clipped to 0.01."""
+def _clipped_norm(zero: int, clip: float) -> float:
+    """Length of one SGD step of rate 1 whose gradient is clipped."""
     torch.manual_seed(0)
     module: nn.Module = Tied()
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     module, optimizer = repro.parallelize(
-        module, optimizer, Layout(dp=2, zero=zero, micro_batch=4), clip=0.01
+        module, optimizer, Layout(dp=2, zero=zero, micro_batch=4), clip=clip
     )
     torch.nn.functional.cross_entropy(module(torch.eye(11)[:4]), torch.arange(4)).backward()
     optimizer.step()
@@ -72,7 +72,13 @@ def _clipped_norm(zero: int) -> float:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_clipping_sees_the_global_norm(two: RankPool, zero: int) -> None:
-    assert two.run(_clipped_norm, zero) == pytest.approx([0.01, 0.01], rel=1e-3)
+    assert two.run(_clipped_norm, zero, 0.01) == pytest.approx([0.01, 0.01], rel=1e-3)
+
+
+def test_gradients_below_the_limit_are_not_scaled_up(two: RankPool) -> None:
+    free = two.run(_clipped_norm, 1, 0.0)
+    assert 0.01 < free[0] < 100
+    assert two.run(_clipped_norm, 1, 100.0) == pytest.approx(free)
 
 
 def test_refusals() -> None:

@@ -1,0 +1,100 @@
+"""What one rank does with its messages and when it waits for them, seen through a transport that only takes notes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from repro.config import Layout
+from repro.parallel import mesh as meshes
+from repro.parallel.comm import Group
+from repro.parallel.ledger import CommLedger
+from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
+from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
+from repro.parallel.transports import NoTransport, Work
+
+SHAPE = (2, 4, 8)
+LIKE = torch.empty(0)
+
+
+class Notes(NoTransport):
+    """Which messages were sent, and which of them were waited for."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+        self.waited: list[int] = []
+
+    def send(self, tensor: Tensor, to: int, channel: int) -> Work:
+        number = len(self.sent)
+        self.sent.append(tensor)
+        return Work(finish=lambda: self.waited.append(number))
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+        return Work(finish=lambda: self.waited.append(0))
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
+        return self.all_reduce(input, "")
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        return self.all_reduce(input, "")
+
+
+def boundary(*, split: bool = False, overlap: bool = True, rank: int = 0) -> tuple[Boundary, Notes]:
+    notes = Notes()
+    pp = Group("pp", (0, 1), 0, notes, CommLedger())
+    tp = Group("tp", (0, 1), rank, NoTransport(), CommLedger())
+    return Boundary(pp, tp, SHAPE, LIKE, split=split, overlap=overlap), notes
+
+
+def test_of_a_split_message_only_the_part_that_is_sent_is_held() -> None:
+    """Until it has arrived, 1/t of the tensor: not a view, which would keep all of it."""
+    wires, notes = boundary(split=True, rank=1)
+    whole = torch.arange(64.0).view(SHAPE)
+    wires.send(whole, 1, FORWARD)
+    (part,) = notes.sent
+    assert torch.equal(part, whole.view(-1)[32:])
+    assert part.untyped_storage().nbytes() == whole.untyped_storage().nbytes() // 2
+
+
+def test_two_messages_of_a_kind_are_under_way_and_the_oldest_is_waited_for() -> None:
+    wires, notes = boundary()
+    for _ in range(3):
+        wires.send(torch.zeros(SHAPE), 1, FORWARD)
+    assert notes.waited == [0]
+    wires.send(torch.zeros(SHAPE), 1, BACKWARD)  # another stream
+    assert notes.waited == [0]
+    wires.finish()
+    assert notes.waited == [0, 1, 2, 3]
+
+
+def test_without_overlap_a_message_is_gone_before_anything_else_is_computed() -> None:
+    wires, notes = boundary(overlap=False)
+    for number in range(3):
+        wires.send(torch.zeros(SHAPE), 1, FORWARD)
+        assert notes.waited == list(range(number + 1))
+    assert not waits_for_sends(Layout(pp=2))
+    assert waits_for_sends(Layout(pp=2, overlap=False))
+    assert not waits_for_sends(Layout(pp=2, overlap=False, schedule="interleaved", chunks=2, global_batch=2))
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_collectives_of_tensor_parallelism_are_waited_for_where_they_begin_unless_they_overlap(
+    overlaps: bool,
+) -> None:
+    transports: dict[tuple[int, ...], Notes] = {}
+    layout = Layout(tp=2, dp=2, tp_overlap=overlaps)
+    mesh = meshes.build(layout, 0, lambda ranks: transports.setdefault(ranks, Notes()))
+    whole, half = torch.zeros(4), torch.zeros(2)
+    for group, blocks in ((mesh.tp, not overlaps), (mesh.dp, False)):
+        notes = transports[group.ranks]
+        works = [
+            group.all_reduce(whole),
+            group.reduce_scatter(half, whole),
+            group.all_gather(whole, half),
+            group.on_channel(1).all_reduce(whole),
+        ]
+        assert notes.waited == [0] * len(works) * blocks
+        for work in works:
+            work.wait()
+        assert len(notes.waited) == len(works), "a second wait does nothing"

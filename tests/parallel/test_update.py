@@ -1,0 +1,87 @@
+"""The optimizer's update of one process, by numbers worked out by hand: clipping, skipped steps, AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from repro.checkpoint import state
+from repro.config import Layout
+from repro.engines.native import NativeEngine
+from repro.parallel import mesh as meshes
+from repro.parallel.precision import LossScaler
+from repro.parallel.zero.optimizer import divisor_for
+from tests.training import tiny
+
+NOT, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)
+
+
+def scaler(scale: float) -> LossScaler:
+    return LossScaler(scale, window=1000, hysteresis=2, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("norm", "clip", "scale", "divisor"),
+    [
+        (4.0, 0.5, None, 8.0),
+        (0.25, 0.5, None, 1.0),  # a norm below the limit is left as it is
+        (0.25, 0.5, 64.0, 64.0),
+        (4.0, 0.5, 64.0, 512.0),
+        (4.0, 0.0, 64.0, 64.0),
+    ],
+)
+def test_gradients_are_scaled_down_to_the_limit_and_never_up(
+    norm: float, clip: float, scale: float | None, divisor: float
+) -> None:
+    found = divisor_for(torch.tensor(norm), clip, None if scale is None else scaler(scale))
+    assert found is not None
+    assert float(found) == pytest.approx(divisor, rel=1e-5)
+    assert divisor_for(torch.tensor(norm), 0.0, None) is None
+
+
+def engine(**training: Any) -> NativeEngine:
+    return NativeEngine(tiny(Layout(), **training), meshes.single(), torch.device("cpu"))
+
+
+def test_a_skipped_step_changes_nothing_and_does_not_count() -> None:
+    """Not the weights, nor the moments, nor the steps that bias correction and warm-up go by."""
+    made = engine(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-3, weight_decay=0.0)
+    (bucket,) = made.buckets[:1]
+    before = bucket.master.clone()
+    for skip, steps in ((SKIPPED, 0), (NOT, 1), (SKIPPED, 1), (SKIPPED, 1)):
+        bucket.gradient_shard.fill_(2.0)
+        made.optimizer.update(torch.tensor(0.1), None, skip)
+        assert float(made.optimizer.step_count) == steps
+        first, second = made.optimizer.moments[0]
+        assert float(first[0]) == pytest.approx(0.2 * steps)
+        assert float(second[0]) == pytest.approx(0.04 * steps)
+    # One step with bias correction: 0.2 / 0.1 over the root of 0.04 / 0.01, plus eps outside of the root.
+    expected = before[0] - 0.1 * 2.0 / (2.0 + 1e-3)
+    assert float(bucket.master[0]) == pytest.approx(float(expected), abs=1e-7)
+    bucket.gradient_shard.fill_(2.0)
+    made.optimizer.update(torch.tensor(0.1), None, None)
+    assert float(made.optimizer.step_count) == 2
+
+
+def test_a_resumed_scaler_remembers_how_many_overflows_it_has_seen() -> None:
+    layout = Layout(precision="fp16")
+    wrote, reads = (
+        NativeEngine(
+            tiny(layout, loss_scale=2.0**10, loss_scale_hysteresis=3), meshes.single(), torch.device("cpu")
+        )
+        for _ in range(2)
+    )
+    assert wrote.scaler is not None
+    assert reads.scaler is not None
+    for overflow in (NOT, SKIPPED, NOT, NOT):
+        wrote.scaler.update(overflow)
+    wrote.optimizer.step_count.fill_(3)
+    numbers = state.scalars(wrote)
+    assert numbers == {"optimizer_steps": 3, "scaler": {"scale": 2.0**10, "good_steps": 2, "tolerance": 2}}
+    state.restore(reads, numbers, lambda name, state, rectangle, into: None)
+    assert state.scalars(reads) == numbers
+    for expected in (2.0**10, 2.0**9):  # two more overflows, and it halves
+        reads.scaler.update(SKIPPED)
+        assert float(reads.scaler.scale) == expected
