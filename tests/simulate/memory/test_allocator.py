@@ -233,3 +233,12 @@ class TestPublishedMeasurement:
     @pytest.mark.parametrize("options", [{}, {"expandable": True}, {"max_split": 128 * MIB}])
     def test_either_alone_stays_below_500(self, options: dict[str, int]) -> None:
         assert max(reserved for _, reserved in self.cycles(CachingAllocator(**options), 121)) < 500
+
+
+def test_by_fragmentation_up_to_the_last_byte_of_the_limit() -> None:
+    """1000 bytes take 1024: with 3072 live they would fill 4096 exactly, and that would be room."""
+    just, over = (OutOfMemory(1000, allocated, 4096, 0, 0, 4096) for allocated in (3072, 3073))
+    assert just.by_fragmentation
+    assert str(just).startswith("out of memory by fragmentation: 1000 bytes requested")
+    assert not over.by_fragmentation
+    assert str(over).startswith("out of memory by the live tensors: 1000 bytes requested")

@@ -23,6 +23,7 @@ from repro.simulate.plan.rows import (
     document,
     ideal_s,
     order,
+    training,
 )
 
 CONTEXT = systems.load("dgx2").context()
@@ -211,3 +212,32 @@ def test_a_map() -> None:
     assert by_place[1, 1].rows[limits[0]].evidence == STATES
     assert by_place[1, 4].rows[limits[1]].evidence == FULL
     assert all(c.rows[limits[1]].outcome == OK for c in cells if c.rows)
+
+
+def test_the_bubble_of_a_row_is_the_papers() -> None:
+    """(p - 1) / (v m) of 2104.04473: 3 / 8 with one chunk, 3 / 16 with two, none without a pipeline."""
+
+    def bubble(**layout: Any) -> float:
+        return PlanRow(Layout(global_batch=8, **layout), OK, FULL, {}).bubble
+
+    assert bubble(pp=4) == 3 / 8
+    assert bubble(pp=4, schedule="interleaved", chunks=2) == 3 / 16
+    assert bubble() == 0
+
+
+def test_what_a_training_takes_and_costs() -> None:
+    """2^30 tokens in batches of 32 x 64 are 524,288 steps of 1.8 s: 262.144 hours on 16 GPUs at 2 a piece."""
+    asked = replace(request(16, global_batch=32), tokens=2**30, price_per_gpu_hour=2.0)
+    row = PlanRow(Layout(dp=16, global_batch=32), OK, FULL, {}, time={"step_s": 1.8})
+    assert training(asked, row) == pytest.approx(
+        {
+            "tokens": 2**30,
+            "steps": 524_288,
+            "days": 262.144 / 24,
+            "gpu_hours": 262.144 * 16,
+            "cost": 262.144 * 32,
+        }
+    )
+    assert training(asked, replace(row, time={})) is None
+    assert training(replace(asked, tokens=0.0), row) is None
+    assert "cost" not in (training(replace(asked, price_per_gpu_hour=0.0), row) or {})

@@ -208,6 +208,8 @@ def test_pipelines_without_messages_take_what_the_schedule_counts(name: str, p: 
 
 def test_messages_that_fit_under_the_next_action_cost_only_the_way_through() -> None:
     layout = Layout(pp=4, global_batch=16)
+    # One micro-batch: four forwards of 1 s, four backwards of 2 s, three messages each way.
+    assert pipeline(Layout(pp=4), 0.25).step_s == pytest.approx(4 * 1 + 4 * 2 + 6 * 0.25)
     free, slow = pipeline(layout, 0.0).step_s, pipeline(layout, 0.25).step_s
     # Down the pipeline and back, 3 messages each way; between the two, steady state hides them or not.
     assert slow >= free + 6 * 0.25

@@ -1,0 +1,50 @@
+"""What is live by category, of events written by hand."""
+
+from __future__ import annotations
+
+from repro.config.enums import Category
+from repro.simulate.memory.live import LiveBytes, measure
+from repro.simulate.trace.events import Alloc, Event, Free, Mark, Operator, PhaseStart
+
+EVENTS: list[Event] = [
+    PhaseStart("init", -1),
+    Alloc(1, 100, Category.OTHER, "empty", "model.py:1"),
+    Mark(1, Category.PARAMETERS),
+    PhaseStart("forward", 0),
+    Alloc(2, 1000, Category.HOST, "empty", "offload.py:2"),
+    Alloc(3, 30, Category.ACTIVATIONS, "mm", "model.py:3"),
+    Operator("aten.mm", 1, 1, 1, (), 4),
+    PhaseStart("backward", 0),
+    Alloc(4, 20, Category.OTHER, "mul", "model.py:4"),
+    Mark(4, Category.GRADIENTS),
+    Free(3),
+    Free(2),
+    PhaseStart("optimizer", -1),
+    Alloc(5, 30, Category.OTHER, "add", "adamw.py:5"),
+    Free(5),
+]
+
+
+def test_what_lies_in_host_memory_is_no_part_of_the_device_s_total() -> None:
+    live = LiveBytes()
+    totals = []
+    for event in EVENTS:
+        live.see(event)
+        totals.append(live.total)
+    assert totals == [0, 100, 100, 100, 100, 130, 130, 130, 150, 150, 120, 120, 120, 150, 120]
+    assert {name: size for name, size in live.now.items() if size} == {"parameters": 100, "gradients": 20}
+
+
+def test_the_peak_is_the_first_moment_that_holds_most() -> None:
+    found = measure(EVENTS)
+    assert (found.peak_bytes, found.init_peak_bytes, found.host_bytes) == (150, 100, 1000)
+    assert (found.phase, found.line, found.operator) == ("backward", "model.py:4", "mul")
+    assert {name: size for name, size in found.by_category.items() if size} == {
+        "parameters": 100,
+        "host": 1000,
+        "activations": 30,
+        "other": 20,
+    }
+    assert found.states == {"parameters": 100, "gradients": 20, "optimizer": 0}
+    assert found.states_bytes == 120
+    assert found.most[Category.GRADIENTS] == 20

@@ -1,0 +1,215 @@
+"""Seconds worked out by hand: operators, collectives and schedules on a made-up machine of round numbers.
+
+Laws hold and ratios stay right when a constant drifts; these do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from repro import systems
+from repro.config import Layout
+from repro.config.links import Link
+from repro.config.quantity import Quantity
+from repro.config.system import System
+from repro.config.timing import DeviceTime
+from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
+from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.network import Network
+from repro.simulate.time.program import Await, Issue, OperatorBlock, StageProgram, _Compiler
+from repro.simulate.time.rings import Ring
+from repro.simulate.time.schedule import Timeline, schedule
+from repro.simulate.trace.events import Message, Operator, Wait
+
+US = 1e-6
+
+
+def number(value: float) -> Quantity:
+    return Quantity(value=value, source="a test")
+
+
+def machine() -> System:
+    """Four multiprocessors that take 1 us for a step of K with a tile of 256 x 128; 1 TB/s, half of it reached."""
+    base = systems.load("dgx2")
+    time = DeviceTime(
+        matmul_efficiency=number(0.5),
+        memory_efficiency=number(0.5),
+        multiprocessors=number(4),
+        kernel_s=number(3 * US),
+        launch_s=number(10 * US),
+    )
+    step_flops = 2 * 256 * 128
+    device = replace(
+        base.device,
+        peak_flops={"fp16": number(2 * 4 * step_flops / US), "fp32": number(4 * step_flops / US)},
+        memory_bandwidth=number(2e12),
+        time=time,
+        operators={},
+    )
+    inside = Link(
+        per="device",
+        bandwidth=number(20e9),
+        efficiency=number(1),
+        latency_s=number(1 * US),
+        start_s=number(10 * US),
+    )
+    between = Link(
+        per="node",
+        bandwidth=number(20e9),
+        efficiency=number(0.5),
+        latency_s=number(5 * US),
+        start_s=number(10 * US),
+    )
+    host = Link(per="device", bandwidth=number(16e9), efficiency=number(0.5))
+    links = {"nvlink": inside, "inter-node": between, "pcie": host}
+    return replace(base, device=device, links=links, devices_per_node=number(4))
+
+
+def product(m: int, n: int, k: int, itemsize: int = 2) -> Operator:
+    return Operator("aten.mm", 2 * m * n * k, 0, 0, ((m, k), (k, n)), itemsize)
+
+
+@pytest.mark.parametrize(
+    ("operator", "seconds"),
+    [
+        # 1 x 4 tiles of 256 x 128 are one wave of four; 1000 steps of K and a prologue of 64.
+        (product(256, 512, 1000), 1064 * US),
+        # In fp32 at half the rate.
+        (product(256, 512, 1000, itemsize=4), 2128 * US),
+        # One tile, its K split in four; then 5 copies of 256 x 128 fp32 numbers move at 1 TB/s.
+        (product(256, 128, 4096), (1024 + 64) * US + 5 * 4 * 256 * 128 / 1e12),
+        # A fused attention: half of the square is masked; 0.7 of the products' rate of 262 GFLOP/s.
+        (
+            Operator("aten._scaled_dot_product_flash_attention", 1_000_000_000, 0, 0, (), 2),
+            0.5e9 / (0.7 * 4 * 65536 / US),
+        ),
+        (Operator("aten._scaled_dot_product_flash_attention", 2, 10**9, 10**9, (), 2), 2e-3),
+        (Operator("aten.add", 0, 3 * 10**9, 10**9, (), 2), 4e-3),
+        (Operator("aten.embedding", 0, 10**12, 10**9, (), 2), 2e-3),
+        (Operator("host copy", 0, 10**9, 8 * 10**9, (), 2), 1.0),
+        (Operator("aten.add", 0, 2, 2, (), 2), 3 * US),
+    ],
+    ids=[
+        *("one wave", "fp32", "split", "attention", "operands of attention", "bytes"),
+        *("rows", "host copy", "shortest kernel"),
+    ],
+)
+def test_an_operator(operator: Operator, seconds: float) -> None:
+    cost = DeviceCost(machine(), "fp16")
+    assert cost.seconds(operator) == pytest.approx(seconds, rel=1e-9)
+    assert DeviceCost(machine(), "fp16", factor=1.5).seconds(operator) == pytest.approx(
+        1.5 * seconds, rel=1e-9
+    )
+
+
+class Constant:
+    """Every operator takes 4 us, and the host 10 us to issue one."""
+
+    launch_s = 10 * US
+
+    def seconds(self, operator: Operator) -> float:
+        return 4 * US
+
+
+def test_a_device_waits_for_a_host_that_is_late() -> None:
+    """Three operators are issued in 30 us and computed in 12; behind a long collective the host is never late."""
+    add = Operator("aten.add", 0, 1, 1, (), 2)
+    reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
+    compiler = _Compiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0)  # type: ignore[arg-type]
+    (late,) = compiler.items([add, add, add])
+    assert isinstance(late, OperatorBlock)
+    assert late.seconds == pytest.approx(30 * US)
+    assert dict(late.parts) == pytest.approx({"elementwise": 12 * US, "host": 18 * US})
+    (long,) = compiler.items([add, reduced, Wait(7)])
+    assert isinstance(long, OperatorBlock)
+    assert long.seconds == pytest.approx(104 * US)
+    assert dict(long.parts) == pytest.approx({"elementwise": 4 * US, "all-reduce of block (tp)": 100 * US})
+
+
+RING = Ring(ranks=8, nodes=2, rate=1e9, start=10 * US, inside=1 * US, between=5 * US, half=0)
+"""Fourteen hops of an all-reduce, of which two cross between the nodes; seven of which one of its halves."""
+
+
+@pytest.mark.parametrize(
+    ("op", "payload", "seconds"),
+    [
+        ("reduce_scatter", 8 * 10**9, (10 + 6 + 5) * US + 7),
+        ("all_gather", 8 * 10**9, (10 + 6 + 5) * US + 7),
+        ("broadcast", 8 * 10**9, (10 + 6 + 5) * US + 8),
+        ("all_reduce", 8 * 10**9, (10 + 12 + 10) * US + 14),
+        # A tree: three hops in a node and one between, up and down, at 0.9 of the rate.
+        ("all_reduce", 0, (10 + 2 * (3 + 5)) * US),
+        ("all_reduce", 900, (10 + 2 * (3 + 5)) * US + 2 * US),
+    ],
+)
+def test_a_ring_over_two_nodes(op: str, payload: int, seconds: float) -> None:
+    assert RING.seconds(op, payload) == pytest.approx(seconds, rel=1e-9)
+
+
+def test_on_one_node_there_is_no_tree() -> None:
+    """14 hops, each as long as its payload and a MB more: 28 ms, where a tree would take 20."""
+    ring = RING._replace(nodes=1, half=1e6)
+    assert ring.seconds("all_reduce", 8 * 10**6) == pytest.approx((10 + 14) * US + 28e-3, rel=1e-9)
+    across = RING._replace(half=1e6)
+    assert across.seconds("all_reduce", 8 * 10**6) == pytest.approx((10 + 16) * US + 20e-3, rel=1e-9)
+    assert across.seconds("all_reduce", 8 * 10**6, trees=False) == pytest.approx((10 + 22) * US + 28e-3)
+
+
+def test_a_network() -> None:
+    """Eight ranks on two nodes of four: 20 GB/s inside, one adapter of 10 GB/s between."""
+    found = Network(machine(), Layout(dp=8))
+    assert found.seconds("all_reduce", "dp", 4 * 10**9) == pytest.approx((10 + 12 + 10) * US + 0.7, rel=1e-9)
+    inside = Network(machine(), Layout(tp=4, dp=2))
+    assert inside.seconds("all_gather", "tp", 4 * 10**9) == pytest.approx((10 + 3) * US + 0.15, rel=1e-9)
+    # Four groups of two share the adapter of their nodes.
+    assert inside.seconds("all_gather", "dp", 10**9) == pytest.approx((10 + 5) * US + 0.2, rel=1e-9)
+    # A message from each rank of a stage, four at once.
+    stages = Network(machine(), Layout(tp=4, pp=2))
+    assert stages.send_seconds(10**9, from_stage=0, to_stage=1) == pytest.approx(5 * US + 0.4, rel=1e-9)
+
+
+class Wire:
+    """Messages of a quarter of a second."""
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        return 0.25
+
+
+def one_stage(communication_s: float, overlap_cost: float) -> Timeline:
+    """Forward of 1 s, backward of 1 s, beside a collective that begins first and is waited for in the end."""
+    segments: dict[Action, list[Any]] = {
+        Action(FORWARD, 0, 0): [
+            Issue(("x",), "dp", "gather", communication_s),
+            OperatorBlock(1.0, (("matmul", 1.0),)),
+        ],
+        Action(BACKWARD, 0, 0): [OperatorBlock(1.0, (("matmul", 1.0),))],
+    }
+    program = StageProgram(segments, [Await(("x",))], micro_batches=1, last=0)
+    return schedule(Layout(dp=2), [program], Wire(), overlap_cost=overlap_cost)
+
+
+@pytest.mark.parametrize(
+    ("communication_s", "overlap_cost", "step_s", "overlap_s", "exposed_s"),
+    [
+        (1.5, 0.0, 2.0, 0.0, 0.0),
+        (3.0, 0.0, 3.0, 0.0, 1.0),
+        # Beside 1 s of it: a second at half speed does half a second of work, so the first block takes 1.5 s.
+        (1.0, 0.5, 2.5, 0.5, 0.0),
+        # The first block at half speed: 2 s, and of the second one second at half speed.
+        (3.0, 0.5, 3.5, 1.5, 0.0),
+        # Both blocks at half speed; the rest of the collective costs nothing, since nothing is computed.
+        (10.0, 0.5, 10.0, 2.0, 6.0),
+    ],
+)
+def test_what_is_hidden_costs_no_more_than_the_compute_that_hides_it(
+    communication_s: float, overlap_cost: float, step_s: float, overlap_s: float, exposed_s: float
+) -> None:
+    found = one_stage(communication_s, overlap_cost)
+    (stage,) = found.stages
+    assert found.step_s == pytest.approx(step_s)
+    assert stage.busy["overlap"] == pytest.approx(overlap_s)
+    assert stage.exposed["gather"] == pytest.approx(exposed_s)
+    assert stage.communication["gather"] == pytest.approx(communication_s)
