@@ -16,6 +16,7 @@ from repro.checkpoint import files, index
 from repro.checkpoint.region import Rectangle, matrix_rows, rectangles
 from repro.config import ConfigError
 from tests.checkpoint.saved import HALF, LAYOUTS, checkpoint, experiment, start, train
+from tests.launch.runs import synced
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -124,6 +125,21 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
         ends = last
     assert len(raw) == 8 + length + ends
     assert "embed.tokens/weight/0:1,0:3072" in header
+
+
+def test_a_checkpoint_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank's file and the index, whole, and then their names: an index that is seen has its files."""
+    written = experiment(LAYOUTS["dp1"])
+    run = start(written, tmp_path)
+    seen = synced(monkeypatch)
+    assert run.checkpoints is not None
+    assert run.checkpoints.write(HALF, {})
+    folder = checkpoint(tmp_path, written)
+    ranks = index.rank_file(folder, 0)
+    assert seen[str(ranks)] == ranks.stat().st_size
+    partial = [size for path, size in seen.items() if Path(path).name.startswith(f".{index.FILE}.")]
+    assert partial == [(folder / index.FILE).stat().st_size]
+    assert {str(folder), str(folder.parent)} <= set(seen)
 
 
 # -- damage ------------------------------------------------------------------------------------------

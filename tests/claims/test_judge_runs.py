@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from repro.claims.records import Records
 from repro.claims.results import NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from repro.config import ConfigError, EmulatedNetwork
+from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Model
 from repro.results.schema import ComparisonRecord, Record, Side
 from tests.claims.made_up import record
 from tests.claims.test_judge import PUBLISHED, judged, row
@@ -157,3 +158,23 @@ def test_an_emulated_network_is_never_taken_for_another_kind_of_evidence(
 def test_only_ratios_come_from_an_emulated_network(tmp_path: Path, line: str) -> None:
     with pytest.raises(ConfigError, match="only ratios"):
         judged(tmp_path, f'{{ label = "x", published = "2.0", {line} }},\n')
+
+
+def test_whose_software_measured_is_said_where_it_is_not_this_suites() -> None:
+    def ran(name: str, engine: str) -> Record:
+        model = Model(name="m", layers=4, hidden=16, heads=4, vocab=64, seq=16)
+        experiment = Experiment(name=name, model=model, layout=Layout(dp=2, zero=1), engine=engine)
+        by = changed(record(name), experiment=experiment.as_dict())
+        return changed(by, software={"name": f"{engine} 1", "calls": {}, "kernels": ""})
+
+    seen = Records([ran("ours", "native"), ran("theirs", "deepspeed")])
+    assert seen.libraries(["s/ours", "s/theirs", "s/nobody"]) == ["deepspeed 1"]
+
+
+def test_a_ratio_of_which_one_side_was_run_is_not_measured(tmp_path: Path) -> None:
+    value = 'metric("s/a", "speed") / metric("s/b", "speed")'
+    rows = f'{{ label = "x", published = "2.0", simulated = {{ value = \'{value}\' }} }},\n'
+    one = judged(tmp_path, rows, record("a", speed=2.0))
+    assert [finding.kind for finding in one.rows[0].findings] == ["simulated"]
+    both = judged(tmp_path, rows, record("a", speed=2.0), record("b", speed=1.0))
+    assert [finding.kind for finding in both.rows[0].findings] == ["measured", "simulated"]

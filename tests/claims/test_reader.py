@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from repro.claims.ledger import Ledger
 from repro.claims.reader import load
 from repro.config import ConfigError
 
@@ -29,7 +30,7 @@ unit = "GB"
 ROW = 'rows = [{ label = "x", published = "2", analytic = "2 * GB" }]\n'
 
 
-def read(folder: Path, text: str) -> object:
+def read(folder: Path, text: str) -> Ledger:
     (folder / "test.toml").write_text(text)
     return load(folder)
 
@@ -122,7 +123,8 @@ def test_a_mistake_is_one_line(tmp_path: Path, mistake: str) -> None:
 
 
 def test_a_whole_number_is_taken_where_a_decimal_is_meant(tmp_path: Path) -> None:
-    read(tmp_path, SOUND.replace("label", "error = 1, label"))
+    ledger = read(tmp_path, SOUND.replace("label", "error = 1, label"))
+    assert [row.error for row in ledger.claims[0].rows] == [1.0]
 
 
 def test_notes_of_a_table_belong_to_a_line_or_to_one_of_its_values(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from repro.claims.published import read
-from repro.claims.tolerance import RELATIVE, accepted, agrees_at_scale, room
+from repro.claims.published import digitised, printed, read, show
+from repro.claims.tolerance import POINTS, RELATIVE, accepted, agrees_at_scale, room
 
 
 def agrees(
@@ -36,6 +36,43 @@ def test_printed_numbers_keep_their_digits(text: str, low: float, high: float, s
     number = read(text)
     assert (number.low, number.high) == pytest.approx((low, high))
     assert number.step == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "value", "high"),
+    [
+        ("39", 38.5, 39, 39.5),
+        ("1.88", 1.875, 1.88, 1.885),
+        ("3-5", 2.5, 4, 5.5),
+        ("14B", 13.5e9, 14e9, 14.5e9),
+    ],
+)
+def test_a_printed_number_as_an_input_is_good_to_half_a_digit(
+    text: str, low: float, value: float, high: float
+) -> None:
+    found = printed(text)
+    assert (found.low, found.value, found.high) == pytest.approx((low, value, high), rel=1e-12)
+    error = digitised(10.0, 0.25)
+    assert (error.low, error.value, error.high) == (9.75, 10.0, 10.25)
+
+
+@pytest.mark.parametrize(
+    ("value", "like", "text"),
+    [
+        (0.0, None, "0"),
+        (1.5e9, "14.4B", "1.5B"),
+        (2.3456789, None, "2.346"),
+        (-17.0, None, "-17"),
+        (12345.6, None, "12,346"),
+        (-12345.6, None, "-12,346"),
+        (999_999_999_999_999.0, None, "999,999,999,999,999"),
+        (1e15, None, "1e+15"),
+        (-3e15, None, "-3e+15"),
+        (float("inf"), "14.4B", "inf"),
+    ],
+)
+def test_numbers_for_people(value: float, like: str | None, text: str) -> None:
+    assert show(value, read(like) if like else None) == text
 
 
 @pytest.mark.parametrize("text", ["", "oom", "1.5e-4", "4 x", "1-2-3", "5-3", "1.2.3", "B"])
@@ -201,3 +238,15 @@ def test_a_share_of_time_has_three_points() -> None:
         "exactly",
         "within 0.12 relative",
     )
+
+
+def test_room_at_scale_is_that_of_the_larger_end() -> None:
+    """Within 10 % of an interval from -10 to 1: up to 1 beyond either end."""
+    metric, part = next(
+        (name, part) for name, part in RELATIVE.items() if part >= 0.01 and name not in POINTS
+    )
+    near, far = 1 + 9.9 * part, 1 + 10.1 * part
+    assert agrees_at_scale((near, near), (-10, 1), metric)
+    assert not agrees_at_scale((far, far), (-10, 1), metric)
+    assert agrees_at_scale((-near, -near), (-1, 10), metric)
+    assert not agrees_at_scale((-far, -far), (-1, 10), metric)

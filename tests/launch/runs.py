@@ -135,6 +135,19 @@ def small_disk(folder: Path, megabytes: int = 1) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+def synced(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What is synchronised with the disk from now on, by its path at that moment, and the bytes in it then."""
+    seen: dict[str, int] = {}
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        sync(descriptor)
+        seen[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return seen
+
+
 def fill(disk: Path) -> None:
     """Take all the room that is left."""
     filling = subprocess.run(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from repro.config import Experiment, Layout, Model, Training
 from repro.results import frames
-from repro.results.measured import comparison_record, experiment_record
-from repro.results.schema import ExperimentRecord, RankResult
+from repro.results.measured import comparison_record, experiment_record, step_seconds
+from repro.results.metrics import UNDISTURBED, per_layer, work
+from repro.results.schema import ExperimentRecord, RankResult, TrafficRow
 from tests.launch.fake_session import _result
 
 MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
@@ -75,7 +77,7 @@ def pipeline(*disturbed: int, steps: int = 5) -> dict[str, float]:
     ranks = results()
     for stage, (busy, idle) in enumerate([(1.0, 0.4), (1.1, 0.22)]):
         waits = [idle + 0.011 * step for step in range(steps)]
-        core = [busy * (0.9 if stage == 0 and step in disturbed else 0.99) for step in range(steps)]
+        core = [busy * (0.9 if stage == 0 and step in disturbed else UNDISTURBED) for step in range(steps)]
         ranks[stage]["pipeline"] = {"stage": stage, "in_flight": 2 - stage}
         ranks[stage]["pipeline"] |= {"idle_s": waits, "busy_s": [busy] * steps, "core_s": core}
     record = build(ranks)
@@ -169,3 +171,43 @@ def test_frames_are_tidy() -> None:
     )
     assert ended["reason"] == "no memory"
     assert frames.comparisons([record]).empty
+
+
+def test_ranks_that_stop_a_step_apart_are_compared_by_the_steps_of_both() -> None:
+    ranks = results()
+    ranks[0]["rounds"], ranks[1]["rounds"] = [[1.0, 2.0, 3.0], [4.0]], [[2.0, 1.0]]
+    assert step_seconds(typed(ranks)) == [[2.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("resumed", "times"),
+    [([], "of all steps"), ([3, 5], "of the steps after 5, since the last start")],
+)
+def test_checkpoints_of_all_ranks_are_one_report(resumed: list[int], times: str) -> None:
+    """A checkpoint takes as long as its slowest rank; what failed on any rank is said."""
+    ranks = results()
+    for rank, seconds in enumerate(([1.0, 4.0], [2.0, 3.0])):
+        ranks[rank]["checkpoints"] = {
+            "resumed": [{"step": step, "key": "k"} for step in resumed],
+            "written": [4, 8],
+            "write_seconds": seconds,
+            "failures": [{"step": 6, "reason": "no space"}] * rank,
+        }
+    report = build(ranks).checkpoints
+    assert report is not None
+    assert (report.written, report.write_seconds, report.times) == ([4, 8], [2.0, 4.0], times)
+    assert [failure["step"] for failure in report.failures] == [6]
+
+
+def test_what_one_block_communicates_is_an_average_of_blocks_and_micro_batches() -> None:
+    """Four layers on two stages, three micro-batches: six blocks a stage."""
+    layout = Layout(pp=2, tp=2, micro_batch=1, global_batch=3)
+    pipelined = Experiment(name="p", model=replace(MODEL, layers=4), layout=layout)
+    row = TrafficRow(
+        op="all_reduce", group="tp", purpose="block", size=2, calls=24, payload_bytes=600, sent_bytes=600
+    )
+    other = replace(row, purpose="boundary")
+    (found,) = per_layer(pipelined, 0, [row, other])
+    assert (found.calls, found.sent_bytes) == (4, 100)
+    assert work(pipelined, 1)["pipeline.in_flight"] == 2
+    assert "pipeline.in_flight" not in work(experiment(), 1)

@@ -13,7 +13,7 @@ from repro.config.errors import ConfigError
 from repro.results import schema
 from repro.results.schema import ExperimentRecord, RankMemory, SimulatedRole, TrafficRow
 from repro.results.store import Store
-from tests.records import lines, made_up
+from tests.records import CONDITIONS, lines, made_up
 
 TRAFFIC = {
     "op": "send",
@@ -102,3 +102,23 @@ def test_lines_are_taken_over_as_they_are(tmp_path: Path) -> None:
         with Store(mine) as store:
             assert store.take_over(Store(theirs)) == copied
     assert lines(mine) == written
+
+
+def test_two_records_of_one_experiment_are_two(tmp_path: Path) -> None:
+    """What is taken over is told apart by its id: an experiment that ran again has its key again."""
+    mine, theirs = Store(tmp_path / "mine"), Store(tmp_path / "theirs")
+    with mine, theirs:
+        mine.append(made_up("a", key="k", id="1", written="2026-01-01"))
+        for number in (1, 2, 3):
+            theirs.append(made_up("a", key="k", id=str(number), written=f"2026-01-0{number}"))
+        assert [mine.take_over(theirs) for _ in range(2)] == [2, 0]
+    assert [document["id"] for document in lines(tmp_path / "mine")] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("key", ["model", "layout", "system", "engine"])
+def test_conditions_that_every_experiment_has_had_are_asked_for(key: str) -> None:
+    lacking = line(experiment={name: value for name, value in CONDITIONS.items() if name != key})
+    with pytest.raises(
+        schema.NotARecord, match=rf"experiment\.{key}: missing in a record of kind experiment"
+    ):
+        schema.read(lacking)

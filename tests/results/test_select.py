@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from repro.claims.reader import load
 from repro.config import PROTOCOL
 from repro.results.schema import ComparisonRecord, ExperimentRecord, Side
 from repro.results.select import by_key, by_keys, select
-from repro.validate.published import points
+from repro.validate.published import V100_ZERO, Point, families, points
 from tests.records import changed, made_up
 
 SUITES = Path(__file__).parents[2] / "suites"
@@ -80,3 +81,21 @@ def test_a_published_value_is_not_held_against_a_record_of_another_protocol() ->
     other = made_up(name, **run, written="2026-01-02", metrics=rates[2], protocol=PROTOCOL + 1)
     found = points(judge(load(), [ours, other]), [ours, other])
     assert {point.device_flops for point in found if point.kind == "rate"} == {1e12}
+
+
+def test_a_prediction_is_close_from_either_side() -> None:
+    """Within 25 % of the published rate; one that is half as fast is as far off as one half as fast again."""
+    errors = (-0.5, -0.25, 0.0, 0.25, 0.26)
+    found = families([point(1 + error) for error in errors] + [replace(point(9.0), left_out="a bound")])
+    assert [(family.name, family.points, family.close) for family in found] == [
+        (V100_ZERO, 5, 3),
+        ("all rates", 5, 3),
+    ]
+    assert found[0].median == pytest.approx(0.25)
+    assert found[0].worst.error == -0.5
+
+
+def point(factor: float) -> Point:
+    numbers = {"published": 4.0, "predicted": 4.0 * factor, "factor": factor, "device_flops": 0.0}
+    words = {"claim": "c", "label": "x", "kind": "rate", "family": V100_ZERO, "unit": "TFLOP/s"}
+    return Point(**words, **numbers, runs=("s/a",), certainty="confirmed")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from repro.results.schema import ExperimentRecord
 from repro.results.store import RESERVE_BYTES, Store
-from tests.launch.runs import fill, small_disk
+from tests.launch.runs import fill, small_disk, synced
 from tests.records import lines, made_up
 
 leaves = (
@@ -70,6 +70,18 @@ def test_reserve_exists_while_writing_and_not_after(tmp_path: Path) -> None:
         (reserve,) = store.folder.glob("*.reserve")
         assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
     assert not list(store.folder.glob("*.reserve"))
+
+
+def test_a_record_is_on_disk_when_it_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes, and once the name of its file."""
+    seen = synced(monkeypatch)
+    with Store(tmp_path) as store:
+        for count in (1, 2):
+            store.append(record("a"))
+            assert store.path is not None
+            assert seen[str(store.path)] == store.path.stat().st_size
+            assert len(store.path.read_bytes().splitlines()) == count
+    assert str(store.folder) in seen
 
 
 def test_torn_and_foreign_lines_are_skipped_and_reported(tmp_path: Path) -> None:
