@@ -116,7 +116,7 @@ def test_interrupted(tmp_path: Path, number: int) -> None:
     results, log = tmp_path / "results", tmp_path / "log"
     process = start(suite, results, "--json", FAKE_LOG=str(log), FAKE_HOLD=held(tmp_path, "b"))
     with no_orphans(process):
-        wait_for(lambda: ran(log) == ["a", "b"])
+        wait_for(lambda: ran(log) == ["a", "b"] and outcomes(results) == {"a": "ok"})
         os.kill(process.pid, number)
         code, out, _ = finish(process)
     assert code == 128 + number
@@ -133,7 +133,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_loses_nothing(tmp_path: Pat
     suite = write_suite(tmp_path, experiments(*"abc"), limits="hang_s = 60")
     results, log = tmp_path / "results", tmp_path / "log"
     process = start(suite, results, FAKE_LOG=str(log), FAKE_HOLD=held(tmp_path, "b"))
-    wait_for(lambda: ran(log) == ["a", "b"])
+    wait_for(lambda: ran(log) == ["a", "b"] and outcomes(results) == {"a": "ok"})
     (folder,) = {Path(rank.cmdline()[rank.cmdline().index("--folder") + 1]) for rank in ranks_of(process)}
     with no_orphans(process):
         os.kill(process.pid, signal.SIGKILL)

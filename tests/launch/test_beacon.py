@@ -53,8 +53,3 @@ def test_finished_results_reach_the_keeper(path: Path) -> None:
     Beacon(path, 0, lambda index, result: kept.append((index, result))).finished(3, {"rank": 0})
     assert kept == [(3, {"rank": 0})]
     Beacon(path, 0).finished(3, {"rank": 0})  # nobody keeps it: no harm
-
-
-def test_benchmark_of_a_word(path: Path, benchmark: Any) -> None:
-    Lookout(path, 1)
-    benchmark(Beacon(path, 0).collective, 123, "reduce_scatter", "dp")

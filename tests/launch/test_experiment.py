@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Training
+from repro.config.enums import Phase
 from repro.launch.rank.experiment import Diverged, Run
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StepClock
@@ -139,6 +140,18 @@ def test_tracker_counts_storages_not_views() -> None:
     assert tracker.peak["total"] == 800
 
 
+def test_only_what_the_forward_pass_makes_is_activations() -> None:
+    """Of what has no mark: the gradients of activations are other things, and so is what the optimizer needs."""
+    held = []
+    with MemoryTracker() as tracker:
+        for phase in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.IDLE, Phase.FORWARD):
+            tracker.phase = phase
+            held.append(torch.zeros(25))
+    live = tracker.live()
+    assert (live["activations"], live["other"], live["total"]) == (200, 400, 600)
+    assert len(held) == 6
+
+
 def test_clock_splits_a_step_into_phases() -> None:
     clock = StepClock(torch.device("cpu"))
     for _ in range(2):
@@ -159,7 +172,9 @@ def test_clock_tells_computing_from_being_kept_from_a_core() -> None:
     clock.mark("forward")
     time.sleep(0.05)
     clock.mark("idle")
-    sum(range(10**5))
+    spun = time.thread_time()
+    while time.thread_time() - spun < 0.03:  # somebody else's work, as gloo's is: no part of computing
+        pass
     clock.mark("end")
     (row,) = clock.read()
     assert row["forward"] >= 0.05

@@ -77,12 +77,16 @@ def test_a_comparison_needs_its_baseline_again(tmp_path: Path, store: Store) -> 
     assert planned(store, suite) == []
 
 
-def test_what_has_no_memory_is_not_compared(tmp_path: Path, store: Store) -> None:
+@pytest.mark.parametrize("outcome", ["oom", "diverged"])
+def test_what_cannot_be_had_is_not_compared(tmp_path: Path, store: Store, outcome: str) -> None:
+    """Nor is anything run again beside a baseline that will diverge again."""
     suite = suites.load(write_suite(tmp_path, experiments(*"abc") + COMPARE))
-    put(store, suite, "b", "oom")
+    put(store, suite, "b", outcome)
     assert planned(store, suite) == ["AC"]
-    put(store, suite, "a", "oom")
+    put(store, suite, "a", outcome)
     assert planned(store, suite) == ["c"]
+    put(store, suite, "c")
+    assert planned(store, suite) == []
 
 
 def test_a_part_of_a_comparison(tmp_path: Path, store: Store) -> None:

@@ -154,6 +154,22 @@ def test_the_cause_wins_over_its_echoes(
     assert scripted.killed
 
 
+@pytest.mark.parametrize(
+    ("reports", "settled_s"),
+    [
+        ({0: ECHO, 1: ECHO}, supervise.ECHO_S),  # the third rank may know why
+        ({0: ECHO, 1: ("error", "ValueError: no")}, supervise.SETTLE_S),
+        ({0: ("error", "ValueError: no"), 1: ECHO}, supervise.SETTLE_S),
+    ],
+)
+def test_a_cause_that_is_known_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, reports: dict[int, tuple[str, str]], settled_s: float
+) -> None:
+    clock = Clock(monkeypatch)
+    assert watch(Scripted([1, 1, None], reports)).outcome == "error"
+    assert clock.now - 100 == pytest.approx(settled_s, abs=2 * supervise.POLL_S)
+
+
 def test_a_hang_names_the_rank_with_the_smallest_sequence() -> None:
     ending = watch(Scripted([None, None, None], {}))
     assert ending.outcome == "hang"

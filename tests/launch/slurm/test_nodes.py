@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,39 @@ def test_other_cards_are_named_with_their_node(kind: tuple[str, int, str]) -> No
 def test_two_tasks_never_share_a_gpu() -> None:
     shared = [replace(report, gpus=[card(*V100, 0)]) for report in node("n1", 0, V100, tasks=2)]
     assert mismatch(shared, systems.load("dgx2"), 16).startswith("wrong hardware: node n1 has 1 x Tesla V100")
+
+
+def test_on_a_shared_node_a_task_has_the_gpu_of_its_place() -> None:
+    """All GPUs for all tasks, or one for each; a task beyond those that it sees has none."""
+    cards = [card(*V100, number) for number in range(2)]
+    few = [replace(report, gpus=cards) for report in node("n1", 0, V100, tasks=2)]
+    assert mismatch(few, systems.load("dgx2"), 16) == ""
+    few[1] = replace(few[1], local=2)
+    assert mismatch(few, systems.load("dgx2"), 16) == (
+        "wrong hardware: node n1 gives task 2 2 of its GPUs: not comparable; one GPU for each task, or all for all"
+    )
+    bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=1)]
+    assert mismatch(bare, systems.load("dgx2"), 16) == (
+        "wrong hardware: node n1 has no GPU where dgx2 has 1 x NVIDIA V100 SXM3 32 GB: not comparable"
+    )
+
+
+def test_a_checkpoint_has_the_time_that_slurm_leaves_it() -> None:
+    """Most of the notice before a time limit; after SIGTERM the little that any site gives."""
+    noticed = stop.Stop("7")
+    assert not noticed
+    noticed.note(stop.REQUEUE, None)
+    assert (bool(noticed), noticed.requeue, noticed.terminated) == (True, True, False)
+    assert noticed.stop_s == 90 - 2 * stop.KILL_S
+    noticed.delay_s = 25.0
+    assert noticed.stop_s == stop.KILL_S
+    noticed.delay_s = 90.0
+    noticed.note(signal.SIGTERM, None)
+    assert (noticed.terminated, noticed.signal) == (True, "SIGUSR2")
+    assert noticed.stop_s == stop.KILL_S
+    told = stop.Stop("7")
+    told.terminate("n2")
+    assert (told.stop_s, told.requeue, told.signal) == (stop.KILL_S, False, "SIGTERM")
 
 
 def test_a_ranks_gpu() -> None:
@@ -157,6 +191,10 @@ def test_links_of_gpus_are_what_the_driver_says(monkeypatch: pytest.MonkeyPatch)
         ("interrupted", "stopped by SLURM (SIGUSR2): time limit (rank 0 ...)", "", "time-limit"),
         ("interrupted", "stopped by SLURM (SIGTERM): preempted or at its time limit", "CANCELLED by 0", "cancelled"),
         ("interrupted", "node failure on n2", "NODE_FAIL", "node-failure"),
+        ("interrupted", "stopped by SLURM (SIGUSR2): preempted (rank 0 ...)", "FAILED", "preempted"),
+        ("interrupted", "stopped by SLURM (SIGUSR2): preempted (rank 0 ...)", "TIMEOUT", "time-limit"),
+        ("interrupted", "stopped", "FAILED", "error"),
+        ("", "", "FAILED", "error"),
         ("", "", "OUT_OF_MEMORY", "out-of-memory"),
         ("", "", "RUNNING", ""),
         ("error", "rank 0 ended with exit code 7 at step 1", "", "error"),

@@ -35,6 +35,16 @@ def test_hundreds_of_jobs_take_two_calls(slurm: FakeSlurm) -> None:
     assert len(slurm.calls("squeue")) == len(slurm.calls("sacct")) == 1
 
 
+def test_how_a_job_ended_is_asked_of_the_accounting_and_of_one_that_runs_it_is_not(slurm: FakeSlurm) -> None:
+    """The queue forgets soon, and never knows the exit code."""
+    failed = {**JOB, "state": "FAILED", "exit": "7:0"}
+    slurm.set(jobs={"12_0": JOB, "12_1": failed})
+    assert Scheduler().jobs(["12_0"])["12_0"].live
+    assert slurm.calls("sacct") == []
+    assert Scheduler().jobs(["12_1"])["12_1"].exit_code == "7:0"
+    assert len(slurm.calls("sacct")) == 1
+
+
 def test_without_accounting_the_controller_is_asked_and_that_is_said(slurm: FakeSlurm) -> None:
     ended = {**JOB, "state": "NODE_FAIL", "exit": "0:9"}
     slurm.set(jobs={"12_0": ended, "12_1": {**ended, "forgotten": True}}, accounting=False)

@@ -16,6 +16,7 @@ import pytest
 
 from repro import cli, suites
 from repro.launch.slurm.allocation import srun_step
+from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.following.registry import Registry
 from repro.launch.slurm.site import profile
 from repro.results.measured import experiment_record
@@ -191,6 +192,22 @@ def test_all_that_a_profile_says_is_in_the_script(
         assert word in ranks
     assert ranks[-4:] == ["/opt/python", "-m", "module", "folder"]
     assert "torchrun" not in text
+
+
+def test_a_job_starts_again_as_often_as_the_profile_says(
+    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """submitit counts down in what it hands to the job."""
+    from submitit.core.utils import DelayedSubmission
+
+    site, results = tmp_path / "mine.toml", tmp_path / "results"
+    site.write_text('[slurm]\nrequeues = 3\n[[case]]\nmatch = "long"\nrequeues = 7\n')
+    assert submit(write_suite(tmp_path, experiments("a", "long")), site, results) == 0
+    (folder,) = (results / "jobs").glob("*/submitit")
+    handed = [DelayedSubmission.load(path) for path in sorted(folder.glob("*_submitted.pkl"))]
+    bundles = SubmissionWork.load(folder.parent).bundles
+    found = {bundles[one.function.bundle].experiments[0].name: one._timeout_countdown for one in handed}
+    assert found == {"a": 3, "long": 7}
 
 
 EVERY_KEY = """

@@ -1,0 +1,47 @@
+"""Signals as a flag."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from repro.launch.interrupt import Interrupt
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_sets_the_flag_and_a_second_one_does_not_want_to_wait(number: int) -> None:
+    for one in NUMBERS:
+        signal.signal(one, signal.default_int_handler)
+    with Interrupt() as interrupt:
+        assert (bool(interrupt), interrupt.reason, interrupt.stop_s) == (False, "", Interrupt.STOP_S)
+        os.kill(os.getpid(), number)
+        assert (interrupt.signal, interrupt.reason) == (number, "stopped by the user")
+        assert interrupt.stop_s == Interrupt.STOP_S
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (interrupt.signal, interrupt.again, interrupt.stop_s) == (number, True, 0.0)
+    assert all(signal.getsignal(one) is signal.default_int_handler for one in NUMBERS)
+
+
+def test_what_is_ignored_stays_so() -> None:
+    """`nohup repro run` goes on when its terminal is closed, and still stops when it is asked to."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not interrupt
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
