@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from repro.kernels import adamw, adamw_
 
-OPTIONS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
 
 
 def shards(*sizes: int) -> list[Tensor]:
@@ -24,7 +26,7 @@ def torch_adamw(
 ) -> list[Tensor]:
     params = [torch.nn.Parameter(p.detach().clone().to(dtype)) for p in start]
     optimizer = torch.optim.AdamW(
-        params, lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False
+        params, lr=1.0, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1, foreach=False
     )
     for step_grads, rate in zip(grads, lr, strict=True):
         optimizer.param_groups[0]["lr"] = rate
@@ -82,6 +84,18 @@ def test_fused_and_reference_agree(dtype: torch.dtype) -> None:
         for group in (0, 2, 3):
             for a, b in zip(first[group], second[group], strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [adamw_, partial(adamw_, plain=True), adamw.reference])
+def test_epsilon_is_outside_of_the_root(function: Callable[..., None]) -> None:
+    """By hand: after one step the moments, corrected, are g and g^2: p (1 - lr wd) - lr g / (|g| + eps)."""
+    master, first, second = torch.ones(1), torch.zeros(1), torch.zeros(1)
+    settings = {"beta1": 0.9, "beta2": 0.95, "eps": 0.25, "weight_decay": 0.1}
+    scalars = {"step": torch.tensor(1.0), "lr": torch.tensor(0.5)}
+    nothing = {"grad_scale": None, "found_inf": None}
+    function([master], [torch.tensor([0.75])], [first], [second], [], **settings, **scalars, **nothing)
+    assert master.item() == pytest.approx(0.95 - 0.5 * 0.75)
+    assert (first.item(), second.item()) == pytest.approx((0.075, 0.05 * 0.5625))
 
 
 def test_parameters_are_written_without_autograd() -> None:

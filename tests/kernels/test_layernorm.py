@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -78,6 +80,17 @@ def test_odd_sizes_and_strides(rows: int, h: int, seed: int) -> None:
     )
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
+
+
+def test_epsilon_is_added_to_the_variance() -> None:
+    """By hand: a row of -1 and 1 with eps 3 is halved; one of variance 3e-5 is divided by the root of 4e-5."""
+    row = torch.tensor([[-1.0, 1.0]])
+    weight, bias = torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0])
+    small = row * math.sqrt(3e-5)
+    for function in (layer_norm, partial(layer_norm, plain=True), reference):
+        torch.testing.assert_close(function(row, weight, bias, eps=3.0), torch.tensor([[0.0, 3.0]]))
+        expected = torch.tensor([[1 - 2 * math.sqrt(0.75), 1 + 4 * math.sqrt(0.75)]])
+        torch.testing.assert_close(function(small, weight, bias), expected)
 
 
 def test_sizes_that_do_not_agree() -> None:
