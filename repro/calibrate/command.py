@@ -53,9 +53,9 @@ def calibrate(
     """
     path = _checked(output or Path(f"{system}-calibrated.toml"))
     if profile is None and nodes:
-        raise ConfigError("--nodes", nodes, "with --profile, whose cluster has them")
+        raise ConfigError("--nodes", nodes, says="needs --profile, whose cluster has them")
     if profile is not None and suite is not None:
-        raise ConfigError("--suite", str(suite), "without --profile: a twin runs on this machine")
+        raise ConfigError("--suite", str(suite), says="goes without --profile: a twin runs on this machine")
     machine: Machine = (
         Here(system, gpus, target=TWIN_TARGET if suite is not None else "")
         if profile is None
@@ -91,7 +91,10 @@ def _checked(path: Path) -> Path:
     """`path`, or the error that would come after the minute that measuring takes."""
     require(path.suffix == ".toml", "--output", str(path), "a file that ends in .toml")
     require(
-        path.stem not in names(), "--output", str(path), f"not the name of a packaged system, {path.stem}"
+        path.stem not in names(),
+        "--output",
+        str(path),
+        f"a file that is not called as the packaged system {path.stem}",
     )
     folder = path.parent
     require(folder.is_dir(), "--output", str(path), "a file in a folder that exists")

@@ -91,7 +91,7 @@ class Nodes:
         most = self.site.ranks_per_node
         require(nodes >= 1, "--nodes", nodes, "a number of nodes, 1 or more")
         require(
-            0 <= per_node <= most, "--gpus", per_node, f"ranks of a node, at most {most} by {profile_file}"
+            0 <= per_node <= most, "--gpus", per_node, f"1 to {most}, the ranks of a node by {profile_file}"
         )
         self.folder = output.absolute().parent
         errand.check_place(self.site, self.folder)
@@ -112,7 +112,7 @@ class Nodes:
         try:
             known = Scheduler().partitions()
         except SchedulerError as error:
-            raise ConfigError("--profile", file, f"SLURM does not answer: {error}") from None
+            raise ConfigError("--profile", file, says=f"SLURM does not answer: {error}") from None
         partition = check_partition(known, self.site.slurm.partition, file=file, where="slurm")
         check.fits(self.site, partition)
         expected = f"at most {partition.nodes}, what partition {partition.name} has"

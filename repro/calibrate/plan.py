@@ -37,7 +37,9 @@ def of_suite(suite: Suite, system: str, ranks: int, quick: bool) -> list[Experim
             alone = replace(e, network=None, training=training, limits=LIMITS)
             found.setdefault(alone.key, alone)
     if not found:
-        raise ConfigError("--suite", suite.file, f"experiments of {ranks} ranks of system {system}")
+        raise ConfigError(
+            "--suite", suite.file, f"a suite with experiments of {ranks} ranks of system {system}"
+        )
     return list(found.values())
 
 

@@ -135,7 +135,7 @@ class Reader:
             got = os.preadv(self._open[path], [raw[done:]], at + done)
             if not got:
                 raise ConfigError(
-                    f"ends before byte {at + len(raw)}", expected="the whole file", file=str(path)
+                    f"ends before byte {at + len(raw)}", says="the file is not whole", file=str(path)
                 )
             done += got
         self.bytes_read += done

@@ -177,8 +177,10 @@ def load(folder: Path) -> Index:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        what = "an index as `repro run` writes it; remove the folder to go on from the checkpoint before"
-        raise ConfigError("not an index", expected=what, file=str(path)) from None
+        what = (
+            "needs an index as `repro run` writes it; remove the folder to go on from the checkpoint before"
+        )
+        raise ConfigError("not an index", says=what, file=str(path)) from None
 
 
 def check_files(folder: Path, index: Index) -> None:
@@ -187,7 +189,7 @@ def check_files(folder: Path, index: Index) -> None:
         path = folder / name
         hint = "remove the folder to go on from the checkpoint before"
         if not path.is_file():
-            raise ConfigError("is missing", expected=f"{size} bytes; {hint}", file=str(path))
+            raise ConfigError("is missing", says=f"it has {size} bytes; {hint}", file=str(path))
         if path.stat().st_size != size:
             raise ConfigError("size", path.stat().st_size, f"{size} bytes; {hint}", file=str(path))
 
@@ -209,7 +211,7 @@ def reading(
                 reader.read(folder / piece.file, at, piece.rectangle, part, wanted.view(into, part))
                 found += part.size
         if found != wanted.size:
-            right = f"{wanted.size} elements at {tuple(wanted)}; the index has {found} of them"
-            raise ConfigError(name, expected=right, file=str(folder / FILE))
+            right = f"needs {wanted.size} elements at {tuple(wanted)}; the index has {found} of them"
+            raise ConfigError(name, says=right, file=str(folder / FILE))
 
     return read

@@ -173,5 +173,9 @@ class Ledger:
         known = [claim.id for claim in self.claims]
         near = difflib.get_close_matches(claim_id, known, n=3, cutoff=0.4)
         near += [k for k in known if claim_id and claim_id in k and k not in near][: 3 - len(near)]
-        hint = f"did you mean {' or '.join(near)}?" if near else "a claim's id; `repro claims` lists them"
-        raise ConfigError("claim", claim_id, hint)
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else "must be a claim's id; `repro claims` lists them"
+        )
+        raise ConfigError("claim", claim_id, says=hint)

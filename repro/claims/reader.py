@@ -102,7 +102,7 @@ def _claim(
     for row in rows:
         if row.metric == "limit" and not steps:
             raise ConfigError(
-                "steps", expected="is missing: the sizes that the source tried (a row has metric limit)"
+                "steps", says="is missing: the sizes that the source tried (a row has metric limit)"
             )
     if not any(row.main for row in rows):
         rows = [dataclasses.replace(row, main=True) for row in rows]
@@ -203,7 +203,7 @@ def _row(
         unit = _one_of("unit", _unit(entry, claim), UNITS)
         if entry.blind and not entry.simulated:
             raise ConfigError(
-                "blind", entry.blind, "with simulated evidence, today's answer to the same question"
+                "blind", entry.blind, says="needs simulated evidence, today's answer to the same question"
             )
         number: Printed | None
         try:
@@ -227,7 +227,7 @@ def _row(
                 evidence.append(dataclasses.replace(found, origin=the.ITSELF) if entry.given else found)
         if entry.calibrates and not entry.simulated:
             raise ConfigError(
-                "calibrates", entry.calibrates, "with simulated evidence, which then gets no verdict"
+                "calibrates", entry.calibrates, says="needs simulated evidence, which then gets no verdict"
             )
         if number is None and any(item.expect is None for item in evidence):
             raise ConfigError(
@@ -269,11 +269,11 @@ def _evidence(
         raise ConfigError("scale", item.scale, "published scale, one rank of N, or scaled twin")
     if item.scale == the.SCALED_TWIN and metric not in ("exact", "ratio") and not item.expect:
         raise ConfigError(
-            "expect", expected="is missing: a scaled twin is compared with the formula at its own scale"
+            "expect", says="is missing: a scaled twin is compared with the formula at its own scale"
         )
     if kind == the.EMULATED and (item.expect or metric != "ratio"):
-        right = "with the metric ratio, against the published value: of a twin only ratios are alike"
-        raise ConfigError(the.EMULATED, item.value, right)
+        right = "needs the metric ratio, against the published value: of a twin only ratios are alike"
+        raise ConfigError(the.EMULATED, item.value, says=right)
     fallback = "exact" if item.expect else metric
     return the.Evidence(
         kind=kind,
@@ -292,7 +292,7 @@ def _expression(
         expression = parse(text)
         check(expression, functions, frozenset(variables) | frozenset(CONSTANTS))
     except ExpressionError as error:
-        raise ConfigError(key, text, str(error)) from None
+        raise ConfigError(key, text, says=str(error)) from None
     return expression
 
 
@@ -301,8 +301,8 @@ def _one_of(key: str, value: str, known: Collection[str]) -> str:
         import difflib
 
         near = difflib.get_close_matches(value, list(known), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(k for k in known if k)}"
-        raise ConfigError(key, value, hint)
+        hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(k for k in known if k)}"
+        raise ConfigError(key, value, says=hint)
     return value
 
 
@@ -310,4 +310,4 @@ def _number(key: str, text: str) -> Printed:
     try:
         return read(text)
     except ValueError as error:
-        raise ConfigError(key, text, str(error)) from None
+        raise ConfigError(key, text, says=str(error)) from None

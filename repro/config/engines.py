@@ -145,7 +145,7 @@ def check(engine: str, layout: Layout, training: Training) -> None:
 
     for key, allowed in ENGINES[engine]:
         if getattr(layout if hasattr(layout, key) else training, key) not in allowed:
-            words = [right if isinstance(right, str) else f"{key} = {right}".lower() for right in allowed]
+            words = [right if isinstance(right, str) else str(right).lower() for right in allowed]
             refuse(key, " or ".join(words))
     for key, refused, right in COMBINATIONS.get(engine, ()):
         if refused(layout, training):

@@ -10,32 +10,44 @@ _UNSET: Any = object()
 class ConfigError(ValueError):
     """Bad input from a person.  `str(error)` is one line; commands print it and exit with code 2.
 
-    `key` and `value` name what was written, `expected` says what would be right.  Code that does
-    not know the file leaves it out; whoever reads the file adds it with `within`.
+    `key` and `value` name what was written, `expected` what it must be; where that is no sentence (a key that is
+    unknown, something beside it that is needed), `says` is one.  Code that does not know the file leaves it out;
+    whoever reads the file adds it with `within`.
     """
 
-    def __init__(self, key: str, value: Any = _UNSET, expected: str = "", *, file: str = "", where: str = ""):
-        self.key, self.value, self.expected, self.file, self.where = key, value, expected, file, where
-        super().__init__(key, value, expected, file, where)
+    def __init__(
+        self,
+        key: str,
+        value: Any = _UNSET,
+        expected: str = "",
+        *,
+        says: str = "",
+        file: str = "",
+        where: str = "",
+    ):
+        self.key, self.value, self.file, self.where = key, value, file, where
+        self.expected, self.says = expected, says
+        super().__init__(key, value, expected, says, file, where)
 
     def within(self, *, file: str = "", where: str = "") -> ConfigError:
         """The same error, placed in a file and in a table of that file."""
-        return ConfigError(
-            self.key,
-            self.value,
-            self.expected,
-            file=self.file or file,
-            where=".".join(part for part in (where, self.where) if part),
-        )
+        where = ".".join(part for part in (where, self.where) if part)
+        return self.about(self.key, file=self.file or file, where=where)
+
+    def about(self, key: str, *, file: str = "", where: str = "") -> ConfigError:
+        """The same said of the value of `key`, in this place and in no other."""
+        return ConfigError(key, self.value, self.expected, says=self.says, file=file, where=where)
 
     def __str__(self) -> str:
         key = ".".join(part for part in (self.where, self.key) if part)
-        text = key if self.value is _UNSET else f"{key} = {self.value!r}"
-        line = ": ".join(part for part in (self.file, text, self.expected) if part)
+        value = str(self.value).lower() if isinstance(self.value, bool) else repr(self.value)
+        text = key if self.value is _UNSET else f"{key} = {value}"
+        right = self.says or (f"must be {self.expected}" if self.expected else "")
+        line = ": ".join(part for part in (self.file, text, right) if part)
         return " ".join(line.split())
 
 
-def require(condition: bool, key: str, value: Any, expected: str) -> None:
+def require(condition: bool, key: str, value: Any, expected: str = "", *, says: str = "") -> None:
     """Raise `ConfigError` unless `condition` holds."""
     if not condition:
-        raise ConfigError(key, value, expected)
+        raise ConfigError(key, value, expected, says=says)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
+_NUMBERS = {"int": "a whole number", "float": "a number"}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError("not TOML", expected=str(error), file=str(path)) from None
+        raise ConfigError("not TOML", says=str(error), file=str(path)) from None
 
 
 @cache
@@ -62,7 +63,13 @@ def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
                 if near
                 else f"unknown key; known are {', '.join(known)}"
             )
-            raise ConfigError(key, data[key], hint, file=file, where=where)
+            raise ConfigError(key, data[key], says=hint, file=file, where=where)
+    for field in dataclasses.fields(cls):
+        value = data.get(field.name)
+        if field.type in _NUMBERS and isinstance(
+            value, (bool, str)
+        ):  # pydantic takes true for 1 and "4" for 4
+            raise ConfigError(field.name, value, _NUMBERS[str(field.type)], file=file, where=where)
     try:
         return _adapter(cls).validate_python(data, strict=False)
     except ConfigError as error:
@@ -74,8 +81,8 @@ def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
             raise cause.within(file=file, where=where) from None
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "missing":
-            raise ConfigError(key, expected="is missing", file=file, where=where) from None
-        right = first["msg"].lower()
+            raise ConfigError(key, says="is missing", file=file, where=where) from None
+        right = first["msg"].lower().removeprefix("input should be ")
         if first["type"] == "enum":
             right = "one of " + first["ctx"]["expected"].replace("'", "").replace(" or ", ", ")
         raise ConfigError(key, first["input"], right, file=file, where=where) from None

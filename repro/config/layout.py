@@ -104,7 +104,9 @@ class Layout:
         ):
             require(getattr(self, key) in known, key, getattr(self, key), f"one of {', '.join(known)}")
         object.__setattr__(self, "kernels", OperatorSet(self.kernels))
-        require(not self.sp or self.tp > 1, "sp", self.sp, "tp > 1, since sp splits over the tp group")
+        require(
+            not self.sp or self.tp > 1, "sp", self.sp, says="needs tp > 1, since sp splits over the tp group"
+        )
         self._check_batches()
         self._check_zero()
         self._check_pipeline()
@@ -129,7 +131,7 @@ class Layout:
             self.zero1_reduce == "reduce-scatter" or self.zero == 1,
             "zero1_reduce",
             self.zero1_reduce,
-            f"zero = 1, the only stage it exists for (here zero = {self.zero})",
+            says=f"needs zero = 1, the only stage it exists for (here zero = {self.zero})",
         )
         require(
             self.gradient_as_bucket_view or (self.zero == 0 and self.dp > 1),
@@ -166,12 +168,17 @@ class Layout:
             self.chunks,
             "at least 2 with schedule = interleaved" if interleaved else "1 unless schedule = interleaved",
         )
-        require(not interleaved or self.pp > 1, "schedule", self.schedule, "pp > 1, or no stage to wait for")
+        require(
+            not interleaved or self.pp > 1,
+            "schedule",
+            self.schedule,
+            says="needs pp > 1, or there is no stage to wait for",
+        )
         require(
             not interleaved or self.accumulation % self.pp == 0,
             "global_batch",
             self.global_batch,
-            f"micro-batches in multiples of pp = {self.pp} with schedule = interleaved "
+            says=f"needs micro-batches in multiples of pp = {self.pp} with schedule = interleaved "
             f"(here global_batch / dp / micro_batch = {self.accumulation})",
         )
         require(
@@ -190,7 +197,7 @@ class Layout:
             not self.scatter_gather or (self.tp > 1 and self.pp > 1 and not self.sp),
             "scatter_gather",
             self.scatter_gather,
-            "tp > 1 and pp > 1 without sp, under which boundary tensors are split already",
+            says="needs tp > 1 and pp > 1 without sp, under which boundary tensors are split already",
         )
 
     def _check_checkpoints(self) -> None:
@@ -199,19 +206,19 @@ class Layout:
                 self.recompute or not getattr(self, key),
                 key,
                 getattr(self, key),
-                "recompute = true, since it is about activation checkpoints",
+                says="needs recompute = true, since it is about activation checkpoints",
             )
         require(
             not self.pa or (self.tp > 1 and not self.sp),
             "pa",
             self.pa,
-            "tp > 1 without sp, under which checkpoints are split already",
+            says="needs tp > 1 without sp, under which checkpoints are split already",
         )
         require(
             not self.pa_cpu or self.pa or self.tp == 1 or self.sp,
             "pa_cpu",
             self.pa_cpu,
-            "pa = true, or every tp rank sends the same checkpoint to the host",
+            says="needs pa = true, or every tp rank sends the same checkpoint to the host",
         )
 
     def _check_sizes(self) -> None:
@@ -276,12 +283,12 @@ class Layout:
             not self.sp or model.seq % self.tp == 0,
             "sp",
             self.sp,
-            f"tp = {self.tp} to divide seq = {model.seq} ({model.name})",
+            says=f"needs tp = {self.tp} to divide seq = {model.seq} ({model.name})",
         )
         parts = self.pp * self.chunks
         what = f"layers = {model.layers} ({model.name})"
-        times = f"pp * chunks = {parts}, " if self.chunks > 1 else ""
-        require(parts <= model.layers, "pp", self.pp, f"{times}at most {what}")
+        times = f"pp * chunks = {parts} must be " if self.chunks > 1 else "must be "
+        require(parts <= model.layers, "pp", self.pp, says=f"{times}at most {what}")
         if self.stage_layers:
             total = sum(self.stage_layers)
             require(
@@ -295,5 +302,5 @@ class Layout:
                 model.layers % parts == 0,
                 "pp",
                 self.pp,
-                f"{times}a divisor of {what}, or stage_layers with {parts} numbers that add up to it",
+                says=f"{times}a divisor of {what}, or stage_layers with {parts} numbers that add up to it",
             )

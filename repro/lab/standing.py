@@ -43,7 +43,7 @@ def find() -> Standing | None:
 def up(network: EmulatedNetwork) -> Standing:
     """Make a network and leave it.  Raises `ConfigError` if one is up, `NoNetwork` if it cannot be had."""
     if (there := find()) is not None:
-        raise ConfigError("lab", str(there.network), "is up; `repro lab down` takes it down")
+        raise ConfigError("lab", str(there.network), says="is up; `repro lab down` takes it down")
     keeper = start_keeper("--stay")
     try:
         facts = ask(keeper, network)
@@ -69,5 +69,5 @@ def needed() -> Standing:
     """The network that is up.  Raises `ConfigError` if there is none."""
     there = find()
     if there is None:
-        raise ConfigError("lab", expected="no network is up; `repro lab up` makes one")
+        raise ConfigError("lab", says="no network is up; `repro lab up` makes one")
     return there

@@ -39,8 +39,10 @@ def trials_of(
     if system not in launch.DEVICES:
         raise ConfigError("system", system, f"one of {', '.join(launch.DEVICES)} with --measure")
     if asked.expandable:
-        what = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in its place with --measure, where torch allocates"
-        raise ConfigError("expandable", expected=what)
+        what = (
+            "must be PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with --measure, where torch allocates"
+        )
+        raise ConfigError("expandable", says=what)
     limit = memory_bytes(asked.memory_limit)
     on = _this_machine(system, limit)
     world = gpus
@@ -65,8 +67,8 @@ def _this_machine(system: str, limit: int | None) -> System:
     on_cpu = launch.DEVICES[system] == "cpu"
     if on_cpu:
         if limit is None:
-            what = "needed on processor cores: what one process may allocate, say 500MB"
-            raise ConfigError("memory_limit", expected=what)
+            what = "is needed on processor cores: what one process may allocate, say 500MB"
+            raise ConfigError("memory_limit", says=what)
         nothing = replace(on.context_bytes, value=0, source="a processor has no CUDA context")
         return replace(on, context_bytes=nothing)
     return on

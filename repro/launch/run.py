@@ -41,7 +41,7 @@ def run(
         return
     if system:
         raise ConfigError(
-            "--system", system, f"--evidence {SIMULATED}; measured runs use the machine at hand"
+            "--system", system, says=f"needs --evidence {SIMULATED}; measured runs use the machine at hand"
         )
     runnable = [_here(suite, entries) for suite, entries in selected]
     for (suite, entries), (here, needs) in zip(selected, runnable, strict=True):
@@ -91,4 +91,4 @@ def _nothing_here(suite: Suite, entries: list[Entry], needs: dict[str, str]) -> 
     place = f'{suite.file}: experiment "{first.name}"'
     if len(entries) > 1:
         place = f'{suite.file}: {len(entries)} experiments, the first of them "{first.name}"'
-    return ConfigError("not run", expected=f"needs {needs[first.name]}", file=place)
+    return ConfigError("not run", says=f"needs {needs[first.name]}", file=place)

@@ -61,7 +61,7 @@ def _prepared(suite: Suite, entries: list[Entry]) -> tuple[dict[str, System], di
     if all(missing.values()):
         first = experiments[0].name
         place = f'{suite.file}: experiment "{first}"'
-        raise ConfigError("not simulated", expected=f"needs {missing[first]}", file=place)
+        raise ConfigError("not simulated", says=f"needs {missing[first]}", file=place)
     return {experiment.name: system_of(experiment) for experiment in experiments}, missing
 
 

@@ -44,7 +44,7 @@ def load(name: str | Path) -> Model:
     if table is None:
         near = difflib.get_close_matches(text, names(), n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`repro models` lists them"
-        raise ConfigError("model", text, f"no such model; {hint}")
+        raise ConfigError("model", text, says=f"no such model; {hint}")
     return _model(table, path)
 
 

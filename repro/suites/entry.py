@@ -117,9 +117,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
     """The `number`-th experiment of a file.  Raises `ConfigError`."""
     name = data.get("name") if isinstance(data, dict) else None
     if not isinstance(name, str) or not name:
-        raise ConfigError(
-            "name", expected=f"is missing in [[experiment]] number {number}", file=from_file.file
-        )
+        raise ConfigError("name", says=f"is missing in [[experiment]] number {number}", file=from_file.file)
     place = f'{from_file.file}: experiment "{name}"'
     data, defaults = _spelled(data, place), from_file.defaults
     for section in _PARTS:
@@ -127,7 +125,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
             raise ConfigError(section, data[section], "a table", file=place)
     row = build(_Row, {**defaults, **{k: v for k, v in data.items() if k not in _PARTS}}, file=place)
     if not row.model:
-        raise ConfigError("model", expected="is missing: the name of a model, see `repro models`", file=place)
+        raise ConfigError("model", says="is missing: the name of a model, see `repro models`", file=place)
     if row.expect and row.expect not in OUTCOMES:
         right = f'one of {", ".join(OUTCOMES)}, or "" where nothing is expected'
         raise ConfigError("expect", row.expect, right, file=place)
@@ -138,7 +136,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
         """Say where in the file the value comes from."""
         found = [level.where for level in levels.get(part, []) if error.key in level.table]
         where = found[-1] if found else error.where or part
-        return ConfigError(error.key, error.value, error.expected, file=place, where=where)
+        return error.about(error.key, file=place, where=where)
 
     def part(key: str, cls: type[T]) -> T:
         table: dict[str, Any] = {}
@@ -192,7 +190,9 @@ def _levels(part: str, data: Mapping[str, Any], from_file: Shared, place: str) -
     if chosen not in from_file.named[tables]:
         known = tuple(from_file.named[tables])
         right = unknown(str(chosen), known, part) if known else f"unknown {part}; the file has no [{tables}]"
-        raise ConfigError(USE, chosen, right, file=place, where=part if USE in own else f"defaults.{part}")
+        raise ConfigError(
+            USE, chosen, says=right, file=place, where=part if USE in own else f"defaults.{part}"
+        )
     named = _Level(f"{tables}.{chosen}", from_file.named[tables][str(chosen)])
     levels.insert(1 if USE in own else 0, named)
     return levels
@@ -232,8 +232,8 @@ def _data(training: Training, model: Model) -> None:
     """Find out here what a rank would only find out when it opens its data."""
     if training.data in _DATA:
         if training.data == "shakespeare-gpt2" and model.vocab < 50257:
-            expected = f"a model with GPT-2's vocabulary of 50257 ({model.name} has {model.vocab})"
-            raise ConfigError("data", training.data, expected, where="training")
+            needed = f"needs a model with GPT-2's vocabulary of 50257 ({model.name} has {model.vocab})"
+            raise ConfigError("data", training.data, says=needed, where="training")
         return
     path = Path(training.data).expanduser()
     if path.suffix not in (".txt", ".bin") or not path.is_file():
@@ -244,7 +244,7 @@ def _data(training: Training, model: Model) -> None:
 def _known(key: str, value: Any, cls: type[Any], *, file: str, where: str) -> None:
     known = (*cls.__dataclass_fields__, *(("world",) if cls is Layout else ()))
     if key not in known:
-        raise ConfigError(key, value, unknown(key, known), file=file, where=where)
+        raise ConfigError(key, value, says=unknown(key, known), file=file, where=where)
 
 
 def unknown(key: str, known: tuple[str, ...], what: str = "key") -> str:

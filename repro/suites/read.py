@@ -67,14 +67,14 @@ def parse(data: dict[str, Any], *, file: str) -> Suite:
     tables = ("suite", "defaults", "models", "layouts", "networks", "experiment", "compare")
     for key in data:
         if key not in tables:
-            raise ConfigError(key, expected=unknown(key, tables), file=file)
+            raise ConfigError(key, says=unknown(key, tables), file=file)
     if "suite" not in data:
-        raise ConfigError("suite", expected="is missing: a table [suite] with a name", file=file)
+        raise ConfigError("suite", says="is missing: a table [suite] with a name", file=file)
     head = build(_Head, data["suite"], file=file, where="suite")
     from_file = shared(data, file)
     rows = _tables(data, "experiment", file)
     if not rows:
-        raise ConfigError("experiment", expected="is missing: at least one [[experiment]] table", file=file)
+        raise ConfigError("experiment", says="is missing: at least one [[experiment]] table", file=file)
     entries = [read_entry(row, from_file, number) for number, row in enumerate(rows, 1)]
     _distinct(entries, file)
     _continued(entries, file)
@@ -100,7 +100,7 @@ def _distinct(entries: list[Entry], file: str) -> None:
             raise ConfigError("name", name, "a name that no other experiment has", file=file)
         if key in keys:
             right = f'has the same conditions as "{keys[key]}"; leave one of them out'
-            raise ConfigError(f'experiment "{name}"', expected=right, file=file)
+            raise ConfigError(f'experiment "{name}"', says=right, file=file)
         names.add(name)
         keys[key] = name
 
@@ -116,7 +116,7 @@ def _continued(entries: list[Entry], file: str) -> None:
         where = "training"
         if name not in known or name == experiment.name:
             right = unknown(name, tuple(other for other in known if other != experiment.name), "experiment")
-            raise ConfigError("continues", name, right, file=place, where=where)
+            raise ConfigError("continues", name, says=right, file=place, where=where)
         first = known[name]
         if not first.training.checkpoint_every:
             right = "an experiment with checkpoint_every of 1 or more"
@@ -148,10 +148,10 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
     for key, name in [("baseline", row.baseline), *(("subjects", subject) for subject in row.subjects)]:
         if name not in known:
             raise ConfigError(
-                key, name, unknown(name, tuple(known), "experiment"), file=file, where="compare"
+                key, name, says=unknown(name, tuple(known), "experiment"), file=file, where="compare"
             )
         if names.count(name) > 1:
-            raise ConfigError(key, name, "each experiment once", file=file, where="compare")
+            raise ConfigError(key, name, says="names an experiment twice", file=file, where="compare")
     if not row.subjects:
         raise ConfigError("subjects", row.subjects, "at least one experiment", file=file, where="compare")
     if row.rounds < 1:

@@ -37,7 +37,7 @@ def load(name: str | Path) -> System:
             near = difflib.get_close_matches(str(name), names(), n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                "system", str(name), f"{hint}known are {', '.join(names())}, or the path of a .toml file"
+                "system", str(name), says=f"{hint}known are {', '.join(names())}, or the path of a .toml file"
             )
         return _known(FILES / f"{name}.toml")
     return _read(path)
@@ -56,7 +56,7 @@ def _read(path: Path) -> System:
 def parse(data: dict[str, Any], *, name: str, file: str) -> System:
     """The system in the tables of a file.  `name` is the file's name and is not repeated inside."""
     if "name" in data:
-        raise ConfigError("name", data["name"], "no such key: a system is called as its file", file=file)
+        raise ConfigError("name", data["name"], says="no such key: a system is called as its file", file=file)
     tables = _quantities(System, dict(data, name=name), file, "")
     if "device" in tables:
         tables["device"] = _device(tables["device"], file)

@@ -123,7 +123,7 @@ NOT_FOR_STOCK_MODULES = (
 def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
     for key, wanted, why in NOT_FOR_STOCK_MODULES:
         if getattr(layout, key) != wanted:
-            raise ConfigError(key, getattr(layout, key), f"{wanted}: {why}")
+            raise ConfigError(key, getattr(layout, key), f"{str(wanted).lower()}: {why}")
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group(_backend(device))
     world = dist.get_world_size() if dist.is_initialized() else 1

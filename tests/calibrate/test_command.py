@@ -134,9 +134,12 @@ def test_a_rank_that_fails_is_an_outcome(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--system", "dgx2"], "--system = 'dgx2': one of local, local-gpu"),
-        (["--system", "local", "--gpus", "-1"], "--gpus = -1: a number of ranks, 1 or more"),
-        (["--system", "local", "--output", "here.json"], "--output = 'here.json': a file that ends in .toml"),
+        (["--system", "dgx2"], "--system = 'dgx2': must be one of local, local-gpu"),
+        (["--system", "local", "--gpus", "-1"], "--gpus = -1: must be a number of ranks, 1 or more"),
+        (
+            ["--system", "local", "--output", "here.json"],
+            "--output = 'here.json': must be a file that ends in .toml",
+        ),
         (["--system", "local", "--output", "dgx2.toml"], "not the name of a packaged system"),
         (["--system", "local", "--output", "no/such/folder/a.toml"], "a file in a folder that exists"),
         (["--system", "local-gpu"], "a machine with CUDA devices; none is visible here"),
@@ -146,7 +149,10 @@ def test_a_rank_that_fails_is_an_outcome(
             ["--system", "dgx2", "--profile", "lab.toml"],
             "--system = 'dgx2': local, which the nodes of lab.toml",
         ),
-        (["--system", "local", "--profile", "lab.toml", "--nodes", "-1"], "--nodes = -1: a number of nodes"),
+        (
+            ["--system", "local", "--profile", "lab.toml", "--nodes", "-1"],
+            "--nodes = -1: must be a number of nodes",
+        ),
         (
             ["--system", "local", "--profile", "lab.toml", "--gpus", "3"],
             "--gpus = 3: ranks of a node, at most 2",

@@ -185,7 +185,7 @@ def test_another_name_is_continued_only_where_it_is_asked_for(tmp_path: Path) ->
     asked = replace(other, training=replace(other.training, continues="tiny"))
     assert [found["step"] for found in start(asked, tmp_path).resumed] == [HALF]
     lost = replace(other, training=replace(other.training, continues="nobody"))
-    with pytest.raises(ValueError, match=r"continues = 'nobody': an experiment .* run it first"):
+    with pytest.raises(ValueError, match=r"continues = 'nobody': must be an experiment .* run it first"):
         start(lost, tmp_path)
 
 

@@ -25,19 +25,19 @@ CASES = {
     # what is wrong: (the suite's text, the line after the file's name)
     "heads by tp": (
         EXPERIMENT + "layout.tp = 3",
-        'experiment "a": layout.tp = 3: a divisor of heads = 4 (tiny)',
+        'experiment "a": layout.tp = 3: must be a divisor of heads = 4 (tiny)',
     ),
     "heads by tp, inherited": (
         "[defaults.layout]\ntp = 3\n" + EXPERIMENT,
-        'experiment "a": defaults.layout.tp = 3: a divisor of heads = 4 (tiny)',
+        'experiment "a": defaults.layout.tp = 3: must be a divisor of heads = 4 (tiny)',
     ),
     "world": (
         EXPERIMENT + "layout = { dp = 2, tp = 2, world = 8 }",
-        'experiment "a": layout.world = 8: tp x pp x dp = 2 x 1 x 2 = 4',
+        'experiment "a": layout.world = 8: must be tp x pp x dp = 2 x 1 x 2 = 4',
     ),
     "batch": (
         EXPERIMENT + "layout = { dp = 2, micro_batch = 3, global_batch = 8 }",
-        'experiment "a": layout.global_batch = 8: a multiple of dp * micro_batch = 2 * 3 = 6',
+        'experiment "a": layout.global_batch = 8: must be a multiple of dp * micro_batch = 2 * 3 = 6',
     ),
     "unknown key": (
         EXPERIMENT + "layout.zerro = 1",
@@ -54,43 +54,51 @@ CASES = {
     "unknown table": ("[default]\n" + EXPERIMENT, "default: unknown key; did you mean defaults?"),
     "negative size": (
         EXPERIMENT + "layout.micro_batch = -4",
-        'experiment "a": layout.micro_batch = -4: a whole number of at least 1',
+        'experiment "a": layout.micro_batch = -4: must be a whole number of at least 1',
+    ),
+    "truth for a number": (
+        EXPERIMENT + "layout.dp = true",
+        'experiment "a": layout.dp = true: must be a whole number',
+    ),
+    "text for a number": (
+        EXPERIMENT + 'training.lr = "1e-3"',
+        "experiment \"a\": training.lr = '1e-3': must be a number",
     ),
     "negative limit": (
         EXPERIMENT + "limits.memory_bytes = -1",
-        'experiment "a": limits.memory_bytes = -1: 0 (no limit) or more',
+        'experiment "a": limits.memory_bytes = -1: must be 0 (no limit) or more',
     ),
     "wrong type": (
         EXPERIMENT + 'training.steps = "many"',
-        "experiment \"a\": training.steps = 'many': input should be a valid integer",
+        "experiment \"a\": training.steps = 'many': must be a whole number",
     ),
     "too long": (
         EXPERIMENT + "training.seq = 1000",
-        'experiment "a": training.seq = 1000: at most the model\'s 16 positions',
+        'experiment "a": training.seq = 1000: must be at most the model\'s 16 positions',
     ),
     "nothing timed": (
         EXPERIMENT + "training = { steps = 3, untimed_steps = 3 }",
-        'experiment "a": training.untimed_steps = 3: fewer than steps = 3',
+        'experiment "a": training.untimed_steps = 3: must be fewer than steps = 3',
     ),
     "engine": (
         EXPERIMENT + 'engine = "alpa"',
-        "experiment \"a\": engine = 'alpa': one of native, torch, deepspeed, megatron",
+        "experiment \"a\": engine = 'alpa': must be one of native, torch, deepspeed, megatron",
     ),
     "torch has no P_a": (
         EXPERIMENT + 'engine = "torch"\nlayout = { tp = 2, recompute = true, pa = true }',
-        'experiment "a": layout.pa = True: pa = false with engine torch',
+        'experiment "a": layout.pa = true: must be false with engine torch',
     ),
     "expectation": (
         EXPERIMENT + 'expect = "fail"',
-        "experiment \"a\": expect = 'fail': one of ok, oom, diverged",
+        "experiment \"a\": expect = 'fail': must be one of ok, oom, diverged",
     ),
     "data that is not there": (
         EXPERIMENT + 'training.data = "nowhere.txt"',
-        "experiment \"a\": training.data = 'nowhere.txt': synthetic, shakespeare, shakespeare-gpt2, or",
+        "experiment \"a\": training.data = 'nowhere.txt': must be synthetic, shakespeare, shakespeare-gpt2, or",
     ),
     "data for another vocabulary": (
         EXPERIMENT + 'training.data = "shakespeare-gpt2"',
-        "experiment \"a\": training.data = 'shakespeare-gpt2': a model with GPT-2's vocabulary of 50257",
+        "experiment \"a\": training.data = 'shakespeare-gpt2': needs a model with GPT-2's vocabulary of 50257",
     ),
     "no model": ('[[experiment]]\nname = "a"', 'experiment "a": model: is missing'),
     "unknown model": (
@@ -98,20 +106,23 @@ CASES = {
         "experiment \"a\": model = 'gpt2-1.5': no such model; did you mean gpt2-1.5b",
     ),
     "no name": (EXPERIMENT + "[[experiment]]\nlayout.dp = 2", "name: is missing in [[experiment]] number 2"),
-    "same name": (EXPERIMENT + EXPERIMENT, "name = 'a': a name that no other experiment has"),
+    "same name": (EXPERIMENT + EXPERIMENT, "name = 'a': must be a name that no other experiment has"),
     "same conditions": (
         EXPERIMENT + EXPERIMENT.replace('"a"', '"b"'),
         'experiment "b": has the same conditions as "a"; leave one of them out',
     ),
     "no experiment": ("", "experiment: is missing: at least one [[experiment]] table"),
-    "single brackets": ('[experiment]\nname = "a"', "experiment: [[experiment]] tables, in double brackets"),
+    "single brackets": (
+        '[experiment]\nname = "a"',
+        "experiment: must be [[experiment]] tables, in double brackets",
+    ),
     "worlds in a comparison": (
         EXPERIMENT + OTHER + 'layout.dp = 2\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
-        'compare with baseline "a": experiment "b": layout.world = 2: 1 as in "a": they share one launch',
+        'compare with baseline "a": experiment "b": layout.world = 2: must be 1 as in "a": they share one launch',
     ),
     "worlds in a launch": (
         EXPERIMENT + 'launch = "x"\n' + OTHER + 'launch = "x"\nlayout.tp = 2',
-        'launch "x": experiment "b": layout.world = 2: 1 as in "a": they share one launch',
+        'launch "x": experiment "b": layout.world = 2: must be 1 as in "a": they share one launch',
     ),
     "networks in a comparison": (
         EXPERIMENT
@@ -119,24 +130,24 @@ CASES = {
         + OTHER
         + 'layout.dp = 2\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
         'compare with baseline "a": experiment "b": network = \'none\': '
-        "'2 nodes x 1 ranks, between 8e+06' as in \"a\": they share one launch",
+        "must be '2 nodes x 1 ranks, between 8e+06' as in \"a\": they share one launch",
     ),
     "network of another world": (
         EXPERIMENT + "layout.dp = 4\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }",
-        'experiment "a": network.nodes x ranks_per_node = 2: as many ranks as tp x pp x dp = 4',
+        'experiment "a": network.nodes x ranks_per_node = 2: must be as many ranks as tp x pp x dp = 4',
     ),
     "network without a rate": (
         EXPERIMENT + "layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1 }",
-        'experiment "a": network.between = 0.0: bytes/s of a node\'s link',
+        'experiment "a": network.between = 0.0: must be bytes/s of a node\'s link',
     ),
     "rate of one node": (
         EXPERIMENT + "layout.dp = 2\nnetwork = { nodes = 1, ranks_per_node = 2, between = 8e6 }",
-        'experiment "a": network.between = 8000000.0: left out with one node',
+        'experiment "a": network.between = 8000000.0: must be left out with one node',
     ),
     "network of a system": (
         EXPERIMENT
         + 'system = "dgx2"\nlayout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }',
-        "experiment \"a\": system = 'dgx2': local, or a file of `repro calibrate`, with a network",
+        "experiment \"a\": system = 'dgx2': must be local, or a file of `repro calibrate`, with a network",
     ),
     "unknown network": (
         "[networks.slow]\nnodes = 2\n" + EXPERIMENT + 'network = "slwo"',
@@ -152,19 +163,19 @@ CASES = {
     ),
     "twice in a comparison": (
         EXPERIMENT + '[[compare]]\nbaseline = "a"\nsubjects = ["a"]',
-        "compare.baseline = 'a': each experiment once",
+        "compare.baseline = 'a': names an experiment twice",
     ),
     "more rounds than steps": (
         EXPERIMENT + OTHER + '[[compare]]\nbaseline = "a"\nsubjects = ["b"]\nrounds = 18',
-        "compare.rounds = 18: at most the timed steps of a: 17",
+        "compare.rounds = 18: must be at most the timed steps of a: 17",
     ),
     "no rounds": (
         EXPERIMENT + OTHER + '[[compare]]\nbaseline = "a"\nsubjects = ["b"]\nrounds = 0',
-        "compare.rounds = 0: 1 or more",
+        "compare.rounds = 0: must be 1 or more",
     ),
     "launch of a compared experiment": (
         EXPERIMENT + OTHER + 'launch = "x"\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
-        "experiment \"b\": launch = 'x': left out: [[compare]] already shares a launch",
+        "experiment \"b\": launch = 'x': must be left out: [[compare]] already shares a launch",
     ),
     "unknown layout": (
         "[layouts.C1]\nzero = 1\n" + EXPERIMENT + 'layout = "C2"',
@@ -180,7 +191,7 @@ CASES = {
     ),
     "a wrong value in a named layout": (
         "[layouts.C1]\ntp = 3\n" + EXPERIMENT + 'layout = { use = "C1", dp = 2 }',
-        'experiment "a": layouts.C1.tp = 3: a divisor of heads = 4 (tiny)',
+        'experiment "a": layouts.C1.tp = 3: must be a divisor of heads = 4 (tiny)',
     ),
     "a wrong key in a named layout": (
         "[layouts.C1]\nzerro = 1\n" + EXPERIMENT,
@@ -188,11 +199,11 @@ CASES = {
     ),
     "a layout that is no table": (
         "[layouts]\nC1 = 1\n" + EXPERIMENT,
-        "layouts.C1 = 1: a table with keys of a layout",
+        "layouts.C1 = 1: must be a table with keys of a layout",
     ),
     "layers that do not divide": (
         EXPERIMENT + "layout = { pp = 2, stage_layers = [1, 2] }",
-        'experiment "a": layout.stage_layers = [1, 2]: numbers that add up to layers = 2 (tiny), not 3',
+        'experiment "a": layout.stage_layers = [1, 2]: must be numbers that add up to layers = 2 (tiny), not 3',
     ),
     "unknown system": (
         EXPERIMENT + 'system = "dgx"',
@@ -200,15 +211,15 @@ CASES = {
     ),
     "checkpoints of torch's engines": (
         EXPERIMENT + 'engine = "torch"\ntraining.checkpoint_every = 5',
-        'experiment "a": training.checkpoint_every = 5: 0 with engine torch, whose states only it knows',
+        'experiment "a": training.checkpoint_every = 5: must be 0 with engine torch, whose states only it knows',
     ),
     "checkpoints at less than every step": (
         EXPERIMENT + "training.checkpoint_every = -1",
-        'experiment "a": training.checkpoint_every = -1: 0 or more',
+        'experiment "a": training.checkpoint_every = -1: must be 0 or more',
     ),
     "compared runs with checkpoints": (
         EXPERIMENT + OTHER + 'training.checkpoint_every = 5\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]\n',
-        'experiment "b": training.checkpoint_every = 5: 0 in [[compare]]',
+        'experiment "b": training.checkpoint_every = 5: must be 0 in [[compare]]',
     ),
     "continues what is not there": (
         EXPERIMENT + 'training = { checkpoint_every = 5, continues = "c" }\n' + OTHER,
@@ -216,18 +227,18 @@ CASES = {
     ),
     "continues without writing": (
         EXPERIMENT + 'training.continues = "b"\n' + OTHER,
-        "experiment \"a\": training.continues = 'b': checkpoint_every of 1 or more beside it",
+        "experiment \"a\": training.continues = 'b': needs checkpoint_every of 1 or more beside it",
     ),
     "continues what writes nothing": (
         EXPERIMENT + 'training = { checkpoint_every = 5, continues = "b" }\n' + OTHER,
-        "experiment \"a\": training.continues = 'b': an experiment with checkpoint_every of 1 or more",
+        "experiment \"a\": training.continues = 'b': must be an experiment with checkpoint_every of 1 or more",
     ),
     "continues another training": (
         EXPERIMENT
         + 'training = { steps = 30, checkpoint_every = 5, continues = "b" }\n'
         + OTHER
         + "training.checkpoint_every = 5",
-        "experiment \"a\": training.continues = 'b': an experiment of the same training; "
+        "experiment \"a\": training.continues = 'b': must be an experiment of the same training; "
         "training.seed is 2 there and its default here",
     ),
     "continues to where it is already": (
@@ -235,7 +246,7 @@ CASES = {
         + 'training = { checkpoint_every = 5, continues = "b" }\n'
         + OTHER
         + "training.checkpoint_every = 5",
-        'experiment "a": training.steps = 20: more than the 20 steps of "b", which it continues',
+        'experiment "a": training.steps = 20: must be more than the 20 steps of "b", which it continues',
     ),
     "not TOML": ("[[experiment]\n", "not TOML: "),
 }
@@ -254,7 +265,7 @@ def test_suite(tmp_path: Path, case: str) -> None:
 
 def test_a_wrong_model_file_is_named_itself(tmp_path: Path) -> None:
     (tmp_path / "wrong.toml").write_text(MODEL.replace("heads = 4", "heads = 5"))
-    with pytest.raises(ConfigError, match=r"wrong\.toml.*heads = 5: a divisor of hidden = 16"):
+    with pytest.raises(ConfigError, match=r"wrong\.toml.*heads = 5: must be a divisor of hidden = 16"):
         load(tmp_path, '[[experiment]]\nname = "a"\nmodel = "wrong.toml"')
 
 
@@ -266,10 +277,10 @@ def test_suite_without_a_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "arguments", "expected"),
     [
-        (None, [], "No such file or directory: the path of a TOML file"),
+        (None, [], "No such file or directory: must be the path of a TOML file"),
         ("nonsense", [], "not TOML: "),
-        (EXPERIMENT + "layout.tp = 3", [], "layout.tp = 3: a divisor of heads = 4"),
-        (EXPERIMENT, ["--only", "z*"], "--only = 'z*': a glob that matches an experiment of"),
+        (EXPERIMENT + "layout.tp = 3", [], "layout.tp = 3: must be a divisor of heads = 4"),
+        (EXPERIMENT, ["--only", "z*"], "--only = 'z*': must be a glob that matches an experiment of"),
         (
             EXPERIMENT + 'system = "dgx2"\nlayout.dp = 400\n' + OTHER,
             ["--only", "a"],

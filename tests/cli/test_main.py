@@ -86,7 +86,7 @@ def raising(error: BaseException) -> Callable[..., int]:
         (
             ConfigError("layout.tp", 3, "a divisor of heads = 4", file="s.toml"),
             2,
-            "s.toml: layout.tp = 3: a divisor",
+            "s.toml: layout.tp = 3: must be a divisor",
         ),
         (KeyboardInterrupt(), 130, ""),
         (

@@ -42,7 +42,7 @@ def test_json_has_every_cell_under_every_limit(capsys: pytest.CaptureFixture[str
     for cell in found["cells"]:
         if not cell["answers"]:
             assert (cell["tp"], cell["pp"]) == (4, 2)
-            assert cell["reason"].startswith("gpus = 4: a multiple of tp x pp")
+            assert cell["reason"].startswith("gpus = 4: must be a multiple of tp x pp")
             continue
         assert cell["tp"] * cell["pp"] * cell["dp"] == 4
         outcomes = [answer["outcome"] for answer in cell["answers"]]
@@ -80,7 +80,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
     ("arguments", "message"),
     [
         (["--tp", "1", "--pp", "1", "--global-batch", "7"], "error: --global-batch = 7"),
-        (["--memory-limit", "40GB,much"], "error: --memory-limit = 'much': a size in bytes"),
+        (["--memory-limit", "40GB,much"], "error: --memory-limit = 'much': must be a size in bytes"),
     ],
 )
 def test_errors_are_one_line(

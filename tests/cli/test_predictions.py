@@ -303,13 +303,13 @@ def test_every_key_of_a_layout_is_an_option_with_its_own_words(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["simulate", *GPT2, "--gpus", "8", "--tp", "2"], "error: --tp = 2: a divisor of heads = 25"),
+        (["simulate", *GPT2, "--gpus", "8", "--tp", "2"], "error: --tp = 2: must be a divisor of heads = 25"),
         (
             ["plan", *GPT2, "--gpus", "8", "--zero1-reduce", "x"],
-            "error: --zero1-reduce = 'x': one of reduce-",
+            "error: --zero1-reduce = 'x': must be one of reduce-",
         ),
-        (["fit", "--system", "dgx2", "--gpus", "0"], "error: --gpus = 0: a whole number"),
-        (["fit", "--measure", "--system", "local", "--gpus", "1"], "error: --memory-limit: needed"),
+        (["fit", "--system", "dgx2", "--gpus", "0"], "error: --gpus = 0: must be a whole number"),
+        (["fit", "--measure", "--system", "local", "--gpus", "1"], "error: --memory-limit: is needed"),
         (
             ["simulate", "--model", "gpt2", "--system", "dgx2", "--gpus", "1"],
             "error: --model = 'gpt2': no such",

@@ -69,7 +69,7 @@ def test_ones_own_file_by_path(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_text(MINE.read_text().replace("[links.nvlink]", "[links.wire]"))
     assert cli.main(["systems", str(path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {path}: links = 'wire': classes among memory, nvlink")
+    assert error.startswith(f"error: {path}: links = 'wire': must be one of memory, nvlink")
     assert error.count("\n") == 1
     path.write_text(MINE.read_text())
     assert cli.main(["systems", str(path)]) == 0

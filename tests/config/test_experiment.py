@@ -92,7 +92,7 @@ def test_buckets_beside_gradients_are_stage_0s_and_change_no_other_key() -> None
     assert chosen_fields(copies) == {**chosen_fields(BASE.layout), "gradient_as_bucket_view": False}
     for other in ({"zero": 1, "dp": 2}, {"zero": 3, "dp": 2}, {"dp": 1}):
         with pytest.raises(
-            ConfigError, match=r"gradient_as_bucket_view = False: true unless zero = 0 and dp > 1"
+            ConfigError, match=r"gradient_as_bucket_view = false: must be true unless zero = 0 and dp > 1"
         ):
             Layout(**other, gradient_as_bucket_view=False)
 
@@ -125,7 +125,7 @@ def test_only_deepspeed_offloads_its_optimizer(engine: str) -> None:
     tiny(layout, engine="deepspeed", **training)
     with pytest.raises(ConfigError) as caught:
         tiny(layout, engine=engine, **training)
-    line = "layout.offload_optimizer = True: offload_optimizer = false with engine"
+    line = "layout.offload_optimizer = true: must be false with engine"
     assert str(caught.value).startswith(f"{line} {engine}")
 
 

@@ -66,7 +66,7 @@ def test_published_numbers() -> None:
     assert load("lowbw-v100").link_per_device("inter-node") == 1.25e9
     assert load("selene").link_per_device("inter-node") == 25e9
     assert load("yuan").device.memory_bytes.value is None
-    with pytest.raises(ConfigError, match=r"precision = 'bf16': one that NVIDIA V100"):
+    with pytest.raises(ConfigError, match=r"precision = 'bf16': must be one that NVIDIA V100"):
         dgx2.peak("bf16")
     assert "(assumed)" in load("yuan").links["nvlink"].bandwidth.source
 
@@ -75,7 +75,7 @@ def test_a_link_of_unknown_bandwidth_says_why(write: Any) -> None:
     path = write(
         GOOD.replace('{ value = 10e9, source = "here" }', '{ value = "unknown", source = "not published" }')
     )
-    with pytest.raises(ConfigError, match=r"bandwidth = 'unknown': needed here, but not published"):
+    with pytest.raises(ConfigError, match=r"bandwidth = 'unknown': is needed here, but not published"):
         load(path).link_per_device("inter-node")
 
 
@@ -87,7 +87,7 @@ def test_memory_that_the_allocator_can_reserve(name: str) -> None:
     assert ("assumed" in context.source) == (system.context_bytes.value is None)
     if memory is None:
         with pytest.raises(
-            ConfigError, match=r"device\.memory_bytes = 'unknown': needed here, but not published"
+            ConfigError, match=r"device\.memory_bytes = 'unknown': is needed here, but not published"
         ):
             system.allocatable_bytes()
     else:
@@ -177,24 +177,36 @@ def test_own_file_by_path(write: Any) -> None:
         (
             'nodes = { value = 2, source = "here" }',
             "nodes = 2",
-            "nodes = 2: a table { value = ..., source = ... }",
+            "nodes = 2: must be a table { value = ..., source = ... }",
         ),
-        ('{ value = 2, source = "here" }', '{ value = 2.5, source = "here" }', "nodes = 2.5: a whole number"),
+        (
+            '{ value = 2, source = "here" }',
+            '{ value = 2.5, source = "here" }',
+            "nodes = 2.5: must be a whole number",
+        ),
         ('{ value = 2, source = "here" }', '{ value = -2, source = "here" }', "nodes.value = -2"),
-        ('{ value = 2, source = "here" }', '{ value = 0, source = "here" }', "nodes = 0.0: more than 0"),
+        (
+            '{ value = 2, source = "here" }',
+            '{ value = 0, source = "here" }',
+            "nodes = 0.0: must be more than 0",
+        ),
         ('{ value = 2, source = "here" }', "{ value = 2 }", "nodes.source: is missing"),
         ('context_bytes = { value = 1e9, source = "here" }', "", "context_bytes: is missing"),
-        ("value = 1e9", "value = 16e9", "context_bytes = 16000000000.0: less than device.memory_bytes"),
+        (
+            "value = 1e9",
+            "value = 16e9",
+            "context_bytes = 16000000000.0: must be less than device.memory_bytes",
+        ),
         ("context_bytes =", "context =", "context = "),
         ("host_memory_bytes =", "host_memory =", "did you mean host_memory_bytes?"),
-        ("value = 64e9", "value = 0", "host_memory_bytes = 0.0: more than 0"),
-        ("value = 10e9", "value = 0", "links.inter-node.bandwidth = 0.0: more than 0"),
-        ("value = 100e12", "value = 0", "device.peak_flops.fp16 = 0.0: more than 0"),
+        ("value = 64e9", "value = 0", "host_memory_bytes = 0.0: must be more than 0"),
+        ("value = 10e9", "value = 0", "links.inter-node.bandwidth = 0.0: must be more than 0"),
+        ("value = 100e12", "value = 0", "device.peak_flops.fp16 = 0.0: must be more than 0"),
         ('{ value = 2, source = "here" }', '{ value = 2, source = " " }', "where the number comes from"),
         ("value = 16e9", 'value = "16 GB"', "device.memory_bytes.value = '16 GB'"),
-        ("fp16 =", "fp12 =", "peak_flops = 'fp12': precisions among"),
-        ('per = "node"', 'per = "rack"', "links.inter-node.per = 'rack': one of device, node"),
-        ("[links.inter-node]", "[links.ethernet]", "links = 'ethernet': classes among"),
+        ("fp16 =", "fp12 =", "peak_flops = 'fp12': must be one of"),
+        ('per = "node"', 'per = "rack"', "links.inter-node.per = 'rack': must be one of device, node"),
+        ("[links.inter-node]", "[links.ethernet]", "links = 'ethernet': must be one of"),
         ("[links.inter-node]", "links = 3\n[x]", "links = 3"),
         ("devices_per_node", 'name = "x"\ndevices_per_node', "a system is called as its file"),
     ],

@@ -158,7 +158,9 @@ def test_a_folder_and_an_unknown_word(tmp_path: Path) -> None:
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(ConfigError, match="a readable file"):
         stream(str(tmp_path / "folder.txt"))
-    with pytest.raises(ConfigError, match=r"data = 'shakespear': synthetic, shakespeare, shakespeare-gpt2"):
+    with pytest.raises(
+        ConfigError, match=r"data = 'shakespear': must be synthetic, shakespeare, shakespeare-gpt2"
+    ):
         stream("shakespear")
 
 

@@ -78,7 +78,7 @@ def test_families_are_compiled_where_that_is_asked_for() -> None:
 
 
 def test_what_is_no_architecture() -> None:
-    with pytest.raises(ConfigError, match="--kernels = 'volta': architectures such as sm_70"):
+    with pytest.raises(ConfigError, match="--kernels = 'volta': must be architectures such as sm_70"):
         kernels(gpu((8, 0)), "volta")
 
 

@@ -34,7 +34,7 @@ def test_a_network_stays_is_shown_runs_commands_and_goes(capfd: pytest.CaptureFi
         said = capfd.readouterr().out
         assert "eth0" in said
         assert main(["lab", "exec", "2", "true"]) == 2
-        assert "RANK = 2: 0 to 1" in capfd.readouterr().err
+        assert "RANK = 2: must be 0 to 1" in capfd.readouterr().err
     finally:
         assert main(["lab", "down"]) == 0
     assert main(["lab", "status"]) == 3
@@ -69,4 +69,4 @@ def test_what_is_missing_is_one_line(
 
 def test_a_network_without_a_rate_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "up", "--nodes", "2"]) == 2
-    assert "between = 0.0: bytes/s of a node's link" in capfd.readouterr().err
+    assert "between = 0.0: must be bytes/s of a node's link" in capfd.readouterr().err

@@ -98,5 +98,5 @@ def test_a_part_of_a_comparison(tmp_path: Path, store: Store) -> None:
 
 def test_only_must_match_something(tmp_path: Path) -> None:
     suite = suites.load(write_suite(tmp_path, experiments("a", "b")))
-    with pytest.raises(ConfigError, match=r"--only = 'x\*': a glob that matches .*: a, b"):
+    with pytest.raises(ConfigError, match=r"--only = 'x\*': must be a glob that matches .*: a, b"):
         plan.select(suite, ["a", "x*"])

@@ -177,8 +177,8 @@ def test_a_persons_file_is_named_after_itself(tmp_path: Path, text: str) -> None
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (GOOD.replace("heads = 2", "heads = 3"), "heads = 3: a divisor of hidden = 8"),
-        (GOOD.replace("layers = 2", "layers = -2"), "layers = -2: a whole number of at least 1"),
+        (GOOD.replace("heads = 2", "heads = 3"), "heads = 3: must be a divisor of hidden = 8"),
+        (GOOD.replace("layers = 2", "layers = -2"), "layers = -2: must be a whole number of at least 1"),
         (GOOD.replace("vocab = 16", "vocab = 'many'"), "vocab = 'many'"),
         (GOOD.replace("vocab = 16", "vocab = 16.5"), "vocab = 16.5"),
         (GOOD.replace("seq = 4", ""), "seq: is missing"),

@@ -193,12 +193,12 @@ def test_recompute_keeps_nothing_but_the_checkpoint(pa_cpu: bool, md: bool) -> N
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"pa": True, "tp": 2}, "pa = True: recompute = true"),
-        ({"pa_cpu": True}, "pa_cpu = True: recompute = true"),
-        ({"pa": True, "recompute": True}, "pa = True: tp > 1 without sp"),
-        ({"pa": True, "recompute": True, "tp": 2, "sp": True}, "pa = True: tp > 1 without sp"),
-        ({"pa_cpu": True, "recompute": True, "tp": 2}, "pa_cpu = True: pa = true"),
-        ({"cb": False, "zero": 3, "dp": 2}, "cb = False: true with zero = 3"),
+        ({"pa": True, "tp": 2}, "pa = true: needs recompute = true"),
+        ({"pa_cpu": True}, "pa_cpu = true: needs recompute = true"),
+        ({"pa": True, "recompute": True}, "pa = true: needs tp > 1 without sp"),
+        ({"pa": True, "recompute": True, "tp": 2, "sp": True}, "pa = true: needs tp > 1 without sp"),
+        ({"pa_cpu": True, "recompute": True, "tp": 2}, "pa_cpu = true: needs pa = true"),
+        ({"cb": False, "zero": 3, "dp": 2}, "cb = false: must be true with zero = 3"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )

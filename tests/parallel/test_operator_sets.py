@@ -154,9 +154,11 @@ def test_stage_2_waits_for_each_bucket() -> None:
 
 
 def test_what_a_layout_cannot_ask() -> None:
-    with pytest.raises(ConfigError, match="kernels = 'apex': one of fused, reference, softmax, unfused"):
+    with pytest.raises(
+        ConfigError, match="kernels = 'apex': must be one of fused, reference, softmax, unfused"
+    ):
         Layout(kernels="apex")
-    with pytest.raises(ConfigError, match="overlap = False: true with zero = 3"):
+    with pytest.raises(ConfigError, match="overlap = false: must be true with zero = 3"):
         Layout(dp=2, zero=3, overlap=False)
     Layout(overlap=False)
 
@@ -282,7 +284,9 @@ def test_a_stock_module_without_overlap(two: RankPool, zero: int) -> None:
 
 def test_a_stock_module_brings_its_own_operators() -> None:
     module = Tied()
-    with pytest.raises(ConfigError, match="kernels = 'softmax': fused: a stock module brings its own"):
+    with pytest.raises(
+        ConfigError, match="kernels = 'softmax': must be fused: a stock module brings its own"
+    ):
         repro.parallelize(module, optimizer_of(module, "adamw"), Layout(kernels="softmax"))
 
 

@@ -248,7 +248,7 @@ def test_shape_only_counts_what_gloo_sends(request: pytest.FixtureRequest, layou
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pp": 3}, "pp = 3: a divisor of layers = 4"),
+        ({"pp": 3}, "pp = 3: must be a divisor of layers = 4"),
         ({"pp": 8}, "at most layers = 4"),
         ({"pp": 2, "stage_layers": (1, 2)}, "add up to layers = 4"),
         ({"pp": 2, "stage_layers": (4,)}, "one number for each of pp * chunks = 2 parts"),

@@ -171,15 +171,15 @@ def test_a_schedule_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("2f2b", 2, 2, 1), "schedule = '2f2b': one of gpipe, 1f1b, interleaved"),
-        (("1f1b", 0, 2, 1), "stages = 0: a whole number of at least 1"),
-        (("gpipe", 2, 0, 1), "micro_batches = 0: a whole number of at least 1"),
-        (("1f1b", 2, 2, 2), "chunks = 2: 1 unless schedule = interleaved"),
-        (("interleaved", 2, 2, 1), "chunks = 1: at least 2 with schedule = interleaved"),
-        (("interleaved", 1, 2, 2), "stages = 1: at least 2 with schedule = interleaved"),
+        (("2f2b", 2, 2, 1), "schedule = '2f2b': must be one of gpipe, 1f1b, interleaved"),
+        (("1f1b", 0, 2, 1), "stages = 0: must be a whole number of at least 1"),
+        (("gpipe", 2, 0, 1), "micro_batches = 0: must be a whole number of at least 1"),
+        (("1f1b", 2, 2, 2), "chunks = 2: must be 1 unless schedule = interleaved"),
+        (("interleaved", 2, 2, 1), "chunks = 1: must be at least 2 with schedule = interleaved"),
+        (("interleaved", 1, 2, 2), "stages = 1: must be at least 2 with schedule = interleaved"),
         (
             ("interleaved", 4, 6, 2),
-            "micro_batches = 6: a multiple of stages = 4 with schedule = interleaved",
+            "micro_batches = 6: must be a multiple of stages = 4 with schedule = interleaved",
         ),
     ],
 )
@@ -190,7 +190,7 @@ def test_what_has_no_schedule(arguments: tuple[str, int, int, int], says: str) -
 
 
 def test_times_are_positive() -> None:
-    with pytest.raises(ConfigError, match="backward = '0': a time greater than 0"):
+    with pytest.raises(ConfigError, match="backward = '0': must be a time greater than 0"):
         bubble(build("1f1b", 2, 2), 1, 0)
 
 

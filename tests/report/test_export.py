@@ -75,10 +75,10 @@ def test_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--format", "excel"], "--format = 'excel': one of csv, parquet, markdown, latex"),
+        (["--format", "excel"], "--format = 'excel': must be one of csv, parquet, markdown, latex"),
         (
             ["--table", "all"],
-            "--table = 'all': one of summary, claims, values, experiments, comparisons, records",
+            "--table = 'all': must be one of summary, claims, values, experiments, comparisons, records",
         ),
         (["--format", "parquet"], "--output"),
         (["--output", "/nowhere/x.csv"], "a file in a folder that exists"),

@@ -242,7 +242,7 @@ def test_a_mistake_in_a_figure_names_it(ledger: Ledger, tmp_path: Path) -> None:
     head = '[[figure]]\nid = "f"\ntitle = "t"\ntext = "x"\nclaims = []\n[[figure.panel]]\nlabel = "GB"\n'
     file.write_text(head + 'series = [{ name = "a", rows = "zero-fig1-7p5b/P_os" }]\n', encoding="utf-8")
     with pytest.raises(
-        ConfigError, match=r"redrawn\.toml: f.*rows = 'zero-fig1-7p5b/P_os': claim/label with a \*"
+        ConfigError, match=r"redrawn\.toml: f.*rows = 'zero-fig1-7p5b/P_os': must be claim/label with a \*"
     ):
         redrawn_entries.load(file)
     view = View(judge(ledger, []), [])

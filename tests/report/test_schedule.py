@@ -194,16 +194,40 @@ def _luminance(colour: str) -> float:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--pp", "4", "--micro-batches", "6", "--chunks", "2"], "--micro-batches = 6: a multiple of"),
-        (["--pp", "0", "--micro-batches", "6"], "--pp = 0: a whole number of at least 1"),
-        (["--pp", "1", "--micro-batches", "6", "--chunks", "2"], "--pp = 1: at least 2"),
-        (["--pp", "2", "--micro-batches", "6", "--schedule", "zb"], "--schedule = 'zb': one of gpipe, 1f1b"),
-        (["--pp", "2", "--micro-batches", "2", "--schedule", "interleaved"], "--chunks = 1: at least 2"),
-        (["--pp", "2", "--micro-batches", "2", "--forward", "0"], "--forward = '0': a number greater than 0"),
-        (["--pp", "2", "--micro-batches", "2", "--backward", "1e9"], "--backward = '1e9': a number greater"),
-        (["--pp", "2", "--micro-batches", "2", "--backward", "1/0"], "--backward = '1/0': a number greater"),
-        (["--pp", "9999", "--micro-batches", "9999"], "actions = 199960002: at most 1,000,000 actions"),
-        (["--pp", "2", "--micro-batches", "2", "--json", "--svg"], "--json = True: left out with --svg"),
+        (
+            ["--pp", "4", "--micro-batches", "6", "--chunks", "2"],
+            "--micro-batches = 6: must be a multiple of",
+        ),
+        (["--pp", "0", "--micro-batches", "6"], "--pp = 0: must be a whole number of at least 1"),
+        (["--pp", "1", "--micro-batches", "6", "--chunks", "2"], "--pp = 1: must be at least 2"),
+        (
+            ["--pp", "2", "--micro-batches", "6", "--schedule", "zb"],
+            "--schedule = 'zb': must be one of gpipe, 1f1b",
+        ),
+        (
+            ["--pp", "2", "--micro-batches", "2", "--schedule", "interleaved"],
+            "--chunks = 1: must be at least 2",
+        ),
+        (
+            ["--pp", "2", "--micro-batches", "2", "--forward", "0"],
+            "--forward = '0': must be a number greater than 0",
+        ),
+        (
+            ["--pp", "2", "--micro-batches", "2", "--backward", "1e9"],
+            "--backward = '1e9': must be a number greater",
+        ),
+        (
+            ["--pp", "2", "--micro-batches", "2", "--backward", "1/0"],
+            "--backward = '1/0': must be a number greater",
+        ),
+        (
+            ["--pp", "9999", "--micro-batches", "9999"],
+            "2 x pp x micro-batches x chunks = 199960002: must be at most 1,000,000 (",
+        ),
+        (
+            ["--pp", "2", "--micro-batches", "2", "--json", "--svg"],
+            "--json = true: must be left out with --svg",
+        ),
         (["--pp", "2"], "Missing option '--micro-batches'"),
     ],
 )

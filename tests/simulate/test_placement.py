@@ -111,7 +111,7 @@ def test_unknown_devices_per_node_is_one_line_where_it_matters() -> None:
     assert on(system).links(0) == {}
     with pytest.raises(ConfigError) as caught:
         on(system, tp=2).links(0)
-    assert str(caught.value) == "dgx2: devices_per_node = 'unknown': needed here, but nobody says"
+    assert str(caught.value) == "dgx2: devices_per_node = 'unknown': is needed here, but nobody says"
 
 
 def test_a_system_without_links_inside_its_nodes_is_one_line() -> None:
@@ -121,7 +121,8 @@ def test_a_system_without_links_inside_its_nodes_is_one_line() -> None:
     with pytest.raises(ConfigError) as caught:
         on(bare, tp=16).links(0)
     assert str(caught.value) == (
-        "dgx2: links = ['inter-node']: one of memory, nvlink, pcie, since world group (0, 1, 2, ...) is inside a node"
+        "dgx2: links = ['inter-node']: must be one of memory, nvlink, pcie, "
+        "since world group (0, 1, 2, ...) is inside a node"
     )
 
 

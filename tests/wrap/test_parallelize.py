@@ -84,7 +84,7 @@ def test_gradients_below_the_limit_are_not_scaled_up(two: RankPool) -> None:
 def test_refusals() -> None:
     module = Tied()
     optimizer = optimizer_of(module, "adamw")
-    with pytest.raises(ConfigError, match=r"dp = 2: the number of processes, 1"):
+    with pytest.raises(ConfigError, match=r"dp = 2: must be the number of processes, 1"):
         repro.parallelize(module, optimizer, Layout(dp=2))
     with pytest.raises(ConfigError, match="tp = 2"):
         repro.parallelize(module, optimizer, Layout(tp=2))

@@ -138,4 +138,4 @@ def as_option(error: ConfigError, options: Container[str]) -> ConfigError:
     """`error` about the option that sets its key, if one does; the key of a file stays what it is."""
     if error.file or error.key not in options:
         return error
-    return ConfigError(f"--{error.key.replace('_', '-')}", error.value, error.expected)
+    return error.about(f"--{error.key.replace('_', '-')}")

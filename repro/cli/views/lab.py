@@ -34,7 +34,7 @@ def up(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
     network = _of(suite, experiment) if suite is not None else build(EmulatedNetwork, dict(asked))
     at_most("nodes x ranks_per_node", network.world, most_ranks())
     if lacking := ability.missing():
-        raise ConfigError("lab", expected=f"missing: {lacking}")
+        raise ConfigError("lab", says=f"missing: {lacking}")
     try:
         _show(standing.up(network))
     except NoNetwork as error:

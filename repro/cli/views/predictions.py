@@ -45,7 +45,9 @@ def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
         if not found.fits:
             print(f"note: {timeline} is not written: {NO_STEP}", file=sys.stderr)
         elif found.time is None:
-            raise ConfigError("timeline", timeline, f"times that can be predicted: {found.no_time}")
+            raise ConfigError(
+                "timeline", timeline, says=f"needs times, which cannot be predicted: {found.no_time}"
+            )
         else:
             write(Path(timeline), found.time.timeline.spans, [role.role.stage for role in found.roles])
     if json:
@@ -57,6 +59,7 @@ def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
 
 def _system(asked: Asked) -> System:
     """The system that is asked for, with a word to who asks for more devices than anybody had of it."""
+    at_most("gpus", asked.gpus, RANKS)
     on = systems.load(asked.system)
     nodes, devices = on.nodes.value, on.devices_per_node.value
     if (
@@ -139,12 +142,16 @@ def plan(
     sizes = models.load(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
-    at_most("gpus", gpus, RANKS)
     require(_training(seq).seq <= sizes.seq, "seq", seq, f"at most the model's {sizes.seq} positions")
     require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
     price = price_per_gpu_hour
     require(0 <= price < 1e9, "price_per_gpu_hour", price, "a price")
-    require(not price or tokens > 0, "tokens", tokens, "how much to train, with --price-per-gpu-hour")
+    require(
+        not price or tokens > 0,
+        "tokens",
+        tokens,
+        "more than 0 with --price-per-gpu-hour: how much is trained",
+    )
     require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
     require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
     require(top is None or not as_map, "top", top, "left out with --map, which draws every tp and pp")

@@ -84,7 +84,7 @@ def make(
     try:
         schedule = build(name, stages, micro_batches, chunks)
     except ConfigError as error:
-        raise ConfigError(OPTIONS[error.key], error.value, error.expected) from None
+        raise error.about(OPTIONS[error.key]) from None
     return TimedSchedule(name, stages, micro_batches, chunks, *times, schedule, timeline(schedule, *times))
 
 

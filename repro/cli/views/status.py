@@ -56,7 +56,7 @@ def command(results: Path, watch: bool, every: bool, json: bool) -> int:
             return _watch(registry, store, every)
         cases, warnings = read(registry, store, every)
     except SchedulerError as error:
-        raise ConfigError("SLURM", expected=f"does not answer: {error}") from None
+        raise ConfigError("SLURM", says=f"does not answer: {error}") from None
     if json:
         print(jsonlib.dumps({"cases": [case.as_dict() for case in cases], "warnings": warnings}))
     else:

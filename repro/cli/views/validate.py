@@ -205,5 +205,5 @@ def _draw(found: Sequence[Point], path: Path) -> None:
     with style.look():
         drawing = validation.draw(found)
     if drawing.figure is None:
-        raise ConfigError("svg", str(path), f"a store with predictions; `{RUN}` makes them")
+        raise ConfigError("svg", str(path), says=f"needs a store with predictions; `{RUN}` makes them")
     path.write_text(style.svg(drawing), encoding="utf-8")

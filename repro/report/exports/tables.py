@@ -96,7 +96,7 @@ def _parquet(frame: pd.DataFrame, output: Path) -> None:
     try:
         typed.to_parquet(output, index=False)
     except ImportError:
-        raise ConfigError("--format", "parquet", missing("pyarrow")) from None
+        raise ConfigError("--format", "parquet", says=missing("pyarrow")) from None
 
 
 def _text(value: Any) -> str | None:

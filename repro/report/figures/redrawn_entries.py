@@ -42,7 +42,7 @@ class SeriesEntry:
 
     def __post_init__(self) -> None:
         if not (self.rows or self.at or self.more):
-            raise ConfigError("rows", expected="is missing: rows, at or more says what is drawn")
+            raise ConfigError("rows", says="is missing: rows, at or more says what is drawn")
         if self.rows and "*" not in self.rows:
             raise ConfigError(
                 "rows", self.rows, "claim/label with a *; at = { place = ... } takes single rows"

@@ -108,7 +108,7 @@ class View:
         except Missing as missing:
             remedy = (how_to_run(missing.suite, SIMULATED),)
         except ExpressionError as error:
-            raise ConfigError("more", expression, str(error)) from None
+            raise ConfigError("more", expression, says=str(error)) from None
         else:
             value, low, high = (float(v) / UNITS[unit] for v in (result.value, result.low, result.high))
             runs = tuple(experiments(parsed, {}))

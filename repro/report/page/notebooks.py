@@ -23,7 +23,7 @@ CELL_S = 300
 """A cell that takes longer is stopped."""
 AT_ONCE = 2
 """Kernels that run side by side."""
-PACKAGES = "jupytext, nbclient, nbconvert and ipykernel: pip install -e '.[notebooks]'"
+PACKAGES = "needs jupytext, nbclient, nbconvert and ipykernel: pip install -e '.[notebooks]'"
 
 
 class CellFailed(Exception):
@@ -60,7 +60,7 @@ def read(path: Path) -> Any:
     try:
         import jupytext
     except ImportError:
-        raise ConfigError("--notebooks", "", PACKAGES) from None
+        raise ConfigError("--notebooks", says=PACKAGES) from None
     return jupytext.read(path)
 
 
@@ -86,7 +86,7 @@ async def execute(path: Path, results: Path) -> Any:
         from nbclient import NotebookClient
         from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     except ImportError:
-        raise ConfigError("--notebooks", "", PACKAGES) from None
+        raise ConfigError("--notebooks", says=PACKAGES) from None
     notebook = read(path)
     client = NotebookClient(
         notebook,

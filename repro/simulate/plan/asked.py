@@ -50,8 +50,8 @@ def limit_of(system: System, given: int | None) -> int:
     if given is None:
         known = system.device.memory_bytes
         if known.value is None:
-            what = f"needed, since the memory of {system.name} is not known ({known.source})"
-            raise ConfigError("memory_limit", expected=what)
+            what = f"is needed, since the memory of {system.name} is not known ({known.source})"
+            raise ConfigError("memory_limit", says=what)
         given = int(known.value)
     require(
         given > system.context(),

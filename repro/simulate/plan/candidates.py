@@ -70,7 +70,7 @@ def candidates(request: Request) -> list[Layout]:
     if not found:
         degrees = {request.gpus // (tp * pp) for tp in tensor_degrees(request) for pp in stages(request, tp)}
         if degrees and request.given.get("dp") not in {None, *degrees}:
-            what = f"must be gpus / (tp x pp), which can be {', '.join(map(str, sorted(degrees)))}"
+            what = f"gpus / (tp x pp), which can be {', '.join(map(str, sorted(degrees)))}"
             raise ConfigError("dp", request.given["dp"], what)
         if degrees:
             what = f"a multiple of dp, which can be {', '.join(map(str, sorted(degrees)))}, with pp micro-batches each"

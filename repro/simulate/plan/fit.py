@@ -208,7 +208,9 @@ def question_of(
     the sequence 1,024 of the ZeRO paper's models.
     """
     require(what in SEARCHES, "search", what, f"one of {', '.join(SEARCHES)}")
-    require(what == LAYERS or model is not None, "model", "", "needed to search the micro-batch: whose?")
+    require(
+        what == LAYERS or model is not None, "model", "", says="is needed to search the micro-batch: whose?"
+    )
     layout = complete(asked.layout, asked.gpus, system)
     whole = limit_of(system, memory_bytes(asked.memory_limit))
     sizes = {key: value for key, value in {**sizes, "seq": asked.seq}.items() if value}

@@ -192,7 +192,7 @@ def plan(request: Request, workers: Workers) -> Plan:
         try:
             request.system.peak(precision)
         except ConfigError as error:
-            raise ConfigError("precision", error.value, error.expected) from None
+            raise error.about("precision") from None
     planner = Planner(request, workers)
     rows = planner.rows(layouts)
     rows += planner.rows(_partitioned(request, rows))

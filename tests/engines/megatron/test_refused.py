@@ -12,19 +12,19 @@ from tests.training import tiny
 
 INTERLEAVED = {"pp": 2, "schedule": "interleaved", "chunks": 2, "global_batch": 2}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "stages 2 and 3": ({"dp": 2, "zero": 2}, {}, "layout.zero = 2: zero = 0 or zero = 1"),
-    "gpipe": ({"pp": 2, "schedule": "gpipe"}, {}, "layout.schedule = 'gpipe': 1f1b or interleaved"),
-    "operators of 2019": ({"kernels": "unfused"}, {}, "layout.kernels = 'unfused': fused"),
+    "stages 2 and 3": ({"dp": 2, "zero": 2}, {}, "layout.zero = 2: must be 0 or 1"),
+    "gpipe": ({"pp": 2, "schedule": "gpipe"}, {}, "layout.schedule = 'gpipe': must be 1f1b or interleaved"),
+    "operators of 2019": ({"kernels": "unfused"}, {}, "layout.kernels = 'unfused': must be fused"),
     "collectives that wait": (
         {"tp": 2, "tp_overlap": False},
         {},
-        "layout.tp_overlap = False: tp_overlap = true",
+        "layout.tp_overlap = false: must be true",
     ),
-    "dropout": ({}, {"dropout": 0.1}, "training.dropout = 0.1: dropout = 0"),
+    "dropout": ({}, {"dropout": 0.1}, "training.dropout = 0.1: must be 0"),
     "messages of two stages in one batch": (
         INTERLEAVED | {"overlap": False},
         {},
-        "layout.overlap = False: true if pp = 2 and schedule = interleaved",
+        "layout.overlap = false: must be true if pp = 2 and schedule = interleaved",
     ),
 }
 

@@ -11,27 +11,31 @@ from repro.config.errors import ConfigError
 from tests.training import tiny
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "one buffer": ({"dp": 2, "cb": False}, {}, "layout.cb = False: cb = true"),
-    "no overlap": ({"dp": 2, "overlap": False}, {}, "layout.overlap = False: overlap = true"),
-    "operators of 2019": ({"kernels": "unfused"}, {}, "layout.kernels = 'unfused': fused"),
-    "P_a": ({"tp": 2, "recompute": True, "pa": True}, {}, "layout.pa = True: pa = false"),
-    "stage 1 and tp": ({"dp": 2, "tp": 2, "zero": 1}, {}, "layout.zero = 1: 0, 2 or 3 beside tp or pp"),
+    "one buffer": ({"dp": 2, "cb": False}, {}, "layout.cb = false: must be true"),
+    "no overlap": ({"dp": 2, "overlap": False}, {}, "layout.overlap = false: must be true"),
+    "operators of 2019": ({"kernels": "unfused"}, {}, "layout.kernels = 'unfused': must be fused"),
+    "P_a": ({"tp": 2, "recompute": True, "pa": True}, {}, "layout.pa = true: must be false"),
+    "stage 1 and tp": (
+        {"dp": 2, "tp": 2, "zero": 1},
+        {},
+        "layout.zero = 1: must be 0, 2 or 3 beside tp or pp",
+    ),
     "stage 1 and pp": (
         {"dp": 2, "pp": 2, "zero": 1, "global_batch": 4},
         {},
-        "layout.zero = 1: 0, 2 or 3 beside tp or pp",
+        "layout.zero = 1: must be 0, 2 or 3 beside tp or pp",
     ),
     "copies without buckets": (
         {"dp": 2, "precision": "bf16", "gradient_as_bucket_view": False},
         {},
-        "layout.gradient_as_bucket_view = False: true in 16 bits and beside tp or pp",
+        "layout.gradient_as_bucket_view = false: must be true in 16 bits and beside tp or pp",
     ),
     "fewer micro-batches than stages": (
         {"pp": 2},
         {},
-        "layout.global_batch = 1: at least as many micro-batches as stages",
+        "layout.global_batch = 1: must be at least as many micro-batches as stages",
     ),
-    "hysteresis": ({"precision": "fp16"}, {}, "training.loss_scale_hysteresis = 2: 1 in fp16"),
+    "hysteresis": ({"precision": "fp16"}, {}, "training.loss_scale_hysteresis = 2: must be 1 in fp16"),
 }
 
 

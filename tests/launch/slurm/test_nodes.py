@@ -290,7 +290,9 @@ def test_why_a_job_is_on_its_way_back_into_the_queue(
 def test_the_address_is_the_interfaces_or_is_asked_for() -> None:
     assert controller.address_of("lo", {}, "site.toml") == "127.0.0.1"
     assert controller.address_of("", {"SLURM_JOB_NUM_NODES": "1"}, "site.toml") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"site.toml: environment.interface = 'ib7': an interface of"):
+    with pytest.raises(
+        ConfigError, match=r"site.toml: environment.interface = 'ib7': must be an interface of"
+    ):
         controller.address_of("ib7", {}, "site.toml")
 
 

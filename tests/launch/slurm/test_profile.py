@@ -24,7 +24,7 @@ def test_ready_profiles_load(path: Path) -> None:
     ("text", "said"),
     [
         ('system = "dgx3"', "system = 'dgx3'"),
-        ('system = "dgx2"\n[slurm]\ngpus_per_node = 17', "slurm.gpus_per_node = 17: at most 16"),
+        ('system = "dgx2"\n[slurm]\ngpus_per_node = 17', "slurm.gpus_per_node = 17: must be at most 16"),
         ('system = "dgx2"', "slurm.gpus_per_node = 0"),
         ('[slurm]\npartitions = "x"', "did you mean partition?"),
         ('[slurm]\ntime_limit = "soon"', "slurm.time_limit = 'soon'"),

@@ -240,7 +240,7 @@ def test_logs_of_a_rank_and_of_the_job(submitted: Submitted1, capsys: pytest.Cap
     assert cli.main(["logs", "b", *results]) == 0
     assert "ranks: 1; --rank R shows one" in capsys.readouterr().out
     assert cli.main(["logs", "d", *results]) == 2
-    assert "case = 'd': a submitted case: a, b, c" in capsys.readouterr().err
+    assert "case = 'd': must be a submitted case: a, b, c" in capsys.readouterr().err
     assert cli.main(["logs", "b", "--rank", "2", *results]) == 2
 
 

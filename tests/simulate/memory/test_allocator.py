@@ -194,7 +194,7 @@ def test_blocks_above_max_split_are_given_back_before_everything_else() -> None:
     ("options", "message"),
     [
         ({"limit": -1}, "limit = -1: bytes"),
-        ({"max_split": 2 * MIB}, "max_split = 2097152: bytes, at least 20971520"),
+        ({"max_split": 2 * MIB}, "max_split = 2097152: must be bytes, at least 20971520"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, int], message: str) -> None:

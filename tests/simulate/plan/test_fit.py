@@ -114,9 +114,9 @@ def test_nothing_fits() -> None:
 def test_bad_questions() -> None:
     with pytest.raises(ConfigError, match=r"heads = 3"):
         question({}, 10**9, heads=3)
-    with pytest.raises(ConfigError, match=r"tp = 8: a divisor of heads"):
+    with pytest.raises(ConfigError, match=r"tp = 8: must be a divisor of heads"):
         question({"tp": 8}, 10**9)
-    with pytest.raises(ConfigError, match=r"memory_limit: needed"):
+    with pytest.raises(ConfigError, match=r"memory_limit: is needed"):
         limit_of(systems.load("yuan"), None)
-    with pytest.raises(ConfigError, match=r"hidden = 64: a larger width"):
+    with pytest.raises(ConfigError, match=r"hidden = 64: must be a larger width"):
         fit.simulated(question({"zero": 3}, 10**12, hidden=64))

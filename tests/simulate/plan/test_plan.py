@@ -70,17 +70,17 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
 @pytest.mark.parametrize(
     ("given", "gpus", "message"),
     [
-        ({"tp": 3}, 6, "tp = 3: a divisor of heads = 4"),
-        ({"tp": 3}, 8, "gpus = 8: a multiple of tp x pp = 3"),
-        ({"pp": 3}, 6, "pp = 3: a divisor of layers = 4"),
+        ({"tp": 3}, 6, "tp = 3: must be a divisor of heads = 4"),
+        ({"tp": 3}, 8, "gpus = 8: must be a multiple of tp x pp = 3"),
+        ({"pp": 3}, 6, "pp = 3: must be a divisor of layers = 4"),
         (
             {"global_batch": 5},
             64,
-            "global_batch = 5: a multiple of dp, which can be 4, 8, 16, 32, 64, with pp micro-batches each",
+            "global_batch = 5: must be a multiple of dp, which can be 4, 8, 16, 32, 64, with pp micro-batches each",
         ),
         ({"zero": 5}, 8, "zero = 5: a ZeRO stage"),
         ({"precision": "fp8"}, 8, "precision = 'fp8'"),
-        ({"zero": 3, "pp": 2}, 8, "zero = 3: 0, 1 or 2 with pp = 2"),
+        ({"zero": 3, "pp": 2}, 8, "zero = 3: must be 0, 1 or 2 with pp = 2"),
     ],
 )
 def test_no_layout_at_all(given: dict[str, Any], gpus: int, message: str) -> None:

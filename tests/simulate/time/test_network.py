@@ -222,7 +222,7 @@ def test_measured_points_win_over_the_formula() -> None:
     assert found.seconds("all_reduce", "dp", 3_000_000) == pytest.approx(3e-2)
     assert found.seconds("all_reduce", "tp", 1000) == 0
     assert found.overlap_cost == 0.25
-    with pytest.raises(ConfigError, match=r"links.memory.bandwidth = 'unknown': needed here"):
+    with pytest.raises(ConfigError, match=r"links.memory.bandwidth = 'unknown': is needed here"):
         found.seconds("all_gather", "dp", 1000)
 
 
@@ -313,7 +313,9 @@ def test_measured_messages_between_stages() -> None:
 def test_no_network_between_nodes_is_said() -> None:
     alone = load("selene")
     alone = replace(alone, links={"nvlink": alone.links["nvlink"]})
-    with pytest.raises(ConfigError, match="links = 'inter-node': a class that the system has: nvlink"):
+    with pytest.raises(
+        ConfigError, match="links = 'inter-node': must be a class that the system has: nvlink"
+    ):
         network(alone, dp=16).seconds("all_reduce", "dp", 1000)
 
 

@@ -42,7 +42,7 @@ def command(results: Path, what: str) -> int:
                 print(f"{case.name} goes too: it shares job {case.job}")
         scheduler.cancel(jobs)
     except SchedulerError as error:
-        raise ConfigError("SLURM", expected=f"does not answer: {error}") from None
+        raise ConfigError("SLURM", says=f"does not answer: {error}") from None
     what = f"{counted(len(jobs), 'job')} of {counted(len(names), 'case')}"
     print(f"cancelled {what}; `repro collect` records what they leave")
     return 0

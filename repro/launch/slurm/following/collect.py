@@ -40,7 +40,7 @@ def command(results: Path, into: Path | None, json: bool) -> int:
         try:
             cases = Survey(registry, store, scheduler).cases() if submissions else []
         except SchedulerError as error:
-            raise ConfigError("SLURM", expected=f"does not answer: {error}") from None
+            raise ConfigError("SLURM", says=f"does not answer: {error}") from None
         cases = list({case.key: case for case in cases}.values())
         written = [case for case in cases if case.state in (LOST, CANCELLED) and not case.recorded]
         for case in written:

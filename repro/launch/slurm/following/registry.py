@@ -136,10 +136,10 @@ class Registry:
             except FileExistsError:
                 if not _abandoned(path):
                     expected = f"another `repro submit` is at work on this store; if not, remove {path}"
-                    raise ConfigError("--results", str(self.folder.parent), expected) from None
+                    raise ConfigError("--results", str(self.folder.parent), says=expected) from None
                 path.unlink(missing_ok=True)
         else:
-            raise ConfigError("--results", str(self.folder.parent), f"cannot take {path}")
+            raise ConfigError("--results", str(self.folder.parent), says=f"cannot take {path}")
         try:
             os.write(descriptor, note.encode())
             os.close(descriptor)
@@ -166,5 +166,5 @@ def _abandoned(path: Path) -> bool:
 
 
 def _bad(path: Path, error: Exception) -> ConfigError:
-    expected = f"not what `repro submit` wrote ({type(error).__name__}: {error}); remove its folder if it is of no use"
-    return ConfigError("submission", path.parent.name, expected, file=str(path))
+    expected = f"is not what `repro submit` wrote ({type(error).__name__}: {error}); remove its folder if it has no use"
+    return ConfigError("submission", path.parent.name, says=expected, file=str(path))

@@ -178,7 +178,7 @@ def parse(data: dict[str, Any], *, file: str) -> Profile:
         build(CaseClass, row, file=file, where=f"case number {number}") for number, row in enumerate(rows, 1)
     )
     if "file" in tables:
-        raise ConfigError("file", tables["file"], "no such key", file=file)
+        raise ConfigError("file", tables["file"], says="unknown key", file=file)
     profile = build(Profile, tables | {"file": file}, file=file)
     _check_system(profile)
     return profile

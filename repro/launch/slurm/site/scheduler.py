@@ -215,14 +215,14 @@ def check_partition(partitions: dict[str, Partition], name: str, *, file: str, w
     if name:
         if name not in partitions:
             raise ConfigError(
-                "partition", name, f"no such partition here; known are {known}", file=file, where=where
+                "partition", name, says=f"no such partition here; known are {known}", file=file, where=where
             )
         return partitions[name]
     for partition in partitions.values():
         if partition.default:
             return partition
     expected = f"is empty, and the cluster has no default; known are {known}"
-    raise ConfigError("partition", expected=expected, file=file, where=where)
+    raise ConfigError("partition", says=expected, file=file, where=where)
 
 
 def _gpus(gres: str) -> dict[str, int]:

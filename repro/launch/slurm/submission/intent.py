@@ -102,7 +102,7 @@ def intend(
         expected = f"its nodes are {profile.system}, and {first} of {suite.file} needs {elsewhere[first]}"
         if not any(entry.experiment.network for entry in entries):
             expected += "; --move runs it on them all the same, under a name of its own"
-        raise ConfigError("system", profile.system, expected, file=profile.file)
+        raise ConfigError("system", profile.system, says=expected, file=profile.file)
     tasks = plan.tasks(suite, here, store, rerun=rerun)
     busy = running or {}
     live = {e.name: busy[e.key] for task in tasks for e in task.experiments if e.key in busy}

@@ -60,7 +60,9 @@ def command(
             intent = intend(suite, site, store, only=only, move=move, rerun=rerun, running=running)
             check.cluster(intent, scheduler)
         except SchedulerError as error:
-            raise ConfigError("--profile", str(profile_file), f"SLURM does not answer: {error}") from None
+            raise ConfigError(
+                "--profile", str(profile_file), says=f"SLURM does not answer: {error}"
+            ) from None
         if not intent.cases:
             _nothing(intent, json)
             return 0
