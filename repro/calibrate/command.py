@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +98,8 @@ def _checked(path: Path) -> Path:
     )
     folder = path.parent
     require(folder.is_dir(), "--output", str(path), "a file in a folder that exists")
-    usable = os.access(path if path.exists() else folder, os.W_OK) and not path.is_dir()
-    require(usable, "--output", str(path), "a file that may be written")
-    return path
+    try:
+        with open(path, "ab") if path.exists() else tempfile.TemporaryFile(dir=folder):
+            return path
+    except OSError as error:
+        raise ConfigError("--output", str(path), f"a file that can be written ({error.strerror})") from None

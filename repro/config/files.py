@@ -26,7 +26,7 @@ _NUMBERS = {"int": "a whole number", "float": "a number"}
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file.  Raises `ConfigError` if it is missing or is not TOML."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         raise ConfigError(
             error.strerror or "cannot be read", expected="the path of a TOML file", file=str(path)

@@ -31,7 +31,16 @@ TENSOR_BYTES = Most(2**60, "elements are counted in 64 bits")
 STEPS = Most(10**7, "twenty times GPT-3's at a batch of 1M tokens; a record has the loss of each")
 ACTIONS = Most(10**6, "larger schedules take minutes to time, and no picture shows them")
 
+NAME = Most(100, "names become files and columns of tables")
+
 
 def at_most(key: str, value: int, limit: Most) -> None:
     """Raise `ConfigError` if `value` is over `limit`."""
     require(value <= limit.value, key, value, f"at most {limit.value:,} ({limit.why})")
+
+
+def check_name(key: str, name: str) -> None:
+    """Raise `ConfigError` for a name that no file can have, or that nobody can read."""
+    fine = 0 < len(name) <= NAME.value and name.isprintable() and "/" not in name and not name.startswith(".")
+    shown = name if len(name) <= NAME.value else f"{name[:20]}..."
+    require(fine, key, shown, f"a name without / of at most {NAME.value} characters ({NAME.why})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def run(
         raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     loaded = [load(suite) for suite in suites]
     selected = [(suite, plan.select(suite, only)) for suite in loaded]
+    _writable(results)
     if evidence == SIMULATED:
         yield from simulated.run(selected, results, system, rerun)
         return
@@ -49,6 +51,17 @@ def run(
         yield found
         if found.summary["stopped"]:
             return
+
+
+def _writable(results: Path) -> None:
+    """Raise `ConfigError` unless a folder of this name takes files, or can be made.  Nothing is left there."""
+    there = next(folder for folder in (results, *results.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        right = f"a folder that can be written ({error.strerror}: {there})"
+        raise ConfigError("--results", str(results), right) from None
 
 
 def _measured(

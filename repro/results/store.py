@@ -205,6 +205,8 @@ class _Reading:
         self._rest = bool(rest)
         for line in complete.split(b"\n") if newline else ():
             self._line += 1
+            if not line.strip():
+                continue
             document = _document(line)
             if document is None:
                 self._bad[self._line] = "not a record, skipped"

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Limits, Model, Training
 from repro.config.files import build
+from repro.config.sizes import check_name
 
 T = TypeVar("T")
 OUTCOMES = ("ok", "oom", "diverged", "timeout", "hang", "error")
@@ -118,6 +119,10 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
     name = data.get("name") if isinstance(data, dict) else None
     if not isinstance(name, str) or not name:
         raise ConfigError("name", says=f"is missing in [[experiment]] number {number}", file=from_file.file)
+    try:
+        check_name("name", name)
+    except ConfigError as error:
+        raise error.within(file=f"{from_file.file}: [[experiment]] number {number}") from None
     place = f'{from_file.file}: experiment "{name}"'
     data, defaults = _spelled(data, place), from_file.defaults
     for section in _PARTS:

@@ -12,6 +12,7 @@ from typing import Any
 
 from repro.config import ConfigError, Experiment
 from repro.config.files import build, read_toml
+from repro.config.sizes import check_name
 from repro.suites.entry import Entry, read_entry, shared, unknown
 
 
@@ -71,6 +72,10 @@ def parse(data: dict[str, Any], *, file: str) -> Suite:
     if "suite" not in data:
         raise ConfigError("suite", says="is missing: a table [suite] with a name", file=file)
     head = build(_Head, data["suite"], file=file, where="suite")
+    try:
+        check_name("name", head.name)
+    except ConfigError as error:
+        raise error.within(file=file, where="suite") from None
     from_file = shared(data, file)
     rows = _tables(data, "experiment", file)
     if not rows:

@@ -135,27 +135,30 @@ def test_a_rank_that_fails_is_an_outcome(
     ("arguments", "said"),
     [
         (["--system", "dgx2"], "--system = 'dgx2': must be one of local, local-gpu"),
-        (["--system", "local", "--gpus", "-1"], "--gpus = -1: must be a number of ranks, 1 or more"),
+        (["--system", "local", "--gpus", "-1"], "--gpus = -1: must be a whole number of at least 1"),
         (
             ["--system", "local", "--output", "here.json"],
             "--output = 'here.json': must be a file that ends in .toml",
         ),
-        (["--system", "local", "--output", "dgx2.toml"], "not the name of a packaged system"),
+        (
+            ["--system", "local", "--output", "dgx2.toml"],
+            "must be a file that is not called as the packaged system",
+        ),
         (["--system", "local", "--output", "no/such/folder/a.toml"], "a file in a folder that exists"),
         (["--system", "local-gpu"], "a machine with CUDA devices; none is visible here"),
         (["--system", "local-gpu", "--gpus", "9"], "a machine with CUDA devices; none is visible here"),
-        (["--system", "local", "--nodes", "2"], "--nodes = 2: with --profile, whose cluster has them"),
+        (["--system", "local", "--nodes", "2"], "--nodes = 2: needs --profile, whose cluster has them"),
         (
             ["--system", "dgx2", "--profile", "lab.toml"],
-            "--system = 'dgx2': local, which the nodes of lab.toml",
+            "--system = 'dgx2': must be local, which the nodes of lab.toml",
         ),
         (
             ["--system", "local", "--profile", "lab.toml", "--nodes", "-1"],
-            "--nodes = -1: must be a number of nodes",
+            "--nodes = -1: must be a whole number of at least 1",
         ),
         (
             ["--system", "local", "--profile", "lab.toml", "--gpus", "3"],
-            "--gpus = 3: ranks of a node, at most 2",
+            "--gpus = 3: must be 1 to 2, the ranks of a node",
         ),
         (["--system", "local", "--profile", "shared.toml"], "--output = "),
         (["--system", "local", "--profile", "lab.toml"], "SLURM does not answer: sinfo: not found"),

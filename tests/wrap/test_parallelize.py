@@ -90,7 +90,7 @@ def test_refusals() -> None:
         repro.parallelize(module, optimizer, Layout(tp=2))
     with pytest.raises(ConfigError, match="pp = 2"):
         repro.parallelize(module, optimizer, Layout(pp=2))
-    with pytest.raises(ConfigError, match=r"recompute = True: False: a stock module calls"):
+    with pytest.raises(ConfigError, match=r"recompute = true: must be false: a stock module calls"):
         repro.parallelize(module, optimizer, Layout(recompute=True))
     with pytest.raises(ConfigError, match="fp16"):
         repro.parallelize(module, optimizer, Layout(precision="fp16"))

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Optional, get_type_hints
 
 import typer
 
+from repro.cli.commands.options import counted
 from repro.config.errors import ConfigError
 from repro.config.layout import Layout
 from repro.simulate.plan.asked import Asked
@@ -88,7 +89,12 @@ QUESTION = [
     _parameter(
         "seq",
         Annotated[
-            int, typer.Option(help="Tokens of a sample; the model's longest by default.", show_default=False)
+            int,
+            typer.Option(
+                help="Tokens of a sample; the model's longest by default.",
+                callback=counted,
+                show_default=False,
+            ),
         ],
         0,
     ),

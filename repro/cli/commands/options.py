@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
+
+from repro.config.errors import ConfigError, require
+
+
+def _folder(given: Any) -> Path:
+    """The path that was written; the empty one, which is the current folder for Python, was not meant."""
+    if not str(given).strip():
+        raise typer.BadParameter("must be a folder, not empty")
+    return Path(given)
+
+
+def _existing(context: typer.Context, option: typer.CallbackParam, value: Path) -> Path:
+    """Who names a folder that is not there has mistyped it; that there is no `results` yet is no mistake."""
+    if _given(context, option) and not value.is_dir():
+        raise ConfigError("--results", str(value), says="no such folder")
+    return value
+
+
+def counted(context: typer.Context, option: typer.CallbackParam, value: int) -> int:
+    """A number of something: its default of 0 means that it was not given, which a 0 that is written does not."""
+    right = "a whole number of at least 1, or left out"
+    require(not _given(context, option) or value >= 1, option.opts[0], value, right)
+    return value
+
+
+def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
+    source = context.get_parameter_source(option.name or "")
+    return source is not None and source.name == "COMMANDLINE"
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 SuiteFiles = Annotated[list[Path], typer.Argument(help="Suite files.", metavar="SUITE.toml...")]
@@ -18,7 +47,15 @@ Rerun = Annotated[bool, typer.Option("--rerun", help="Run again what the store a
 ProfileFile = Annotated[
     Path, typer.Option("--profile", help="How the site's SLURM is asked.", metavar="FILE.toml")
 ]
-Results = Annotated[Path, typer.Option("--results", help="Where records are stored.", metavar="DIR")]
+Results = Annotated[
+    Path, typer.Option("--results", help="Where records are stored.", metavar="DIR", parser=_folder)
+]
+StoredResults = Annotated[
+    Path,
+    typer.Option(
+        "--results", help="Where records are stored.", metavar="DIR", parser=_folder, callback=_existing
+    ),
+]
 ModelName = Annotated[
     str, typer.Option("--model", help="A model's name, its file, or FILE.toml:NAME.", metavar="M")
 ]

@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 import typer
 
 from repro.cli.commands.layout_options import PANEL, question_options
-from repro.cli.commands.options import Json, ModelName, Results
+from repro.cli.commands.options import Json, ModelName, StoredResults, counted
 from repro.simulate.plan.asked import SHOWN, Asked
 
 app = typer.Typer()
@@ -43,12 +43,20 @@ def fit(
     asked: Asked,
     model: Annotated[str, typer.Option("--model", help="Take sizes from this model.", metavar="M")] = "",
     hidden: Annotated[
-        int, typer.Option(help="Width.  Without: one that about hidden/64 layers fill.", show_default=False)
+        int,
+        typer.Option(
+            callback=counted,
+            help="Width.  Without: one that about hidden/64 layers fill.",
+            show_default=False,
+        ),
     ] = 0,
     heads: Annotated[
-        int, typer.Option(help="Attention heads; hidden/128 by default.", show_default=False)
+        int,
+        typer.Option(callback=counted, help="Attention heads; hidden/128 by default.", show_default=False),
     ] = 0,
-    vocab: Annotated[int, typer.Option(help="Vocabulary; 51200 by default.", show_default=False)] = 0,
+    vocab: Annotated[
+        int, typer.Option(callback=counted, help="Vocabulary; 51200 by default.", show_default=False)
+    ] = 0,
     search: Annotated[str, typer.Option(help="layers, or micro-batch (of --model).")] = "layers",
     measure: Annotated[bool, typer.Option("--measure", help="Try on the devices of this machine.")] = False,
     as_rank: Annotated[
@@ -57,7 +65,9 @@ def fit(
             help="With --measure: be this rank alone, of --of; collectives are left out.", metavar="R"
         ),
     ] = None,
-    of: Annotated[int, typer.Option(help="The ranks of which --as-rank is one.", show_default=False)] = 0,
+    of: Annotated[
+        int, typer.Option(callback=counted, help="The ranks of which --as-rank is one.", show_default=False)
+    ] = 0,
     json: Json = False,
 ) -> int:
     """Find the largest model that fits, the first that does not, and the term that is too much.
@@ -128,11 +138,15 @@ def twin(
     ranks: Annotated[int, typer.Option(help="Processes of the twin.")] = 16,
     part: Annotated[int, typer.Option(help="The model is as wide as 1/PART of the original.")] = 8,
     width: Annotated[
-        int, typer.Option(help="Of the twin's model, in place of --part.", show_default=False)
+        int,
+        typer.Option(callback=counted, help="Of the twin's model, in place of --part.", show_default=False),
     ] = 0,
     layers: Annotated[int, typer.Option(help="Of the twin's model.")] = 4,
     tp: Annotated[
-        int, typer.Option("--tp", help="Tensor-parallel degree; as the ranks allow.", show_default=False)
+        int,
+        typer.Option(
+            "--tp", callback=counted, help="Tensor-parallel degree; as the ranks allow.", show_default=False
+        ),
     ] = 0,
     steps: Annotated[int, typer.Option(help="Of each experiment; the first is not timed.")] = 10,
     within: Annotated[
@@ -169,6 +183,7 @@ def calibrate(
         int,
         typer.Option(
             help="Ranks of a node; by default every GPU, or 2 on processor cores.",
+            callback=counted,
             metavar="N",
             show_default=False,
         ),
@@ -182,7 +197,10 @@ def calibrate(
         typer.Option(help="Measure nodes of this SLURM, in one job that is waited for.", metavar="FILE.toml"),
     ] = None,
     nodes: Annotated[
-        int, typer.Option(help="How many, with --profile; by default 1.", metavar="N", show_default=False)
+        int,
+        typer.Option(
+            callback=counted, help="How many, with --profile; by default 1.", metavar="N", show_default=False
+        ),
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: to try it out.")] = False,
     suite: Annotated[
@@ -206,7 +224,7 @@ def calibrate(
 
 @app.command(epilog="Example:  repro validate --svg validation.svg")
 def validate(
-    results: Results = Path("results"),
+    results: StoredResults = Path("results"),
     svg: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Draw published against predicted to this file.", metavar="FILE"),

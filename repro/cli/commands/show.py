@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Results
+from repro.cli.commands.options import Json, StoredResults
 
 app = typer.Typer()
 
@@ -16,7 +16,7 @@ app = typer.Typer()
 @app.command(epilog="Example:  repro claims zero-mem-formula-stages")
 def claims(
     claim: Annotated[str, typer.Argument(help="Show this claim in full.", metavar="ID")] = "",
-    results: Results = Path("results"),
+    results: StoredResults = Path("results"),
     json: Json = False,
 ) -> int:
     """Show the ledger: published value, conditions, source, evidence and verdict."""
@@ -51,7 +51,7 @@ def systems(
 
 @app.command(epilog="Example:  repro report --results results --out reports/out")
 def report(
-    results: Results = Path("results"),
+    results: StoredResults = Path("results"),
     out: Annotated[Path, typer.Option(help="Where the report is written.", metavar="DIR")] = Path(
         "reports/out"
     ),
@@ -69,7 +69,7 @@ def report(
 
 @app.command(epilog="Example:  repro export --table values --format csv --output values.csv")
 def export(
-    results: Results = Path("results"),
+    results: StoredResults = Path("results"),
     table: Annotated[
         str,
         typer.Option(
@@ -106,7 +106,7 @@ def artifact(
 def compare(
     first: Annotated[str, typer.Argument(help="A folder of results, or a commit of --results.", metavar="A")],
     second: Annotated[str, typer.Argument(help="The same, held against A.", metavar="B")],
-    results: Results = Path("results"),
+    results: StoredResults = Path("results"),
     tolerance: Annotated[float, typer.Option(help="A change by less is none.", metavar="PART")] = 0.05,
     json: Json = False,
 ) -> int:

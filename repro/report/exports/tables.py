@@ -30,6 +30,8 @@ def command(results: Path, table: str, form: str, output: Path | None) -> int:
     if output is not None and not output.parent.is_dir():
         raise ConfigError("--output", str(output), "a file in a folder that exists")
     frame = read(results, table)
+    if frame.empty:
+        print(f"note: no {table} in {results}: the table is empty", file=sys.stderr)
     if form == "parquet":
         assert output is not None
         _parquet(frame, output)

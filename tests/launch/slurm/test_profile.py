@@ -33,7 +33,7 @@ def test_ready_profiles_load(path: Path) -> None:
         ('[[case]]\ntime_limit = "1:00:00"', "match: is missing"),
         ('[case]\nmatch = "x"', "tables [[case]]"),
         ('[environment]\nmodules = "cuda"', "environment.modules"),
-        ('file = "x"', "no such key"),
+        ('file = "x"', "unknown key"),
         ("[slurm", "not TOML"),
     ],
 )

@@ -1,0 +1,98 @@
+"""What would be silently something else: a mistyped folder, a zero, a name that no file can have, an empty table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from repro import cli
+from repro.results.store import Store
+from repro.suites import load
+from tests.records import made_up
+
+SUITE = '[suite]\nname = "s"\n[[experiment]]\nname = "a"\nmodel = "gpt2-tiny"\n'
+
+
+@pytest.mark.parametrize(
+    "command", [["claims"], ["export"], ["validate"], ["report"], ["compare", "a", "b"]], ids=lambda c: c[0]
+)
+def test_a_folder_that_is_not_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command, "--results", "nowhere"]) == 2
+    assert capsys.readouterr().err == "error: --results = 'nowhere': no such folder\n"
+    assert cli.main([*command, "--results", ""]) == 2
+    assert "must be a folder, not empty" in capsys.readouterr().err
+
+
+def test_before_the_first_run_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["claims"]) == 0
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("evidence", ["measured", "simulated"])
+def test_results_that_cannot_be_written_are_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], evidence: str
+) -> None:
+    (tmp_path / "s.toml").write_text(SUITE)
+    (tmp_path / "file").write_text("")
+    results = tmp_path / "file"
+    assert cli.main(["run", str(tmp_path / "s.toml"), "--results", str(results), "--evidence", evidence]) == 2
+    assert f"--results = '{results}': must be a folder that can be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["simulate", "--model", "gpt2-1.5b", "--system", "dgx2", "--gpus", "8", "--seq", "0"], "--seq"),
+        (["fit", "--system", "dgx2", "--gpus", "8", "--hidden", "0"], "--hidden"),
+        (["calibrate", "--system", "local", "--gpus", "0"], "--gpus"),
+        (["twin", "ds-3p75x-lowbw", "--tp", "0"], "--tp"),
+    ],
+)
+def test_a_zero_that_is_written_is_not_the_default(
+    arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert f"error: {option} = 0: must be a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_file_of_nobody_is_found_out_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
+    """/proc takes no files, also of root, whom permissions do not stop."""
+    assert cli.main(["calibrate", "--system", "local", "--quick", "--output", "/proc/here.toml"]) == 2
+    assert "--output = '/proc/here.toml': must be a file that can be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a/b", "../a", ".a", "a" * 5000, "a\\nb"], ids=lambda name: name[:4])
+@pytest.mark.parametrize("what", ['"a"', '"s"'], ids=["experiment", "suite"])
+def test_names_that_no_file_can_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, what: str
+) -> None:
+    (tmp_path / "s.toml").write_text(SUITE.replace(what, f'"{name}"'))
+    assert cli.main(["run", str(tmp_path / "s.toml")]) == 2
+    err = capsys.readouterr().err
+    assert "must be a name without / of at most 100 characters" in err
+    assert len(err) < 500
+
+
+def test_a_mark_that_begins_a_file_is_none_of_its_keys(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SUITE, encoding="utf-8-sig")
+    assert load(tmp_path / "s.toml").name == "s"
+
+
+def test_blank_lines_in_a_store_are_nothing_to_tell(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.append(made_up("a"))
+        assert store.path is not None
+        path = store.path
+    path.write_text(f"\n{path.read_text()}\n  \n")
+    store = Store(tmp_path)
+    assert len(store.records()) == 1
+    assert store.skipped == []
+
+
+def test_an_empty_table_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", "--results", str(tmp_path), "--table", "records", "--format", "csv"]) == 0
+    assert capsys.readouterr().err == f"note: no records in {tmp_path}: the table is empty\n"
