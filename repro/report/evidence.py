@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.claims.judge import judge
-from repro.claims.ledger import KINDS, Ledger
+from repro.claims.ledger import EMULATED, KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.results import ClaimResult
 from repro.claims.table import as_dict, summary, table
 from repro.render.units import NOTHING
 from repro.results import frames
-from repro.results.schema import ExperimentRecord, Record
+from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.select import of_today, select
 from repro.results.store import Store
 
@@ -134,11 +134,11 @@ class JudgedStore:
 
         known = {(record.evidence, record.at) for record in self.latest() if record.conclusive}
         lacking = [
-            wanted
+            (kind, at)
             for result in self.judged
             if fnmatchcase(result.claim.id, pattern)
-            for wanted in experiments_of(result.claim)
-            if wanted not in known
+            for kind, at in experiments_of(result.claim)
+            if (MEASURED if kind == EMULATED else kind, at) not in known
         ]
         return [command.text for command in Catalogue().commands(lacking)]
 

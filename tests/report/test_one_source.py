@@ -12,7 +12,12 @@ import pandas as pd
 import pytest
 
 from repro import cli
+from repro.claims.reader import load
 from repro.report.evidence import KINDS, JudgedStore
+from repro.report.verdicts import experiments_of
+from repro.results.schema import Record
+from tests.records import made_up
+from tests.report.synthetic import experiment
 from tests.report.test_page import Page
 
 
@@ -97,3 +102,22 @@ def test_the_summary_counts_what_the_claims_say(claims: list[dict[str, Any]], fo
         verdicts = [claim["verdict"] for claim in claims if claim["about"] == about]
         assert line["reproduced"] == verdicts.count("reproduced")
         assert line["not run"] == verdicts.count("not run")
+
+
+@pytest.mark.parametrize("kind", ["simulated", "emulated", "measured"])
+@pytest.mark.parametrize(
+    ("outcome", "left"), [("hang", True), ("error", True), ("ok", False), ("oom", False)]
+)
+def test_what_failed_is_still_to_be_run(tmp_path: Path, kind: str, outcome: str, left: bool) -> None:
+    """What ran on an emulated network is a measurement by its record, and has run."""
+    ledger = load()
+    claim = next(claim for claim in ledger.claims if kind in dict(experiments_of(claim)))
+    nothing = JudgedStore(tmp_path, [], [], ledger).to_run(claim.id)
+    assert nothing
+    records: list[Record] = []
+    for read_as, at in experiments_of(claim):
+        suite, _, name = at.partition("/")
+        stored = "simulated" if read_as == "simulated" else "measured"
+        conditions = experiment(name).as_dict()
+        records.append(made_up(name, suite=suite, evidence=stored, outcome=outcome, experiment=conditions))
+    assert JudgedStore(tmp_path, records, [], ledger).to_run(claim.id) == nothing * left
