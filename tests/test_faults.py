@@ -252,7 +252,7 @@ def test_real_ranks_run_out_of_memory_and_diverge(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("number", "outcome", "hang_s"), [(signal.SIGKILL, "error", 60), (signal.SIGSTOP, "hang", 10)]
+    ("number", "outcome", "hang_s"), [(signal.SIGKILL, "error", 60), (signal.SIGSTOP, "hang", 5)]
 )
 def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: str, hang_s: int) -> None:
     body = '[[experiment]]\nname = "long"\ntraining.steps = 100000\nlayout.zero = 3'

@@ -65,6 +65,8 @@ def test_whole_numbers_stay_exact() -> None:
         "(y := 3)",
         "mean(*(1, 2))",
         "mean(**{'a': 1})",
+        "mean(*x)",
+        "mean(**x)",
         "import os",
         "x = 1",
         "1;2",

@@ -172,6 +172,12 @@ def test_two_measurements_of_one_row_must_both_be_there(tmp_path: Path) -> None:
     both = f"{PUBLISHED}, {PUBLISHED.replace('s/full', 's/other')}"
     half = judged(tmp_path, row(both), record("full", speed=2))
     assert half.basis == "analytic 1/1"
+    counted = half.kind("measured")
+    assert counted is not None
+    assert (counted.verdict, counted.rows, counted.decided) == (NOT_RUN, 1, 0)
+    mixed = judged(tmp_path, row(both), record("full", speed=2), record("other", speed=5)).kind("measured")
+    assert mixed is not None
+    assert (mixed.verdict, mixed.decided, mixed.reproduced) == (NOT_REPRODUCED, 1, 0)
     assert judged(tmp_path, row(both), record("full", speed=5)).verdict == NOT_REPRODUCED
     whole = judged(tmp_path, row(both), record("full", speed=2), record("other", speed=2))
     assert whole.basis == "measured, published scale 1/1"

@@ -170,7 +170,8 @@ def test_a_cause_that_is_known_is_not_waited_for(
     assert clock.now - 100 == pytest.approx(settled_s, abs=2 * supervise.POLL_S)
 
 
-def test_a_hang_names_the_rank_with_the_smallest_sequence() -> None:
+def test_a_hang_names_the_rank_with_the_smallest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
     ending = watch(Scripted([None, None, None], {}))
     assert ending.outcome == "hang"
     assert "rank 0 is behind at step 5, forward, after all_gather #40 on tp; rank 1 waits" in ending.reason

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from repro.config import Experiment, Layout, Model, Training
+from repro.config.enums import ACCOUNTED
 from repro.results import frames
 from repro.results.measured import comparison_record, experiment_record, step_seconds
-from repro.results.metrics import UNDISTURBED, per_layer, work
+from repro.results.metrics import UNDISTURBED, Held, allocated, per_layer, work
 from repro.results.schema import ExperimentRecord, RankResult, TrafficRow
 from tests.launch.fake_session import _result
 
@@ -211,3 +212,24 @@ def test_what_one_block_communicates_is_an_average_of_blocks_and_micro_batches()
     assert (found.calls, found.sent_bytes) == (4, 100)
     assert work(pipelined, 1)["pipeline.in_flight"] == 2
     assert "pipeline.in_flight" not in work(experiment(), 1)
+
+
+def test_what_a_simulation_knows_of_memory_besides() -> None:
+    """Of a step that does not fit nothing is reserved; a device without a limit has none to speak of."""
+    found = dict.fromkeys(ACCOUNTED, 0)
+    held = Held(found, found, {**found, "communication": 7}, init_peak_bytes=0)
+    numbers = {"context": 100, "fragmentation": 1 / 3, "retries": 2}
+    fits = allocated([held], limit=4000, reserved=900, **numbers)
+    assert fits == {
+        "memory.context_bytes": 100,
+        "memory.communication_bytes": 7,
+        "memory.limit_bytes": 4000,
+        "memory.reserved_bytes": 900,
+        "memory.used_bytes": 1000,
+        "memory.fragmentation": 0.333333,
+        "memory.retries": 2,
+    }
+    assert set(fits) - set(allocated([held], limit=None, reserved=900, **numbers)) == {"memory.limit_bytes"}
+    assert set(allocated([held], limit=4000, reserved=None, **numbers)) == {
+        *("memory.context_bytes", "memory.communication_bytes", "memory.limit_bytes"),
+    }
