@@ -52,8 +52,8 @@ def test_norm_of_many_equal_numbers_and_tensors(host: Host) -> None:
     assert host.launched == ["partial", "partial", "total"]
     assert host.call(norm.norm_squared, [torch.full((300000,), 0.1)]).item() == pytest.approx(3000, rel=1e-6)
     # In fp32, to which 2^26 + 1 is 2^26, the ones would be lost one by one.
-    large = [torch.full((1,), 8192.0), *[torch.ones(1)] * 64]
-    assert host.call(norm.norm_squared, large).item() == 2**26 + 64
+    large = [torch.full((1,), 8192.0), *[torch.ones(1)] * 128]
+    assert host.call(norm.norm_squared, large).item() == 2**26 + 128  # 16 blocks, each with several tensors
     assert host.call(norm.norm_squared, [torch.ones(0)]).item() == 0
     with pytest.raises(Unavailable, match="float64"):
         host.call(norm.norm_squared, [torch.ones(3).double()])
