@@ -1,17 +1,17 @@
-"""What pyproject.toml cannot say: `kernels/` and `examples/` are installed as `repro.kernels` and `repro.examples`."""
+"""What pyproject.toml cannot say: which package `kernels/`, `examples/` and `suites/` are installed as."""
 
 from setuptools import find_namespace_packages, setup
 
-OUTSIDE = ("kernels", "examples")
+OUTSIDE = {"kernels": "repro.kernels", "examples": "repro.examples", "suites": "repro.suites.files"}
 
 setup(
     packages=[
         *find_namespace_packages(include=["repro", "repro.*"], exclude=["*.__pycache__"]),
         *(
-            f"repro.{folder}{name and '.'}{name}"
-            for folder in OUTSIDE
+            f"{package}{name and '.'}{name}"
+            for folder, package in OUTSIDE.items()
             for name in ("", *find_namespace_packages(folder, exclude=["*__pycache__"]))
         ),
     ],
-    package_dir={f"repro.{folder}": folder for folder in OUTSIDE},
+    package_dir={package: folder for folder, package in OUTSIDE.items()},
 )

@@ -16,7 +16,14 @@ from repro.kernels.cuda import families
 from tests.kernels.test_cuda_compile import MISSING
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = "repro/examples/"
+PACKED = {
+    "repro": "repro/",
+    "kernels": "repro/kernels/",
+    "examples": "repro/examples/",
+    "suites": "repro/suites/files/",
+}
+"""Folder of the checkout -> where a wheel has it."""
+COMMAND = ("-c", "import sys; from repro.cli import main; sys.exit(main())")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
@@ -46,7 +53,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("repro", "kernels", "examples"):
+    for name in ("repro", "kernels", "examples", "suites"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
@@ -73,7 +80,7 @@ def test_a_wheel_has_every_file(checkout: Path, wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith("-info")}
     expected = {
         f"{prefix}{path.relative_to(checkout / name)}"
-        for name, prefix in (("repro", "repro/"), ("kernels", "repro/kernels/"), ("examples", EXAMPLES))
+        for name, prefix in PACKED.items()
         for path in (checkout / name).rglob("*")
         if path.is_file() and path.name != "README.md"
     }
@@ -88,7 +95,7 @@ def test_doctor_compiles_the_kernels_of_an_installed_wheel(wheel: Path, tmp_path
     python = environment(tmp_path / "venv", wheel)
     assert Path(run(python, "-c", WHERE, cwd=tmp_path).strip()).is_relative_to(tmp_path / "venv")
     said = run(
-        *(python, "-c", "import sys; from repro.cli import main; sys.exit(main())"),
+        *(python, *COMMAND),
         *("doctor", "--kernels", "sm_80"),
         cwd=tmp_path,
         REPRO_KERNEL_CACHE=str(tmp_path / "cache"),
@@ -97,6 +104,21 @@ def test_doctor_compiles_the_kernels_of_an_installed_wheel(wheel: Path, tmp_path
     for family in families.FAMILIES:
         (line,) = (line for line in said.splitlines() if f"  {family} (sm_80)" in line)
         assert " compiled, " in line
+
+
+def test_a_wheel_answers_far_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """Suites, models, systems and claims are inside: a suite runs by its name, and its claim is judged."""
+    python = environment(tmp_path / "venv", wheel)
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    found = run(python, "-c", "import repro.suites.packaged as p; print(p.FOLDER)", cwd=here).strip()
+    assert Path(found).is_relative_to(tmp_path / "venv")
+    said = run(python, *COMMAND, "run", "smoke", "--only", "states-z[03]-dp1", cwd=here)
+    assert "all that can run here as expected" in said or "all as expected" in said
+    judged = run(python, *COMMAND, "claims", "zero-mem-formula-stages", "--json", cwd=here)
+    assert "measured" in judged
+    traced = run(python, *COMMAND, "run", "yuan", "--evidence", "simulated", "--only", "rule-m480", cwd=here)
+    assert "1 simulated experiments: 1 ok" in traced
 
 
 def test_a_checkout_needs_no_installation(checkout: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from repro import suites
 from repro.config.files import read_toml
 from repro.suites import Suite
+from repro.suites.packaged import FOLDER
 from repro.systems import HERE
 
 ROOT = Path(__file__).parents[2]
@@ -33,13 +34,13 @@ class Command:
 
 
 class Catalogue:
-    """The suites of this checkout by name, and the SLURM profile of each system; both empty elsewhere."""
+    """The packaged suites by name, and the SLURM profile of each system, of which there are none without a checkout."""
 
-    def __init__(self, root: Path = ROOT):
-        files = sorted((root / "suites").glob("*.toml"))
+    def __init__(self) -> None:
+        files = sorted(FOLDER.glob("*.toml"))
         self.suites: dict[str, Suite] = {suite.name: suite for suite in map(suites.load, files)}
         self._profiles: dict[str, str] = {}
-        for path in sorted((root / "slurm").glob("*.toml")):
+        for path in sorted((ROOT / "slurm").glob("*.toml")):
             system = str(read_toml(path).get("system", ""))
             if path.stem not in ("generic", "lab"):
                 self._profiles.setdefault(system, f"slurm/{path.name}")

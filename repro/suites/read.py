@@ -14,6 +14,7 @@ from repro.config import ConfigError, Experiment
 from repro.config.files import build, read_toml
 from repro.config.sizes import check_name
 from repro.suites.entry import Entry, read_entry, shared, unknown
+from repro.suites.packaged import find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,9 @@ class _Compare:
     apart: bool = False
 
 
-def load(path: Path) -> Suite:
-    """The suite in `path`.  Raises `ConfigError`."""
+def load(given: Path) -> Suite:
+    """The suite in a `.toml` file, or the packaged one of this name.  Raises `ConfigError`."""
+    path = find(given)
     return parse(read_toml(path), file=str(path))
 
 

@@ -37,8 +37,12 @@ def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-SuiteFiles = Annotated[list[Path], typer.Argument(help="Suite files.", metavar="SUITE.toml...")]
-SuiteFile = Annotated[Path, typer.Argument(help="A suite file.", metavar="SUITE.toml")]
+SuiteFiles = Annotated[
+    list[Path], typer.Argument(help="Suites: files, or names of packaged ones.", metavar="SUITE...")
+]
+SuiteFile = Annotated[
+    Path, typer.Argument(help="A suite: a file, or the name of a packaged one.", metavar="SUITE")
+]
 Only = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer evaluates this on Python 3.10 as well
     typer.Option("--only", help="Only experiments of this name or glob; may be repeated.", metavar="GLOB"),
