@@ -84,14 +84,14 @@ def _measured(
 
 def _here(suite: Suite, entries: list[Entry]) -> tuple[list[Entry], dict[str, str]]:
     """What this machine can run of `entries`, and by name what each lacks.  `ConfigError` if it can run nothing."""
-    needs = {entry.experiment.name: _needs(entry.experiment) for entry in entries}
+    needs = {entry.experiment.name: lacking(entry.experiment) for entry in entries}
     here = [entry for entry in entries if not needs[entry.experiment.name]]
     if not here:
         raise _nothing_here(suite, entries, needs)
     return here, needs
 
 
-def _needs(experiment: Experiment) -> str:
+def lacking(experiment: Experiment) -> str:
     """What keeps `experiment` from being measured on this machine, and that it can be simulated instead."""
     needs = launch.needs(experiment)
     hint = f"; `--evidence {SIMULATED}` traces it here" if not simulated.needs(experiment) else ""

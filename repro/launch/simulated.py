@@ -77,14 +77,14 @@ def _run(
     can = [entry for entry in entries if not missing[entry.experiment.name]]
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:
-        todo = _lacking(can, store, on, rerun)
+        todo = lacking(can, store, on, rerun)
         ran = {entry.experiment.name for entry in todo}
         with Progress(total=len(todo), known=len(can) - len(todo)) as progress:
             recorder = Recorder(suite, store, progress, SIMULATED)
             try:
                 recorder.adopt([entry for entry in can if entry not in todo])
                 with _alone(store, progress, interrupt, bool(todo)):
-                    left = todo if rerun else _lacking(todo, store, on, rerun)
+                    left = todo if rerun else lacking(todo, store, on, rerun)
                     progress.elsewhere(len(todo) - len(left))
                     _simulate(left, on, recorder, interrupt, workers)
             except (DiskFull, WorkerDied) as error:
@@ -156,7 +156,7 @@ def moved(entries: list[Entry], system: str) -> list[Entry]:
     return [replace(entry, experiment=move(entry.experiment), expect="") for entry in entries]
 
 
-def _lacking(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
+def lacking(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
     """Entries without a conclusive record of today's system."""
     latest = by_key(store.records(), SIMULATED)
 

@@ -13,7 +13,7 @@ pandas is imported where a frame is asked for.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -169,11 +169,11 @@ class JudgedStore:
         return [record for record in self.records if fnmatchcase(record.at, pattern)]
 
 
-def read(results: Path | str | None = None) -> JudgedStore:
+def read(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
     """The evidence in the store at `results`; an empty or missing one has analytic evidence only."""
     store = Store(Path(results) if results is not None else default())
     records, torn = store.readable()
-    return JudgedStore(results=store.root, records=records, torn=torn, ledger=load())
+    return JudgedStore(results=store.root, records=records, torn=torn, ledger=load(own=own))
 
 
 def default() -> Path:

@@ -60,6 +60,10 @@ StoredResults = Annotated[
         "--results", help="Where records are stored.", metavar="DIR", parser=_folder, callback=_existing
     ),
 ]
+Ledger = Annotated[
+    Optional[list[Path]],  # noqa: UP045
+    typer.Option("--ledger", help="Judge the claims of this file too; may be repeated.", metavar="FILE.toml"),
+]
 ModelName = Annotated[
     str, typer.Option("--model", help="A model's name, its file, or FILE.toml:NAME.", metavar="M")
 ]

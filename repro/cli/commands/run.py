@@ -28,9 +28,16 @@ def run(
             help="Simulate on this system instead of the suite's; named NAME@SYSTEM then.", metavar="SYSTEM"
         ),
     ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run, where and how long; start nothing.")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Run what the store lacks of suites on this machine and record how each experiment ended."""
+    if dry_run:
+        from repro.cli.views.dry_run import command as show
+
+        return show(suites, only or [], results, rerun, json, evidence, system)
     from repro.cli.views.run import command
 
     return command(suites, only or [], results, rerun, json, evidence, system)

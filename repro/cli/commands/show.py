@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, StoredResults
+from repro.cli.commands.options import Json, Ledger, StoredResults
 
 app = typer.Typer()
 
@@ -17,12 +17,13 @@ app = typer.Typer()
 def claims(
     claim: Annotated[str, typer.Argument(help="Show this claim in full.", metavar="ID")] = "",
     results: StoredResults = Path("results"),
+    ledger: Ledger = None,
     json: Json = False,
 ) -> int:
     """Show the ledger: published value, conditions, source, evidence and verdict."""
     from repro.cli.views.claims import command
 
-    return command(claim, json, results)
+    return command(claim, json, results, ledger or [])
 
 
 @app.command(epilog="Example:  repro models gpt2-1.5b")
@@ -70,6 +71,7 @@ def report(
 @app.command(epilog="Example:  repro export --table values --format csv --output values.csv")
 def export(
     results: StoredResults = Path("results"),
+    ledger: Ledger = None,
     table: Annotated[
         str,
         typer.Option(
@@ -86,7 +88,7 @@ def export(
     """Write claims or records as a table for other programs, papers and pull requests."""
     from repro.report.exports.tables import command
 
-    return command(results, table, form, output)
+    return command(results, table, form, output, ledger or [])
 
 
 @app.command(epilog="Example:  repro artifact --output reports/artifact.md")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,12 @@ STYLES = {
 }
 
 
-def command(claim_id: str | None, json: bool, results: Path) -> int:
-    """Print all claims, or one in full.  Raises `ConfigError` for an unknown id or a bad ledger file."""
-    ledger = load()
+def command(claim_id: str | None, json: bool, results: Path, own: Sequence[Path] = ()) -> int:
+    """Print all claims, those of the ledger files `own` among them, or one in full.
+
+    Raises `ConfigError` for an unknown id or a bad ledger file.
+    """
+    ledger = load(own=own)
     if claim_id:
         ledger.claim(claim_id)
     judged = judge(ledger, read(results))

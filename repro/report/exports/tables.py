@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,11 @@ FORMATS = ("csv", "parquet", "markdown", "latex")
 TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records")
 
 
-def command(results: Path, table: str, form: str, output: Path | None) -> int:
-    """Write one table; to standard output without `output`, but for parquet.  Raises `ConfigError`."""
+def command(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
+    """Write one table; to standard output without `output`, but for parquet.  Raises `ConfigError`.
+
+    `own`: ledger files whose claims are among the others.
+    """
     if table not in TABLES:
         raise ConfigError("--table", table, f"one of {', '.join(TABLES)}")
     if form not in FORMATS:
@@ -29,7 +32,7 @@ def command(results: Path, table: str, form: str, output: Path | None) -> int:
         raise ConfigError("--output", "", "a file: parquet is no text")
     if output is not None and not output.parent.is_dir():
         raise ConfigError("--output", str(output), "a file in a folder that exists")
-    frame = read(results, table)
+    frame = read(results, table, own)
     if frame.empty:
         print(f"note: no {table} in {results}: the table is empty", file=sys.stderr)
     if form == "parquet":
@@ -44,11 +47,11 @@ def command(results: Path, table: str, form: str, output: Path | None) -> int:
     return 0
 
 
-def read(results: Path, table: str) -> pd.DataFrame:
+def read(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
     """One of `TABLES` from the store at `results`; an empty store has claims with analytic evidence only."""
     from repro.report import evidence
 
-    found = evidence.read(results)
+    found = evidence.read(results, own)
     say(found.torn)
     frames: dict[str, Callable[[], pd.DataFrame]] = {
         "summary": found.summary,

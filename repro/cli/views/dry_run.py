@@ -1,0 +1,41 @@
+"""`repro run --dry-run`: what would run, where, and how long it took last time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from repro.launch.outlook import ELSEWHERE, KNOWN, TO_RUN, Outlook, outlook
+from repro.render import units
+from repro.render.console import WIDE, print_json, stdout
+from repro.render.table import table
+
+
+def command(
+    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
+) -> int:
+    """Print every selected experiment and what would become of it; always 0.  Raises `ConfigError`."""
+    found = outlook(suites, only, results, rerun, evidence, system)
+    if json:
+        print_json([asdict(each) for each in found])
+        return 0
+    rows = table("experiment", "", "where", "takes", left={"experiment", "", "where"}, wrap=("where",))
+    for each in found:
+        rows.add_row(f"{each.suite}/{each.name}", each.state, each.where, _takes(each))
+    console = stdout(WIDE)
+    console.print(rows)
+    todo = [each for each in found if each.state == TO_RUN]
+    known = sum(each.last_s for each in todo if each.last_s is not None)
+    new = sum(each.last_s is None for each in todo)
+    counts = (f"{sum(each.state == state for each in found)} {state}" for state in (TO_RUN, KNOWN, ELSEWHERE))
+    last = f"; those that ran before took {units.seconds(known)}" if known else ""
+    console.print(f"{', '.join(counts)}; {new} never ran here{last}", markup=False)
+    return 0
+
+
+def _takes(each: Outlook) -> str:
+    if each.state == ELSEWHERE:
+        return ""
+    if each.last_s is not None:
+        return units.seconds(each.last_s)
+    return f"at most {units.seconds(each.limit_s)}" if each.limit_s else "?"

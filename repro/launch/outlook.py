@@ -1,0 +1,95 @@
+"""What `repro run` would do, where, and how long it took last time: nothing is started and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from repro.config import ConfigError, Experiment
+from repro.launch import plan, simulated
+from repro.launch.local.launch import DEVICES
+from repro.launch.run import lacking
+from repro.render import words
+from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord
+from repro.results.store import Store
+from repro.suites import Entry, Suite, load
+
+TO_RUN, KNOWN, ELSEWHERE = "to run", "in the store", "not here"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What would become of one experiment."""
+
+    suite: str
+    name: str
+    state: str
+    """`TO_RUN`, `KNOWN` or `ELSEWHERE`."""
+    where: str
+    """The processes, or what is lacking."""
+    last_s: float | None
+    """Seconds that the newest record of this name took; None without one."""
+    limit_s: float
+    """Seconds after which a launch is stopped; 0: never."""
+
+
+def outlook(
+    suites: Sequence[Path], only: list[str], results: Path, rerun: bool, evidence: str, system: str
+) -> list[Outlook]:
+    """Every selected experiment, in the order of the files.  Raises `ConfigError`."""
+    if evidence not in (MEASURED, SIMULATED):
+        raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
+    store = Store(results)
+    found: list[Outlook] = []
+    for suite in map(load, suites):
+        entries = plan.select(suite, only)
+        if evidence == SIMULATED:
+            if system:
+                entries = simulated.moved(entries, system)
+            found += _simulated(suite, entries, store, rerun)
+        else:
+            found += _measured(suite, entries, store, rerun)
+    return found
+
+
+def _measured(suite: Suite, entries: list[Entry], store: Store, rerun: bool) -> Iterable[Outlook]:
+    without = {entry.experiment.name: lacking(entry.experiment) for entry in entries}
+    here = [entry for entry in entries if not without[entry.experiment.name]]
+    todo = {e.name for task in plan.tasks(suite, here, store, rerun=rerun) for e in task.experiments}
+    took = _took(store, MEASURED)
+    for entry in entries:
+        name, limit_s = entry.experiment.name, entry.experiment.limits.timeout_s
+        if without[name]:
+            yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", None, limit_s)
+        else:
+            state = TO_RUN if name in todo else KNOWN
+            yield Outlook(suite.name, name, state, _processes(entry.experiment), took.get(name), limit_s)
+
+
+def _processes(experiment: Experiment) -> str:
+    what = "rank" if DEVICES[experiment.system] == "cpu" else "GPU"
+    said = words.counted(experiment.layout.world, what)
+    return f"{said} here, {experiment.network}" if experiment.network is not None else f"{said} here"
+
+
+def _simulated(suite: Suite, entries: list[Entry], store: Store, rerun: bool) -> Iterable[Outlook]:
+    without = {entry.experiment.name: simulated.needs(entry.experiment) for entry in entries}
+    can = [entry for entry in entries if not without[entry.experiment.name]]
+    on = {entry.experiment.name: simulated.system_of(entry.experiment) for entry in can}
+    todo = {entry.experiment.name for entry in simulated.lacking(can, store, on, rerun)}
+    took = _took(store, SIMULATED)
+    for entry in entries:
+        name, ranks = entry.experiment.name, entry.experiment.layout.world
+        if without[name]:
+            yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", None, 0.0)
+        else:
+            state = TO_RUN if name in todo else KNOWN
+            where = f"{words.counted(ranks, 'rank')} of {entry.experiment.system}, traced here"
+            yield Outlook(suite.name, name, state, where, took.get(name), 0.0)
+
+
+def _took(store: Store, evidence: str) -> dict[str, float]:
+    """By name the seconds of the newest record of a kind of evidence."""
+    records = (r for r in store.records() if isinstance(r, ExperimentRecord) and r.evidence == evidence)
+    return {record.name: record.wall_s for record in records if record.wall_s}

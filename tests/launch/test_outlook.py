@@ -1,0 +1,73 @@
+"""`repro run --dry-run`: what would run, where, and how long; suites by name, several at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from repro import cli
+from repro.config import ConfigError
+from repro.results.store import Store
+from repro.suites import load, packaged
+from tests.records import changed, made_up
+
+OTHER = '[suite]\nname = "o"\n[[experiment]]\nname = "far"\nmodel = "gpt2-1.5b"\nsystem = "dgx2"\nlayout.dp = 16\n'
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, object]]:
+    assert cli.main(["run", *arguments, "--dry-run", "--json"]) == 0
+    found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_would_run_where_and_how_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "o.toml").write_text(OTHER)
+    results = tmp_path / "results"
+    known = load(Path("smoke")).entry("states-z0-dp2").experiment
+    with Store(results) as store:
+        record = made_up("states-z0-dp2")
+        store.append(changed(record, key=known.key, wall_s=12.5))
+    before = sorted(results.rglob("*"))
+    found = asked(capsys, "smoke", "--only", "states-z[03]-dp2", "--results", str(results))
+    assert [(row["name"], row["state"], row["where"], row["last_s"]) for row in found] == [
+        ("states-z0-dp2", "in the store", "2 ranks here", 12.5),
+        ("states-z3-dp2", "to run", "2 ranks here", None),
+    ]
+    (far,) = asked(capsys, str(tmp_path / "o.toml"), "--results", str(results))
+    assert (far["state"], far["name"]) == ("not here", "far")
+    assert str(far["where"]).startswith("needs 16 GPUs of system dgx2")
+    both = asked(
+        capsys, "smoke", str(tmp_path / "o.toml"), "--evidence", "simulated", "--results", str(results)
+    )
+    assert {row["suite"] for row in both} == {"smoke", "o"}
+    assert both[-1]["where"] == "16 ranks of dgx2, traced here"
+    assert sorted(results.rglob("*")) == before
+
+
+def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = load(Path("smoke")).entry("states-z0-dp2").experiment
+    with Store(tmp_path) as store:
+        store.append(changed(made_up("states-z0-dp2"), key=known.key, wall_s=2.0))
+    arguments = [
+        "run",
+        "smoke",
+        "--only",
+        "states-z0-dp2",
+        "--results",
+        str(tmp_path),
+        "--dry-run",
+        "--rerun",
+    ]
+    assert cli.main(arguments) == 0
+    assert "1 to run, 0 in the store, 0 not here; 0 never ran here; those that ran before took 2 s" in (
+        " ".join(capsys.readouterr().out.split())
+    )
+
+
+def test_suites_by_name() -> None:
+    assert load(Path("smoke")).name == "smoke"
+    assert "yuan" in packaged.names()
+    with pytest.raises(ConfigError, match="suite = 'smok': unknown suite; did you mean smoke"):
+        load(Path("smok"))
