@@ -221,7 +221,7 @@ def test_progress_says_what_runs_and_what_is_left(tmp_path: Path) -> None:
     assert "[2/2] b  ok" in err
     _, out, err = run(suite, tmp_path / "results")
     assert "2 already in the store, 0 to run" in err
-    assert out.startswith("faults: 2 experiments: 2 ok; all as expected")
+    assert "\nfaults: 2 experiments: 2 ok; all as expected" in out
 
 
 REAL: dict[str, Any] = {"fake": False}

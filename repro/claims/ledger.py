@@ -14,8 +14,8 @@ from statistics import median
 from repro.claims.expression import Expression, Uncertain, Value
 from repro.claims.published import Printed
 from repro.config.errors import ConfigError
+from repro.results.schema import EMULATED
 
-EMULATED = "emulated"
 KINDS = ("analytic", "simulated", EMULATED, "measured")
 """Of evidence, the weakest first.  `emulated`: real processes that train a small twin on this machine, behind links
 that are as slow as its compute, so that the ratio of two runs can be held against the published one."""

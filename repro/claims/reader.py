@@ -25,6 +25,7 @@ from repro.claims.records import Records
 from repro.claims.scripts import COUNTS
 from repro.claims.tolerance import BOUNDS, POINTS, RELATIVE
 from repro.config.errors import ConfigError
+from repro.results.schema import EMULATED
 
 HERE = Path(__file__).parent
 _CLOSED = {**FORMULAS, **COUNTS, "printed": printed, "digitised": digitised}
@@ -271,13 +272,13 @@ def _evidence(
         raise ConfigError(
             "expect", says="is missing: a scaled twin is compared with the formula at its own scale"
         )
-    if kind == the.EMULATED and (item.expect or metric != "ratio"):
+    if kind == EMULATED and (item.expect or metric != "ratio"):
         right = "needs the metric ratio, against the published value: of a twin only ratios are alike"
-        raise ConfigError(the.EMULATED, item.value, says=right)
+        raise ConfigError(EMULATED, item.value, says=right)
     fallback = "exact" if item.expect else metric
     return the.Evidence(
         kind=kind,
-        scale=the.EMULATED_NETWORK if kind == the.EMULATED else item.scale,
+        scale=the.EMULATED_NETWORK if kind == EMULATED else item.scale,
         origin=the.TRACE if kind == "simulated" else the.RUN,
         value=_expression(kind, item.value, _WITH_RECORDS, variables),
         expect=_expression("expect", item.expect, _WITH_RECORDS, variables) if item.expect else None,

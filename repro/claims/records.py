@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import Any, cast
 
 from repro.claims.expression import Uncertain, Value
-from repro.claims.ledger import EMULATED
 from repro.config.engines import NATIVE
-from repro.results.schema import MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
+from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import select
 
 

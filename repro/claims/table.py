@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from repro.claims.ledger import COUNT, EMULATED, ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
+from repro.claims.ledger import COUNT, ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
 from repro.claims.results import (
     BAD,
     CONSISTENT,
@@ -21,6 +21,7 @@ from repro.claims.results import (
     RowResult,
 )
 from repro.claims.things import Things, count
+from repro.results.schema import EMULATED
 
 
 @dataclass(frozen=True, kw_only=True)

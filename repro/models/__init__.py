@@ -62,7 +62,7 @@ def _of_file(text: str) -> Model:
         raise ConfigError("model", expected="[[model]] tables, each with a name of its own", file=str(path))
     if chosen not in named if colon else len(named) > 1:
         one_of = " or ".join(f"{path}:{name}" for name in named)
-        raise ConfigError("model", text, f"must name one model of the file: {one_of}")
+        raise ConfigError("model", text, says=f"must name one model of the file: {one_of}")
     return _model(named[chosen] if colon else tables[0], path)
 
 

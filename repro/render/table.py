@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,3 +46,21 @@ def bar(console: Console, size: float, whole: float, *, room: bool = True) -> st
     full, empty = ("█", "░") if console.encoding.startswith("utf") else ("#", ".")
     filled = min(BAR, round(BAR * size / whole)) if whole else 0
     return full * filled + (empty * (BAR - filled) if room else "")
+
+
+def sparkline(console: Console, values: Sequence[float | None], columns: int = 10) -> str:
+    """The course of `values` in at most so many columns, the least at the bottom; a blank where there is none.
+
+    More values than columns: each column is the mean of as many as come to it.
+    """
+    levels = "▁▂▃▄▅▆▇█" if console.encoding.startswith("utf") else "_.-~=+*#"
+    count = min(columns, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)] if count else []
+    parts = [[v for v in values[a:b] if v is not None] for a, b in pairwise(edges)]
+    means = [sum(part) / len(part) if part else None for part in parts]
+    seen = [mean for mean in means if mean is not None]
+    low, span = (min(seen), max(seen) - min(seen)) if seen else (0.0, 0.0)
+    top = len(levels) - 1
+    return "".join(
+        " " if mean is None else levels[round(top * (mean - low) / span) if span else 0] for mean in means
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 NOTHING = "–"
 GB = 1e9
@@ -80,6 +81,20 @@ def interval(low: float | None, high: float | None) -> str:
 def readable(message: str) -> str:
     """An allocator's message with its bytes as `size` writes them."""
     return _LONG.sub(lambda found: size(int(found[0].split()[0])), message)
+
+
+def common(values: Iterable[float | None], unit: str) -> tuple[str, float]:
+    """One unit for a column of bytes (`B`), seconds (`s`) or FLOP/s (`FLOP/s`), and how much of the base it is.
+
+    It is the one in which the largest of `values` is 1 or more.
+    """
+    known = {
+        "B": _BYTES,
+        "s": _SECONDS,
+        "FLOP/s": tuple((f"{name}/s", size) for name, size in _FLOP if size <= TERA),
+    }
+    largest = max((value for value in values if value is not None), default=0.0)
+    return next((each for each in known[unit] if largest >= each[1]), known[unit][-1])
 
 
 def _scaled(

@@ -1,60 +1,79 @@
-"""Tidy pandas views of records: one observation a row, one variable a column.  pandas is imported on call."""
+"""Tidy rows of records, one observation a row, one variable a column, and pandas views of them.
+
+The rows need no pandas, which is imported on call: tables in the terminal and `--json` show the same ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from repro import systems
+from repro.config.errors import ConfigError
+from repro.models import flops
 from repro.results.schema import ComparisonRecord, ExperimentRecord, Record
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_HEAD = ("suite", "name", "key", "evidence", "written")
-_LAYOUT = ("dp", "tp", "zero", "sp", "micro_batch", "global_batch", "recompute", "precision")
+_LAYOUT = ("dp", "tp", "pp", "zero", "sp", "micro_batch", "global_batch", "recompute", "precision")
+_COMPARED = ("suite", "name", "written", "metric", "ratio", "low", "high", "rounds")
 
 
 def experiments(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per experiment record: what was run, how it ended, every metric in a column of its name."""
-    return _frame(
-        {
-            **_identity(record),
-            "outcome": record.outcome,
-            "reason": record.reason,
-            "wall_s": record.wall_s,
-            **record.metrics,
-        }
-        for record in _experiments(records)
-    )
+    """`experiment_row` of every experiment record."""
+    return _frame(experiment_row(record) for record in records if isinstance(record, ExperimentRecord))
 
 
 def comparisons(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per comparison record: `baseline`, `subject`, `ratio`, `low`, `high`, `rounds`."""
-    names = ("suite", "name", "written", "metric", "ratio", "low", "high", "rounds")
-    return _frame(
-        {
-            **{name: getattr(record, name) for name in names},
-            "baseline": record.baseline.name,
-            "subject": record.subject.name,
-        }
-        for record in records
-        if isinstance(record, ComparisonRecord)
-    )
+    """`comparison_row` of every comparison record."""
+    return _frame(comparison_row(record) for record in records if isinstance(record, ComparisonRecord))
 
 
-def _experiments(records: Iterable[Record]) -> Iterable[ExperimentRecord]:
-    return (record for record in records if isinstance(record, ExperimentRecord))
-
-
-def _identity(record: ExperimentRecord) -> dict[str, Any]:
+def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
+    """What was run, how it ended, every metric under its name, and `mfu` where the device's peak is known."""
     experiment = record.experiment
-    return {
-        **{name: getattr(record, name) for name in _HEAD},
+    found = {
+        "suite": record.suite,
+        "name": record.name,
+        "key": record.key,
+        "evidence": record.shown_as,
+        "written": record.written,
         "model": experiment.model.name,
         "engine": experiment.engine,
         "system": experiment.system,
         **{name: getattr(experiment.layout, name) for name in _LAYOUT},
+        "outcome": record.outcome,
+        "reason": record.reason,
+        "wall_s": record.wall_s,
+        **record.metrics,
     }
+    mfu = _utilisation(record)
+    return found if mfu is None else {**found, "mfu": mfu}
+
+
+def comparison_row(record: ComparisonRecord) -> dict[str, Any]:
+    """`baseline`, `subject`, `metric`, `ratio` with its interval `low` to `high`, `rounds`."""
+    return {
+        **{name: getattr(record, name) for name in _COMPARED},
+        "baseline": record.baseline.name,
+        "subject": record.subject.name,
+    }
+
+
+def _utilisation(record: ExperimentRecord) -> float | None:
+    """MFU of a system with a file; what the machine at hand could do at most, nobody has said."""
+    rate, layout, system = (
+        record.metrics.get("model_flops_per_s"),
+        record.experiment.layout,
+        record.experiment.system,
+    )
+    if rate is None or system in systems.HERE:
+        return None
+    try:
+        return flops.utilisation(rate, layout.world, systems.load(system), layout.precision)
+    except ConfigError:  # a file that has gone since
+        return None
 
 
 def _frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:

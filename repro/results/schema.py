@@ -25,6 +25,8 @@ SCHEMA = 1
 """Version of the record's layout."""
 MEASURED, SIMULATED = "measured", "simulated"
 """Kinds of evidence that a record can be."""
+EMULATED = "emulated"
+"""What a measurement on an emulated network is called, so that nobody takes its rates for a machine's."""
 CONCLUSIVE = ("ok", "oom", "diverged")
 """Outcomes that a further run would only repeat."""
 Provenance: TypeAlias = dict[str, Any]
@@ -279,6 +281,12 @@ class ExperimentRecord(RecordHead):
         except (KeyError, TypeError, ValueError) as error:
             right = f"conditions that this version knows: {error}"
             raise ConfigError("experiment", self.name, right) from None
+
+    @property
+    def shown_as(self) -> str:
+        """Its evidence as people tell kinds apart: `measured`, `emulated` or `simulated`."""
+        emulated = self.evidence == MEASURED and self.conditions.get("network")
+        return EMULATED if emulated else self.evidence
 
     @property
     def conclusive(self) -> bool:

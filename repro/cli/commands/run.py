@@ -1,4 +1,4 @@
-"""`repro run` and `repro doctor`: what is run, and what could be run on this machine."""
+"""`repro run`, `results` and `doctor`: what is run, what came of it, and what could be run on this machine."""
 
 from __future__ import annotations
 
@@ -41,6 +41,27 @@ def run(
     from repro.cli.views.run import command
 
     return command(suites, only or [], results, rerun, json, evidence, system)
+
+
+@app.command(epilog="Example:  repro results smoke && repro results 'parity-*' --plot losses.svg")
+def results(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="A suite, its file, or a glob of experiments; all by default.", metavar="SUITE|GLOB"
+        ),
+    ] = "",
+    results: Results = Path("results"),
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Draw the curves of losses to this file, .svg or .png.", metavar="FILE"),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Show results side by side: loss, speed, memory by category, bytes sent, and ratios of what took turns."""
+    from repro.cli.views.results import command
+
+    return command(what, results, json, plot)
 
 
 @app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")

@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from repro.render import units
+from repro.cli.views import results
 from repro.render.console import print_json
 from repro.results.schema import MEASURED
+from repro.results.select import select
+from repro.results.side_by_side import of_run
+from repro.results.store import Store
 
 
 def command(
@@ -33,13 +36,13 @@ def command(
 
 
 def show(summary: dict[str, Any]) -> None:
-    """Print ratios and surprises first, the totals last."""
+    """Print results first, then surprises, the totals last."""
     rows = summary["experiments"]
+    names = [row["name"] for row in rows]
+    records, _ = Store(Path(summary["results"])).readable()  # the summary says what is not
+    results.show(of_run(select(records), summary["suite"], names, summary["evidence"]))
     for remark in summary["skipped_lines"]:
         print(f"note: {remark}", file=sys.stderr)
-    for row in summary["comparisons"]:
-        times = units.ratio(row["ratio"], row["low"], row["high"])
-        print(f"{row['subject']}: {times} the {row['metric']} of {row['baseline']}, {row['rounds']} rounds")
     for row in rows:
         if row["expected"] is None:
             print(": ".join(part for part in (row["name"], row["outcome"], row["reason"]) if part))

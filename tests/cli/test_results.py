@@ -1,0 +1,162 @@
+"""`repro results`, and the tables with which `repro run` ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from repro import cli, systems
+from repro.cli.views import results as view
+from repro.config import EmulatedNetwork
+from repro.launch.simulated import attempt
+from repro.render.table import sparkline
+from repro.results.schema import ComparisonRecord, ExperimentRecord
+from repro.results.store import Store
+from tests.launch.runs import experiments, run, write_suite
+from tests.records import changed
+from tests.report import synthetic
+
+NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was measured, one of it emulated under another name, one simulated that fits and one that does not."""
+    root = tmp_path_factory.mktemp("store")
+    measured = synthetic.records()
+    one = next(r for r in measured if isinstance(r, ExperimentRecord) and r.name == "parity-z1-dp2")
+    emulated = changed(one, name="lowbw", experiment={**one.conditions, "network": asdict(NETWORK)})
+    asked = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16")
+    fits = attempt(replace(asked, system="selene"), systems.load("selene"), "smoke")
+    tight = changed(fits, name="tight", outcome="oom", reason="out of memory, 8599967744 bytes requested")
+    with Store(root) as opened:
+        for record in (*measured, emulated, fits, tight):
+            opened.append(record)
+    return root
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["results", *arguments])
+    return code, *capsys.readouterr()
+
+
+def test_kinds_of_evidence_have_tables_of_their_own(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = shown(capsys, "smoke", "--results", str(store))
+    assert code == 0
+    measured, rest = out.split("smoke, 1 experiment, emulated:")
+    emulated, simulated = rest.split("smoke, 2 experiments, simulated:")
+    assert "measured: real" in measured
+    for name, where in (("lowbw", emulated), ("tight", simulated), ("parity-tp2-sp", measured)):
+        assert [name in part for part in (measured, emulated, simulated)] == [
+            part is where for part in (measured, emulated, simulated)
+        ]
+    fits = next(line for line in simulated.splitlines() if line.startswith("states-z1-dp2"))
+    assert "≥" in fits
+    assert "bound" in fits
+    tight = next(line for line in simulated.splitlines() if line.startswith("tight"))
+    assert "oom" in tight
+    assert "≥" not in tight
+    assert "tight: oom: out of memory, 8.60 GB requested" in simulated
+
+
+def test_what_is_compared_stands_side_by_side_with_units(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = shown(capsys, "parity-z?-dp2", "--results", str(store))
+    names = ["parity-z0-dp2", "parity-z1-dp2", "parity-z2-dp2", "parity-z3-dp2"]
+    found = json.loads(shown(capsys, "parity-z?-dp2", "--results", str(store), "--json")[1])["experiments"]
+    assert sorted(each["name"] for each in found) == names
+    rates = [each["tokens_per_s"] for each in found]
+    assert rates == sorted(rates, reverse=True)
+    lines = [line.split() for line in out.splitlines() if line.startswith("parity-")]
+    assert [line[0] for line in lines[:4]] == [each["name"] for each in found]
+    for words in ("nats", "tokens", "FLOP/s", "param", "optim", "activ", "sent", "█", "tp x pp x dp"):
+        assert words in out
+    assert all(f"{each['loss.last']:.4f}" in out for each in found)
+
+
+def test_ratios_have_the_intervals_of_their_records(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    speed = [r for r in synthetic.records() if isinstance(r, ComparisonRecord)]
+    with Store(store) as opened:
+        for record in speed[:1]:
+            for side in (record.baseline, record.subject):
+                known = next(r for r in synthetic.records() if isinstance(r, ExperimentRecord))
+                opened.append(changed(known, name=side.name, key=side.key, id=side.key))
+    _, out, _ = shown(capsys, "speed-*", "--results", str(store))
+    first = speed[0]
+    line = next(line for line in out.splitlines() if "samples/s" in line)
+    assert line.split()[:2] == [first.subject.name, first.baseline.name]
+    assert f"{first.ratio:.3f}  {first.low:.3f} to {first.high:.3f}" in line
+    (compared,) = json.loads(shown(capsys, "speed-*", "--results", str(store), "--json")[1])["comparisons"]
+    assert (compared["low"], compared["evidence"]) == (first.low, "measured")
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_any_terminal_has_every_column(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(view, "stdout", lambda least: Console(width=width, highlight=False))
+    _, out, _ = shown(capsys, "smoke", "--results", str(store))
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= width
+    assert "…" not in out
+    for heading in ("curve", "tokens", "activ", "sent", "global"):
+        assert heading in out
+    tables = sum(line.startswith("experiment ") for line in out.splitlines())
+    assert tables == 3 if width == 200 else tables > 3
+
+
+def test_curves_of_losses_as_a_picture(
+    store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, head in (("losses.svg", b"<svg"), ("losses.png", b"\x89PNG")):
+        picture = tmp_path / name
+        assert shown(capsys, "parity-*", "--results", str(store), "--plot", str(picture))[0] == 0
+        assert picture.read_bytes().startswith(head)
+    assert b"parity-z3-dp2" in (tmp_path / "losses.svg").read_bytes()
+    code, _, err = shown(capsys, "tight", "--results", str(store), "--plot", str(picture))
+    assert (code, "a curve of losses" in err) == (2, True)
+    code, _, err = shown(capsys, "--results", str(store), "--plot", str(tmp_path / "x.pdf"))
+    assert (code, ".svg or .png" in err) == (2, True)
+
+
+def test_nothing_known_is_said(store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = shown(capsys, "smoek", "--results", str(store))
+    assert (code, out) == (2, "")
+    assert "a suite, or a glob of experiments, with results in" in err
+    assert err.rstrip().endswith(": smoke")
+    code, _, err = shown(capsys, "--results", str(tmp_path / "nowhere"))
+    assert code == 2
+    assert "no records in" in err
+
+
+def test_a_run_ends_with_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite, folder = write_suite(tmp_path, experiments("a", "b")), tmp_path / "results"
+    code, out, err = run(suite, folder, "--only", "a")
+    assert code == 0, err
+    head, _, totals = out.partition("\n\nfaults: 1 experiment")
+    assert head.startswith("faults, 1 experiment, measured")
+    assert "tokens" in head
+    assert totals
+    run(suite, folder)
+    code, out, _ = shown(capsys, str(suite), "--results", str(folder))
+    assert code == 0
+    assert out.startswith("faults, 2 experiments, measured")
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        ([3.0, 2.0, 1.0], "█▅▁"),
+        ([1.0, None, 8.0], "▁ █"),
+        ([2.0, 2.0], "▁▁"),
+        ([], ""),
+        ([4.0, 4.0, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0], "█▆▃▁"),
+    ],
+)
+def test_a_sparkline(values: list[Any], drawn: str) -> None:
+    assert sparkline(Console(), values, columns=4) == drawn
