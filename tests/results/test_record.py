@@ -11,10 +11,12 @@ import pytest
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.enums import ACCOUNTED
 from repro.results import frames
+from repro.results.kernels import fallbacks
 from repro.results.measured import comparison_record, experiment_record, step_seconds
 from repro.results.metrics import UNDISTURBED, Held, allocated, per_layer, work
 from repro.results.schema import ExperimentRecord, RankResult, TrafficRow
 from tests.launch.fake_session import _result
+from tests.records import made_up
 
 MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
 
@@ -108,6 +110,8 @@ def test_the_worst_rank_gives_the_outcome() -> None:
     record = build(ranks)
     assert record.outcome == "diverged"
     assert record.reason == "rank 1: loss is nan at step 2"
+    known = build(ranks, outcome="hang", reason="rank 0 is stopped")
+    assert (known.outcome, known.reason) == ("hang", "rank 0 is stopped"), "what the launcher saw goes before"
 
 
 def test_a_rank_that_diverged_at_once_still_makes_a_record() -> None:
@@ -187,7 +191,7 @@ def test_ranks_that_stop_a_step_apart_are_compared_by_the_steps_of_both() -> Non
 def test_checkpoints_of_all_ranks_are_one_report(resumed: list[int], times: str) -> None:
     """A checkpoint takes as long as its slowest rank; what failed on any rank is said."""
     ranks = results()
-    for rank, seconds in enumerate(([1.0, 4.0], [2.0, 3.0])):
+    for rank, seconds in enumerate(([1.0, 4.0], [2.0, 3.0, 9.0])):
         ranks[rank]["checkpoints"] = {
             "resumed": [{"step": step, "key": "k"} for step in resumed],
             "written": [4, 8],
@@ -233,3 +237,25 @@ def test_what_a_simulation_knows_of_memory_besides() -> None:
     assert set(allocated([held], limit=4000, reserved=None, **numbers)) == {
         *("memory.context_bytes", "memory.communication_bytes", "memory.limit_bytes"),
     }
+
+
+def test_operators_that_stood_in_for_kernels_are_named_by_why_they_did() -> None:
+    ran = {
+        "bias_gelu": {"cuda": 2, "torch: no compiler": 1},
+        "layer_norm": {"torch: no compiler": 2},
+        "softmax": {"torch: a CPU": 1},
+        "every operator": {"torch: asked for": 1},
+    }
+    assert fallbacks(ran) == {"no compiler": ["bias_gelu", "layer_norm"], "a CPU": ["softmax"]}
+
+
+def test_what_nobody_counted_is_nothing() -> None:
+    ranks = results()
+    for rank in ranks:
+        rank["memory"].pop("init_peak_bytes", None)
+        rank["memory"].pop("rss_peak_bytes", None)
+    (first, _) = typed(ranks)
+    assert (first.padding, first.memory.rss_peak_bytes) == (0, 0)
+    metrics = build(ranks).metrics
+    assert (metrics["padding"], metrics["memory.init_peak_bytes"]) == (0, 0)
+    assert made_up("a").wall_s == 0

@@ -48,3 +48,10 @@ def test_the_peak_is_the_first_moment_that_holds_most() -> None:
     assert found.states == {"parameters": 100, "gradients": 20, "optimizer": 0}
     assert found.states_bytes == 120
     assert found.most[Category.GRADIENTS] == 20
+    nothing = measure([])
+    assert (nothing.peak_bytes, nothing.init_peak_bytes, nothing.states_bytes, nothing.host_bytes) == (
+        0,
+        0,
+        0,
+        0,
+    )
