@@ -218,8 +218,11 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--evidence", "guessed"], "--evidence = 'guessed': measured or simulated"),
-        (["--system", "dgx2"], "--system = 'dgx2': --evidence simulated; measured runs use the machine"),
+        (["--evidence", "guessed"], "--evidence = 'guessed': must be measured or simulated"),
+        (
+            ["--system", "dgx2"],
+            "--system = 'dgx2': needs --evidence simulated; measured runs use the machine",
+        ),
         (["--evidence", "simulated", "--system", "dgx22"], "system = 'dgx22': did you mean dgx2"),
         (["--evidence", "simulated", "--only", "torch"], "not simulated: needs engine native"),
         (["--only", "full"], "needs 64 GPUs of system selene; `--evidence simulated` traces it here"),
