@@ -14,7 +14,7 @@ from repro import __version__, cli
 from repro.config import ConfigError
 
 COMMANDS = (
-    *("run", "claims", "models", "systems", "report", "validate", "schedule", "doctor", "calibrate"),
+    *("run", "init", "claims", "models", "systems", "report", "validate", "schedule", "doctor", "calibrate"),
     *("simulate", "fit", "plan", "submit", "status", "logs", "cancel", "collect", "export", "compare", "lab"),
 )
 SCHEDULE = ["schedule", "--pp", "4", "--micro-batches", "8"]

@@ -1,4 +1,4 @@
-"""`repro run`, `results` and `doctor`: what is run, what came of it, and what could be run on this machine."""
+"""`repro run`, `results`, `init` and `doctor`: what is run, came of it, is begun with, and what could be run here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Only, Rerun, Results, SuiteFiles
+from repro.cli.commands.options import Json, Only, Rerun, Results, StoredResults, SuiteFiles
 
 app = typer.Typer()
 
@@ -51,7 +51,7 @@ def results(
             help="A suite, its file, or a glob of experiments; all by default.", metavar="SUITE|GLOB"
         ),
     ] = "",
-    results: Results = Path("results"),
+    results: StoredResults = Path("results"),
     plot: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Draw the curves of losses to this file, .svg or .png.", metavar="FILE"),
@@ -62,6 +62,18 @@ def results(
     from repro.cli.views.results import command
 
     return command(what, results, json, plot)
+
+
+@app.command(epilog="Example:  repro init mine.toml")
+def init(
+    file: Annotated[Path, typer.Argument(help="The suite to be written.", metavar="FILE.toml")] = Path(
+        "mine.toml"
+    ),
+) -> int:
+    """Write a commented suite to begin with, which runs on this machine."""
+    from repro.cli.views.init import command
+
+    return command(file)
 
 
 @app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")

@@ -1,0 +1,16 @@
+"""`repro init`: what was written, and what to do with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from repro.suites.template import write
+
+
+def command(path: Path) -> int:
+    """Write a commented suite and print the next commands.  Raises `ConfigError`."""
+    suite = write(path)
+    names = ", ".join(entry.experiment.name for entry in suite.entries)
+    print(f"{path}: a suite with {len(suite.entries)} experiments ({names}) and a comparison")
+    print(f"next: repro run {path} --dry-run, then repro run {path}")
+    return 0
