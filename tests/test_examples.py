@@ -1,0 +1,167 @@
+"""The examples of README and docs: suites load, commands do what is shown under them, options exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer.main
+
+from repro import cli, suites
+from repro.claims.reader import load as ledger
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("REPRO_")}
+CODE = "import sys; from repro.cli import main; sys.exit(main())"
+NOT_HERE = {
+    "repro run suites/windtunnel_3p75x": "minutes behind an emulated network",
+    "repro run suites/one_gpu": "a GPU",
+    "repro run mine.toml": "the twin of a calibrated machine, 16 ranks",
+    "repro calibrate": "minutes of measuring",
+    "repro simulate --model smoke-speed": "a calibrated machine",
+    "repro twin": "a calibrated machine",
+    "repro submit": "a cluster",
+    "repro doctor --profile": "a cluster",
+    "repro status": "a cluster",
+    "repro logs": "a cluster",
+    "repro cancel": "a cluster",
+    "repro collect": "a cluster",
+    "repro lab": "network namespaces",
+    "repro doctor --kernels": "a compiler; tests/kernels compile them",
+    "repro plan --model turing-nlg-17b": "a minute on two cores; tests/simulate/plan plans",
+}
+"""What examples need that a test has not: their options are checked all the same."""
+STANDS_FOR = re.compile(r"\b[A-Z]{2,}\b|\[|·|--model M\b| [ABNPSM]\b")
+"""Of a command that shows its form and is none."""
+
+
+class Example(NamedTuple):
+    command: str
+    shown: list[str]
+    """What stands under it."""
+
+
+def blocks(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """The line before each indented block, and its lines."""
+    found: list[str] = []
+    before = ""
+    for line in [*page.read_text(encoding="utf-8").splitlines(), "end"]:
+        if line.startswith("    ") or (found and not line):
+            found.append(line[4:])
+        elif found:
+            yield before, found
+            found, before = [], line
+        elif line:
+            before = line
+
+
+def examples(page: Path) -> list[Example]:
+    found: list[Example] = []
+    for _, lines in blocks(page):
+        lines = "\n".join(lines).replace("\\\n", " ").split("\n")
+        here: list[Example] = []
+        for line in lines:
+            given = re.match(r"(\$ )?(?:\.venv/bin/)?repro .*", line)
+            if given is not None:
+                parts = [part.strip() for part in re.split(r"\s+#\s|&&", given[0].removeprefix("$ "))]
+                said = [part.removeprefix(".venv/bin/") for part in parts]
+                here += [Example(part, []) for part in said if part.startswith("repro ")]
+            elif here and line.strip():
+                here[-1].shown.append(line)
+        found += here
+    return found
+
+
+def runnable(command: str) -> bool:
+    if "--dry-run" in command and "slurm/mine.toml" not in command:
+        return True
+    return not any(command.startswith(beginning) for beginning in NOT_HERE)
+
+
+ALL = [(page, example) for page in PAGES for example in examples(page)]
+CONCRETE = [(page, example) for page, example in ALL if not STANDS_FOR.search(example.command)]
+
+
+def test_there_are_examples() -> None:
+    assert len(ALL) > 50
+    assert len(CONCRETE) > 25
+    for beginning in NOT_HERE:
+        assert any(example.command.startswith(beginning) for _, example in CONCRETE), beginning
+
+
+@pytest.mark.parametrize(("page", "example"), ALL, ids=lambda value: getattr(value, "command", None))
+def test_commands_and_options_exist(page: Path, example: Example) -> None:
+    if "·" in example.command:
+        pytest.skip("a list of commands")
+    group: Any = typer.main.get_command(cli.app)
+    words = shlex.split(example.command)[1:]
+    while hasattr(group, "commands"):
+        assert words[0] in group.commands, example.command
+        group = group.commands[words.pop(0)]
+    known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    asked = {word.strip("[]").split("=")[0] for word in words if word.strip("[]").startswith("--")}
+    assert asked <= known
+
+
+def alike(line: str, exact: bool) -> str:
+    """A line but for its spaces, and for the numbers where a machine makes them."""
+    line = " ".join(line.split())
+    return line if exact else re.sub(r"\d[\d.,:]*( min \d+)?( m?s\b)?", "#", line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_they_print_what_is_shown(page: Path, tmp_path: Path) -> None:
+    """One after the other in one folder, with the files that the page says to save."""
+    for before, lines in blocks(page):
+        for name in re.findall(r"Save this as `([\w.]+)`", before):
+            (tmp_path / name).write_text("\n".join(lines[: next_command(lines)]))
+    for folder in ("slurm", "suites"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    for command, shown in [example for at, example in CONCRETE if at == page and runnable(example.command)]:
+        done = subprocess.run(
+            [sys.executable, "-c", CODE, *shlex.split(command)[1:]],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=100,
+            env={**ENVIRONMENT, "COLUMNS": "130", "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+        assert "Traceback" not in done.stdout
+        assert done.returncode == (2 if any(line.startswith("error:") for line in shown) else 0), done.stdout
+        measured = command.startswith("repro run") and "--dry-run" not in command
+        printed = iter([alike(line, not measured) for line in done.stdout.splitlines()])
+        for line in (alike(line, not measured) for line in shown if line != "..."):
+            head = line.removesuffix(" ...")
+            assert any(found.startswith(head) if head != line else found == line for found in printed), (
+                f"{command}\nshows {line!r}, and prints\n{done.stdout}"
+            )
+
+
+def next_command(lines: list[str]) -> int:
+    """The number of lines before the first command of a block."""
+    return next((at for at, line in enumerate(lines) if line.startswith("$ ")), len(lines))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_suites_and_claims_load(page: Path, tmp_path: Path) -> None:
+    for _, lines in blocks(page):
+        text = "\n".join(lines[: next_command(lines)])
+        if "[[experiment]]" in text:
+            (tmp_path / "small.toml").write_text(
+                "layers = 2\nhidden = 64\nheads = 4\nvocab = 128\nseq = 64\n"
+            )
+            (tmp_path / "s.toml").write_text(text)
+            suites.load(tmp_path / "s.toml")
+        if "[[claim]]" in text:
+            (tmp_path / "mine.toml").write_text('title = "Mine"\n' + text.replace('id = "', 'id = "my-'))
+            assert any(claim.id.startswith("my-") for claim in ledger(own=[tmp_path / "mine.toml"]).claims)
