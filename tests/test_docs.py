@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from repro import __version__
+
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:repro|kernels|suites|slurm|reports|tests|docs)/[\w./*-]*)`")
 STANDS_FOR = re.compile(r"NAME|NN")
@@ -46,6 +53,12 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []
 
 
+def test_the_citation_is_of_this_version() -> None:
+    said = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert said == [__version__]
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
 def test_the_docs_are_listed() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"(docs/{page.name})" in readme for page in PAGES[2:])
+    assert all(f"(docs/{page.name})" in readme for page in PAGES[3:])

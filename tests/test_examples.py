@@ -114,7 +114,10 @@ def test_commands_and_options_exist(page: Path, example: Example) -> None:
 def alike(line: str, exact: bool) -> str:
     """A line but for its spaces, and for the numbers where a machine makes them."""
     line = " ".join(line.split())
-    return line if exact else re.sub(r"\d[\d.,:]*( min \d+)?( m?s\b)?", "#", line)
+    if exact:
+        return line
+    line = re.sub(r"[▁-█]+|\b\d[\d.,:]*", "#", line)
+    return re.sub(r"(# min )?\b(ms|us|s|[MGT]FLOP/s|kB|MB|GB)\b", "unit", line)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from repro import __version__
 from repro.host.resources import usable_cores
 
 PACKAGES = (
@@ -69,6 +70,14 @@ def provenance() -> dict[str, Any]:
         "environment": environment(),
         "host": hashlib.sha256(platform.node().encode()).hexdigest()[:12],
     }
+
+
+def program() -> str:
+    """`repro 0.1.0 at 1c75963`: the version, and of a checkout its commit, `changed` where the tree differs from it."""
+    state = git_state(Path(__file__).resolve().parents[2])
+    if state is None or state["commit"] is None:
+        return f"repro {__version__}"
+    return f"repro {__version__} at {state['commit'][:9]}{', changed' if state['dirty'] else ''}"
 
 
 def git_state(root: Path) -> dict[str, Any] | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from repro import __version__
 from repro.claims.judge import judge
 from repro.claims.table import table
 from repro.cli.views.report import report as command
@@ -97,6 +99,13 @@ def test_says_what_the_judge_says(page: Page, text: str, found: JudgedStore) -> 
 def test_measured_evidence_of_the_store_is_judged(text: str) -> None:
     details = text[text.index('id="claim-zero-mem-formula-stages"') :]
     assert "scaled twin" in details[: details.index("</details>")]
+
+
+def test_the_footer_says_which_program_wrote_it(text: str) -> None:
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout[:9]
+    footer = text[text.index("<footer>") :]
+    assert f"of repro {__version__}{' at ' if commit else ''}{commit}" in footer
 
 
 def test_reasons_are_escaped(text: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.commands import Catalogue
 from repro.claims.table import summary, table, totals
+from repro.measure.provenance import program
 from repro.render import units
 from repro.render.units import interval
 from repro.report import verdicts
@@ -63,6 +64,7 @@ def context(
     named |= {row["machine"] for row in compared}
     return {
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "program": program(),
         "results": str(found.results),
         "claims": claims,
         "groups": list(dict.fromkeys(claim["group"] for claim in claims)),
