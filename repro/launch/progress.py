@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from repro.config import Experiment
+from repro.config.enums import Phase
 from repro.launch.beacon import Position
+from repro.launch.job import Job
+from repro.launch.steps import Course
 from repro.render import units, words
 from repro.render.console import stderr
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 HEARTBEAT_S = 10.0
 """Without a terminal, a running experiment says where it is this often."""
+BAR = 12
+"""Columns of a line's bar."""
+REST = BAR + 46
+"""Columns of a line beside the experiment's name."""
 REFRESH_PER_S = 2
 """Few, since on a small machine the display takes its time from the ranks."""
 
@@ -26,13 +34,16 @@ class Progress:
 
     def __init__(self, total: int, known: int):
         self.total, self.known, self.done = total, known, 0
+        self.job: Job | None = None
+        """The launch that runs."""
+        self.course: Course | None = None
         self._began = time.monotonic()
         self._spoke = self._began
-        self._experiments: list[Experiment] = []
+        self._lines: dict[int, TaskID] = {}
+        """Of the display, by the experiment's place in the job."""
         self._bars = _bars() if sys.stderr.isatty() else None
         if self._bars is not None:
-            self._all = self._bars.add_task("all", total=total, place="experiments")
-            self._one = self._bars.add_task("", total=None, visible=False, place="")
+            self._all = self._bars.add_task("all", total=total, place="experiments", rate="", left="")
 
     def __enter__(self) -> Progress:
         if self._bars is not None:
@@ -47,43 +58,67 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
 
-    def launch(self, experiments: list[Experiment], *, compare: bool) -> None:
-        """One launch of these experiments starts."""
-        self._experiments = experiments
+    def launch(self, job: Job) -> None:
+        """One launch starts: a line for what takes turns each, or for the first of what follows each other."""
+        self.job, self.course = job, Course(job)
         self._spoke = time.monotonic()
-        world = experiments[0].layout.world
+        experiments = job.experiments
         if self._bars is not None:
-            self._bars.update(
-                self._one, description=experiments[0].name, completed=0, total=None, visible=True
-            )
-            self._bars.update(self._one, place="starting")
+            self._clear()
+            for i in range(len(experiments) if job.compare else 1):
+                self._line(i, "starting")
             return
         names = (
             experiments[0].name
             if len(experiments) == 1
             else f"{experiments[0].name} and {len(experiments) - 1} more"
         )
-        how = " compared," if compare else ""
-        self.say(f"start {names},{how} {words.counted(world, 'rank')} ({self._left()})")
+        how = " compared," if job.compare else ""
+        self.say(f"start {names},{how} {words.counted(experiments[0].layout.world, 'rank')} ({self._left()})")
 
     def tick(self, position: Position) -> None:
         """Rank 0 of the running launch is at `position`."""
-        if not position.begun:
+        if not position.begun or self.job is None or self.course is None:
             return
-        experiment = self._experiments[position.experiment]
-        steps = experiment.training.steps
+        steps = self.course.tick(position)
+        if position.phase == Phase.DONE:  # its line has gone, or is about to
+            return
         if self._bars is not None:
-            self._bars.update(
-                self._one,
-                description=experiment.name,
-                completed=position.step,
-                total=steps,
-                place=f"steps, {position.phase}",
-            )
+            self._line(position.experiment, str(position.phase))
         elif time.monotonic() - self._spoke > HEARTBEAT_S:
-            self.say(
-                f"  {experiment.name}: step {position.step} of {steps}, {position.phase} ({self._left()})"
-            )
+            speed = _rate(steps.rate), _time_left(self.course.left_s(steps))
+            said = [f"step {steps.done} of {steps.total}", str(position.phase), *filter(None, speed)]
+            name = self.job.experiments[position.experiment].name
+            self.say(f"  {name}: {', '.join(said)} ({self._left()})")
+
+    def _line(self, experiment: int, place: str) -> None:
+        """The display's line of an experiment says where it is; without turns it takes the former one's place."""
+        assert self._bars is not None
+        assert self.job is not None
+        assert self.course is not None
+        if experiment not in self._lines:
+            if not self.job.compare:
+                self._clear()
+            name, room = self.job.experiments[experiment].name, max(12, self._bars.console.width - REST)
+            short = name if len(name) <= room else f"{name[: room - 1]}…"
+            self._lines[experiment] = self._bars.add_task(short, total=None, place="", rate="", left="")
+        steps = self.course.steps[experiment]
+        self._bars.update(
+            self._lines[experiment],
+            completed=steps.done,
+            total=None if place == "starting" else steps.total,
+            place=place,
+            rate=_rate(steps.rate),
+        )
+        for at, line in self._lines.items():  # a turn of one brings the end of all nearer
+            self._bars.update(line, left=_time_left(self.course.left_s(self.course.steps[at])))
+
+    def _clear(self) -> None:
+        """Take the lines of what ran away."""
+        assert self._bars is not None
+        for line in self._lines.values():
+            self._bars.remove_task(line)
+        self._lines.clear()
 
     def ended(self, name: str, outcome: str, reason: str, seconds: float, *, expected: bool) -> None:
         """One experiment has its outcome."""
@@ -94,7 +129,10 @@ class Progress:
         self.say(f"[{self.done:{width}}/{self.total}] {name}  {outcome}{mark}  {units.seconds(seconds)}{why}")
         if self._bars is not None:
             self._bars.update(self._all, completed=self.done)
-            self._bars.update(self._one, visible=False)
+            for at, line in list(self._lines.items()):
+                if self.job is not None and self.job.experiments[at].name == name:
+                    self._bars.remove_task(line)
+                    del self._lines[at]
 
     def elsewhere(self, count: int) -> None:
         """`count` experiments were finished by another `repro run` in the meantime."""
@@ -115,15 +153,28 @@ class Progress:
         return f"{self.total - self.done} left, {elapsed // 60}:{elapsed % 60:02d} elapsed"
 
 
+def _rate(per_s: float | None) -> str:
+    """`3.1 steps/s` or `12.3 s/step`; nothing where it is not known."""
+    if per_s is None:
+        return ""
+    return f"{units.number(per_s)} steps/s" if per_s >= 1 else f"{units.number(1 / per_s)} s/step"
+
+
+def _time_left(seconds: float | None) -> str:
+    """`1:02:03 left`; nothing where it is not known."""
+    return "" if seconds is None else f"{timedelta(seconds=round(seconds))} left"
+
+
 def _bars() -> Bars:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=BAR),
         MofNCompleteColumn(),
         TextColumn("{task.fields[place]}"),
-        TimeElapsedColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TextColumn("{task.fields[left]}"),
         console=stderr(),
         refresh_per_second=REFRESH_PER_S,
         transient=True,

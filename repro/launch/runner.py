@@ -151,7 +151,7 @@ class Runner:
 
     def _launch(self, job: Job) -> list[Experiment]:
         """Run one job, record what came of it, and return the experiments that still have no outcome."""
-        self.progress.launch(job.experiments, compare=job.compare)
+        self.progress.launch(job)
         self.recorder.begin()
         logs = self.launcher.logs
         launch = self.launcher.launch(job, logs / job.experiments[0].key)

@@ -9,9 +9,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from repro.config import Experiment
 from repro.host.files import write_json
 from repro.launch.beacon import Position
+from repro.launch.job import Job
 from repro.launch.plan import Task
 from repro.launch.progress import Progress
 from repro.launch.slurm.allocation.work import Bundle
@@ -43,8 +43,6 @@ class BundleFile(Progress):
             "stopped": None,
         }
         self._written = 0.0
-        self._first: tuple[int, int, float] | None = None
-        self._launched: list[Experiment] = []
         self.write()
 
     def remaining(self, tasks: tuple[Task, ...]) -> list[Task]:
@@ -61,14 +59,14 @@ class BundleFile(Progress):
         self._state |= {"nodes": nodes, "phase": "running"}
         self.write()
 
-    def launch(self, experiments: list[Experiment], *, compare: bool) -> None:
+    def launch(self, job: Job) -> None:
         """One launch starts."""
-        super().launch(experiments, compare=compare)
-        self._launched, self._first = experiments, None
+        super().launch(job)
+        experiments = job.experiments
         self._state["current"] = {
             "names": [experiment.name for experiment in experiments],
             "case": experiments[0].name,
-            "compare": compare,
+            "compare": job.compare,
             "step": 0,
             "steps": experiments[0].training.steps,
             "phase": "start",
@@ -80,17 +78,13 @@ class BundleFile(Progress):
         """Rank 0 is at `position`."""
         super().tick(position)
         current, now = self._state["current"], time.monotonic()
-        if not position.begun or current is None:
+        if not position.begun or current is None or self.job is None or self.course is None:
             return
-        if self._first is None or self._first[0] != position.experiment:
-            self._first = (position.experiment, position.step, now)
-        _, step, began = self._first
-        taken = position.step - step
         changed = current["phase"] == "start"
         current["step"], current["phase"] = position.step, position.phase
-        now_at = self._launched[position.experiment]
+        now_at, rate = self.job.experiments[position.experiment], self.course.steps[position.experiment].rate
         current["case"], current["steps"] = now_at.name, now_at.training.steps
-        current["steps_per_s"] = round(taken / (now - began), 4) if taken > 0 else None
+        current["steps_per_s"] = None if rate is None else round(rate, 4)
         if changed or now - self._written >= WRITE_S:
             self.write()
 

@@ -1,0 +1,139 @@
+"""What a person sees of a running launch: steps, rate and time left, in a display or in lines."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from repro.config import Experiment, Layout, Model, Training
+from repro.config.enums import Phase
+from repro.launch import progress
+from repro.launch.beacon import Position
+from repro.launch.job import Job
+from repro.launch.steps import Course
+
+TINY = Model(name="tiny", layers=2, hidden=8, heads=2, vocab=16, seq=4)
+
+
+def job(*names: str, **keys: Any) -> Job:
+    training = Training(steps=12, untimed_steps=2)
+    made = [Experiment(name=name, model=TINY, layout=Layout(), training=training) for name in names]
+    return Job(experiments=made, **keys)
+
+
+def at(experiment: int, step: int, phase: Phase = Phase.FORWARD) -> Position:
+    return Position(experiment, step, phase, 0, "", "", 0.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_rate_leaves_out_the_start_and_the_first_step() -> None:
+    clock = Clock()
+    course = Course(job("a"), clock)
+    for now, step in ((50.0, 0), (90.0, 1), (92.0, 2), (94.0, 3)):
+        clock.now = now
+        steps = course.tick(at(0, step))
+    assert (steps.done, steps.total) == (3, 12)
+    assert steps.rate == pytest.approx(0.5)
+    assert course.left_s(steps) == pytest.approx(9 / 0.5)
+
+
+def test_a_resumed_run_counts_no_steps_of_the_former() -> None:
+    clock = Clock()
+    course = Course(job("a"), clock)
+    for now, step in ((1.0, 8), (2.0, 9), (6.0, 10)):
+        clock.now = now
+        steps = course.tick(at(0, step))
+    assert steps.rate == pytest.approx(1 / 4)
+    assert course.left_s(steps) == pytest.approx(8.0)
+
+
+def test_what_takes_turns_has_the_time_of_its_own_turns_and_ends_with_the_others() -> None:
+    clock = Clock()
+    course = Course(job("a", "b", compare=True, rounds=2), clock)
+    seen = ((0, 0, 0.0), (0, 1, 1.0), (1, 0, 1.0), (1, 1, 4.0), (0, 2, 5.0), (0, 3, 6.0), (1, 2, 9.0))
+    for experiment, step, now in seen:
+        clock.now = now
+        steps = course.tick(at(experiment, step))
+    a, b = course.steps
+    assert (a.rate, b.rate) == (pytest.approx(1.0), pytest.approx(1 / 3))
+    assert course.left_s(steps) == course.left_s(a) == pytest.approx(9 * 1 + 10 * 3)
+
+
+def test_turns_that_begin_anew_repeat_their_untimed_steps() -> None:
+    course = Course(job("a", "b", compare=True, rounds=2, apart=True))
+    for step in (0, 7, 0, 7):
+        steps = course.tick(at(0, step))
+    assert (steps.done, steps.total) == (14, 14)
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    monkeypatch.setattr(progress, "Course", lambda job: Course(job, clock))
+    return clock
+
+
+def test_without_a_terminal_lines_say_it(lines: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.Progress(total=1, known=0) as shown:
+        shown.launch(job("a"))
+        for lines.now, step in ((3.0, 0), (4.0, 1), (8.0, 2), (16.0, 4)):
+            shown.tick(at(0, step))
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "  a: step 4 of 12, forward, 4 s/step, 0:00:32 left (1 left, 0:16 elapsed)"
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_on_a_terminal_every_running_experiment_has_one_line(
+    lines: Clock, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(progress, "stderr", lambda: console)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+
+    def drawn() -> list[str]:
+        assert shown._bars is not None
+        page = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        with page.capture() as text:
+            page.print(shown._bars.get_renderable())
+        return [line.rstrip() for line in text.get().splitlines() if line.strip()]
+
+    with progress.Progress(total=3, known=0) as shown:
+        shown.launch(job("first", "second", compare=True, rounds=2))
+        for lines.now, experiment, step in (
+            (0.0, 0, 0),
+            (1.0, 0, 1),
+            (1.5, 0, 2),
+            (2.0, 1, 0),
+            (3.0, 1, 1),
+            (7.0, 1, 2),
+        ):
+            shown.tick(at(experiment, step))
+        everything, first, second = drawn()
+        assert everything.split()[0] == "all"
+        assert first.startswith("first")
+        assert " 2/12 " in first
+        assert "2 steps/s" in first
+        assert "4 s/step" in second
+        assert first.endswith("0:00:45 left")  # ten steps of half a second, and ten of four
+        assert second.endswith("0:00:45 left")
+        assert second.startswith("second")
+        assert max(map(len, drawn())) <= width
+        shown.ended("first", "ok", "", 1.0, expected=True)
+        assert [line.split()[0] for line in drawn()] == ["all", "second"]
+        shown.tick(at(0, 12, Phase.DONE))
+        assert [line.split()[0] for line in drawn()] == ["all", "second"]
+        shown.launch(job("alone", "later"))
+        assert [line.split()[0] for line in drawn()] == ["all", "alone"]
+        shown.tick(at(1, 0))
+        assert [line.split()[0] for line in drawn()] == ["all", "later"]
