@@ -189,7 +189,7 @@ def check_files(folder: Path, index: Index) -> None:
         path = folder / name
         hint = "remove the folder to go on from the checkpoint before"
         if not path.is_file():
-            raise ConfigError("is missing", says=f"it has {size} bytes; {hint}", file=str(path))
+            raise ConfigError("is missing", says=f"a file of {size} bytes; {hint}", file=str(path))
         if path.stat().st_size != size:
             raise ConfigError("size", path.stat().st_size, f"{size} bytes; {hint}", file=str(path))
 

@@ -187,9 +187,9 @@ def test_a_truncated_or_missing_file_is_named(folder: Path) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-4])
     hint = "remove the folder to go on from the checkpoint before"
-    assert said(folder) == f"rank-0.safetensors: size = {size - 4}: {size} bytes; {hint}"
+    assert said(folder) == f"rank-0.safetensors: size = {size - 4}: must be {size} bytes; {hint}"
     path.unlink()
-    assert said(folder) == f"rank-0.safetensors: is missing: {size} bytes; {hint}"
+    assert said(folder) == f"rank-0.safetensors: is missing: a file of {size} bytes; {hint}"
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
@@ -206,11 +206,11 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
 
 def test_an_index_of_another_version_is_refused(folder: Path) -> None:
     change(folder, format=9)
-    assert said(folder) == "index.json: format = 9: 1, the version that this release reads"
+    assert said(folder) == "index.json: format = 9: must be 1, the version that this release reads"
 
 
 def test_an_index_that_is_no_json_or_lacks_something_is_refused(folder: Path) -> None:
-    right = "an index as `repro run` writes it; remove the folder to go on from the checkpoint before"
+    right = "needs an index as `repro run` writes it; remove the folder to go on from the checkpoint before"
     change(folder, history=None, scalars=None, files=3, parameters=[])
     assert said(folder) == f"index.json: not an index: {right}"
     (folder / index.FILE).write_text("{")
@@ -220,9 +220,15 @@ def test_an_index_that_is_no_json_or_lacks_something_is_refused(folder: Path) ->
 def test_a_checkpoint_of_another_model_is_refused(folder: Path) -> None:
     course = json.loads((folder / index.FILE).read_text())["training"]
     change(folder, training={**course, "model": {**course["model"], "hidden": 64}})
-    assert said(folder) == "index.json: model.hidden = 64: 32, as in the experiment that is to go on from it"
+    assert (
+        said(folder)
+        == "index.json: model.hidden = 64: must be 32, as in the experiment that is to go on from it"
+    )
     change(folder, training={**course, "global_batch": 8})
-    assert said(folder) == "index.json: global_batch = 8: 4, as in the experiment that is to go on from it"
+    assert (
+        said(folder)
+        == "index.json: global_batch = 8: must be 4, as in the experiment that is to go on from it"
+    )
 
 
 def test_a_piece_that_the_index_lacks_is_named(folder: Path) -> None:
@@ -231,5 +237,5 @@ def test_a_piece_that_the_index_lacks_is_named(folder: Path) -> None:
     change(folder, parameters=parameters)
     assert (
         said(folder)
-        == "index.json: blocks.1.mlp.up: 4096 elements at (0, 1, 0, 4096); the index has 0 of them"
+        == "index.json: blocks.1.mlp.up: needs 4096 elements at (0, 1, 0, 4096); the index has 0 of them"
     )

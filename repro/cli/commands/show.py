@@ -23,7 +23,7 @@ def claims(
     """Show the ledger: published value, conditions, source, evidence and verdict."""
     from repro.cli.views.claims import command
 
-    return command(claim, json, results, ledger or [])
+    return command(claim, json, results, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro models gpt2-1.5b")
@@ -88,7 +88,7 @@ def export(
     """Write claims or records as a table for other programs, papers and pull requests."""
     from repro.report.exports.tables import command
 
-    return command(results, table, form, output, ledger or [])
+    return command(results, table, form, output, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro artifact --output reports/artifact.md")
