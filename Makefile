@@ -7,6 +7,7 @@
 # make test-gpu    the kernels' tests and the whole step on a CUDA device
 # make bench-gpu   each kernel's bandwidth on a CUDA device, beside torch's; a record goes to RESULTS
 # make check       formatter, linter, type checker
+# make mutants     faults in the lines that have changed since BASE, or in a ROOM: do the tests notice them?
 # make benchmarks  pytest-benchmark comparisons
 # make artifact    reports/artifact.md: claim, command, expected value, tolerance, cost
 # make notebooks   open the notebooks of reports/ in JupyterLab
@@ -26,6 +27,7 @@
 #   REPORT_ARGS  more arguments for the report of smoke and simulate, e.g. --notebooks after `make test`
 #   WORKERS      how many tests run at once in `make test`                             2
 #   LABS         how many clusters `make test-slurm` starts, for as many tests at once; they mostly wait    3
+#   BASE, ROOM, SAMPLE  for make mutants: a commit; one of tests/mutants/rooms.toml, whole; so many faults of it, at random    main
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-x -k zero'
 
 PYTHON ?= python3
@@ -37,12 +39,16 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 LABS ?= 3
 REPORT_ARGS ?=
+BASE ?= main
+ROOM ?=
+SAMPLE ?=
 
 BIN := $(VENV)/bin
 CREATED := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 INSTALLED_ENGINES := $(VENV)/.installed-engines
+INSTALLED_MUTANTS := $(VENV)/.installed-mutants
 NVRTC13 := $(VENV)/nvrtc13/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 	$(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
@@ -64,7 +70,7 @@ endef
 SHOWN := zero-fig2 memory-timeline states
 PICTURES := build/pictures
 
-.PHONY: help smoke simulate test engines test-engines test-slurm test-gpu bench-gpu check benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+.PHONY: help smoke simulate test engines test-engines test-slurm test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -100,6 +106,11 @@ $(INSTALLED_ENGINES): $(INSTALLED)
 	@touch $@
 
 engines: $(INSTALLED_ENGINES)
+
+$(INSTALLED_MUTANTS): $(INSTALLED_TEST)
+	@echo "installing cosmic-ray in $(VENV)"
+	@$(PIP) -e '.[mutants]'
+	@touch $@
 
 # A second NVRTC, which the tests ask in a process of its own; beside the first it would hide it.
 $(NVRTC13): | $(INSTALLED_TEST)
@@ -139,6 +150,10 @@ check: $(INSTALLED_TEST)
 	@rm -rf build/typed && mkdir -p build/typed/repro
 	@ln -s $(CURDIR)/repro/* $(CURDIR)/kernels build/typed/repro
 	cd build/typed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
+
+# Resumes where it was broken off; what survived is tried again.
+mutants: $(INSTALLED_MUTANTS)
+	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) --base $(BASE) $(ROOM:%=--room %) $(SAMPLE:%=--sample %)
 
 format: $(INSTALLED_TEST)
 	$(BIN)/ruff format .

@@ -70,6 +70,7 @@ def test_help_names_every_target(copy: Path) -> None:
         "test-gpu",
         "bench-gpu",
         "check",
+        "mutants",
         "benchmarks",
         "slurm-lab",
         "slurm-packages",

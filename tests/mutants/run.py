@@ -1,0 +1,233 @@
+"""`make mutants`: cosmic-ray's faults in changed lines or in a room, and which of them the tests let pass.
+
+A room has a session of cosmic-ray's in `build/mutants`, which its own tools read too.  What was broken off goes on, and
+what survived is tried again by the next run.  Every worker has a copy of the working tree, so that nobody meets a fault
+in the files that he edits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from compileall import compile_dir
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from hashlib import sha256
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+from cosmic_ray.commands.init import init
+from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.tools.filters.git import GitFilter
+from cosmic_ray.tools.filters.operators_filter import OperatorsFilter
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
+
+from repro.config.files import read_toml
+from tests.mutants.relevant import ROOT, relevant
+
+SETTINGS = read_toml(Path(__file__).with_name("rooms.toml"))
+ROOMS = SETTINGS["room"]
+BUILD = ROOT / "build/mutants"
+PYTEST = [
+    sys.executable,
+    "-m",
+    "pytest",
+    "-x",
+    "--no-header",
+    "--tb=line",
+    f"--timeout={SETTINGS['test_limit_s']}",
+]
+PATIENCE = 4
+"""A mutant's tests may take this many times as long as all of the room's take without a fault."""
+
+
+def sources(room: str, base: str | None) -> list[Path]:
+    """Files of a room, relative to the repository; with `base` those that have changed since that commit."""
+    found = {path.relative_to(ROOT) for pattern in ROOMS[room]["files"] for path in ROOT.glob(pattern)}
+    if base:
+        changed = subprocess.check_output(["git", "diff", "--name-only", base], cwd=ROOT, text=True)
+        found &= set(map(Path, changed.splitlines()))
+    return sorted(found)
+
+
+def session(room: str, base: str | None, sample: int | None) -> Path:
+    """The session of a room's sources as they are now; it is made where there is none yet."""
+    files = sources(room, base)
+    key = sha256(repr((files, base, sample, SETTINGS["exclude"])).encode())
+    for path in files:
+        key.update((ROOT / path).read_bytes())
+    made = BUILD / f"{room}-{key.hexdigest()[:12]}.sqlite"
+    if not made.exists():
+        partial = made.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        with use_db(partial) as work:
+            init(files, work, {})
+            OperatorsFilter()._skip_filtered(work, SETTINGS["exclude"])
+            if base:
+                GitFilter()._skip_filtered(work, base)
+            if sample:
+                _skip_all_but(work, sample)
+        partial.rename(made)
+    return made
+
+
+def _skip_all_but(work: WorkDB, sample: int) -> None:
+    waiting = sorted(work.pending_work_items, key=place)
+    random.Random(0).shuffle(waiting)
+    skipped = WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output="not in the sample")
+    work.set_multiple_results([item.job_id for item in waiting[sample:]], skipped)
+
+
+def place(item: WorkItem) -> tuple[str, int, str, int]:
+    """File, line, kind of fault, and which of its kind in the file."""
+    (mutation,) = item.mutations
+    return str(mutation.module_path), mutation.start_pos[0], mutation.operator_name, mutation.occurrence
+
+
+def tried(work: WorkDB) -> list[tuple[WorkItem, WorkResult]]:
+    """Mutants that tests were run on, in the order of the files."""
+    found = [(item, result) for item, result in work.completed_work_items if result.test_outcome]
+    return sorted(found, key=lambda row: place(row[0]))
+
+
+def run(room: str, work: WorkDB, workers: int) -> None:
+    """Try what was not tried yet, then again what survived, and store what comes of it as it comes."""
+    items = sorted(work.pending_work_items, key=place)
+    items += [item for item, result in tried(work) if verdict(item, result) == "survived"]
+    if not items:
+        return
+    tests = {place(item)[0]: relevant(Path(place(item)[0]), ROOMS[room]["tests"]) for item in items}
+    context = get_context("spawn")
+    trees: SimpleQueue[str] = context.SimpleQueue()
+    for number in range(workers):
+        trees.put(_copy(BUILD / f"tree-{number}"))
+    limit_s = PATIENCE * _without_fault(room, {test for found in tests.values() for test in found})
+    with ProcessPoolExecutor(workers, context, _enter, (trees,)) as pool:
+        waiting = [pool.submit(_try, item, tests[place(item)[0]], limit_s) for item in items]
+        for number, done in enumerate(as_completed(waiting), 1):
+            work.set_result(*done.result())
+            print(f"\r{room}: {number} of {len(waiting)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+
+
+def _copy(target: Path) -> str:
+    """The working tree without what git ignores, compiled, since mutants leave no bytecode."""
+    shutil.rmtree(target, ignore_errors=True)
+    listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    compile_dir(target, quiet=1)
+    return str(target)
+
+
+def _without_fault(room: str, tests: set[str]) -> float:
+    """Seconds that `tests` take; if one of them fails already, nothing could be learned from it."""
+    tree, known, began = BUILD / "tree-0", BUILD / f"{room}.json", time.monotonic()
+    files = [path for path in sorted(tree.rglob("*")) if path.suffix in (".py", ".toml", ".cu", ".cuh")]
+    state = sha256(b"".join(path.read_bytes() for path in files) + repr(sorted(tests)).encode()).hexdigest()
+    if known.exists() and (before := json.loads(known.read_text()))["state"] == state:
+        return before["seconds"]
+    done = subprocess.run(
+        [*PYTEST, *sorted(tests)], cwd=tree, env=_environment(tree), capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(
+            f"error: the tests of {room} fail without a fault:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    seconds = time.monotonic() - began
+    known.write_text(json.dumps({"state": state, "seconds": seconds}))
+    return seconds
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+
+
+def _enter(trees: SimpleQueue[str]) -> None:
+    os.chdir(trees.get())
+    os.environ |= _environment(Path.cwd())
+
+
+def _try(item: WorkItem, tests: list[str], limit_s: float) -> tuple[str, WorkResult]:
+    return item.job_id, mutate_and_test(item.mutations, shlex.join([*PYTEST, *tests]), limit_s)
+
+
+def verdict(item: WorkItem, result: WorkResult) -> str:
+    """`noticed`, `timed out` (noticed, too), `same` (it changes nothing, and the settings say why) or `survived`."""
+    if result.test_outcome == TestOutcome.SURVIVED:
+        return (
+            "same"
+            if any(_is(known, place(item)[0], *changed(result)) for known in SETTINGS["same"])
+            else "survived"
+        )
+    return "timed out" if result.output == "timeout" else "noticed"
+
+
+def _is(known: dict[str, str], file: str, before: str, after: str) -> bool:
+    """Whether the fault puts `to` in the place of `from` in a line of `file` (of any, where none is named)."""
+    there = known.get("file", file) == file and known["from"] in before
+    return there and "".join(before.replace(known["from"], known["to"], 1).split()) == "".join(after.split())
+
+
+def changed(result: WorkResult) -> tuple[str, str]:
+    """The line with the fault, before and after."""
+    text = [line for line in (result.diff or "").splitlines() if not line.startswith(("---", "+++"))]
+    before, after = (" ".join(line[1:].strip() for line in text if line.startswith(sign)) for sign in "-+")
+    return before, after
+
+
+def row(room: str, rows: list[tuple[WorkItem, WorkResult]]) -> str:
+    """A room's numbers."""
+    count = Counter(verdict(*each) for each in rows)
+    noticed, real = count["noticed"] + count["timed out"], count.total() - count["same"]
+    numbers = count.total(), noticed, count["timed out"], count["same"], count["survived"]
+    return f"| {room} | {' | '.join(map(str, numbers))} | {f'{noticed / real:.0%}' if real else '-'} |"
+
+
+def survivors(rows: list[tuple[WorkItem, WorkResult]]) -> Iterator[str]:
+    """Where they are, and their line before and after."""
+    for item, result in rows:
+        if verdict(item, result) == "survived":
+            before, after = changed(result)
+            yield f"{place(item)[0]}:{place(item)[1]}\n  - {before}\n  + {after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    parser.add_argument(
+        "--room", choices=ROOMS, action="append", help="a whole room in place of changed lines"
+    )
+    parser.add_argument("--base", default="main", help="lines changed since this commit (default: main)")
+    parser.add_argument(
+        "--sample", type=int, help="so many mutants of each room, at random, every time the same"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="how many mutants at once")
+    given = parser.parse_args()
+    known = ["git", "rev-parse", "--quiet", "--verify", f"{given.base}^{{commit}}"]
+    if subprocess.run(known, cwd=ROOT, capture_output=True).returncode:
+        parser.error(f"--base {given.base}: must be a commit of this repository")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    table = ["| room | tried | noticed | by time | change nothing | survived | score |", "|---" * 7 + "|"]
+    for room in given.room or ROOMS:
+        with use_db(session(room, None if given.room else given.base, given.sample)) as work:
+            run(room, work, given.workers)
+            if rows := tried(work):
+                table.append(row(room, rows))
+                print(*survivors(rows), sep="\n")
+    print("\n".join(table) if len(table) > 2 else f"no line of any room has changed since {given.base}")
+
+
+if __name__ == "__main__":
+    main()

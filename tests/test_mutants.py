@@ -1,0 +1,40 @@
+"""What `make mutants` runs: rooms that are there, and for a file the tests that lead to it, the nearest first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from repro.config.files import read_toml
+from tests.mutants.relevant import ROOT, relevant
+
+SETTINGS = read_toml(ROOT / "tests/mutants/rooms.toml")
+
+
+def test_rooms_are_there() -> None:
+    for name, room in SETTINGS["room"].items():
+        assert all(list(ROOT.glob(pattern)) for pattern in room["files"]), name
+        assert all((ROOT / test).exists() for test in room["tests"]), name
+    assert all(re.compile(pattern) for pattern in SETTINGS["exclude"])
+
+
+def test_what_changes_nothing_is_still_there() -> None:
+    for known in SETTINGS["same"]:
+        files = [ROOT / known["file"]] if "file" in known else list((ROOT / "repro").rglob("*.py"))
+        assert any(known["from"] in file.read_text() for file in files), known
+        assert known["why"]
+
+
+def test_the_nearest_tests_of_a_file_come_first() -> None:
+    found = relevant(
+        Path("repro/simulate/time/rings.py"), ["tests/simulate", "tests/claims/test_expression.py"]
+    )
+    assert "tests/claims/test_expression.py" not in found
+    assert found.index("tests/simulate/time/test_by_hand.py") < found.index("tests/simulate/test_steptime.py")
+    kernel = relevant(Path("kernels/norm.py"), ["tests/kernels/test_norm.py", "tests/results/test_schema.py"])
+    assert kernel == ["tests/kernels/test_norm.py"]
+
+
+def test_what_runs_in_processes_of_its_own_is_answered_for_by_all_tests_of_its_room() -> None:
+    tests = ["tests/results/test_schema.py"]
+    assert relevant(Path("repro/launch/rank/program.py"), tests) == tests
