@@ -19,8 +19,7 @@ ASSUMED_CACHE = 64 * 2**20
 REPEAT_S = 2e-3
 """A repeat calls often enough to last this long: far above the clock's own microsecond."""
 CROWDED_S = 40e-3
-"""The same where ranks outnumber the cores: many of the few milliseconds for which the kernel lets a process run.
-In a shorter one a rank has a core to itself, and its neighbours' turns are not seen."""
+"""The same where ranks outnumber the cores: long enough that most of them are busy for most of it."""
 MOST_CALLS = 64
 SLEEP_HZ = 4e9
 """Twice the clock of any GPU: it is kept busy while the host enqueues the calls, so that it never waits for it."""
@@ -53,7 +52,7 @@ class OperatorClock:
     def __init__(self, device: torch.device, group: Group, repeats: int, neighbours: int = 1):
         """`neighbours`: ranks of this node, this one too."""
         self.device, self.group, self.repeats = device, group, repeats
-        self.crowded = device.type == "cpu" and neighbours > usable_cores()
+        self.ranks_per_core = max(1.0, neighbours / usable_cores()) if device.type == "cpu" else 1.0
         self.cache = cache_bytes(device)
         self._host_s = 0.0
         """What the host needs to begin one call."""
@@ -92,20 +91,23 @@ class OperatorClock:
             self.group.barrier()
             found.append(
                 self.for_long(lambda i: functions[i % sets]())
-                if self.crowded
+                if self.ranks_per_core > 1
                 else self._run(functions, calls)
             )
         return timing(found)
 
     def for_long(self, call: Callable[[int], object]) -> float:
-        """Seconds of one of as many calls as `CROWDED_S` takes: all ranks are busy until the end, whoever is
-        faster.  `call` gets the number of the call."""
-        began, count, now = time.perf_counter(), 0, 0.0
-        while not count or now - began < CROWDED_S:  # one call, even if others had the core all the while
+        """Seconds of one of as many calls as `CROWDED_S` takes, where each rank has an equal part of a core.
+        `call` gets the number of the call.
+
+        Counted in processor time: ranks come out of a barrier up to many turns of the kernel's scheduler apart, and by
+        the wall the first would be timed while they have the core to themselves, and so would the last.
+        """
+        end, began, count = time.perf_counter() + CROWDED_S, time.thread_time(), 0
+        while not count or time.perf_counter() < end:  # one call, even if others had the core all the while
             call(count)
             count += 1
-            now = time.perf_counter()
-        return (now - began) / count
+        return (time.thread_time() - began) / count * self.ranks_per_core
 
     def _run(self, functions: Sequence[Callable[[], object]], calls: int) -> float:
         """Seconds of one of `calls` calls, which go round among `functions`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -95,19 +93,38 @@ def test_the_clock_sees_what_takes_longer() -> None:
     assert long.spread >= 0
 
 
-def test_a_crowded_clock_counts_calls_for_long() -> None:
-    """With more ranks than cores a repeat spans many turns of the scheduler."""
-    clock = OperatorClock(CPU, meshes.single().world, repeats=2, neighbours=10_000)
-    assert clock.crowded
-    assert not OperatorClock(CPU, meshes.single().world, repeats=2).crowded
-    calls: list[int] = []
-    found = clock.time(lambda: lambda: calls.append(0), 8)
-    assert found.median * len(calls) > clock_module.CROWDED_S
-    assert found.repeats == 2
+class Busy:
+    """Calls that take a millisecond of the processor each, and a time that goes on by `wall_s` meanwhile."""
+
+    def __init__(self, wall_s: float):
+        self.wall_s, self.calls = wall_s, 0
+
+    def __call__(self, number: int = 0) -> None:
+        self.calls += 1
+
+    def perf_counter(self) -> float:
+        return self.calls * self.wall_s
+
+    def thread_time(self) -> float:
+        return self.calls * 1e-3
 
 
-def test_a_clock_whose_core_others_had_all_the_while_counts_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = OperatorClock(CPU, meshes.single().world, repeats=2, neighbours=10_000)
-    moments = itertools.count(0.0, 10 * clock_module.CROWDED_S)
-    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: next(moments))
-    assert clock.for_long(lambda number: number) == pytest.approx(10 * clock_module.CROWDED_S)
+@pytest.mark.parametrize("wall_s", [1e-3, 4e-3, 1.0])
+def test_a_crowded_clock_says_what_an_equal_part_of_a_core_takes(
+    monkeypatch: pytest.MonkeyPatch, wall_s: float
+) -> None:
+    """Whether a rank had the core to itself all the while, its part of it, or hardly any."""
+    monkeypatch.setattr(clock_module, "usable_cores", lambda: 2)
+    clock = OperatorClock(CPU, meshes.single().world, repeats=2, neighbours=8)
+    busy = Busy(wall_s)
+    monkeypatch.setattr(clock_module, "time", busy)
+    assert clock.for_long(busy) == pytest.approx(4e-3)
+    assert busy.calls == pytest.approx(max(1, clock_module.CROWDED_S / wall_s), abs=1)
+
+
+def test_ranks_with_a_core_each_are_timed_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock_module, "usable_cores", lambda: 2)
+    clock = OperatorClock(CPU, meshes.single().world, repeats=2, neighbours=2)
+    busy = Busy(3e-3)
+    monkeypatch.setattr(clock_module, "time", busy)
+    assert clock.time(lambda: busy, 8).median == pytest.approx(3e-3)
