@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from repro.config.timing import OperatorRate
@@ -12,11 +13,11 @@ from repro.measure.statistics import quantile
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
 SPAN = 8.0
-"""An operator has a rate of its own if its largest call moves this many times what its smallest does; what was
-seen at one size only says nothing about others."""
+"""An operator's calls say how its seconds grow with size if the largest moves this many times what the smallest does;
+else they grow as the common rate does."""
 CALLS = 3
 CLOSE = 0.1
-"""Nor does it need one if the common rate is this close to its calls (median of the relative errors)."""
+"""It needs no rate of its own if the common one is this close to its calls (median of the relative errors)."""
 
 
 class Measurement(NamedTuple):
@@ -70,9 +71,24 @@ def rates(points: Mapping[str, Sequence[Measurement]]) -> dict[str, OperatorRate
     for name, found in sorted(points.items()):
         shared = common.get(MATMUL if name in PRODUCTS else ELEMENTWISE)
         fits_all = shared is not None and median_error(shared, found) <= CLOSE
-        if spans(found) and not fits_all:
-            own[name] = fit(found)
+        if not fits_all:
+            own[name] = fit(found) if shared is None or spans(found) else scaled(shared, found)
     return common | own
+
+
+def scaled(common: OperatorRate, points: Sequence[Measurement]) -> OperatorRate:
+    """The common rate with another price of work, or of a call, whichever the points are mostly made of."""
+    work = [common.seconds(flops=point.flops, nbytes=point.nbytes) - common.fixed_s for point in points]
+    if quantile(work, 0.5) < common.fixed_s:
+        calls = [point.seconds - seconds for point, seconds in zip(points, work, strict=True)]
+        return replace(common, fixed_s=max(0.0, quantile(calls, 0.5)))
+    times = [
+        (point.seconds - common.fixed_s) / seconds
+        for point, seconds in zip(points, work, strict=True)
+        if seconds
+    ]
+    factor = max(0.0, quantile(times, 0.5))
+    return replace(common, per_byte_s=factor * common.per_byte_s, per_flop_s=factor * common.per_flop_s)
 
 
 def rate_of(known: Mapping[str, OperatorRate], name: str) -> OperatorRate:

@@ -55,10 +55,23 @@ def test_own_rates_only_where_they_differ() -> None:
     slow = [Measurement(n, n, 2e-4 + n * 1e-9) for n in sizes]
     product = [Measurement(n, n**1.5, 1e-5 + n**1.5 * 1e-11) for n in sizes]
     tiny = [Measurement(8, 0, 2e-5)]
+    function = [Measurement(2.0**22, 0, 5e-6 + 2.0**22 * 8e-10)]
     found = fit.rates(
-        {**streams, "repro.slow": slow, "aten.mm": product, "aten.bmm": product, "aten.sqrt": tiny}
+        {
+            **streams,
+            "repro.slow": slow,
+            "aten.mm": product,
+            "aten.bmm": product,
+            "aten.sqrt": tiny,
+            "aten.gelu": function,
+        }
     )
-    assert sorted(found) == ["elementwise", "matmul", "repro.slow"]
-    assert fit.rate_of(found, "aten.sqrt") == found["elementwise"]
+    assert sorted(found) == ["aten.gelu", "aten.sqrt", "elementwise", "matmul", "repro.slow"]
     assert fit.rate_of(found, "aten.baddbmm") == found["matmul"]
     assert fit.rate_of(found, "repro.slow").fixed_s == pytest.approx(2e-4, rel=1e-3)
+    at_one_size = fit.rate_of(found, "aten.gelu")
+    assert at_one_size.fixed_s == found["elementwise"].fixed_s
+    assert at_one_size.per_byte_s == pytest.approx(8e-10, rel=0.02), "eight times as slow as a stream"
+    of_nothing = fit.rate_of(found, "aten.sqrt")
+    assert of_nothing.fixed_s == pytest.approx(2e-5, rel=0.01)
+    assert of_nothing.per_byte_s == found["elementwise"].per_byte_s, "eight bytes do not tell"
