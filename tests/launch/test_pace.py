@@ -40,8 +40,9 @@ def test_a_thread_computes_for_its_share_of_the_time_whether_it_waited_before_or
 
 
 def test_what_a_thread_has_not_computed_it_does_not_pay_for() -> None:
-    pace = Pace(SHARE)
+    """Looking at the clocks is no computing either: at a thousandth of a core it would be seconds."""
+    pace = Pace(1e-3)
     began = time.perf_counter()
     for _ in range(100):
         pace.settle()
-    assert time.perf_counter() - began < 0.25
+    assert time.perf_counter() - began < 1.0

@@ -9,9 +9,9 @@ processor time says so.  Only the thread that computes is held; those that carry
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from pathlib import Path
 from types import FrameType
 
 CATCH_UP_S = 0.02
@@ -25,7 +25,7 @@ class Pace:
     def __init__(self, share: float):
         """`share`: seconds of processor time in each second."""
         self.share = share
-        self._delays = Path("/proc/thread-self/schedstat")
+        self._delays = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._ahead = 0.0
         self._settling = False
         self._look()
@@ -57,11 +57,12 @@ class Pace:
         self._settling = False
 
     def _look(self) -> None:
-        self._computed, self._delayed = time.thread_time(), self._delay()
+        self._delayed = self._delay()
+        self._computed = time.thread_time()  # last: looking is no computing
 
     def _delay(self) -> float:
         """Seconds for which the thread could have run and another one had its core."""
-        return int(self._delays.read_text().split()[1]) / 1e9
+        return int(os.pread(self._delays, 64, 0).split()[1]) / 1e9
 
     def _tick(self, number: int, frame: FrameType | None) -> None:
         self.settle()
