@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from repro import suites
 from repro.calibrate import plan, toml
 from repro.calibrate.document import tables
 from repro.calibrate.machines import TWIN_TARGET, Here, Machine, Nodes, facts
@@ -16,6 +16,7 @@ from repro.config.errors import ConfigError, require
 from repro.host import files
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
+from repro.suites import load
 from repro.systems.load import names, parse
 
 
@@ -41,32 +42,33 @@ def calibrate(
     profile: Path | None,
     nodes: int,
     quick: bool,
-    suite: Path | None = None,
+    suites: Sequence[Path] = (),
     *,
     quiet: bool,
 ) -> Calibrated:
     """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
 
-    `gpus`: ranks, of each node.  `suite`: in place of steps of usual sizes those of this file, for a twin on an
-    emulated network, of whose links only single messages are measured.  `quiet`: nothing is said on standard
+    `gpus`: ranks, of each node.  `suites`: in place of steps of usual sizes those of these files, for twins on
+    emulated networks, of whose links only single messages are measured.  `quiet`: nothing is said on standard
     error.  Raises `ConfigError`.
     """
     path = _checked(output or Path(f"{system}-calibrated.toml"))
     if profile is None and nodes:
         raise ConfigError("--nodes", nodes, says="needs --profile, whose cluster has them")
-    if profile is not None and suite is not None:
-        raise ConfigError("--suite", str(suite), says="goes without --profile: a twin runs on this machine")
+    if profile is not None and suites:
+        right = "goes without --profile: a twin runs on this machine"
+        raise ConfigError("--suite", str(suites[0]), says=right)
     machine: Machine = (
-        Here(system, gpus, target=TWIN_TARGET if suite is not None else "")
+        Here(system, gpus, target=TWIN_TARGET if suites else "")
         if profile is None
         else Nodes(system, profile, nodes or 1, gpus, path)
     )
-    if suite is None:
+    if suites:
+        experiments = plan.of_suites(list(map(load, suites)), machine.system, machine.ranks, quick)
+    else:
         experiments = plan.experiments(
             machine.system, machine.ranks, machine.precision, quick, per_node=machine.per_node
         )
-    else:
-        experiments = plan.of_suite(suites.load(suite), machine.system, machine.ranks, quick)
     began = time.perf_counter()
     with Interrupt() as interrupt:
         answer = machine.measure(Job(experiments=experiments), interrupt, quiet=quiet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,23 +24,25 @@ QUICK_PAYLOADS = (2**10, 2**14, 2**18, 2**24)
 REPEATS, QUICK_REPEATS = 7, 3
 
 
-def of_suite(suite: Suite, system: str, ranks: int, quick: bool) -> list[Experiment]:
-    """The steps of a suite that are run here with so many ranks: their operators in their own sizes.
+def of_suites(suites: Sequence[Suite], system: str, ranks: int, quick: bool) -> list[Experiment]:
+    """The steps of suites that are run here with so many ranks: their operators in their own sizes.
 
-    Those that differ in their network alone are one.  Raises `ConfigError` if there is none.
+    Those that differ in their network alone are one.  Raises `ConfigError` if a suite has none.
     """
     repeats = QUICK_REPEATS if quick else REPEATS
     found: dict[str, Experiment] = {}
-    for entry in suite.entries:
-        e = entry.experiment
-        if (e.system, e.layout.world) == (system, ranks):
+    for suite in suites:
+        here = [
+            e.experiment
+            for e in suite.entries
+            if (e.experiment.system, e.experiment.layout.world) == (system, ranks)
+        ]
+        if not here:
+            raise ConfigError("--suite", suite.file, f"a suite with experiments of {ranks} ranks of system {system}")
+        for e in here:
             training = replace(e.training, steps=repeats, untimed_steps=1)
             alone = replace(e, network=None, training=training, limits=LIMITS)
             found.setdefault(alone.key, alone)
-    if not found:
-        raise ConfigError(
-            "--suite", suite.file, f"a suite with experiments of {ranks} ranks of system {system}"
-        )
     return list(found.values())
 
 

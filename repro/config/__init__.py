@@ -11,6 +11,7 @@ from repro.config.model import Model
 from repro.config.network import EmulatedNetwork
 from repro.config.operator_set import OperatorSet
 from repro.config.training import Training
+from repro.config.twin import TwinOf
 
 __all__ = [
     "PROTOCOL",
@@ -22,5 +23,6 @@ __all__ = [
     "Model",
     "OperatorSet",
     "Training",
+    "TwinOf",
     "from_dict",
 ]

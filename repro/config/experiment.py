@@ -15,6 +15,7 @@ from repro.config.network import EmulatedNetwork
 from repro.config.operator_set import OperatorSet
 from repro.config.sizes import TENSOR_BYTES, at_most
 from repro.config.training import Training
+from repro.config.twin import TwinOf
 
 PROTOCOL = 1
 """Version of the measurement protocol; raised when a change makes older measurements not comparable."""
@@ -54,6 +55,8 @@ class Experiment:
     limits: Limits = field(default_factory=Limits)
     network: EmulatedNetwork | None = None
     """What joins the ranks; None: the machine's own memory, or its own network."""
+    twin: TwinOf | None = None
+    """What it stands for, if it is a small twin of a published experiment."""
 
     def __post_init__(self) -> None:
         require(self.engine in engines.ENGINES, "engine", self.engine, f"one of {', '.join(engines.ENGINES)}")
@@ -127,7 +130,7 @@ class Experiment:
     def key(self) -> str:
         """Sixteen hex digits that name the results: equal conditions and protocol, equal key.
 
-        The experiment's name, the limits on time and the model's remarks do not change what is measured
+        The experiment's name, the limits on time, the model's remarks and `twin` do not change what is measured
         and are left out; a limit on memory does change it.  A field at its default is left out as well, so
         that an option that is added later, off by default, leaves the keys of older records as they are.
         Whoever changes what a default does, or its value, raises `PROTOCOL`.
@@ -191,4 +194,5 @@ def from_dict(data: dict[str, Any]) -> Experiment:
         engine=data["engine"],
         limits=Limits(**data["limits"]),
         network=EmulatedNetwork(**data["network"]) if data.get("network") else None,
+        twin=TwinOf(**data["twin"]) if data.get("twin") else None,
     )

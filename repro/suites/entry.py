@@ -22,14 +22,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Limits, Model, Training
+from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Limits, Model, Training, TwinOf
 from repro.config.files import build
 from repro.config.sizes import check_name
 
 T = TypeVar("T")
 OUTCOMES = ("ok", "oom", "diverged", "timeout", "hang", "error")
 USE = "use"
-_PARTS = {"layout": Layout, "training": Training, "limits": Limits, "network": EmulatedNetwork}
+_PARTS = {
+    "layout": Layout,
+    "training": Training,
+    "limits": Limits,
+    "network": EmulatedNetwork,
+    "twin": TwinOf,
+}
 _NAMED = {"layout": "layouts", "network": "networks"}
 """Parts that a file may name, and the tables in which it does."""
 _DATA = ("synthetic", "shakespeare", "shakespeare-gpt2")
@@ -71,6 +77,7 @@ class _Row:
     training: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
     network: dict[str, Any] = field(default_factory=dict)
+    twin: dict[str, Any] = field(default_factory=dict)
 
 
 class _Level(NamedTuple):
@@ -154,9 +161,12 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
             raise blame(ConfigError("world", world, right, where=key), key)
         return built
 
+    def asked(key: str, cls: type[T]) -> T | None:
+        return part(key, cls) if any(level.table for level in levels[key]) else None
+
     model = from_file.models.get(row.model) or _model(row.model, file=from_file.file, place=place)
     layout, training, limits = part("layout", Layout), part("training", Training), part("limits", Limits)
-    network = part("network", EmulatedNetwork) if any(level.table for level in levels["network"]) else None
+    network, twin = asked("network", EmulatedNetwork), asked("twin", TwinOf)
     _blaming(lambda: _data(training, model), lambda error: blame(error, "training"))
     experiment = _blaming(
         lambda: Experiment(
@@ -168,6 +178,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
             engine=row.engine,
             limits=limits,
             network=network,
+            twin=twin,
         ),
         lambda error: blame(error, error.where or ("training" if error.key == "seq" else "")),
     )

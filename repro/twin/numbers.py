@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from repro.config import TwinOf
 from repro.config.system import System
-from repro.simulate.placement import GROUPS
+from repro.config.twin import RATIO
+from repro.simulate.placement import BETWEEN_NODES, GROUPS
 from repro.simulate.time.emulated import said
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction
@@ -76,7 +78,31 @@ def numbers(member: Member, baseline: Member) -> list[Number]:
         useful_rate(after) / useful_rate(baseline.after),
         "not kept: shards lose another part of the rate",
     )
-    return [number for number in [*found, relative] if number.original or number.twin]
+    found.append(relative)
+    if member is not baseline:
+        rates = before.flops_per_device / baseline.before.flops_per_device
+        found.append(
+            Number(RATIO, rates, after.flops_per_device / baseline.after.flops_per_device, "what is asked")
+        )
+    return [number for number in found if number.original or number.twin]
+
+
+def twin_of(member: Member, baseline: Member) -> TwinOf:
+    """What `member` stands for, as its record will say it."""
+    system = member.system
+    return TwinOf(
+        original=member.original.name,
+        part=member.twin.model.hidden / member.original.model.hidden,
+        between=_bandwidth(system, BETWEEN_NODES) if BETWEEN_NODES in system.links else 0.0,
+        within=_bandwidth(system, system.link_inside()),
+        numbers={n.name: (n.original, n.twin) for n in numbers(member, baseline)},
+    )
+
+
+def _bandwidth(system: System, name: str) -> float:
+    link = system.links[name]
+    share = link.used(name, "efficiency").value or 1.0
+    return link.bandwidth.known(f"links.{name}.bandwidth", system=system.name) * share
 
 
 _NAMES = {"tp": "tensor-parallel", "dp": "data-parallel", "pp": "pipeline"}

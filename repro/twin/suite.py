@@ -8,7 +8,8 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from repro.config import EmulatedNetwork, Layout, Model
-from repro.twin.derive import Twin
+from repro.twin.derive import Member, Twin
+from repro.twin.numbers import twin_of
 
 ROUNDS = 3
 HEAD = """# {title}
@@ -66,10 +67,23 @@ def _twin(named: Named) -> list[str]:
         training = {"steps": member.twin.training.steps, "untimed_steps": member.twin.training.untimed_steps}
         table = {"name": names[i], "model": member.twin.model.name, "network": network}
         lines += _table("[[experiment]]", {**table, "layout": layout, "training": training})
+        lines += _stands_for(member, twin.members[0])
     together = [member.original.name + named.ending for member in twin.together]
     if len(together) > 1:
         lines += _table("[[compare]]", {"baseline": together[0], "subjects": together[1:], "rounds": ROUNDS})
     return lines
+
+
+def _stands_for(member: Member, baseline: Member) -> list[str]:
+    found = twin_of(member, baseline)
+    links = {"between": found.between, "within": found.within}
+    head = {
+        "original": found.original,
+        "part": found.part,
+        **{key: rate for key, rate in links.items() if rate},
+    }
+    pairs = {json.dumps(name, ensure_ascii=False): pair for name, pair in found.numbers.items()}
+    return _table("[experiment.twin]", head) + _table("[experiment.twin.numbers]", pairs)
 
 
 def _chosen(part: Model | Layout, without: tuple[str, ...] = ()) -> dict[str, Any]:

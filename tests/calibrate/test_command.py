@@ -218,13 +218,13 @@ network = {{ nodes = 2, ranks_per_node = 1, between = 2e7 }}
 name = "alone"
 model = "own"
 """)
-    found = plan.of_suite(suites.load(suite), "local", 2, quick=True)
+    found = plan.of_suites([suites.load(suite)] * 2, "local", 2, quick=True)
     assert [e.name for e in found] == ["one"]
     assert found[0].network is None
     with pytest.raises(ConfigError, match="3 ranks"):
-        plan.of_suite(suites.load(suite), "local", 3, quick=True)
+        plan.of_suites([suites.load(suite)], "local", 3, quick=True)
     output = tmp_path / "here.toml"
-    answer = calibrate("local", 2, output, None, 0, True, suite, quiet=True)
+    answer = calibrate("local", 2, output, None, 0, True, [suite], quiet=True)
     assert answer.outcome == "ok", answer.reason
     links = systems.load(output).links["memory"].collectives
     assert set(links) == {"send"}

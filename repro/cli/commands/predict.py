@@ -204,9 +204,9 @@ def calibrate(
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: to try it out.")] = False,
     suite: Annotated[
-        Optional[Path],  # noqa: UP045
+        Optional[list[Path]],  # noqa: UP045
         typer.Option(
-            help="Operators of this suite's own steps, for a twin on an emulated network.",
+            help="Operators of this suite's own steps, for twins on emulated networks; may be given again.",
             metavar="SUITE.toml",
         ),
     ] = None,
@@ -219,7 +219,7 @@ def calibrate(
     """
     from repro.cli.views.calibrate import command
 
-    return command(system, gpus, output, profile, nodes, quick, suite, json)
+    return command(system, gpus, output, profile, nodes, quick, suite or [], json)
 
 
 @app.command(epilog="Example:  repro validate --svg validation.svg")

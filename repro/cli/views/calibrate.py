@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from repro.calibrate.command import Calibrated
@@ -17,17 +18,17 @@ def command(
     profile: Path | None,
     nodes: int,
     quick: bool,
-    suite: Path | None,
+    suites: Sequence[Path],
     json: bool,
 ) -> int:
     """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
 
-    `gpus`: ranks, of each node.  `suite`: see `repro.calibrate.command.calibrate`.  Returns 1 if a rank or the job
+    `gpus`: ranks, of each node.  `suites`: see `repro.calibrate.command.calibrate`.  Returns 1 if a rank or the job
     fails, 130 if interrupted.
     """
     from repro.calibrate.command import calibrate
 
-    found = calibrate(system, gpus, output, profile, nodes, quick, suite, quiet=json)
+    found = calibrate(system, gpus, output, profile, nodes, quick, suites, quiet=json)
     if found.signal:
         return 128 + found.signal
     if found.outcome != "ok":

@@ -27,6 +27,7 @@ from repro.report.figures import (
     redrawn_entries,
     schedules,
     validation,
+    windtunnel,
 )
 from repro.report.figures.style import Drawing, Record, look
 from repro.report.figures.values import View
@@ -51,6 +52,8 @@ def draw_all(
     figure of a source is redrawn.
     """
     found = list(simulated)
+    view = View(judged, found) if judged else None
+    published = view.value("", windtunnel.CLAIM).published if view else None
     with look():
         drawings = [
             measured_states.draw(experiments),
@@ -58,11 +61,12 @@ def draw_all(
             loss.draw(experiments),
             comparison.draw(comparisons),
             engines.draw(experiments, comparisons),
+            windtunnel.draw(experiments, comparisons, published.value if published else None),
             peak.draw(experiments),
             predicted.draw(experiments, found),
         ]
-        if judged:
-            drawings += _of_sources(View(judged, found), found)
+        if view:
+            drawings += _of_sources(view, found)
         return [*drawings, maps.draw(found), validation.draw(points)]
 
 
