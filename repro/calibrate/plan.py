@@ -38,7 +38,9 @@ def of_suites(suites: Sequence[Suite], system: str, ranks: int, quick: bool) -> 
             if (e.experiment.system, e.experiment.layout.world) == (system, ranks)
         ]
         if not here:
-            raise ConfigError("--suite", suite.file, f"a suite with experiments of {ranks} ranks of system {system}")
+            raise ConfigError(
+                "--suite", suite.file, f"a suite with experiments of {ranks} ranks of system {system}"
+            )
         for e in here:
             training = replace(e.training, steps=repeats, untimed_steps=1)
             alone = replace(e, network=None, training=training, limits=LIMITS)

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Limits, Model, Training, from_dict
+from repro.config import (
+    ConfigError,
+    EmulatedNetwork,
+    Experiment,
+    Layout,
+    Limits,
+    Model,
+    Training,
+    TwinOf,
+    from_dict,
+)
 from repro.config.experiment import _chosen_layout as chosen_fields
 from tests.training import tiny
 
@@ -135,3 +145,14 @@ def test_a_network_for_ranks_of_one_rate_is_as_much_faster_where_they_are() -> N
     assert (here.between, here.within, here.flops_per_s) == (12e6, 30e6, 6e9)
     assert here.world == network.world
     assert "4e+09" not in str(network)
+
+
+def test_what_a_twin_stands_for_is_carried_and_changes_nothing() -> None:
+    """It comes back from JSON, and a run keeps its key when a prediction of it changes."""
+    plain = tiny(Layout())
+    stands = TwinOf(original="lowbw-megatron", part=0.2, between=4.8e9, numbers={"hW/F": (0.5, 0.6)})
+    twin = replace(plain, twin=stands)
+    assert from_dict(json.loads(json.dumps(twin.as_dict()))) == twin
+    assert (twin.key, hash(twin)) == (plain.key, hash(replace(twin)))
+    with pytest.raises(ConfigError, match="part = 0"):
+        replace(stands, part=0)

@@ -13,6 +13,7 @@ from repro.claims.reader import load as ledger
 from repro.config import EmulatedNetwork
 from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.config.twin import RATIO
 from repro.lab.frames import payload_share
 from repro.simulate.time.emulated import emulated
 from repro.simulate.time.network import Network
@@ -183,4 +184,16 @@ def test_the_suite_is_the_twin(lowbw: Twin, machine: System, catalogue: Catalogu
     for entry, member in zip(suite.entries, members, strict=True):
         e = entry.experiment
         assert replace(e, name=member.twin.name).key == member.twin.key
+        baseline = (lowbw if member in lowbw.members else table).members[0]
+        said = {n.name: (n.original, n.twin) for n in numbers(member, baseline)}
+        assert e.twin is not None
+        assert e.twin.original == member.original.name
+        assert e.twin.part == pytest.approx(member.twin.model.hidden / member.original.model.hidden, rel=1e-3)
+        assert e.twin.numbers == {name: pytest.approx(pair, rel=1e-3) for name, pair in said.items()}
+    first, second = (suite.entry(name).experiment.twin for name in ("lowbw-megatron", "lowbw-deepspeed"))
+    assert first is not None
+    assert second is not None
+    assert first.between == pytest.approx(0.96 * 5e9), "40 Gbit/s of Ethernet, less what its frames cost"
+    assert RATIO in second.numbers
+    assert RATIO not in first.numbers
     assert [row.subjects for row in suite.comparisons] == [("lowbw-deepspeed",)]

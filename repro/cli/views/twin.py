@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from repro.config import Experiment
     from repro.twin.derive import Member
 
-CALIBRATE = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --quick --output FILE.toml"
+CALIBRATE = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
 
 
 def command(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from repro.config import TwinOf
@@ -43,9 +43,7 @@ def draw(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord], published: float | None
 ) -> Drawing:
     """A panel a sweep: measured ratios with their intervals over the time model's curves, and the `published` one."""
-    found = _points(
-        {r.key: r for r in records if r.experiment.twin is not None and r.outcome == "ok"}, comparisons
-    )
+    found = _points(records, comparisons)
     shown = {sweep: [p for p in found if p.suite == sweep] for sweep in SWEEPS}
     shown = {sweep: points for sweep, points in shown.items() if len(points) > 1}
     if not shown:
@@ -68,15 +66,17 @@ def draw(
     return Drawing("windtunnel", TITLE, caption, ran, missing, figure)
 
 
-def _points(twins: Mapping[str, Record], comparisons: Sequence[ComparisonRecord]) -> list[_Point]:
+def _points(records: Sequence[Record], comparisons: Sequence[ComparisonRecord]) -> list[_Point]:
+    """The newest comparison of each pair, for every suite that has it: two sweeps may share a point."""
+    twins: dict[str, dict[str, TwinOf]] = {}
+    for record in records:
+        if record.experiment.twin is not None and record.outcome == "ok":
+            twins.setdefault(record.key, {})[record.suite] = record.experiment.twin
     newest: dict[tuple[str, str, str], _Point] = {}
     for c in sorted(comparisons, key=lambda c: c.written):
-        subject = twins.get(c.subject.key)
-        if subject is None or c.baseline.key not in twins:
-            continue
-        twin = subject.experiment.twin
-        if twin is not None and RATIO in twin.numbers:
-            newest[c.suite, c.baseline.key, c.subject.key] = _Point(c.suite, twin, c)
+        for suite, twin in twins.get(c.subject.key, {}).items():
+            if RATIO in twin.numbers:
+                newest[suite, c.baseline.key, c.subject.key] = _Point(suite, twin, c)
     return list(newest.values())
 
 
