@@ -9,6 +9,7 @@ from statistics import geometric_mean
 
 from repro import systems
 from repro.config import EmulatedNetwork, Experiment, Layout, Training
+from repro.config.engines import NATIVE
 from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.lab.frames import payload_share
@@ -63,13 +64,14 @@ class Member:
 
     @cached_property
     def before(self) -> Prediction:
-        """The original, predicted."""
-        return predict(self.original, self.system)
+        """The original, predicted; of a library, as this suite's own step in its layout."""
+        return predict(replace(self.original, engine=NATIVE), self.system)
 
     @cached_property
     def after(self) -> Prediction:
-        """The twin, predicted on its emulated network."""
-        return predict(self.twin, self.machine, trace_roles(self.twin, gloo=True))
+        """The twin, predicted on its emulated network; of a library likewise."""
+        own = replace(self.twin, engine=NATIVE)
+        return predict(own, self.machine, trace_roles(own, gloo=True))
 
     @property
     def network(self) -> EmulatedNetwork:
@@ -162,7 +164,8 @@ def small(original: Experiment, shape: Shape, tp: int, choice: Choice) -> Experi
     sizes *= BYTES["fp32"] / BYTES[original.layout.precision]
     layout = replace(layout, bucket_bytes=max(1, round(layout.bucket_bytes * sizes)))
     training = Training(steps=choice.steps, untimed_steps=1)
-    return Experiment(name=f"{original.name}-twin", model=model, layout=layout, training=training)
+    name = f"{original.name}-twin"
+    return Experiment(name=name, model=model, layout=layout, training=training, engine=original.engine)
 
 
 def scale_of(original: Experiment, twin: Experiment) -> Scale:

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from repro.config import EmulatedNetwork, Layout, Model
+from repro.config.engines import NATIVE
 from repro.twin.derive import Member, Twin
 from repro.twin.numbers import twin_of
 
@@ -66,6 +67,8 @@ def _twin(named: Named) -> list[str]:
         layout = _chosen(member.twin.layout)
         training = {"steps": member.twin.training.steps, "untimed_steps": member.twin.training.untimed_steps}
         table = {"name": names[i], "model": member.twin.model.name, "network": network}
+        if member.twin.engine != NATIVE:
+            table["engine"] = member.twin.engine
         lines += _table("[[experiment]]", {**table, "layout": layout, "training": training})
         lines += _stands_for(member, twin.members[0])
     together = [member.original.name + named.ending for member in twin.together]
