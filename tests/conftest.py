@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests: one thread a process, and pools of real gloo ranks."""
+"""Settings and fixtures of all tests: one thread a process, pools of real gloo ranks, emulated networks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from repro.lab import ability
 from tests.pool import RankPool
 
 # How long an example takes says more of the machine than of the code.
@@ -37,6 +38,13 @@ def eight() -> Iterator[RankPool]:
     """Eight gloo ranks that stay for the whole session."""
     with RankPool(8) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def emulation() -> None:
+    """Emulated networks, or a skip that says what they lack here; to find out, a small one is made."""
+    if missing := ability.missing():
+        pytest.skip(missing)
 
 
 @pytest.fixture

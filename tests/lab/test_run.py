@@ -4,46 +4,17 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from repro.lab import products
-from repro.lab.frames import ETHERNET, HEADERS
-from repro.results.schema import ExperimentRecord
-from repro.results.store import Store
+from tests.lab.on_networks import experiments, most_over_ledger, run, suite
 from tests.launch import runs
 
 pytestmark = pytest.mark.usefixtures("emulation")
-NETWORK = """
-[networks.slow]
-nodes = 2
-ranks_per_node = 2
-between = 8e6
-"""
 LAYOUTS = {"dp": "dp = 4", "zero": "dp = 4, zero = 2", "tp": "dp = 2, tp = 2"}
-
-
-def suite(folder: Path, body: str) -> Path:
-    """A suite with a model whose messages are larger than their headers."""
-    path = runs.write_suite(folder, NETWORK + body, limits="hang_s = 60")
-    (folder / "tiny.toml").write_text("layers = 2\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
-    return path
-
-
-def run(path: Path, results: Path) -> tuple[int, str]:
-    """Exit code and errors."""
-    process = runs.start(path, results, fake=False)
-    code, _, err = runs.finish(process)
-    return code, err
-
-
-def experiments(results: Path) -> Iterator[ExperimentRecord]:
-    """Records of experiments."""
-    with Store(results) as store:
-        yield from (record for record in store.records() if isinstance(record, ExperimentRecord))
 
 
 def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> None:
@@ -61,9 +32,7 @@ def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> 
         assert network.rates["node sends"] == pytest.approx([8e6, 8e6], rel=0.05)
         assert len(network.compute_flops_per_s) == 4
         assert network.core_share < 1
-        # Data has a header for each packet at most, and an acknowledgement comes back for each at most.
-        packet = network.mtu - HEADERS
-        most = (packet + 2 * (HEADERS + ETHERNET)) / packet
+        most = most_over_ledger(network)
         for rank, rows in enumerate(record.comm_by_rank):
             ledger = sum(row.sent_bytes for row in rows)
             # gloo names a message in a few hundred bytes, and a step has few.

@@ -1,0 +1,29 @@
+"""What libraries send by the counters of the interfaces: the messages that are counted of them, and headers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lab.on_networks import experiments, most_over_ledger, run, suite
+
+pytestmark = pytest.mark.usefixtures("emulation")
+MODULES = {"megatron": "megatron.core"}
+LAYOUTS = {"deepspeed": "dp = 4, zero = 2", "megatron": "dp = 2, tp = 2", "torch": "dp = 4, zero = 3"}
+
+
+@pytest.mark.parametrize("engine", LAYOUTS)
+def test_bytes_of_the_interfaces_are_those_counted_and_headers(engine: str, tmp_path: Path) -> None:
+    pytest.importorskip(MODULES.get(engine, engine), reason=f"needs {engine}: pip install -e '.[engines]'")
+    body = f'[[experiment]]\nname = "one"\nengine = "{engine}"\nnetwork = "slow"\nlayout = {{ {LAYOUTS[engine]} }}\n'
+    code, err = run(suite(tmp_path, body), tmp_path / "results")
+    assert code == 0, err
+    (record,) = experiments(tmp_path / "results")
+    assert record.network is not None
+    for rank, rows in enumerate(record.comm_by_rank):
+        counted = sum(row.sent_bytes for row in rows)
+        assert counted > 1e5
+        assert (
+            counted <= record.network.sent_bytes[rank] <= most_over_ledger(record.network) * counted + 50_000
+        )
