@@ -120,5 +120,5 @@ def _panel(
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * max(axes.get_ylim()[1], published or 0.0))
     quiet(axes, "y")
