@@ -173,7 +173,7 @@ def read(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedS
     """The evidence in the store at `results`; an empty or missing one has analytic evidence only."""
     store = Store(Path(results) if results is not None else default())
     records, torn = store.readable()
-    return JudgedStore(results=store.root, records=records, torn=torn, ledger=load(own=own))
+    return JudgedStore(results=store.root, records=records, torn=torn, ledger=load(own=tuple(own)))
 
 
 def default() -> Path:

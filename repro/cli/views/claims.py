@@ -45,7 +45,7 @@ def command(claim_id: str | None, json: bool, results: Path, own: Sequence[Path]
 
     Raises `ConfigError` for an unknown id or a bad ledger file.
     """
-    ledger = load(own=own)
+    ledger = load(own=tuple(own))
     if claim_id:
         ledger.claim(claim_id)
     judged = judge(ledger, read(results))
