@@ -10,7 +10,7 @@ from tests.lab.on_networks import experiments, most_over_ledger, run, suite
 
 pytestmark = pytest.mark.usefixtures("emulation")
 MODULES = {"megatron": "megatron.core"}
-LAYOUTS = {"deepspeed": "dp = 4, zero = 2", "megatron": "dp = 2, tp = 2", "torch": "dp = 4, zero = 3"}
+LAYOUTS = {"deepspeed": "dp = 4, zero = 2", "megatron": "dp = 2, tp = 2", "torch": "dp = 4"}
 
 
 @pytest.mark.parametrize("engine", LAYOUTS)
