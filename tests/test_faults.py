@@ -207,7 +207,7 @@ def test_a_full_disk_is_an_outcome(tmp_path: Path) -> None:
 def test_results_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, out, err = run(write_suite(tmp_path, experiments("a")), tmp_path / "file" / "results")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1
 

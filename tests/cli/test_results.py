@@ -131,6 +131,9 @@ def test_nothing_known_is_said(store: Path, capsys: pytest.CaptureFixture[str], 
     assert err.rstrip().endswith(": smoke")
     code, _, err = shown(capsys, "--results", str(tmp_path / "nowhere"))
     assert code == 2
+    assert err.rstrip().endswith("nowhere': no such folder")
+    code, _, err = shown(capsys, "--results", str(tmp_path))
+    assert code == 2
     assert "no records in" in err
 
 

@@ -58,6 +58,7 @@ def without(key: str) -> str:
 def test_every_command_that_reads_says_something_clear(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], store: str, command: list[str]
 ) -> None:
+    (tmp_path / "results").mkdir()
     if store == "failures":
         kinds = ("hang", "error", "timeout", "oom", "diverged")
         failed = [

@@ -193,7 +193,7 @@ def test_blocks_above_max_split_are_given_back_before_everything_else() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"limit": -1}, "limit = -1: bytes"),
+        ({"limit": -1}, "limit = -1: must be bytes"),
         ({"max_split": 2 * MIB}, "max_split = 2097152: must be bytes, at least 20971520"),
     ],
 )

@@ -78,7 +78,7 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
             64,
             "global_batch = 5: must be a multiple of dp, which can be 4, 8, 16, 32, 64, with pp micro-batches each",
         ),
-        ({"zero": 5}, 8, "zero = 5: a ZeRO stage"),
+        ({"zero": 5}, 8, "zero = 5: must be a ZeRO stage"),
         ({"precision": "fp8"}, 8, "precision = 'fp8'"),
         ({"zero": 3, "pp": 2}, 8, "zero = 3: must be 0, 1 or 2 with pp = 2"),
     ],
