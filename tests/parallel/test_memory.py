@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,12 @@ def watch(experiment: Experiment, steps: int) -> dict[str, Any]:
             )
             engine.synchronize()
         rest = tracker.live()
+        end = (
+            time.monotonic() + 5
+        )  # gloo's threads let go of the last message a moment after who waited for it went on
+        while rest[Category.COMMUNICATION] > born[Category.COMMUNICATION] and time.monotonic() < end:
+            time.sleep(0.01)
+            rest = tracker.live()
     buckets = engine.buckets
     return {
         "born": born,
