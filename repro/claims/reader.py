@@ -34,7 +34,7 @@ _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2} at [0-9a-f]{7,}$")
 
 
-def load(directory: Path = HERE, own: Iterable[Path] = ()) -> the.Ledger:
+def load(directory: Path = HERE, own: tuple[Path, ...] = ()) -> the.Ledger:
     """Read and check every `*.toml` in `directory`, then the files `own`.  Raises `ConfigError` in one line."""
     files = {path: read_file(path) for path in (*sorted(directory.glob("*.toml")), *own)}
     sources: dict[str, the.Source] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections import Counter
 from typing import Any
 
@@ -83,23 +82,18 @@ def test_training_over_nodes_is_the_same(four: RankPool, zero: int) -> None:
         assert ring == pytest.approx(straight, rel=1e-6)
 
 
-def threads_of_a_ring() -> tuple[int, int]:
-    """While the ring is there, and after."""
-
-    def alive() -> int:
-        return sum(thread.name == "gloo ring" for thread in threading.enumerate())
-
-    before = alive()
+def thread_of_a_ring_ends() -> tuple[int, bool]:
+    """Threads that a ring started, and whether they go on after it."""
+    before = set(threading.enumerate())
     ring = GlooRing(dist.group.WORLD)
     ring.all_gather(torch.empty(4 * dist.get_world_size()), torch.ones(4)).wait()
-    during = alive() - before
+    started = [t for t in threading.enumerate() if t not in before and t.name == "gloo ring"]
     del ring
     gc.collect()
-    end = time.monotonic() + 10
-    while alive() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    return during, alive() - before
+    for thread in started:
+        thread.join(10)
+    return len(started), any(thread.is_alive() for thread in started)
 
 
 def test_a_ring_that_nobody_holds_leaves_no_thread(two: RankPool) -> None:
-    assert two.run(threads_of_a_ring) == [(1, 0)] * 2
+    assert two.run(thread_of_a_ring_ends) == [(1, False)] * 2

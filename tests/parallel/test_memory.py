@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.zero.partition import ALIGNMENT
 from repro.simulate.memory.live import LiveBytes
 from repro.simulate.trace.roles import roles, trace
+from tests.launch.runs import wait_for
 from tests.pool import RankPool
 from tests.training import micro_batches, tiny
 
@@ -38,13 +38,9 @@ def watch(experiment: Experiment, steps: int) -> dict[str, Any]:
                 micro_batches(experiment, mesh.dp.rank, step), lambda phase: setattr(tracker, "phase", phase)
             )
             engine.synchronize()
+        # gloo's threads let go of the last message a moment after who waited for it went on.
+        wait_for(lambda: tracker.live()[Category.COMMUNICATION] <= born[Category.COMMUNICATION], seconds=5)
         rest = tracker.live()
-        end = (
-            time.monotonic() + 5
-        )  # gloo's threads let go of the last message a moment after who waited for it went on
-        while rest[Category.COMMUNICATION] > born[Category.COMMUNICATION] and time.monotonic() < end:
-            time.sleep(0.01)
-            rest = tracker.live()
     buckets = engine.buckets
     return {
         "born": born,
