@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from repro.config import ConfigError, Experiment
 from repro.launch import plan, simulated
@@ -15,6 +16,8 @@ from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord
 from repro.results.store import Store
 from repro.suites import Entry, Suite, load
 
+Took: TypeAlias = dict[tuple[str, str], float]
+"""Seconds by suite and name."""
 TO_RUN, KNOWN, ELSEWHERE = "to run", "in the store", "not here"
 
 
@@ -42,29 +45,31 @@ def outlook(
         raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     store = Store(results)
     found: list[Outlook] = []
+    took = _took(store, evidence)
     for suite in map(load, suites):
         entries = plan.select(suite, only)
         if evidence == SIMULATED:
             if system:
                 entries = simulated.moved(entries, system)
-            found += _simulated(suite, entries, store, rerun)
+            found += _simulated(suite, entries, store, rerun, took)
         else:
-            found += _measured(suite, entries, store, rerun)
+            found += _measured(suite, entries, store, rerun, took)
     return found
 
 
-def _measured(suite: Suite, entries: list[Entry], store: Store, rerun: bool) -> Iterable[Outlook]:
+def _measured(suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Took) -> Iterable[Outlook]:
     without = {entry.experiment.name: lacking(entry.experiment) for entry in entries}
     here = [entry for entry in entries if not without[entry.experiment.name]]
     todo = {e.name for task in plan.tasks(suite, here, store, rerun=rerun) for e in task.experiments}
-    took = _took(store, MEASURED)
     for entry in entries:
         name, limit_s = entry.experiment.name, entry.experiment.limits.timeout_s
         if without[name]:
             yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", None, limit_s)
         else:
             state = TO_RUN if name in todo else KNOWN
-            yield Outlook(suite.name, name, state, _processes(entry.experiment), took.get(name), limit_s)
+            yield Outlook(
+                suite.name, name, state, _processes(entry.experiment), took.get((suite.name, name)), limit_s
+            )
 
 
 def _processes(experiment: Experiment) -> str:
@@ -73,12 +78,13 @@ def _processes(experiment: Experiment) -> str:
     return f"{said} here, {experiment.network}" if experiment.network is not None else f"{said} here"
 
 
-def _simulated(suite: Suite, entries: list[Entry], store: Store, rerun: bool) -> Iterable[Outlook]:
+def _simulated(
+    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Took
+) -> Iterable[Outlook]:
     without = {entry.experiment.name: simulated.needs(entry.experiment) for entry in entries}
     can = [entry for entry in entries if not without[entry.experiment.name]]
     on = {entry.experiment.name: simulated.system_of(entry.experiment) for entry in can}
     todo = {entry.experiment.name for entry in simulated.lacking(can, store, on, rerun)}
-    took = _took(store, SIMULATED)
     for entry in entries:
         name, ranks = entry.experiment.name, entry.experiment.layout.world
         if without[name]:
@@ -86,10 +92,10 @@ def _simulated(suite: Suite, entries: list[Entry], store: Store, rerun: bool) ->
         else:
             state = TO_RUN if name in todo else KNOWN
             where = f"{words.counted(ranks, 'rank')} of {entry.experiment.system}, traced here"
-            yield Outlook(suite.name, name, state, where, took.get(name), 0.0)
+            yield Outlook(suite.name, name, state, where, took.get((suite.name, name)), 0.0)
 
 
-def _took(store: Store, evidence: str) -> dict[str, float]:
-    """By name the seconds of the newest record of a kind of evidence."""
+def _took(store: Store, evidence: str) -> Took:
+    """Of the newest record of each experiment of a kind of evidence."""
     records = (r for r in store.records() if isinstance(r, ExperimentRecord) and r.evidence == evidence)
-    return {record.name: record.wall_s for record in records if record.wall_s}
+    return {(record.suite, record.name): record.wall_s for record in records if record.wall_s}

@@ -27,8 +27,9 @@ def test_what_would_run_where_and_how_long(tmp_path: Path, capsys: pytest.Captur
     results = tmp_path / "results"
     known = load(Path("smoke")).entry("states-z0-dp2").experiment
     with Store(results) as store:
-        record = made_up("states-z0-dp2")
+        record = made_up("states-z0-dp2", suite="smoke")
         store.append(changed(record, key=known.key, wall_s=12.5))
+        store.append(made_up("states-z3-dp2", suite="another", key="other", wall_s=99.0))
     before = sorted(results.rglob("*"))
     found = asked(capsys, "smoke", "--only", "states-z[03]-dp2", "--results", str(results))
     assert [(row["name"], row["state"], row["where"], row["last_s"]) for row in found] == [
@@ -49,7 +50,7 @@ def test_what_would_run_where_and_how_long(tmp_path: Path, capsys: pytest.Captur
 def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = load(Path("smoke")).entry("states-z0-dp2").experiment
     with Store(tmp_path) as store:
-        store.append(changed(made_up("states-z0-dp2"), key=known.key, wall_s=2.0))
+        store.append(changed(made_up("states-z0-dp2", suite="smoke"), key=known.key, wall_s=2.0))
     arguments = [
         "run",
         "smoke",
