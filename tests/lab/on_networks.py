@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from repro.config import EmulatedNetwork
+from repro.host import resources
 from repro.lab.frames import ETHERNET, HEADERS
 from repro.results.network import NetworkReport
 from repro.results.schema import ExperimentRecord
@@ -17,6 +19,8 @@ nodes = 2
 ranks_per_node = 2
 between = 8e6
 """
+TOO_FAST = EmulatedNetwork(nodes=min(4 * resources.usable_cores(), 200), ranks_per_node=1, between=4e9)
+"""Half of the nodes send at once, two of them for each core; a core that does nothing else carries one such link."""
 
 
 def suite(folder: Path, body: str) -> Path:

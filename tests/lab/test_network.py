@@ -14,6 +14,7 @@ import pytest
 
 from repro.config import EmulatedNetwork
 from repro.lab.network import NoNetwork, RunningNetwork
+from tests.lab.on_networks import TOO_FAST
 from tests.launch.runs import ROOT
 
 pytestmark = pytest.mark.usefixtures("emulation")
@@ -96,7 +97,7 @@ def test_ranks_of_a_node_are_not_held_where_no_rate_is_asked() -> None:
 def test_what_the_machine_cannot_carry_is_refused_in_one_line() -> None:
     """The line names the link, what was asked and what was measured."""
     with pytest.raises(NoNetwork) as refused:
-        RunningNetwork(EmulatedNetwork(nodes=2, ranks_per_node=1, between=4e9))
+        RunningNetwork(TOO_FAST)
     assert "MB/s on its link and not 4e+03 MB/s, as asked: more than 5% off, 5 times" in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from repro.lab import products
-from tests.lab.on_networks import experiments, most_over_ledger, run, suite
+from tests.lab.on_networks import TOO_FAST, experiments, most_over_ledger, run, suite
 from tests.launch import runs
 
 pytestmark = pytest.mark.usefixtures("emulation")
@@ -76,8 +76,8 @@ def test_a_killed_run_leaves_no_process_and_no_network(tmp_path: Path) -> None:
 
 
 def test_a_network_that_cannot_be_had_is_an_error_of_one_line(tmp_path: Path) -> None:
-    body = '[[experiment]]\nname = "fast"\nlayout = { dp = 2 }\n'
-    body += "network = { nodes = 2, ranks_per_node = 1, between = 4e9 }\n"
+    network = f"{{ nodes = {TOO_FAST.nodes}, ranks_per_node = 1, between = {TOO_FAST.between:g} }}"
+    body = f'[[experiment]]\nname = "fast"\nlayout = {{ dp = {TOO_FAST.world} }}\nnetwork = {network}\n'
     code, _ = run(suite(tmp_path, body), tmp_path / "results")
     assert code == 1
     (record,) = experiments(tmp_path / "results")
