@@ -164,7 +164,7 @@ def lacking(entries: list[Entry], store: Store, on: dict[str, System], rerun: bo
         record = latest.get(experiment.key)
         if record is None or not record.conclusive:
             return False
-        return record.simulated_on == facts(on[experiment.name])
+        return record.simulated_on == facts(on[experiment.name], experiment.layout.kernels)
 
     return [entry for entry in entries if rerun or not known(entry.experiment)]
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from repro.config import Experiment
+from repro import models
+from repro.config import Experiment, OperatorSet
 from repro.config.system import System
 from repro.models import flops
 from repro.results import metrics
@@ -68,7 +69,7 @@ def simulated_record(
         comm=traffic[0],
         comm_per_layer=per_layer,
         roles=[_role(experiment, role) for role in roles],
-        simulated_on=facts(system),
+        simulated_on=facts(system, experiment.layout.kernels),
     )
 
 
@@ -79,17 +80,19 @@ def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: fl
     )
 
 
-def facts(system: System) -> SimulatedOn:
-    """What a simulation takes from a system."""
-    from repro.simulate.time.calibration_points import calibration_points
+def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
+    """What a simulation takes from a system, and from the generation of its `kernels`."""
+    from repro.simulate.time.calibration_points import calibration_point_of
 
+    point = calibration_point_of(kernels, system)
+    run = point and (point.flops_per_device, point.experiment(models.load(point.model)).key)
     return SimulatedOn(
         system=system.name,
         memory_bytes=system.device.memory_bytes.value,
         context_bytes=system.context(),
         devices_per_node=system.devices_per_node.value,
         links=sorted(system.links),
-        numbers=hashlib.sha256(repr((system, calibration_points())).encode()).hexdigest()[:16],
+        numbers=hashlib.sha256(repr((system, run)).encode()).hexdigest()[:16],
     )
 
 

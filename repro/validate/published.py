@@ -34,7 +34,8 @@ CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
 )
 V100_MEGATRON, V100_ZERO = "V100 Megatron-LM", "V100 ZeRO and DeepSpeed"
 A100_MEGATRON, YUAN, OTHER = "A100 Megatron-LM", "Yuan 1.0", "other"
-FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, OTHER)
+NODE = "A100 and H100 nodes of 2023"
+FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, NODE, OTHER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +168,8 @@ def family_of(record: ExperimentRecord) -> str:
     capability = systems.load(experiment.system).device.compute_capability
     if capability == "7.0":
         return V100_ZERO if experiment.layout.zero else V100_MEGATRON
+    if not experiment.layout.kernels.writes_scores:
+        return NODE
     return A100_MEGATRON if capability == "8.0" else OTHER
 
 

@@ -183,7 +183,7 @@ def test_a_plan_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("system", "kernels", "basis"),
-    [("dgx-h100", "fused", BOUND), ("dgx2", "softmax", PUBLISHED)],
+    [("dgx-h100", "unfused", BOUND), ("dgx2", "softmax", PUBLISHED), ("dgx-h100", "fused", PUBLISHED)],
 )
 def test_a_prediction_says_what_it_rests_on(
     capsys: pytest.CaptureFixture[str], tiny_model: str, system: str, kernels: str, basis: str

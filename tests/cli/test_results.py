@@ -31,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     measured = synthetic.records()
     one = next(r for r in measured if isinstance(r, ExperimentRecord) and r.name == "parity-z1-dp2")
     emulated = changed(one, name="lowbw", experiment={**one.conditions, "network": asdict(NETWORK)})
-    asked = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16")
+    asked = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16", kernels="reference")
     fits = attempt(replace(asked, system="selene"), systems.load("selene"), "smoke")
     tight = changed(fits, name="tight", outcome="oom", reason="out of memory, 8599967744 bytes requested")
     with Store(root) as opened:

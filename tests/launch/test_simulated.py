@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from repro import suites
+from repro import suites, systems
 from repro.cli import main
-from repro.config import ConfigError
+from repro.config import ConfigError, OperatorSet
 from repro.host import workers
 from repro.launch import run as measured
 from repro.launch import simulated
@@ -19,6 +20,8 @@ from repro.launch.progress import Progress
 from repro.launch.recorder import Recorder
 from repro.results.schema import SIMULATED
 from repro.results.store import Store
+from repro.simulate.record import facts
+from repro.simulate.time import calibration_points
 from tests.launch.runs import experiments, write_suite
 from tests.launch.runs import run as run_process
 from tests.records import latest, lines
@@ -152,6 +155,22 @@ def test_a_corrected_system_makes_older_records_stale(
     monkeypatch.setattr("repro.config.system.System.context", lambda self: 7)
     _, summary = run(suite, tmp_path / "results", capsys)
     assert rows(summary)["full"] == ("ok", True, False)
+
+
+def test_a_corrected_generation_makes_its_own_records_stale_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    selene = systems.load("selene")
+    before = {kernels: facts(selene, kernels) for kernels in OperatorSet}
+    corrected = tuple(
+        replace(point, flops_per_device=2 * point.flops_per_device)
+        if point.layout.kernels is OperatorSet.FUSED
+        else point
+        for point in calibration_points.calibration_points()
+    )
+    monkeypatch.setattr(calibration_points, "calibration_points", lambda: corrected)
+    stale = {kernels for kernels in OperatorSet if facts(selene, kernels) != before[kernels]}
+    assert stale == {OperatorSet.FUSED}
 
 
 def test_one_that_fails_is_an_outcome(

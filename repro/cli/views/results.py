@@ -39,7 +39,7 @@ NOTES = {
     "step": "step: median, of the slowest rank",
     "a rank": "FLOP/s: recomputation counted",
     "MFU": "MFU: of the device's peak, recomputation not counted",
-    "rests on": "rests on: `calibrated`, a `published` single-GPU point, or nothing: a `bound`",
+    "rests on": "rests on: `calibrated`, a `published` point, or nothing: a `bound`",
     "param": "param, grad, optim: held between steps by the fullest rank",
     "activ": "activ: at its peak",
     "sent": "sent: by rank 0 in a step",

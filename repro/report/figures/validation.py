@@ -13,6 +13,7 @@ from repro.report.figures.style import (
     GREEN,
     GREY,
     MUTED,
+    ORANGE,
     PURPLE,
     VERMILION,
     Drawing,
@@ -24,6 +25,7 @@ from repro.results.schema import SIMULATED
 from repro.validate.published import (
     A100_MEGATRON,
     FAMILIES,
+    NODE,
     OTHER,
     RATE,
     RATIO,
@@ -44,6 +46,7 @@ LOOK = {
     V100_ZERO: (BLUE, "s"),
     A100_MEGATRON: (GREEN, "^"),
     YUAN: (PURPLE, "D"),
+    NODE: (ORANGE, "P"),
     OTHER: (GREY, "v"),
 }
 """Colour and marker of a family."""
@@ -115,7 +118,7 @@ def _frame(axes: Axes, at: Sequence[tuple[float, float]], what: str) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-        ticks = [v for v in (0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100, 200) if low <= v <= high]
+        ticks = [v for v in (0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 500) if low <= v <= high]
         axis.set_major_locator(FixedLocator(ticks))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

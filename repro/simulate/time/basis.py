@@ -7,11 +7,11 @@ from repro.config.system import System
 from repro.simulate.time.calibration_points import calibration_point_of
 
 CALIBRATED = "calibrated"
-PUBLISHED = "published single-GPU point"
+PUBLISHED = "published point"
 BOUND = "upper bound"
 BASES = {
     CALIBRATED: "operators and messages as `repro calibrate` measured them on such a machine",
-    PUBLISHED: "kernels as much slower than shapes and bandwidth allow as in one published run of one GPU",
+    PUBLISHED: "kernels as much slower than shapes and bandwidth allow as in one published run of one GPU or node",
     BOUND: "no run calibrates these kernels on this device; they take what shapes and bandwidth allow, and real ones "
     "take longer: a rate at most, a time and a cost at least",
 }
@@ -26,7 +26,10 @@ def rests_on(kernels: OperatorSet, system: System) -> str:
 
 
 def said(kernels: OperatorSet, system: System) -> str:
-    """`rests_on` for people: what it means, and the published point with its source."""
+    """`rests_on` for people: what it means, and the published point with its source and what the trace lacks of it."""
     basis = rests_on(kernels, system)
     point = calibration_point_of(kernels, system)
-    return f"{basis}; {BASES[basis]}" + ("" if point is None else f": {point.name} ({point.source})")
+    if point is None:
+        return f"{basis}; {BASES[basis]}"
+    note = f"; {point.note}" if point.note else ""
+    return f"{basis}; {BASES[basis]}: {point.name} ({point.source}){note}"

@@ -1,7 +1,7 @@
 """Generations of software: the efficiency of their kernels, each from one published point (`calibration_points.toml`).
 
 The model of a device says what shapes, arithmetic and bandwidth allow; what a generation's kernels take
-beyond that is one factor, published seconds over modelled seconds of one step on one device.
+beyond that is one factor, published seconds over modelled seconds of one step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from repro.config import Layout, OperatorSet
+from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.config.files import build, read_toml
 from repro.config.system import System
 
@@ -22,22 +22,26 @@ class CalibrationPoint:
     """A generation of kernels on one kind of device, and the point that calibrates it."""
 
     name: str
-    kernels: OperatorSet
     compute_capability: str
     model: str
     system: str
-    micro_batch: int
+    layout: Layout
+    """Of one device, or of one node."""
     flops_per_device: float
     """Published, with the FLOPs of `repro.models.flops` including recomputation."""
     claim: str
     """What it is published as; predictions of it are no evidence."""
     source: str
+    dropout: float = 0.0
+    """Of hidden states and of attention weights."""
+    note: str = ""
+    """What of the software no operator of the trace stands for: the factor holds it."""
 
-    def layout(self) -> Layout:
-        """One device, recomputing every layer."""
-        size = self.micro_batch
-        return Layout(
-            micro_batch=size, global_batch=size, precision="fp16", recompute=True, kernels=self.kernels
+    def experiment(self, model: Model) -> Experiment:
+        """The published run, of `model` in place of the whole one."""
+        training = Training(dropout=self.dropout, attention_dropout=self.dropout)
+        return Experiment(
+            name="calibration", model=model, layout=self.layout, training=training, system=self.system
         )
 
 
@@ -57,7 +61,9 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> CalibrationPoi
         return None
     capability = system.device.compute_capability
     points = {
-        known.kernels: known for known in calibration_points() if known.compute_capability == capability
+        known.layout.kernels: known
+        for known in calibration_points()
+        if known.compute_capability == capability
     }
     other = {OperatorSet.UNFUSED: OperatorSet.SOFTMAX, OperatorSet.SOFTMAX: OperatorSet.UNFUSED}.get(kernels)
     return points.get(kernels) or (points.get(other) if other else None)

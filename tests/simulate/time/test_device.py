@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from repro import models, systems
 from repro.config import ConfigError, OperatorSet
 from repro.config.timing import OperatorRate, Provenance
-from repro.simulate.time import calibration_points, efficiency
+from repro.simulate.time import calibration_points
 from repro.simulate.time.basis import CALIBRATED, PUBLISHED, rests_on
 from repro.simulate.time.device import DeviceCost, product_sizes
 from repro.simulate.trace.events import Operator
@@ -124,21 +124,15 @@ def test_what_is_unknown_is_said() -> None:
 )
 def test_a_generation_s_point_is_met_by_its_factor(generation: calibration_points.CalibrationPoint) -> None:
     """The whole model, traced in full, takes what was published: the factor comes from two shallow ones."""
-    from repro.config import Experiment
     from repro.simulate.time.predict import predict
 
-    model = models.load(generation.model)
-    experiment = Experiment(
-        name="point",
-        model=model,
-        layout=generation.layout(),
-        training=efficiency.DROPOUT,
-        system=generation.system,
-    )
+    experiment = generation.experiment(models.load(generation.model))
     found = predict(experiment, systems.load(generation.system))
     assert found.generation is generation
     assert found.flops_per_device == pytest.approx(generation.flops_per_device, rel=5e-3)
     assert 0.5 < found.factor < 2
+    waits = found.as_dict()["exposed_s"]  # the factor of kernels is no factor of messages
+    assert waits < 5e-3 * found.step_s
 
 
 def test_a_generation_without_a_point_on_a_device_has_that_of_its_sister() -> None:
@@ -146,10 +140,22 @@ def test_a_generation_without_a_point_on_a_device_has_that_of_its_sister() -> No
     a100 = systems.load("selene")
     fused = calibration_points.calibration_point_of("softmax", a100)
     assert fused is not None
-    assert (fused.kernels, fused.compute_capability) == ("softmax", "8.0")
+    assert (fused.layout.kernels, fused.compute_capability) == ("softmax", "8.0")
     assert calibration_points.calibration_point_of("unfused", a100) is fused
     for kernels in ("softmax", "unfused"):  # both have one on a V100
         own = calibration_points.calibration_point_of(kernels, V100)
         assert own is not None
-        assert own.kernels == kernels
-    assert calibration_points.calibration_point_of("fused", a100) is None
+        assert own.layout.kernels == kernels
+    today = calibration_points.calibration_point_of("fused", a100)
+    assert today is not None
+    assert today.layout.kernels == "fused"
+    for kernels, capability in (("fused", V100), ("reference", a100), ("softmax", systems.load("dgx-h100"))):
+        assert calibration_points.calibration_point_of(kernels, capability) is None
+
+
+def test_a_generation_of_2023_holds_for_its_chip_wherever_that_is() -> None:
+    """H200 has the H100's processor, and an A100 of 40 GB that of 80 GB: memory is their systems' own."""
+    for name, other in (("dgx-h200", "dgx-h100"), ("dgx-a100-40gb", "selene")):
+        points = [calibration_points.calibration_point_of("fused", systems.load(at)) for at in (name, other)]
+        assert points[0] is not None
+        assert points[0] is points[1]
