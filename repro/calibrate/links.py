@@ -41,6 +41,7 @@ class LinkBench:
         pipelines: Mapping[str, Group],
         payloads: Sequence[int],
         beat: Callable[[], None],
+        collectives: Sequence[str] = COLLECTIVES,
     ) -> list[dict[str, Any]]:
         """A row for every collective of every kind of group, and for a message to the next stage at every place:
         `op`, `place`, of a collective the kind's numbers, and `points`, (payload, timing) with bytes as the
@@ -52,7 +53,7 @@ class LinkBench:
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}
         for kind, group in kinds.items():
-            for op in COLLECTIVES:
+            for op in collectives:
                 runs |= {(len(rows), payload): self._run(op, payload, group) for payload in payloads}
                 rows.append({"op": op, "place": kind.place, **kind._asdict(), "points": []})
         for place, pipeline in pipelines.items():

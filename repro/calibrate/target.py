@@ -11,7 +11,7 @@ import torch
 from repro.calibrate.calls import Call, bind, calls_of, choose
 from repro.calibrate.clock import OperatorClock
 from repro.calibrate.launch import LaunchBench
-from repro.calibrate.links import OVERLAPPED, LinkBench
+from repro.calibrate.links import COLLECTIVES, OVERLAPPED, LinkBench
 from repro.calibrate.plan import PAYLOADS, QUICK_PAYLOADS, QUICK_REPEATS
 from repro.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
@@ -25,6 +25,7 @@ from repro.launch.rank.session import process_group
 from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.parallel import mesh as meshes
 from repro.parallel.gloo_ring import ranks_per_node
+from repro.simulate.time.emulated import RING
 from repro.systems.local import has_nvlink
 
 MOST_CALLS, QUICK_CALLS = 6, 3
@@ -41,7 +42,8 @@ def run_rank(
 def run_rank_of_twin(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
 ) -> dict[str, dict[str, Any]]:
-    """As `run_rank`, but of what ranks send each other only single messages: the links of a twin are emulated."""
+    """As `run_rank`, but of what ranks send each other only single messages and the ring of all of them, which says
+    what messages cost the cores: the links of a twin are emulated."""
     return _measure(job, rank, world, device, rendezvous, beacon, collectives=False)
 
 
@@ -88,8 +90,14 @@ def _measure(
             began = time.perf_counter()
             payloads = QUICK_PAYLOADS if quick else PAYLOADS
             bench = LinkBench(clock, payloads[-1])
-            measured = groups if collectives else {}
-            result["links"] = bench.by_payload(measured, pipelines(world, per_node, device), payloads, beat)
+            measured = groups if collectives else dict(list(groups.items())[:1])
+            result["links"] = bench.by_payload(
+                measured,
+                pipelines(world, per_node, device),
+                payloads,
+                beat,
+                COLLECTIVES if collectives else (RING,),
+            )
             result["overlap"] = {}
             for where in (INSIDE, BETWEEN):
                 largest = next((group for kind, group in groups.items() if kind.place == where), None)

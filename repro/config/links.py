@@ -103,6 +103,9 @@ class Link:
     """Fraction of a collective's seconds that compute beside it loses (processor cores that both need)."""
     collectives: dict[str, Collective] = field(default_factory=dict)
     """Measured seconds by operation; where they are there they win over the formula."""
+    hop: Collective | None = None
+    """Seconds that cores need for a step of a ring, by the bytes that every rank passes on in it, where ranks share
+    cores: a step takes these or its link's, whichever are more."""
 
     def __post_init__(self) -> None:
         require(self.per in PER, "per", self.per, f"one of {', '.join(PER)}")

@@ -36,44 +36,35 @@ def ranks_per_node(world: int) -> int:
 
 
 class GlooRing(GlooTransport):
-    """A ring's steps follow each other on a thread, so that they go on beside computation."""
+    """The steps of a reduce-scatter follow each other on a thread, so that they go on beside computation."""
 
     def __init__(self, group: dist.ProcessGroup, channel: int = 0):
         super().__init__(group, channel)
         self._jobs: queue.SimpleQueue[Job | None] | None = None
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
-        n, parts, tag = self.size, input.chunk(self.size), self._next_tag()
-        partial, received = empty(2 * output.numel(), input, Category.COMMUNICATION).chunk(2)
+        parts, tag = input.chunk(self.size), self._next_tag()
+        received = empty(input.numel() - output.numel(), input, Category.COMMUNICATION).chunk(self.size - 1)
+        following, previous = (self._global[(self.rank + by) % self.size] for by in (1, -1))
 
         def steps() -> None:
-            partial.copy_(parts[(self.rank - 1) % n])
-            for step in range(n - 1):
-                self._pass_on(partial, received, tag)
-                torch.add(received, parts[(self.rank - step - 2) % n], out=partial)
+            # All are asked for at once: a rank that has to be asked first costs a turn of the scheduler at each step.
+            coming = [dist.irecv(part, previous, group=self.group, tag=tag) for part in received]
+            partial, going = parts[self.rank - 1], []
+            for step, (part, arrival) in enumerate(zip(received, coming, strict=True)):
+                going.append(dist.isend(partial, following, group=self.group, tag=tag))
+                _wait(arrival)
+                partial = part.add_(parts[self.rank - step - 2])
+            for work in going:
+                _wait(work)
             output.copy_(partial)
 
         return self._beside(steps)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        n, parts, tag = self.size, output.chunk(self.size), self._next_tag()
-        if parts[self.rank].data_ptr() != input.data_ptr():
-            parts[self.rank].copy_(input)
-
-        def steps() -> None:
-            for step in range(n - 1):
-                self._pass_on(parts[(self.rank - step) % n], parts[(self.rank - step - 1) % n], tag)
-
-        return self._beside(steps)
-
-    def _pass_on(self, mine: Tensor, received: Tensor, tag: int) -> None:
-        """One step of the ring: to the next rank, from the one before."""
-        following, previous = (self._global[(self.rank + by) % self.size] for by in (1, -1))
-        coming = dist.irecv(received, previous, group=self.group, tag=tag)
-        going = dist.isend(mine, following, group=self.group, tag=tag)
-        for work in (coming, going):
-            if work is not None:
-                work.wait()
+        """gloo's own goes round a ring."""
+        parts = list(output.chunk(self.size))
+        return Work(dist.all_gather(parts, input, group=self.group, async_op=True))
 
     def _beside(self, steps: Job) -> Work:
         """Run `steps` after those before them; the work is done when they are, and raises what they raise."""
@@ -98,6 +89,11 @@ class GlooRing(GlooTransport):
 
         self._jobs.put(job)
         return Work(finish=finish)
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
 
 
 def _run(jobs: queue.SimpleQueue[Job | None]) -> None:

@@ -156,7 +156,9 @@ def latency_share(prediction: Prediction) -> float:
 def without_latency(system: System) -> System:
     """`system` whose messages cost nothing but their bytes."""
     zero = said(0.0, "left out")
-    links = {name: replace(link, latency_s=zero, start_s=zero) for name, link in system.links.items()}
+    links = {
+        name: replace(link, latency_s=zero, start_s=zero, hop=None) for name, link in system.links.items()
+    }
     return replace(system, links=links)
 
 

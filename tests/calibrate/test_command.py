@@ -227,4 +227,5 @@ model = "own"
     answer = calibrate("local", 2, output, None, 0, True, [suite], quiet=True)
     assert answer.outcome == "ok", answer.reason
     links = systems.load(output).links["memory"].collectives
-    assert set(links) == {"send"}
+    assert set(links) == {"all_reduce", "send"}
+    assert not links["all_reduce"].groups, "only the ring of all ranks says what messages cost the cores"

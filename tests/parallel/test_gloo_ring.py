@@ -29,7 +29,7 @@ def test_which_groups_go_round_a_ring() -> None:
 
 
 def collectives(ring: bool) -> dict[str, Any]:
-    """What a reduce-scatter and an all-gather give on this rank, and to whom it sent how many bytes."""
+    """What a reduce-scatter and an all-gather give on this rank, and to whom the first sent how many bytes."""
     group = dist.group.WORLD
     assert group is not None
     transport = (GlooRing if ring else GlooTransport)(group)
@@ -47,13 +47,14 @@ def collectives(ring: bool) -> dict[str, Any]:
     try:
         reduced = transport.reduce_scatter(part, whole)
         reduced.wait()
+        scattered = dict(sent)
         first = transport.all_gather(gathered, part)
         again = transport.all_gather(torch.empty(n * 6), part)  # two under way keep their order
         first.wait()
         again.wait()
     finally:
         dist.isend = real
-    return {"part": part.tolist(), "gathered": gathered.tolist(), "sent": dict(sent), "rank": rank}
+    return {"part": part.tolist(), "gathered": gathered.tolist(), "sent": scattered, "rank": rank}
 
 
 def test_a_ring_gives_what_straight_messages_give(four: RankPool) -> None:
@@ -86,7 +87,7 @@ def thread_of_a_ring_ends() -> tuple[int, bool]:
     """Threads that a ring started, and whether they go on after it."""
     before = set(threading.enumerate())
     ring = GlooRing(dist.group.WORLD)
-    ring.all_gather(torch.empty(4 * dist.get_world_size()), torch.ones(4)).wait()
+    ring.reduce_scatter(torch.empty(4), torch.ones(4 * dist.get_world_size())).wait()
     started = [t for t in threading.enumerate() if t not in before and t.name == "gloo ring"]
     del ring
     gc.collect()

@@ -17,12 +17,13 @@ from repro.config.twin import RATIO
 from repro.lab.frames import payload_share
 from repro.simulate.time.emulated import emulated
 from repro.simulate.time.network import Network
+from repro.systems.load import parse
 from repro.twin.derive import Choice, Twin, derive, inside_rate, useful_rate
 from repro.twin.matter import ratio_of
 from repro.twin.numbers import Number, numbers
 from repro.twin.originals import named, of_claim
 from repro.twin.suite import Named, text
-from tests.twin.conftest import LOWBW
+from tests.twin.conftest import LOWBW, tables
 
 TABLE = ["deepspeed_64gpu/64gpu-4b-megatron"]
 
@@ -169,8 +170,25 @@ def test_an_emulated_network_is_what_its_buckets_let_through(machine: System, lo
     rates = [Network(system, layout).bus_bandwidth("dp") / payload_share(network) for layout in layouts]
     assert rates == [pytest.approx(2e6), pytest.approx(8e6)], "four groups share a node's link, or one has it"
     assert Network(system, layouts[0]).bus_bandwidth("tp") == pytest.approx(20e6 * payload_share(network))
-    small = Network(system, layouts[0]).seconds("all_reduce", "dp", 8)
-    assert small == pytest.approx(6 * 1e-3, rel=1e-2), "gloo has rings alone: six messages, no tree"
+
+
+def test_a_step_of_a_ring_takes_its_link_or_the_cores(machine: System, lowbw: Twin) -> None:
+    """Sixteen messages at once share two cores; behind a slow link one takes its own eighth of that."""
+    network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
+    system, layout = emulated(machine, network), lowbw.members[0].twin.layout
+    over_nodes = Network(system, layout)
+    small, large = (over_nodes.seconds("all_reduce", "dp", size) for size in (8, 40_000_000))
+    assert small == pytest.approx(6 * 2e-3, rel=1e-2), "gloo has rings alone: six messages, no tree"
+    assert large == pytest.approx(6 * (10e6 / (2e6 * payload_share(network)) + 2e-3 / 8), rel=1e-6)
+    fast = Network(emulated(machine, EmulatedNetwork(nodes=1, ranks_per_node=16)), layout)
+    assert fast.seconds("all_reduce", "tp", 4_000_000) == pytest.approx(6 * 4e-3, rel=1e-2)
+
+
+def test_a_file_without_a_ring_of_all_ranks_is_refused() -> None:
+    found = tables()
+    del found["links"]["memory"]["collectives"]
+    with pytest.raises(ConfigError, match="calibrate anew"):
+        emulated(parse(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16))
 
 
 def test_the_suite_is_the_twin(lowbw: Twin, machine: System, catalogue: Catalogue, tmp_path: Path) -> None:

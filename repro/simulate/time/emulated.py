@@ -1,7 +1,9 @@
 """An emulated network as a system: the operators of a calibrated machine, joined by links of the rates asked for.
 
-Nothing of a step enters: operators, copies and single messages were measured by `repro calibrate` with as many
-ranks at once, and a link brings what its token bucket lets through.
+Nothing of a step enters: operators, copies, single messages and a ring of all ranks without links were measured by
+`repro calibrate` with as many ranks at once, and a link brings what its token bucket lets through.  A step of a ring
+takes what its link needs, or what the cores need for the messages of all ranks, whichever is more: while a link is
+slow the cores have time, and a message costs no more than it costs alone.
 """
 
 from __future__ import annotations
@@ -10,14 +12,17 @@ from dataclasses import replace
 
 from repro.config import EmulatedNetwork
 from repro.config.errors import ConfigError
-from repro.config.links import Link
+from repro.config.links import Collective, Link
 from repro.config.network import CORES_SHARE
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.timing import OperatorRate
 from repro.lab.frames import payload_share
+from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import BETWEEN_NODES
 
+RING = "all_reduce"
+"""The collective that goes round all ranks in one ring."""
 INSIDE = "memory"
 """The class of links between processes of one machine, which a rank's own link stands for here."""
 
@@ -36,7 +41,12 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
         raise ConfigError("machine", f"{machine.name} ({count} ranks)", right)
     here = machine.links[INSIDE]
     most = here.bandwidth.known(f"links.{INSIDE}.bandwidth", system=machine.name)
-    latency = here.used(INSIDE, "latency_s")
+    if RING not in here.collectives:
+        right = "measured with a ring of all ranks, as repro calibrate does now: calibrate anew"
+        raise ConfigError("machine", machine.name, right)
+    hop = hops(here.collectives[RING], network.world)
+    alone = hop.points[0][1] / machine.oversubscription
+    latency = said(alone, "the cores' time for a small step of a ring, without the ranks that share them")
     cost = here.used(INSIDE, "overlap_cost").value or 0.0
     share = payload_share(network)
     inside = min(most, network.within * share) if network.within else most
@@ -53,6 +63,7 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
             overlap_cost=said(lost, "measured beside unlimited messages, in proportion to the rate"),
             adapters=said(1, "a node has one link"),
             rings=said(1, "a node has one link"),
+            hop=hop,
         )
 
     links = {INSIDE: link("device", inside, 1)}
@@ -69,6 +80,12 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
         links=links,
         provenance=replace(measured, cores=0),
     )
+
+
+def hops(ring: Collective, ranks: int) -> Collective:
+    """Seconds of one step of a measured all-reduce of all `ranks`, by what each of them passes on in it."""
+    steps = (ranks - 1) * RING_PASSES[RING]
+    return Collective(points=tuple((payload / ranks, seconds / steps) for payload, seconds in ring.points))
 
 
 def slowed(rate: OperatorRate, times: float) -> OperatorRate:

@@ -67,7 +67,15 @@ class Network:
             found = (seconds(measured, count, span, payload) for span in self._spans(group))
             return max(found, default=0.0)
         trees = "memory" not in self.system.links  # processor cores have gloo, and gloo has rings alone
-        return max((ring.seconds(op, payload, trees=trees) for ring in self._rings(group)), default=0.0)
+        rings = (ring.seconds(op, payload, trees=trees, cores_s=self._cores_s) for ring in self._rings(group))
+        return max(rings, default=0.0)
+
+    def _cores_s(self, payload: float) -> float:
+        """Seconds that shared cores need for a step of all rings of an axis, in which every rank has one."""
+        needs = [
+            interpolate(link.hop, payload) for link in self.system.links.values() if link.hop is not None
+        ]
+        return max(needs, default=0.0)
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
         """Seconds of `payload` bytes from each rank of a stage to its peer, all of them at the same time."""

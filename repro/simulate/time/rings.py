@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import log2
 from typing import Any, NamedTuple
@@ -33,14 +34,22 @@ class Ring(NamedTuple):
     half: float
     """Payload of a step, in bytes, at which it is half as fast."""
 
-    def seconds(self, op: str, payload: int, *, trees: bool = True) -> float:
-        """Seconds of `op`; the faster of ring and tree, where the library has `trees`."""
+    def seconds(
+        self, op: str, payload: int, *, trees: bool = True, cores_s: Callable[[float], float] = lambda _: 0.0
+    ) -> float:
+        """Seconds of `op`; the faster of ring and tree, where the library has `trees`.
+
+        `cores_s`: what the ranks' cores need for a step in which every rank passes on so many bytes, at least.
+        """
         passes, n = RING_PASSES[op], self.ranks
         hops = (n - 1) * passes
         across = (self.nodes - 1) * passes
         sent = payload if op == BROADCAST else hops * payload / n
         ring = self.start + (hops - across) * self.inside + across * self.between
         ring += (sent + hops * self.half) / self.rate
+        alone, busy = (sent / hops + self.half) / self.rate, cores_s(sent / hops)
+        for steps, latency in ((hops - across, self.inside), (across, self.between)):
+            ring += steps * max(0.0, busy - latency - alone)
         if op != ALL_REDUCE or self.nodes == 1 or not trees:
             return ring
         depth = (n / self.nodes - 1) * self.inside + log2(self.nodes) * self.between
