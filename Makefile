@@ -12,7 +12,7 @@
 # make artifact    reports/artifact.md: claim, command, expected value, tolerance, cost
 # make notebooks   open the notebooks of reports/ in JupyterLab
 # make browser-packages  install Chromium from the distribution (Debian, Ubuntu; root), which tests look at the page with
-# make pictures    draw the README's pictures anew in reports/pictures: a few minutes, what they show included
+# make pictures    draw the README's pictures anew in reports/pictures: half an hour, what they show included
 # make slurm-packages  install SLURM, munge and MariaDB from the distribution (Debian, Ubuntu; root), start nothing
 # make slurm-lab   start a SLURM cluster on this machine to try `repro submit` on; make slurm-lab-down stops it
 # make clean       remove what the targets above have made, except results/ and .venv/
@@ -67,7 +67,7 @@ exit $$status
 endef
 
 # What the README shows, and where it is drawn.
-SHOWN := zero-fig2 memory-timeline states
+SHOWN := zero-fig2 memory-timeline states windtunnel
 PICTURES := build/pictures
 
 .PHONY: help smoke simulate test engines test-engines test-slurm test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
@@ -180,6 +180,7 @@ pictures: $(INSTALLED)
 	$(BIN)/repro run suites/zero_throughput.toml --evidence simulated --only 'fig2-*' --results $(PICTURES)/results
 	$(BIN)/repro run suites/zero_memory.toml --evidence simulated --only '7.5b-z?-n64' --results $(PICTURES)/results
 	$(BIN)/repro run suites/zero_r.toml --evidence simulated --only 'fig[67]-c?-40b' --results $(PICTURES)/results
+	$(BIN)/repro run windtunnel_3p75x windtunnel_between windtunnel_within --results $(PICTURES)/results
 	$(BIN)/repro report --results $(PICTURES)/results --out $(PICTURES)/report
 	cp $(foreach name,$(SHOWN),$(PICTURES)/report/figures/$(name).png) reports/pictures/
 
