@@ -1,8 +1,13 @@
-"""What pyproject.toml cannot say: which package `kernels/`, `examples/` and `suites/` are installed as."""
+"""What pyproject.toml cannot say: which package each folder beside `repro/` is installed as."""
 
 from setuptools import find_namespace_packages, setup
 
-OUTSIDE = {"kernels": "repro.kernels", "examples": "repro.examples", "suites": "repro.suites.files"}
+OUTSIDE = {
+    "kernels": "repro.kernels",
+    "examples": "repro.examples",
+    "suites": "repro.suites.files",
+    "slurm": "repro.suites.profiles",
+}
 
 setup(
     packages=[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,7 +40,9 @@ NOT_HERE = {
     "repro doctor --kernels": "a compiler; tests/kernels compile them",
     "repro plan --model turing-nlg-17b": "a minute on two cores; tests/simulate/plan plans",
 }
-"""What examples need that a test has not: their options are checked all the same."""
+"""What examples need that a test has not: they are parsed all the same, and what can show what it would do does."""
+SHOWS = ("repro run suites/", "repro run windtunnel_", "repro submit")
+"""Of these, what has `--dry-run`."""
 STANDS_FOR = re.compile(r"\b[A-Z]{2,}\b|\[|·|--model M\b| [ABNPSM]\b")
 """Of a command that shows its form and is none."""
 
@@ -81,10 +84,20 @@ def examples(page: Path) -> list[Example]:
     return found
 
 
-def runnable(command: str) -> bool:
-    if "--dry-run" in command and "slurm/mine.toml" not in command:
-        return True
-    return not any(command.startswith(beginning) for beginning in NOT_HERE)
+def here(command: str) -> str:
+    """What a test runs of an example: all of it, or what it would do; empty where there is neither."""
+    if "--dry-run" in command or not any(command.startswith(beginning) for beginning in NOT_HERE):
+        return command
+    return f"{command} --dry-run" if command.startswith(SHOWS) else ""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a reader is: suites, and profiles with one of the reader's own, of nodes that a suite needs."""
+    (tmp_path / "suites").symlink_to(ROOT / "suites")
+    shutil.copytree(ROOT / "slurm", tmp_path / "slurm")
+    shutil.copy(ROOT / "slurm/dgx2.toml", tmp_path / "slurm/mine.toml")
+    return tmp_path
 
 
 ALL = [(page, example) for page in PAGES for example in examples(page)]
@@ -112,6 +125,17 @@ def test_commands_and_options_exist(page: Path, example: Example) -> None:
     assert asked <= known
 
 
+@pytest.mark.parametrize(("page", "example"), CONCRETE, ids=lambda value: getattr(value, "command", None))
+def test_they_parse(page: Path, example: Example, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option has a value of its type, whether the command can run here or not."""
+    monkeypatch.chdir(folder)
+    group: Any = typer.main.get_command(cli.app)
+    words = shlex.split(example.command)[1:]
+    while hasattr(group, "commands"):
+        group = group.commands[words.pop(0)]
+    group.make_context("repro", words)
+
+
 def alike(line: str, exact: bool) -> str:
     """A line but for its spaces, and for the numbers where a machine makes them."""
     line = " ".join(line.split())
@@ -122,17 +146,16 @@ def alike(line: str, exact: bool) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_they_print_what_is_shown(page: Path, tmp_path: Path) -> None:
+def test_they_print_what_is_shown(page: Path, folder: Path) -> None:
     """One after the other in one folder, with the files that the page says to save."""
     for before, lines in blocks(page):
         for name in re.findall(r"Save this as `([\w.]+)`", before):
-            (tmp_path / name).write_text("\n".join(lines[: next_command(lines)]))
-    for folder in ("slurm", "suites"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    for command, shown in [example for at, example in CONCRETE if at == page and runnable(example.command)]:
+            (folder / name).write_text("\n".join(lines[: next_command(lines)]))
+    found = [(here(example.command), example.shown) for at, example in CONCRETE if at == page]
+    for command, shown in [example for example in found if example[0]]:
         done = subprocess.run(
             [sys.executable, "-c", CODE, *shlex.split(command)[1:]],
-            cwd=tmp_path,
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -21,6 +21,7 @@ PACKED = {
     "kernels": "repro/kernels/",
     "examples": "repro/examples/",
     "suites": "repro/suites/files/",
+    "slurm": "repro/suites/profiles/",
 }
 """Folder of the checkout -> where a wheel has it."""
 COMMAND = ("-c", "import sys; from repro.cli import main; sys.exit(main())")
@@ -53,7 +54,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("repro", "kernels", "examples", "suites"):
+    for name in PACKED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
@@ -82,7 +83,7 @@ def test_a_wheel_has_every_file(checkout: Path, wheel: Path) -> None:
         f"{prefix}{path.relative_to(checkout / name)}"
         for name, prefix in PACKED.items()
         for path in (checkout / name).rglob("*")
-        if path.is_file() and path.name != "README.md"
+        if path.is_file() and path.name != "README.md" and (name != "slurm" or path.suffix == ".toml")
     }
     assert packed == expected
 
@@ -111,7 +112,7 @@ def test_a_wheel_answers_far_from_the_checkout(wheel: Path, tmp_path: Path) -> N
     python = environment(tmp_path / "venv", wheel)
     here = tmp_path / "elsewhere"
     here.mkdir()
-    found = run(python, "-c", "import repro.suites.packaged as p; print(p.FOLDER)", cwd=here).strip()
+    found = run(python, "-c", "import repro.suites.packaged as p; print(p.SUITES.folder)", cwd=here).strip()
     assert Path(found).is_relative_to(tmp_path / "venv")
     said = run(python, *COMMAND, "run", "smoke", "--only", "states-z[03]-dp1", cwd=here)
     assert "all that can run here as expected" in said or "all as expected" in said
@@ -119,6 +120,19 @@ def test_a_wheel_answers_far_from_the_checkout(wheel: Path, tmp_path: Path) -> N
     assert "measured" in judged
     traced = run(python, *COMMAND, "run", "yuan", "--evidence", "simulated", "--only", "rule-m480", cwd=here)
     assert "1 simulated experiments: 1 ok" in traced
+    shown = run(
+        python,
+        *COMMAND,
+        "submit",
+        "zero_r",
+        "--profile",
+        "dgx2",
+        "--only",
+        "fig8-c4-60b",
+        "--dry-run",
+        cwd=here,
+    )
+    assert "nothing was submitted (--dry-run)" in shown
 
 
 def test_a_checkout_needs_no_installation(checkout: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from repro.calibrate import plan, toml
 from repro.calibrate.document import tables
 from repro.calibrate.machines import TWIN_TARGET, Here, Machine, Nodes, facts
 from repro.config.errors import ConfigError, require
+from repro.config.files import check_writable
 from repro.host import files
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
@@ -98,10 +98,5 @@ def _checked(path: Path) -> Path:
         str(path),
         f"a file that is not called as the packaged system {path.stem}",
     )
-    folder = path.parent
-    require(folder.is_dir(), "--output", str(path), "a file in a folder that exists")
-    try:
-        with open(path, "ab") if path.exists() else tempfile.TemporaryFile(dir=folder):
-            return path
-    except OSError as error:
-        raise ConfigError("--output", str(path), f"a file that can be written ({error.strerror})") from None
+    check_writable("--output", path)
+    return path

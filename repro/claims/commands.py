@@ -14,7 +14,7 @@ from pathlib import Path
 from repro import suites
 from repro.config.files import read_toml
 from repro.suites import Suite
-from repro.suites.packaged import FOLDER
+from repro.suites.packaged import PROFILES, SUITES
 from repro.systems import HERE
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +34,12 @@ class Command:
 
 
 class Catalogue:
-    """The packaged suites by name, and the SLURM profile of each system, of which there are none without a checkout."""
+    """The packaged suites by name, and the SLURM profile of each system."""
 
     def __init__(self) -> None:
-        files = sorted(FOLDER.glob("*.toml"))
-        self.suites: dict[str, Suite] = {suite.name: suite for suite in map(suites.load, files)}
+        self.suites: dict[str, Suite] = {suite.name: suite for suite in map(suites.load, SUITES.files())}
         self._profiles: dict[str, str] = {}
-        for path in sorted((ROOT / "slurm").glob("*.toml")):
+        for path in PROFILES.files():
             system = str(read_toml(path).get("system", ""))
             if path.stem not in ("generic", "lab"):
                 self._profiles.setdefault(system, f"slurm/{path.name}")

@@ -7,6 +7,8 @@ Exit codes are in `--help`; bad input is one `error:` line.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -15,7 +17,7 @@ import typer
 
 from repro import __version__
 from repro.cli.commands import cluster, lab, predict, run, show
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, short
 from repro.host.extras import missing
 
 app = typer.Typer(
@@ -47,10 +49,39 @@ def _options(
     return 0
 
 
+_UNNAMED = {errno.ENOSPC: "standard output", errno.ENOENT: "the current folder"}
+"""What an error of the system that names no file is about; who writes files names them."""
+
+
+def _check_filled(given: list[str]) -> None:
+    """An argument without a letter is a variable that the shell does not know.  What `exec` runs may have such."""
+    for before, argument in zip(["", *given], given, strict=False):
+        if before == "exec":
+            return
+        option, equals, value = (
+            argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        )
+        if equals and not value.strip():
+            raise ConfigError(option if option.startswith("-") else "argument", value, says="is empty")
+
+
+def _open_streams() -> None:
+    """Have streams that take every letter: none may be there (`>&-`), or one of an older encoding (`LC_ALL=C`)."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    _open_streams()
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(arguments, standalone_mode=False)
+        _check_filled(given)
+        code = app(given, standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)
     except ConfigError as error:
@@ -70,5 +101,6 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        print(f"error: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
+        what = error.filename or _UNNAMED.get(error.errno or 0, "file")
+        print(f"error: {short(str(what))}: {error.strerror or error}", file=sys.stderr)
         return 1

@@ -40,11 +40,16 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         key = ".".join(part for part in (self.where, self.key) if part)
-        value = str(self.value).lower() if isinstance(self.value, bool) else repr(self.value)
-        text = key if self.value is _UNSET else f"{key} = {value}"
+        value = str(self.value).lower() if isinstance(self.value, bool) else short(repr(self.value))
+        text = short(key) if self.value is _UNSET else f"{short(key)} = {value}"
         right = self.says or (f"must be {self.expected}" if self.expected else "")
-        line = ": ".join(part for part in (self.file, text, right) if part)
+        line = ": ".join(part for part in (short(self.file, 300), text, right) if part)
         return " ".join(line.split())
+
+
+def short(text: str, most: int = 120) -> str:
+    """`text` without its middle where it is longer than anybody reads."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
 
 
 def require(condition: bool, key: str, value: Any, expected: str = "", *, says: str = "") -> None:

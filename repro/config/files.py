@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import sys
+import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +23,12 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
-_NUMBERS = {"int": "a whole number", "float": "a number"}
+_NUMBERS = {
+    "int": "a whole number",
+    "int | None": "a whole number",
+    "float": "a number",
+    "float | None": "a number",
+}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -33,10 +41,37 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except UnicodeDecodeError:
         raise ConfigError("not text", expected="a TOML file in UTF-8", file=str(path)) from None
+    except ValueError as error:  # a name with a zero byte
+        raise ConfigError(str(error), expected="the path of a TOML file", file=repr(str(path))) from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("not TOML", says=str(error), file=str(path)) from None
+    except RecursionError:
+        raise ConfigError("not TOML", says="tables or lists in hundreds of others", file=str(path)) from None
+
+
+def check_writable(key: str, path: Path) -> None:
+    """Raise `ConfigError` unless `path` is a file that can be written, before the work that fills it.
+
+    Nothing is left there.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(key, str(path), "a file in a folder that exists")
+    try:
+        with open(path, "ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(key, str(path), f"a file that can be written ({error.strerror})") from None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """`value`, or what is in it where it is a list."""
+    if isinstance(value, list):
+        for entry in value:
+            yield from _leaves(entry)
+    else:
+        yield value
 
 
 @cache
@@ -70,6 +105,11 @@ def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
             value, (bool, str)
         ):  # pydantic takes true for 1 and "4" for 4
             raise ConfigError(field.name, value, _NUMBERS[str(field.type)], file=file, where=where)
+        for leaf in _leaves(value):
+            if isinstance(leaf, float) and not math.isfinite(leaf):
+                raise ConfigError(field.name, value, "finite", file=file, where=where)
+            if isinstance(leaf, bool) and isinstance(value, list):
+                raise ConfigError(field.name, value, "a list without true or false", file=file, where=where)
     try:
         return _adapter(cls).validate_python(data, strict=False)
     except ConfigError as error:

@@ -11,7 +11,9 @@ from typing import Any
 
 
 def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write `content` to `path` in place of what is there, if anything.  Raises `OSError` and leaves no partial file.
+    """Write `content` to `path` in place of what is there, if anything.
+
+    Raises `OSError` about `path` and leaves no partial file.
 
     The partial file has a name of its own beside `path`, so that writers on several nodes cannot mix.
     `durable`: it is on disk, name and all, when this returns.
@@ -25,12 +27,26 @@ def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        if isinstance(error, OSError):
+            raise _about(path, error) from None
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write `content` to `path`, which may be a device.  Raises `OSError` that names it, as a full disk's does not."""
+    try:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise _about(path, error) from None
+
+
+def _about(path: Path, error: OSError) -> OSError:
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def write_json(path: Path, document: Any, *, durable: bool = False) -> None:

@@ -12,6 +12,13 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def memory_and_swap() -> int:
+    """Host memory that is available now and free swap, in bytes: more than this nothing can hold."""
+    import psutil
+
+    return available_bytes() + int(psutil.swap_memory().free)
+
+
 def available_bytes() -> int:
     """Host memory that is available now, in bytes."""
     import psutil

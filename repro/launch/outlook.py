@@ -1,4 +1,7 @@
-"""What `repro run` would do, where, and how long it took last time: nothing is started and nothing is written."""
+"""What `repro run` would do, where, and how long it took last time: nothing is started and nothing is written.
+
+How long a step takes here is known from records alone: nothing predicts cores that nobody calibrated.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from repro.config import ConfigError, Experiment
+from repro.config import Experiment
 from repro.launch import plan, simulated
 from repro.launch.local.launch import DEVICES
-from repro.launch.run import lacking
+from repro.launch.run import asked, lacking
 from repro.render import words
-from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord
+from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.store import Store
-from repro.suites import Entry, Suite, load
+from repro.suites import Entry, Suite
 
 Took: TypeAlias = dict[tuple[str, str], float]
 """Seconds by suite and name."""
@@ -31,8 +34,10 @@ class Outlook:
     """`TO_RUN`, `KNOWN` or `ELSEWHERE`."""
     where: str
     """The processes, or what is lacking."""
+    steps: int
+    """That it takes."""
     last_s: float | None
-    """Seconds that the newest record of this name took; None without one."""
+    """Seconds that the newest record of this name took; None without one, and then nothing says how long it takes."""
     limit_s: float
     """Seconds after which a launch is stopped; 0: never."""
 
@@ -41,12 +46,10 @@ def outlook(
     suites: Sequence[Path], only: list[str], results: Path, rerun: bool, evidence: str, system: str
 ) -> list[Outlook]:
     """Every selected experiment, in the order of the files.  Raises `ConfigError`."""
-    if evidence not in (MEASURED, SIMULATED):
-        raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     store = Store(results)
     found: list[Outlook] = []
     took = _took(store, evidence)
-    for suite in map(load, suites):
+    for suite in asked(suites, evidence, system):
         entries = plan.select(suite, only)
         if evidence == SIMULATED:
             if system:
@@ -58,18 +61,17 @@ def outlook(
 
 
 def _measured(suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Took) -> Iterable[Outlook]:
-    without = {entry.experiment.name: lacking(entry.experiment) for entry in entries}
+    without = {entry.experiment.name: lacking(entry) for entry in entries}
     here = [entry for entry in entries if not without[entry.experiment.name]]
     todo = {e.name for task in plan.tasks(suite, here, store, rerun=rerun) for e in task.experiments}
     for entry in entries:
         name, limit_s = entry.experiment.name, entry.experiment.limits.timeout_s
+        steps = entry.experiment.training.steps
         if without[name]:
-            yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", None, limit_s)
+            yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", steps, None, limit_s)
         else:
-            state = TO_RUN if name in todo else KNOWN
-            yield Outlook(
-                suite.name, name, state, _processes(entry.experiment), took.get((suite.name, name)), limit_s
-            )
+            state, last_s = TO_RUN if name in todo else KNOWN, took.get((suite.name, name))
+            yield Outlook(suite.name, name, state, _processes(entry.experiment), steps, last_s, limit_s)
 
 
 def _processes(experiment: Experiment) -> str:
@@ -88,11 +90,11 @@ def _simulated(
     for entry in entries:
         name, ranks = entry.experiment.name, entry.experiment.layout.world
         if without[name]:
-            yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", None, 0.0)
+            yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", 1, None, 0.0)
         else:
             state = TO_RUN if name in todo else KNOWN
             where = f"{words.counted(ranks, 'rank')} of {entry.experiment.system}, traced here"
-            yield Outlook(suite.name, name, state, where, took.get((suite.name, name)), 0.0)
+            yield Outlook(suite.name, name, state, where, 1, took.get((suite.name, name)), 0.0)
 
 
 def _took(store: Store, evidence: str) -> Took:

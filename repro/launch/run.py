@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from repro.config import ConfigError, Experiment
+from repro.config import ConfigError
 from repro.launch import plan, simulated
 from repro.launch.interrupt import Interrupt
-from repro.launch.local import launch
+from repro.launch.local import launch, room
 from repro.launch.progress import Progress
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.runner import LocalLauncher, Runner
@@ -33,24 +33,33 @@ def run(
     `evidence` simulated: nothing is started, and all of it can be had here, see `.simulated`.
     Raises `ConfigError` before anything is started.
     """
-    if evidence not in (MEASURED, SIMULATED):
-        raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
-    loaded = [load(suite) for suite in suites]
-    selected = [(suite, plan.select(suite, only)) for suite in loaded]
+    selected = [(suite, plan.select(suite, only)) for suite in asked(suites, evidence, system)]
     _writable(results)
     if evidence == SIMULATED:
         yield from simulated.run(selected, results, system, rerun)
         return
-    if system:
-        raise ConfigError(
-            "--system", system, says=f"needs --evidence {SIMULATED}; measured runs use the machine at hand"
-        )
     runnable = [_here(suite, entries) for suite, entries in selected]
     for (suite, entries), (here, needs) in zip(selected, runnable, strict=True):
         found = _measured(suite, entries, here, needs, results, rerun)
         yield found
         if found.summary["stopped"]:
             return
+
+
+def asked(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
+    """The suites in `files`, each with a name of its own.  Raises `ConfigError`."""
+    if evidence not in (MEASURED, SIMULATED):
+        raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
+    if system and evidence == MEASURED:
+        right = f"needs --evidence {SIMULATED}; measured runs use the machine at hand"
+        raise ConfigError("--system", system, says=right)
+    found: dict[str, Suite] = {}
+    for suite in map(load, files):
+        if suite.name in found:
+            right = f"a name that no other suite of this run has, as {found[suite.name].file} has it"
+            raise ConfigError("suite.name", suite.name, right, file=suite.file)
+        found[suite.name] = suite
+    return list(found.values())
 
 
 def _writable(results: Path) -> None:
@@ -84,16 +93,22 @@ def _measured(
 
 def _here(suite: Suite, entries: list[Entry]) -> tuple[list[Entry], dict[str, str]]:
     """What this machine can run of `entries`, and by name what each lacks.  `ConfigError` if it can run nothing."""
-    needs = {entry.experiment.name: lacking(entry.experiment) for entry in entries}
+    needs = {entry.experiment.name: lacking(entry) for entry in entries}
     here = [entry for entry in entries if not needs[entry.experiment.name]]
     if not here:
         raise _nothing_here(suite, entries, needs)
     return here, needs
 
 
-def lacking(experiment: Experiment) -> str:
-    """What keeps `experiment` from being measured on this machine, and that it can be simulated instead."""
+def lacking(entry: Entry) -> str:
+    """What keeps an experiment from being measured on this machine, and that it can be simulated instead.
+
+    What is to run out of memory is started, however large it is: that it does is its result.
+    """
+    experiment = entry.experiment
     needs = launch.needs(experiment)
+    if not needs and launch.DEVICES[experiment.system] == "cpu" and entry.expect != "oom":
+        needs = room.too_large(experiment)
     hint = f"; `--evidence {SIMULATED}` traces it here" if not simulated.needs(experiment) else ""
     return needs and needs + hint
 

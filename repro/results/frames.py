@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from repro import systems
-from repro.config.errors import ConfigError
+from repro.config import ConfigError, Experiment
 from repro.models import flops
+from repro.results.metrics import shown
 from repro.results.schema import ComparisonRecord, ExperimentRecord, Record
 
 if TYPE_CHECKING:
@@ -31,8 +32,11 @@ def comparisons(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
-    """What was run, how it ended, every metric under its name, and `mfu` where the device's peak is known."""
-    experiment = record.experiment
+    """What was run, how it ended, every metric under its name, and `mfu` where the device's peak is known.
+
+    Of what does not fit no time, and so no speed, whatever its operators would take.
+    """
+    experiment, metrics = record.experiment, shown(record.metrics, record.outcome)
     found = {
         "suite": record.suite,
         "name": record.name,
@@ -46,9 +50,9 @@ def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
         "outcome": record.outcome,
         "reason": record.reason,
         "wall_s": record.wall_s,
-        **record.metrics,
+        **metrics,
     }
-    mfu = _utilisation(record)
+    mfu = _utilisation(experiment, metrics.get("model_flops_per_s"))
     return found if mfu is None else {**found, "mfu": mfu}
 
 
@@ -61,13 +65,9 @@ def comparison_row(record: ComparisonRecord) -> dict[str, Any]:
     }
 
 
-def _utilisation(record: ExperimentRecord) -> float | None:
+def _utilisation(experiment: Experiment, rate: float | None) -> float | None:
     """MFU of a system with a file; what the machine at hand could do at most, nobody has said."""
-    rate, layout, system = (
-        record.metrics.get("model_flops_per_s"),
-        record.experiment.layout,
-        record.experiment.system,
-    )
+    layout, system = experiment.layout, experiment.system
     if rate is None or system in systems.HERE:
         return None
     try:

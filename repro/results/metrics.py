@@ -17,6 +17,8 @@ slowest rank; memory is the largest of any rank; communication is rank 0's, of o
   if a rank was kept from its core while it computed, by other ranks or other programs: who waits for that rank waits
   for nothing that a schedule knows.  With fewer than three undisturbed steps there is no interval, and no bubble;
   nor for a library whose stages have tp or dp beside them, as its waiting is seen from outside.
+- A step that does not fit takes no time: `shown` leaves out of its metrics what `SPEED` begins.  Claims that hold a
+  published rate against a simulation which it does not fit read the record itself, and say that it does not.
 - `time.*` says where the slowest stage's seconds go in a simulation, `trace_seconds` what the simulation took.
 """
 
@@ -38,6 +40,11 @@ DEVICE_FLOPS_PER_S = "hardware_flops_per_s.device"
 UNDISTURBED = 0.95
 """Least part of its computing time that a rank has its core for, or the step is disturbed."""
 STATES = ("parameters", "gradients", "optimizer")
+SPEED = (
+    *("step_seconds.", "tokens_per_s", "samples_per_s", "model_flops_per_s", "hardware_flops_per_s"),
+    "time.",
+)
+"""Beginnings of what is said of a step's seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,11 @@ class Held:
     most: Mapping[str, int]
     """The most of each category at any moment."""
     init_peak_bytes: int
+
+
+def shown(found: Mapping[str, float], outcome: str) -> Metrics:
+    """What is told of a step that ended with `outcome`."""
+    return {name: value for name, value in found.items() if outcome != "oom" or not name.startswith(SPEED)}
 
 
 def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:

@@ -9,23 +9,10 @@ from typing import Any
 
 from repro.models.parameters import total
 from repro.results.frames import experiment_row
-from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord
 from repro.results.select import Selection
 
 KINDS = (MEASURED, EMULATED, SIMULATED)
-SPEED = (
-    STEP_SECONDS,
-    "step_seconds.p20",
-    "step_seconds.p80",
-    "tokens_per_s",
-    "samples_per_s",
-    "model_flops_per_s",
-    "hardware_flops_per_s",
-    DEVICE_FLOPS_PER_S,
-    "mfu",
-)
-"""What nobody says of a step that does not fit."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +68,8 @@ def of_run(selection: Selection, suite: str, names: Iterable[str], evidence: str
     return [group for group in every if group.records]
 
 
-def row(record: ExperimentRecord) -> dict[str, Any]:
-    """`experiment_row`, without a speed where there was no step."""
-    found = experiment_row(record)
-    return (
-        found if record.outcome == "ok" else {key: value for key, value in found.items() if key not in SPEED}
-    )
-
-
 def _order(record: ExperimentRecord) -> tuple[Any, ...]:
-    experiment, rate = record.experiment, row(record).get("tokens_per_s", 0.0)
+    experiment, rate = record.experiment, experiment_row(record).get("tokens_per_s", 0.0)
     return total(experiment.model), experiment.model.name, experiment.system, -rate, record.name
 
 

@@ -14,7 +14,7 @@ from repro.config import ConfigError, Experiment
 from repro.config.files import build, read_toml
 from repro.config.sizes import check_name
 from repro.suites.entry import Entry, read_entry, shared, unknown
-from repro.suites.packaged import find
+from repro.suites.packaged import SUITES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class _Compare:
 
 def load(given: Path) -> Suite:
     """The suite in a `.toml` file, or the packaged one of this name.  Raises `ConfigError`."""
-    path = find(given)
+    path = SUITES.find(given)
     return parse(read_toml(path), file=str(path))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from repro import cli
+from tests.report import synthetic
 
 OWN = """
 title = "Mine"
@@ -65,6 +66,21 @@ def test_it_is_exported(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
     assert cli.main(arguments) == 0
     assert "mine-states" in {row["claim"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
+
+
+def test_every_command_that_judges_has_it(
+    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bad file of one's own stops each of them."""
+    assert cli.main(["artifact", "--ledger", own]) == 0
+    assert "### mine-states" in capsys.readouterr().out
+    Path(own).write_text(OWN.replace('unit = "GB"', 'unit = "pounds"'))
+    results = str(synthetic.store(tmp_path / "results"))
+    stored = ["--results", results]
+    page = ["report", "--out", str(tmp_path / "out"), *stored]
+    for command in (["artifact"], page, ["validate", *stored], ["compare", results, results]):
+        assert cli.main([*command, "--ledger", own]) == 2, command
+        assert capsys.readouterr().err.startswith(f"error: {own}: mine-states")
 
 
 def test_an_id_that_is_taken_is_refused(own: str, capsys: pytest.CaptureFixture[str]) -> None:

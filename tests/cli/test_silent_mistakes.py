@@ -21,7 +21,7 @@ def test_a_folder_that_is_not_there(command: list[str], capsys: pytest.CaptureFi
     assert cli.main([*command, "--results", "nowhere"]) == 2
     assert capsys.readouterr().err == "error: --results = 'nowhere': no such folder\n"
     assert cli.main([*command, "--results", ""]) == 2
-    assert "must be a folder, not empty" in capsys.readouterr().err
+    assert capsys.readouterr().err == "error: --results = '': is empty\n"
 
 
 def test_before_the_first_run_there_is_none(
@@ -40,7 +40,7 @@ def test_results_that_cannot_be_written_are_bad_input(
     (tmp_path / "file").write_text("")
     results = tmp_path / "file"
     assert cli.main(["run", str(tmp_path / "s.toml"), "--results", str(results), "--evidence", evidence]) == 2
-    assert f"--results = '{results}': must be a folder that can be written" in capsys.readouterr().err
+    assert f"--results = '{results}': must be a folder; this is a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,28 @@ def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "--rerun",
     ]
     assert cli.main(arguments) == 0
-    assert "1 to run, 0 in the store, 0 not here; 0 never ran here; those that ran before took 2 s" in (
-        " ".join(capsys.readouterr().out.split())
-    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 to run, 0 in the store, 0 not here; those that ran before took 2 s" in said
+    assert "no estimate" not in said
+
+
+def test_of_what_never_ran_it_says_steps_and_no_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = load(Path("smoke")).entry("states-z0-dp2").experiment.training.steps
+    for evidence, shown in (
+        ("measured", f"2 ranks here {steps} no estimate 5 min 0 s"),
+        ("simulated", "1 no estimate never"),
+    ):
+        arguments = ["run", "smoke", "--only", "states-z0-dp2", "--results", str(tmp_path), "--dry-run"]
+        assert cli.main([*arguments, "--evidence", evidence]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert shown in said
+        assert said.endswith("no estimate for 1 of them, which never ran here")
 
 
 def test_suites_by_name() -> None:
     assert load(Path("smoke")).name == "smoke"
-    assert "yuan" in packaged.names()
+    assert "yuan" in packaged.SUITES.names()
     with pytest.raises(ConfigError, match="suite = 'smok': unknown suite; did you mean smoke"):
         load(Path("smok"))

@@ -65,7 +65,7 @@ def test_it_is_written_where_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = appendix()
-    monkeypatch.setattr(artifact, "text", lambda: text)
+    monkeypatch.setattr(artifact, "text", lambda own: text)
     assert cli.main(["artifact", "--output", str(tmp_path / "artifact.md")]) == 0
     assert (tmp_path / "artifact.md").read_text(encoding="utf-8") == text
     assert cli.main(["artifact", "--output", str(tmp_path / "no" / "artifact.md")]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from repro import cli
+from repro import cli, models, systems
+from repro.config import Experiment, Layout
+from repro.launch.simulated import attempt
 from repro.report.exports.tables import FORMATS, TABLES
+from repro.results.store import Store
 
 
 def exported(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -89,3 +93,25 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_what_does_not_fit_has_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its record has the seconds of its operators, which claims hold against a published rate; no table has."""
+    with Store(tmp_path) as store:
+        for name, dp in (("fits", 16), ("does-not", 1)):
+            experiment = Experiment(
+                name=name, model=models.load("gpt2-1.5b"), layout=Layout(dp=dp, zero=3), system="lowbw-v100"
+            )
+            store.append(attempt(experiment, systems.load("lowbw-v100"), "made-up"))
+    text = exported(capsys, "--results", str(tmp_path), "--table", "experiments", "--format", "csv")
+    rows = {row["name"]: row for row in csv.DictReader(io.StringIO(text))}
+    assert {name: row["outcome"] for name, row in rows.items()} == {"fits": "ok", "does-not": "oom"}
+    timed = [
+        column
+        for column in rows["fits"]
+        if column.startswith(("step_seconds", "time.")) or "_per_s" in column
+    ]
+    assert len(timed) > 10
+    assert all(rows["fits"][column] for column in timed)
+    assert not any(rows["does-not"][column] for column in [*timed, "mfu"])
+    assert rows["does-not"]["memory.peak_bytes"]

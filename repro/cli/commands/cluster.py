@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Only, ProfileFile, Rerun, Results, SuiteFile
+from repro.cli.commands.options import Json, Only, ProfileFile, Rerun, Results, SuiteFile, folder
 
 app = typer.Typer()
 
@@ -89,7 +89,9 @@ def collect(
     results: Results = Path("results"),
     into: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Also copy records to this folder, those that it lacks.", metavar="DIR"),
+        typer.Option(
+            help="Also copy records to this folder, those that it lacks.", metavar="DIR", callback=folder
+        ),
     ] = None,
     json: Json = False,
 ) -> int:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from repro.config.errors import ConfigError, require
 
 
-def _folder(given: Any) -> Path:
-    """The path that was written; the empty one, which is the current folder for Python, was not meant."""
-    if not str(given).strip():
-        raise typer.BadParameter("must be a folder, not empty")
-    return Path(given)
+def folder(option: typer.CallbackParam, value: Path | None) -> Path | None:
+    """What is there already must be a folder."""
+    fine = value is None or value.is_dir() or not value.exists()
+    require(fine, option.opts[0], str(value), "a folder; this is a file")
+    return value
+
+
+def writable(option: typer.CallbackParam, value: Path | None) -> Path | None:
+    """A file that cannot be written is found out before the work that fills it."""
+    if value is not None:
+        from repro.config.files import check_writable
+
+        check_writable(option.opts[0] if option.opts[0].startswith("--") else option.opts[-1], value)
+    return value
 
 
 def _existing(context: typer.Context, option: typer.CallbackParam, value: Path) -> Path:
     """Who names a folder that is not there has mistyped it; that there is no `results` yet is no mistake."""
-    if _given(context, option) and not value.is_dir():
+    if _given(context, option) and not value.exists():
         raise ConfigError("--results", str(value), says="no such folder")
+    folder(option, value)
     return value
 
 
@@ -49,16 +59,17 @@ Only = Annotated[
 ]
 Rerun = Annotated[bool, typer.Option("--rerun", help="Run again what the store already holds.")]
 ProfileFile = Annotated[
-    Path, typer.Option("--profile", help="How the site's SLURM is asked.", metavar="FILE.toml")
+    Path,
+    typer.Option(
+        "--profile", help="How the site's SLURM is asked: a file, or a packaged name.", metavar="PROFILE"
+    ),
 ]
 Results = Annotated[
-    Path, typer.Option("--results", help="Where records are stored.", metavar="DIR", parser=_folder)
+    Path, typer.Option("--results", help="Where records are stored.", metavar="DIR", callback=folder)
 ]
 StoredResults = Annotated[
     Path,
-    typer.Option(
-        "--results", help="Where records are stored.", metavar="DIR", parser=_folder, callback=_existing
-    ),
+    typer.Option("--results", help="Where records are stored.", metavar="DIR", callback=_existing),
 ]
 Ledger = Annotated[
     Optional[list[Path]],  # noqa: UP045

@@ -10,7 +10,8 @@ from typing import Annotated, Optional
 import typer
 
 from repro.cli.commands.layout_options import PANEL, question_options
-from repro.cli.commands.options import Json, ModelName, StoredResults, counted
+from repro.cli.commands.options import Json, Ledger, ModelName, StoredResults, counted, writable
+from repro.config.errors import require
 from repro.simulate.plan.asked import SHOWN, Asked
 
 app = typer.Typer()
@@ -24,8 +25,13 @@ def simulate(
     model: ModelName,
     asked: Asked,
     timeline: Annotated[
-        str, typer.Option(help="Write when everything happens, for ui.perfetto.dev.", metavar="FILE.json")
-    ] = "",
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            callback=writable,
+            help="Write when everything happens, for ui.perfetto.dev.",
+            metavar="FILE.json",
+        ),
+    ] = None,
     json: Json = False,
 ) -> int:
     """Trace one step in shape only: does it fit, what fills the memory, what is sent where, how long it takes.
@@ -75,6 +81,10 @@ def fit(
     Exit code 1: nothing fits, or a trial of --measure failed.
     """
     sizes = {"hidden": hidden, "heads": heads, "vocab": vocab}
+    for option, value in (("--as-rank", as_rank), ("--of", of or None)):
+        require(
+            measure or value is None, option, value, says="needs --measure, which tries what a rank holds"
+        )
     if measure:
         from repro.cli.views.predictions import measured_fit
 
@@ -160,7 +170,7 @@ def twin(
     ] = "",
     write: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Write it as a suite.", metavar="SUITE.toml"),
+        typer.Option(callback=writable, help="Write it as a suite.", metavar="SUITE.toml"),
     ] = None,
     json: Json = False,
 ) -> int:
@@ -190,7 +200,11 @@ def calibrate(
     ] = 0,
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="The system file; by default NAME-calibrated.toml here.", metavar="FILE.toml"),
+        typer.Option(
+            callback=writable,
+            help="The system file; by default NAME-calibrated.toml here.",
+            metavar="FILE.toml",
+        ),
     ] = None,
     profile: Annotated[
         Optional[Path],  # noqa: UP045
@@ -227,7 +241,9 @@ def validate(
     results: StoredResults = Path("results"),
     svg: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Draw published against predicted to this file.", metavar="FILE"),
+        typer.Option(
+            callback=writable, help="Draw published against predicted to this file.", metavar="FILE"
+        ),
     ] = None,
     system: Annotated[
         str,
@@ -237,9 +253,10 @@ def validate(
             show_default=False,
         ),
     ] = "",
+    ledger: Ledger = None,
     json: Json = False,
 ) -> int:
     """Compare published throughput with what is predicted, by family; and predicted steps with measured ones."""
     from repro.cli.views.validate import command
 
-    return command(results, json, svg, system)
+    return command(results, json, svg, system, tuple(ledger or ()))

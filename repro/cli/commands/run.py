@@ -7,7 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Only, Rerun, Results, StoredResults, SuiteFiles
+from repro.cli.commands.options import Json, Only, Rerun, Results, StoredResults, SuiteFiles, writable
+from repro.config.errors import require
 
 app = typer.Typer()
 
@@ -54,7 +55,9 @@ def results(
     results: StoredResults = Path("results"),
     plot: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Draw the curves of losses to this file, .svg or .png.", metavar="FILE"),
+        typer.Option(
+            callback=writable, help="Draw the curves of losses to this file, .svg or .png.", metavar="FILE"
+        ),
     ] = None,
     json: Json = False,
 ) -> int:
@@ -96,6 +99,8 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Show what works on this machine, or on a cluster, and what it enables."""
+    right = "0 or more, with --profile: the nodes of its cluster"
+    require(nodes == 0 or (nodes > 0 and profile is not None), "--nodes", nodes, right)
     if profile is not None:
         from repro.cli.views.doctor import cluster
 

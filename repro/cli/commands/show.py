@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Ledger, StoredResults
+from repro.cli.commands.options import Json, Ledger, StoredResults, writable
 
 app = typer.Typer()
 
@@ -56,6 +56,7 @@ def report(
     out: Annotated[Path, typer.Option(help="Where the report is written.", metavar="DIR")] = Path(
         "reports/out"
     ),
+    ledger: Ledger = None,
     notebooks: Annotated[
         bool,
         typer.Option("--notebooks", help="Also execute the notebooks of reports/ and write them as HTML."),
@@ -65,7 +66,7 @@ def report(
     """Write tables and plots of the stored records to index.html."""
     from repro.cli.views.report import report as command
 
-    return command(results, out, json, notebooks)
+    return command(results, out, json, notebooks, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro export --table values --format csv --output values.csv")
@@ -82,7 +83,7 @@ def export(
     form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Write to this file.", metavar="FILE"),
+        typer.Option(callback=writable, help="Write to this file.", metavar="FILE"),
     ] = None,
 ) -> int:
     """Write claims or records as a table for other programs, papers and pull requests."""
@@ -95,13 +96,14 @@ def export(
 def artifact(
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Write to this file.", metavar="FILE"),
+        typer.Option(callback=writable, help="Write to this file.", metavar="FILE"),
     ] = None,
+    ledger: Ledger = None,
 ) -> int:
     """Write the artifact appendix: claim, command, expected value and tolerance, cost in GPU-hours."""
     from repro.report.exports.artifact import command
 
-    return command(output)
+    return command(output, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro compare results-before results-after --tolerance 0.03")
@@ -110,12 +112,13 @@ def compare(
     second: Annotated[str, typer.Argument(help="The same, held against A.", metavar="B")],
     results: StoredResults = Path("results"),
     tolerance: Annotated[float, typer.Option(help="A change by less is none.", metavar="PART")] = 0.05,
+    ledger: Ledger = None,
     json: Json = False,
 ) -> int:
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
     from repro.cli.views.report import compare as command
 
-    return command(first, second, results, tolerance, json)
+    return command(first, second, results, tolerance, json, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")
@@ -137,7 +140,7 @@ def schedule(
     svg: Annotated[bool, typer.Option("--svg", help="Draw it as an SVG picture.")] = False,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Write the SVG picture to this file.", metavar="FILE"),
+        typer.Option(callback=writable, help="Write the SVG picture to this file.", metavar="FILE"),
     ] = None,
 ) -> int:
     """Print or draw a pipeline schedule with its bubble and what it keeps in memory."""

@@ -19,23 +19,24 @@ def command(
     if json:
         print_json([asdict(each) for each in found])
         return 0
-    rows = table("experiment", "", "where", "takes", left={"experiment", "", "where"}, wrap=("where",))
+    headings = ("experiment", "", "where", "steps", "took last time", "stopped after")
+    rows = table(*headings, left={"experiment", "", "where"}, wrap=("where",))
     for each in found:
-        rows.add_row(f"{each.suite}/{each.name}", each.state, each.where, _takes(each))
+        rows.add_row(f"{each.suite}/{each.name}", each.state, each.where, *_how_long(each))
     console = stdout(WIDE)
     console.print(rows)
     todo = [each for each in found if each.state == TO_RUN]
     known = sum(each.last_s for each in todo if each.last_s is not None)
-    new = sum(each.last_s is None for each in todo)
     counts = (f"{sum(each.state == state for each in found)} {state}" for state in (TO_RUN, KNOWN, ELSEWHERE))
     last = f"; those that ran before took {units.seconds(known)}" if known else ""
-    console.print(f"{', '.join(counts)}; {new} never ran here{last}", markup=False)
+    new = sum(each.last_s is None for each in todo)
+    no_estimate = f"; no estimate for {new} of them, which never ran here" if new else ""
+    console.print(f"{', '.join(counts)}{last}{no_estimate}", markup=False)
     return 0
 
 
-def _takes(each: Outlook) -> str:
+def _how_long(each: Outlook) -> tuple[str, str, str]:
     if each.state == ELSEWHERE:
-        return ""
-    if each.last_s is not None:
-        return units.seconds(each.last_s)
-    return f"at most {units.seconds(each.limit_s)}" if each.limit_s else "?"
+        return "", "", ""
+    took = "no estimate" if each.last_s is None else units.seconds(each.last_s)
+    return str(each.steps), took, units.seconds(each.limit_s) if each.limit_s else "never"

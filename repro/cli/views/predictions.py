@@ -19,7 +19,7 @@ from repro.render.console import print_json, waiting
 from repro.simulate.plan.asked import SHOWN, Asked, complete, limit_of, memory_bytes
 
 
-def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
+def simulate(model: str, asked: Asked, timeline: Path | None, json: bool) -> int:
     """Trace one step of a model and print what it needs; 1 if it does not fit."""
     on = _system(asked)
     experiment = _experiment(model, on, asked)
@@ -37,19 +37,19 @@ def simulate(model: str, asked: Asked, timeline: str, json: bool) -> int:
             memory_limit=limit,
             expandable=asked.expandable,
             time=True,
-            record=bool(timeline),
+            record=timeline is not None,
         )
-    if timeline:
+    if timeline is not None:
         from repro.simulate.time.perfetto import write
 
         if not found.fits:
             print(f"note: {timeline} is not written: {NO_STEP}", file=sys.stderr)
         elif found.time is None:
             raise ConfigError(
-                "timeline", timeline, says=f"needs times, which cannot be predicted: {found.no_time}"
+                "timeline", str(timeline), says=f"needs times, which cannot be predicted: {found.no_time}"
             )
         else:
-            write(Path(timeline), found.time.timeline.spans, [role.role.stage for role in found.roles])
+            write(timeline, found.time.timeline.spans, [role.role.stage for role in found.roles])
     if json:
         print_json(found.as_dict())
     else:

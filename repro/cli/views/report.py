@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from repro.report.exports.compare import Change
 
 
-def report(results: Path, out: Path, json: bool, notebooks: bool) -> int:
-    """Write the report on the store `results` to `out` and print where; 0, or 1 if a notebook failed."""
+def report(results: Path, out: Path, json: bool, notebooks: bool, own: Sequence[Path] = ()) -> int:
+    """Write the report on the store `results` to `out` and print where; 0, or 1 if a notebook failed.
+
+    `own`: ledger files whose claims are among the others.
+    """
     from repro.report.page import build
     from repro.report.page.notebooks import CellFailed
 
     try:
-        written = build.build(results, out, notebooks=notebooks)
+        written = build.build(results, out, notebooks=notebooks, own=own)
     except CellFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -40,12 +43,14 @@ def report(results: Path, out: Path, json: bool, notebooks: bool) -> int:
     return 0
 
 
-def compare(first: str, second: str, results: Path, tolerance: float, json: bool) -> int:
+def compare(
+    first: str, second: str, results: Path, tolerance: float, json: bool, own: Sequence[Path] = ()
+) -> int:
     """Print what differs; 1 if something is worse, else 0.  Raises `ConfigError`."""
     from repro.report.exports.compare import WORSE, changes_of
 
     require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
-    changes = changes_of(first, second, results, tolerance)
+    changes = changes_of(first, second, results, tolerance, own)
     worse = sum(change.judged == WORSE for change in changes)
     if json:
         print_json({"changes": [asdict(change) for change in changes], "worse": worse})

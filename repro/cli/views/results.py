@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from repro import systems
 from repro.config.errors import ConfigError
+from repro.host import files
 from repro.render import units, words
 from repro.render.console import WIDE, print_json, stdout
 from repro.render.table import sparkline, table
-from repro.results.frames import comparison_row
+from repro.results.frames import comparison_row, experiment_row
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord
 from repro.results.select import select
-from repro.results.side_by_side import Group, groups, row
+from repro.results.side_by_side import Group, groups
 from repro.results.store import read
 from repro.simulate.time.basis import BOUND, CALIBRATED, PUBLISHED, rests_on
 
@@ -136,7 +137,7 @@ def _experiments(console: Console, group: Group) -> None:
 
 def _columns(console: Console, group: Group) -> tuple[Column, list[list[Column]]]:
     """The experiment's name, and blocks of columns that stay together."""
-    rows = [row(record) for record in group.records]
+    rows = [experiment_row(record) for record in group.records]
     bases = [_basis(record) for record in group.records]
     least, most = (
         [mark if basis == BOUND else "" for basis in bases]
@@ -209,7 +210,7 @@ def _number(value: float) -> str:
 
 def _basis(record: ExperimentRecord) -> str:
     """What a predicted speed rests on; empty for what was measured, and where the system's file has gone."""
-    if record.evidence != SIMULATED or STEP_SECONDS not in row(record):
+    if record.evidence != SIMULATED or STEP_SECONDS not in experiment_row(record):
         return ""
     try:
         return rests_on(record.experiment.layout.kernels, systems.load(record.experiment.system))
@@ -236,7 +237,7 @@ def _document(found: Sequence[Group]) -> dict[str, Any]:
     """`--json`: experiments, each with its metrics and its curve of losses, and comparisons."""
     return {
         "experiments": [
-            {**row(record), "rests_on": _basis(record) or None, "loss": record.series.loss or []}
+            {**experiment_row(record), "rests_on": _basis(record) or None, "loss": record.series.loss or []}
             for group in found
             for record in group.records
         ],
@@ -260,4 +261,4 @@ def _draw(found: Sequence[Group], path: Path) -> None:
         raise ConfigError(
             "--plot", str(path), says=f"needs results with a curve of losses: {drawing.caption}"
         )
-    path.write_bytes(style.png(drawing) if path.suffix == ".png" else style.svg(drawing).encode())
+    files.write(path, style.png(drawing) if path.suffix == ".png" else style.svg(drawing))

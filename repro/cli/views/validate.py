@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.config.errors import ConfigError
+from repro.host import files
 from repro.render import units
 from repro.render.console import WIDE, print_json, stdout
 from repro.render.table import table
@@ -30,12 +31,15 @@ if TYPE_CHECKING:
 RUN = "repro run suites/NAME.toml --evidence simulated"
 
 
-def command(results: Path, json: bool, svg: Path | None, system: str) -> int:
-    """Compare what the store `results` predicts; 0.  `system`: also what was measured here, predicted on it."""
+def command(results: Path, json: bool, svg: Path | None, system: str, own: Sequence[Path] = ()) -> int:
+    """Compare what the store `results` predicts; 0.  `system`: also what was measured here, predicted on it.
+
+    `own`: ledger files whose claims are among the others.
+    """
     from repro.report import evidence
     from repro.results.store import say
 
-    seen = evidence.read(results)
+    seen = evidence.read(results, own)
     say(seen.torn)
     found = points(seen.judged, seen.records)
     machine = None
@@ -205,5 +209,5 @@ def _draw(found: Sequence[Point], path: Path) -> None:
     with style.look():
         drawing = validation.draw(found)
     if drawing.figure is None:
-        raise ConfigError("svg", str(path), says=f"needs a store with predictions; `{RUN}` makes them")
-    path.write_text(style.svg(drawing), encoding="utf-8")
+        raise ConfigError("--svg", str(path), says=f"needs a store with predictions; `{RUN}` makes them")
+    files.write(path, style.svg(drawing))

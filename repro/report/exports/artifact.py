@@ -9,6 +9,7 @@ nothing undercuts, and its experiments' time limits, which nothing exceeds.  Wha
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from repro.claims.ledger import ITSELF, KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.claims.things import count
-from repro.config import ConfigError, Experiment
+from repro.config import Experiment
+from repro.host import files
 from repro.models import flops
 from repro.render.units import number
 from repro.report.verdicts import experiments_of, row_view
@@ -51,20 +53,21 @@ class GpuHours:
     most: float
 
 
-def command(output: Path | None) -> int:
-    """Write the appendix to `output`, or print it; 0.  Raises `ConfigError`."""
+def command(output: Path | None, own: Sequence[Path] = ()) -> int:
+    """Write the appendix to `output`, or print it; 0.  Raises `ConfigError`.
+
+    `own`: ledger files whose claims are among the others.
+    """
     if output is None:
-        sys.stdout.write(text())
+        sys.stdout.write(text(own))
         return 0
-    if not output.parent.is_dir():
-        raise ConfigError("--output", str(output), "a file in a folder that exists")
-    output.write_text(text(), encoding="utf-8")
+    files.write(output, text(own))
     return 0
 
 
-def text() -> str:
+def text(own: Sequence[Path] = ()) -> str:
     """The appendix as Markdown."""
-    ledger, catalogue = load(), Catalogue()
+    ledger, catalogue = load(own=tuple(own)), Catalogue()
     results = judge(ledger, [])
     parts = [INTRODUCTION]
     groups = dict.fromkeys(ledger.about[result.claim.file] for result in results)

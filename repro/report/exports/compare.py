@@ -7,6 +7,7 @@ shrugged off.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -36,9 +37,14 @@ class Change:
     high: float | None = None
 
 
-def changes_of(first: str, second: str, results: Path, tolerance: float) -> list[Change]:
-    """What differs between two sides (`side`).  Raises `ConfigError` where they have nothing in common."""
-    changes = compare(side(first, results), side(second, results), tolerance=tolerance)
+def changes_of(
+    first: str, second: str, results: Path, tolerance: float, own: Sequence[Path] = ()
+) -> list[Change]:
+    """What differs between two sides (`side`); `own`: ledger files whose claims are among the others.
+
+    Raises `ConfigError` where the sides have nothing in common.
+    """
+    changes = compare(side(first, results), side(second, results), tolerance=tolerance, own=own)
     if not changes:
         raise ConfigError("compare", second, f"records of experiments that {first} has too")
     return changes
@@ -61,14 +67,16 @@ def side(text: str, results: Path) -> list[Record]:
     return found
 
 
-def compare(before: list[Record], after: list[Record], *, tolerance: float) -> list[Change]:
+def compare(
+    before: list[Record], after: list[Record], *, tolerance: float, own: Sequence[Path] = ()
+) -> list[Change]:
     """Changes of every experiment measured on both sides, then of the claims' verdicts."""
     # An interrupted run says nothing about what interrupted it.
     old, new = (by_key(records, without=("interrupted",)) for records in (before, after))
     changes = []
     for key in (key for key in new if key in old):
         changes += _experiment(old[key], new[key], tolerance)
-    return changes + _verdicts(before, after) if changes else []
+    return changes + _verdicts(before, after, own) if changes else []
 
 
 def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) -> list[Change]:
@@ -125,11 +133,11 @@ def speed(old: ExperimentRecord, new: ExperimentRecord, seed: int = 0) -> tuple[
     return median(steps[0]) / median(steps[1]), float(low), float(high)
 
 
-def _verdicts(before: list[Record], after: list[Record]) -> list[Change]:
+def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) -> list[Change]:
     from repro.claims.judge import judge
     from repro.claims.reader import load
 
-    ledger = load()
+    ledger = load(own=tuple(own))
     old, new = ({r.claim.id: r.verdict for r in judge(ledger, records)} for records in (before, after))
     return [
         Change(

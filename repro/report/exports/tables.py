@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.ledger import KINDS
 from repro.config import ConfigError
+from repro.host import files
 from repro.host.extras import missing
 from repro.results.store import say
 
@@ -30,8 +31,6 @@ def command(results: Path, table: str, form: str, output: Path | None, own: Sequ
         raise ConfigError("--format", form, f"one of {', '.join(FORMATS)}")
     if form == "parquet" and output is None:
         raise ConfigError("--output", "", "a file: parquet is no text")
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError("--output", str(output), "a file in a folder that exists")
     frame = read(results, table, own)
     if frame.empty:
         print(f"note: no {table} in {results}: the table is empty", file=sys.stderr)
@@ -43,7 +42,7 @@ def command(results: Path, table: str, form: str, output: Path | None, own: Sequ
     if output is None:
         sys.stdout.write(text)
     else:
-        output.write_text(text, encoding="utf-8")
+        files.write(output, text)
     return 0
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from repro import models, systems
 from repro.config import ConfigError, Experiment, Layout, Training
+from repro.results.metrics import shown
 
 
 def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
@@ -27,4 +28,4 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
     record = attempt(experiment, systems.load(system), "notebook")
     if record.outcome not in ("ok", "oom"):
         raise ConfigError("layout", layout, f"one that can be simulated: {record.reason}")
-    return {"outcome": record.outcome, **record.metrics}
+    return {"outcome": record.outcome, **shown(record.metrics, record.outcome)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +48,10 @@ class Report:
         return {**vars(self), "page": str(self.page), **paths}
 
 
-def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
+def build(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
     """Write `out`/index.html and `out`/figures/*.svg, *.png; with `notebooks` also `out`/notebooks/*.html.
+
+    `own`: ledger files whose claims are among the others, on the page and not in the notebooks.
 
     Raises `ConfigError` if `out` is no folder or the notebooks' packages are not there, `CellFailed`.
     """
@@ -58,8 +61,8 @@ def build(results: Path, out: Path, *, notebooks: bool = False) -> Report:
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("out", str(out), f"a folder that can be written: {error.strerror}") from None
-    found = evidence.read(results)
+        raise ConfigError("--out", str(out), f"a folder that can be written ({error.strerror})") from None
+    found = evidence.read(results, own)
     chosen = select(found.records)
     points = published.points(found.judged, found.records)
     drawings = draw_all(chosen.measured, chosen.comparisons, chosen.simulated, points, found.judged)

@@ -5,6 +5,8 @@ Only what the file says is asked for: an empty partition, account or constraint 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 from repro.config.errors import ConfigError, require
 from repro.config.files import build, read_toml
 from repro.launch.slurm.site.limits import minutes
+from repro.suites.packaged import PROFILES
 
 REQUESTS = ("gpus-per-node", "gres", "none")
 
@@ -62,11 +65,23 @@ class Slurm:
         require(
             self.gpu_request in REQUESTS, "gpu_request", self.gpu_request, f"one of {', '.join(REQUESTS)}"
         )
+        for key, value in self._texts():
+            require(value.isprintable(), key, value, "text of one line, as it becomes a line of the script")
         minutes(self.time_limit)
         for key in ("gpus_per_node", "tasks_per_node", "cpus_per_task", "requeues"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
         for key in ("array_parallelism", "cases_per_job", "signal_delay_s"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "1 or more")
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """What becomes options of `sbatch`, by key."""
+        for key in ("partition", "account", "qos", "constraint", "gpu_type", "memory"):
+            yield key, getattr(self, key)
+        yield from (("exclude", node) for node in self.exclude)
+        for name, value in self.options.items():
+            yield f"options.{name}", value
+            spelled = re.fullmatch(r"[\w-]+", name)
+            require(spelled is not None, "options", name, "names of options of sbatch, without --")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +131,7 @@ class CaseClass:
     """As in `slurm.requeues`; left out: that many.  A training of weeks goes on from its checkpoint each time."""
 
     def __post_init__(self) -> None:
+        require(bool(self.match), "match", self.match, "a glob of names of experiments")
         require(self.nodes >= 0, "nodes", self.nodes, "0 or more")
         require(self.requeues is None or self.requeues >= 0, "requeues", self.requeues, "0 or more")
         if self.time_limit:
@@ -139,6 +155,10 @@ class Profile:
     file: str = ""
     """Where it was read."""
 
+    def __post_init__(self) -> None:
+        price = self.price_per_gpu_hour
+        require(price >= 0, "price_per_gpu_hour", price, "0 (not known) or more")
+
     @property
     def gpus_per_node(self) -> int:
         """GPUs of a node; 0: ranks run on processor cores."""
@@ -161,7 +181,8 @@ class Profile:
 
 
 def load(path: Path) -> Profile:
-    """The profile in `path`.  Raises `ConfigError`."""
+    """The profile in a `.toml` file, or the packaged one of this name.  Raises `ConfigError`."""
+    path = PROFILES.find(path)
     return parse(read_toml(path), file=str(path))
 
 

@@ -66,11 +66,11 @@ def command(
         if not intent.cases:
             _nothing(intent, json)
             return 0
-        return _submit(intent, registry, profile_file, json)
+        return _submit(intent, registry, json)
 
 
-def _submit(intent: Intent, registry: Registry, profile_file: Path, json: bool) -> int:
-    submission = _written(intent, registry, profile_file)
+def _submit(intent: Intent, registry: Registry, json: bool) -> int:
+    submission = _written(intent, registry)
     folder = registry.path(submission)
     failure = ""
     for place, array in enumerate(intent.arrays):
@@ -124,7 +124,7 @@ def submit_array(
     return str(jobs[0].job_id).split("_")[0]
 
 
-def _written(intent: Intent, registry: Registry, profile_file: Path) -> Submission:
+def _written(intent: Intent, registry: Registry) -> Submission:
     """The submission's folder with everything that its jobs read."""
     identity = registry.new_id(intent.suite.name)
     arrays = [
@@ -143,13 +143,13 @@ def _written(intent: Intent, registry: Registry, profile_file: Path) -> Submissi
         created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         suite=intent.suite.name,
         suite_file=intent.suite.file,
-        profile=str(profile_file),
+        profile=intent.profile.file,
         system=intent.profile.system,
         arrays=arrays,
     )
     folder = registry.path(submission)
     folder.mkdir(parents=True)
-    shutil.copyfile(profile_file, folder / "profile.toml")
+    shutil.copyfile(intent.profile.file, folder / "profile.toml")
     intent.work().save(folder)
     registry.write(submission)
     return submission

@@ -1,0 +1,78 @@
+"""What this machine's memory cannot hold is refused before anything starts, in one line; what is to run out is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from repro import cli
+from repro.launch.local import room
+
+FREE = 10 * 10**9
+SUITE = """
+[suite]
+name = "large"
+[[experiment]]
+name = "states"
+model = "gpt2-1.5b"
+layout = { dp = 2, zero = 1 }
+[[experiment]]
+name = "batch"
+model = "gpt2-tiny"
+layout.micro_batch = 100_000
+[[experiment]]
+name = "meant"
+model = "gpt2-1.5b"
+layout.dp = 2
+expect = "oom"
+[[experiment]]
+name = "limited"
+model = "gpt2-1.5b"
+layout.dp = 2
+limits.memory_bytes = 1_000_000_000
+[[experiment]]
+name = "small"
+model = "gpt2-tiny"
+"""
+STATES = 1_557_611_200 * (2 * 8 + 8)
+"""fp32: parameters and gradients on both ranks, Adam's two states on one or the other."""
+INPUTS = 4 * 128 * 128 * 4
+"""Of one sample: gpt2-tiny's four blocks, 128 tokens, 128 wide, in fp32."""
+
+
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(room, "memory_and_swap", lambda: FREE)
+    path = tmp_path / "large.toml"
+    path.write_text(SUITE)
+    return str(path)
+
+
+def test_a_dry_run_says_it_of_each(suite: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["run", suite, "--dry-run", "--json", "--results", str(tmp_path / "none")]) == 0
+    where = {
+        row["name"]: row["where"] for row in json.loads(capsys.readouterr().out) if row["state"] == "not here"
+    }
+    assert set(where) == {"states", "batch"}
+    most = int(1_557_611_200 * FREE / STATES)
+    assert where["states"] == (
+        "needs 37.4 GB of memory for model states alone, and 10 GB are free here; model = 'gpt2-1.5b' has "
+        f"1,557,611,200 parameters, and at most {most:,} fit in this layout; `--evidence simulated` traces it here"
+    )
+    fits = int(where["batch"].split("at most ")[1].split(" ")[0])
+    states = 16 * 7_248_640
+    assert 0 <= FREE - states - fits * INPUTS < INPUTS
+
+
+def test_it_is_refused_in_one_line_and_nothing_starts(
+    suite: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    assert cli.main(["run", suite, "--only", "states", "--results", str(results)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f'error: {suite}: experiment "states": not run: needs 37.4 GB of memory for model states'
+    )
+    assert not results.exists()
