@@ -28,7 +28,7 @@ LONGEST = 2000
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
+    ast.Mult: lambda a, b: _product(a, b),
     ast.Div: lambda a, b: a / b,
     ast.Pow: lambda a, b: _power(a, b),
 }
@@ -248,6 +248,12 @@ def _walk(
         return settle(key, functions[node.func.id](*positional, **keyword))
     except (ArithmeticError, TypeError) as error:
         raise ExpressionError(f"{ast.unparse(node)}: {error}") from None
+
+
+def _product(left: Any, right: Any) -> Any:
+    if isinstance(left, str) or isinstance(right, str):
+        raise TypeError("a word is no factor")
+    return left * right
 
 
 def _power(base: float, exponent: float) -> float:

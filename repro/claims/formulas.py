@@ -195,6 +195,12 @@ def mean(*values: float) -> float:
     return sum(values) / len(values)
 
 
+def _root(x: float) -> float:
+    if x < 0:
+        raise ArithmeticError("no real root")
+    return sqrt(x)
+
+
 FORMULAS: dict[str, Callable[..., float]] = {
     function.__name__: function
     for function in (
@@ -225,7 +231,7 @@ FORMULAS: dict[str, Callable[..., float]] = {
         mean,
     )
 }
-FORMULAS["sqrt"] = lambda x: sqrt(x)
+FORMULAS["sqrt"] = _root
 CONSTANTS: dict[str, float] = {
     "GB": GB,
     "GiB": GiB,

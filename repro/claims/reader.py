@@ -36,7 +36,11 @@ _DAY = re.compile(r"\d{4}-\d{2}-\d{2} at [0-9a-f]{7,}$")
 
 def load(directory: Path = HERE, own: tuple[Path, ...] = ()) -> the.Ledger:
     """Read and check every `*.toml` in `directory`, then the files `own`.  Raises `ConfigError` in one line."""
-    files = {path: read_file(path) for path in (*sorted(directory.glob("*.toml")), *own)}
+    files = {path: read_file(path) for path in sorted(directory.glob("*.toml"))}
+    for path in own:
+        if any(path.name == other.name for other in files):
+            raise ConfigError("--ledger", str(path), "a file whose name no other ledger file has")
+        files[path] = read_file(path)
     sources: dict[str, the.Source] = {}
     for path, content in files.items():
         for source in content.source:

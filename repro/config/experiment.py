@@ -37,6 +37,7 @@ class Limits:
     def __post_init__(self) -> None:
         for key in ("timeout_s", "hang_s", "memory_bytes"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 (no limit) or more")
+        at_most("memory_bytes", self.memory_bytes, TENSOR_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

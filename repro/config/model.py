@@ -45,6 +45,7 @@ class Model:
     """What a reader should know, for example that the published size is not the true count."""
 
     def __post_init__(self) -> None:
+        sizes.check_name("name", self.name)
         for key in ("layers", "hidden", "heads", "vocab", "seq"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
         for key in ("ffn", "head_dim", "decoder_layers", "published_params"):

@@ -41,6 +41,9 @@ class EmulatedNetwork:
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
         for key in ("between", "within", "delay_s", "flops_per_s"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 (none) or more")
+        for key in ("between", "within"):
+            rate = getattr(self, key)
+            require(rate == 0 or rate >= 1, key, rate, "0 (none), or at least 1 byte a second")
         require(
             (self.between > 0) == (self.nodes > 1),
             "between",

@@ -41,6 +41,7 @@ def at_most(key: str, value: int, limit: Most) -> None:
 
 def check_name(key: str, name: str) -> None:
     """Raise `ConfigError` for a name that no file can have, or that nobody can read."""
-    fine = 0 < len(name) <= NAME.value and name.isprintable() and "/" not in name and not name.startswith(".")
-    shown = name if len(name) <= NAME.value else f"{name[:20]}..."
-    require(fine, key, shown, f"a name without / of at most {NAME.value} characters ({NAME.why})")
+    fine = 0 < len(name) <= NAME.value and name.isprintable() and "/" not in name
+    fine = fine and name == name.strip() and not name.startswith((".", "-"))
+    right = f"a name without / of at most {NAME.value} characters, which begins with no dot, dash or space"
+    require(fine, key, name, f"{right} ({NAME.why})")

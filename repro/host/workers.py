@@ -45,7 +45,14 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pool is not None:
+            if kind is not None:  # the interpreter would wait at its end for what they are at
+                for process in self._processes():
+                    process.kill()
             self._pool.shutdown(wait=kind is None, cancel_futures=True)
+
+    def _processes(self) -> list[Any]:
+        """Of the pool, which has a method to kill them from Python 3.14."""
+        return list((getattr(self._pool, "_processes", None) or {}).values())
 
     def map(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
         """`function(*task)` of every task, in their order.  Raises what it raises, and `WorkerDied`."""

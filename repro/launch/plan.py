@@ -10,6 +10,7 @@ from repro.results.schema import CONCLUSIVE
 from repro.results.select import by_key, by_keys
 from repro.results.store import Store
 from repro.suites import Comparison, Entry, Suite
+from repro.suites.entry import listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ def select(suite: Suite, only: list[str]) -> list[Entry]:
     names = [entry.experiment.name for entry in suite.entries]
     for glob in only:
         if not any(fnmatchcase(name, glob) for name in names):
-            expected = f"a glob that matches an experiment of {suite.file}: {', '.join(names)}"
+            expected = f"a glob that matches an experiment of {suite.file}: {listed(names)}"
             raise ConfigError("--only", glob, expected)
     if not only:
         return list(suite.entries)

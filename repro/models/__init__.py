@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,10 @@ def _model(table: dict[str, Any], path: Path) -> Model:
     fields = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Model)}
     required = {f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING}
     plain = all(
-        key in fields and isinstance(value, fields[key]) and not isinstance(value, bool)
+        key in fields
+        and isinstance(value, fields[key])
+        and not isinstance(value, bool)
+        and (not isinstance(value, float) or math.isfinite(value))
         for key, value in table.items()
     )
     if plain and required <= table.keys():

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+NARROWEST = 20
+"""Columns that a terminal has at the least, whatever `COLUMNS` says."""
 WIDE = 120
 """Columns of a page that needs more than 80, where there is no terminal to say how many there are."""
 
@@ -19,8 +21,7 @@ def stdout(least: int = 0) -> Console:
     from rich.console import Console
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, least)
+    console.width = max(console.width, NARROWEST if console.is_terminal else max(least, NARROWEST))
     return console
 
 

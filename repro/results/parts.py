@@ -35,12 +35,12 @@ class RecordPart:
 
     @classmethod
     def wrong(cls, document: Mapping[str, Any]) -> str:
-        """`KEY: missing`, or `of another type`, of the first field without a default for which it is so; else empty.
+        """`KEY: missing`, or `of another type`, of the first field for which it is so; else empty.
 
         Fields that may be None are not looked at, nor what is in lists and dictionaries.
         """
         for field in _fields(typing.cast(Any, cls)):
-            if not field.required or not field.types:
+            if not field.types or not (field.required or field.key in document):
                 continue
             if not isinstance(document.get(field.key), field.types):
                 return f"{field.key}: {'missing' if field.key not in document else 'of another type'}"

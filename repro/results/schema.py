@@ -368,7 +368,15 @@ def read(document: Mapping[str, Any]) -> Record:
         lacking = "written: missing"
     if not lacking and record is ExperimentRecord:
         missing = [key for key in _CONDITIONS if key not in document["experiment"]]
-        lacking = f"experiment.{missing[0]}: missing" if missing else ""
+        lacking = f"experiment.{missing[0]}: missing" if missing else _unknown(document)
     if lacking:
         raise NotARecord(f"{lacking} in a record of kind {kind}")
     return record.read({"protocol": None, "id": "", **document})
+
+
+def _unknown(document: Mapping[str, Any]) -> str:
+    """Evidence of a kind that nobody knows, or the first metric that is no number; else empty."""
+    if document["evidence"] not in (MEASURED, SIMULATED):
+        return f"evidence: {document['evidence'][:20]!r}"
+    wrong = [name for name, value in document["metrics"].items() if type(value) not in (int, float)]
+    return f"metrics.{wrong[0]}: of another type" if wrong else ""

@@ -224,10 +224,15 @@ class _Reading:
         return remarks
 
 
+def _refuse(constant: str) -> None:
+    """NaN and infinity, which Python reads and JSON has not."""
+    raise ValueError(constant)
+
+
 def _document(line: bytes) -> dict[str, Any] | None:
     """The JSON object of a line; None if it holds none."""
     try:
-        document = json.loads(line)
+        document = json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError):  # a line of brackets is as deep as it is long
         return None
     return document if isinstance(document, dict) else None

@@ -17,7 +17,7 @@ network is named in the same way: `[networks.slow]`, `network = "slow"`, `networ
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -116,7 +116,12 @@ def _models(tables: Any, file: str) -> dict[str, Model]:
     if not isinstance(tables, dict):
         raise ConfigError("models", tables, "tables [models.NAME]", file=file)
     return {
-        name: build(Model, {"name": name, **table}, file=file, where=f"models.{name}")
+        name: build(
+            Model,
+            {"name": name, **table} if isinstance(table, dict) else table,
+            file=file,
+            where=f"models.{name}",
+        )
         for name, table in tables.items()
     }
 
@@ -255,6 +260,9 @@ def _data(training: Training, model: Model) -> None:
     if path.suffix not in (".txt", ".bin") or not path.is_file():
         expected = f"{', '.join(_DATA)}, or the path of a .txt or .bin file that exists"
         raise ConfigError("data", training.data, expected, where="training")
+    from repro.data.stream import open_stream
+
+    open_stream(training, model)
 
 
 def _known(key: str, value: Any, cls: type[Any], *, file: str, where: str) -> None:
@@ -266,5 +274,13 @@ def _known(key: str, value: Any, cls: type[Any], *, file: str, where: str) -> No
 def unknown(key: str, known: tuple[str, ...], what: str = "key") -> str:
     """What to say of a name that is not among `known`."""
     near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    hint = (
+        f"did you mean {near[0]}?" if near else f"known are {listed(known)}" if known else "there is no other"
+    )
     return f"unknown {what}; {hint}"
+
+
+def listed(names: Sequence[str], most: int = 30) -> str:
+    """`names` for one line of an error."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

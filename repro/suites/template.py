@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from repro.config.errors import require
+from repro.config.files import check_writable
 from repro.config.sizes import check_name
 from repro.host import files
 from repro.suites.read import Suite, load
@@ -16,8 +18,8 @@ def write(path: Path) -> Suite:
     """Write the commented suite to `path`, named as the file.  Raises `ConfigError`; a file that is there stays."""
     require(path.suffix == ".toml", "FILE", str(path), "a file that ends in .toml")
     require(not path.exists(), "FILE", str(path), says="is there already; it is not overwritten")
-    require(path.parent.is_dir(), "FILE", str(path), "a file in a folder that exists")
     check_name("FILE", path.stem)
+    check_writable("FILE", path)
     text = TEMPLATE.read_text(encoding="utf-8").replace("FILE", str(path))
-    files.replace(path, text.replace('name = "NAME"', f'name = "{path.stem}"'))
+    files.replace(path, text.replace('name = "NAME"', f"name = {json.dumps(path.stem)}"))
     return load(path)

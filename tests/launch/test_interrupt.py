@@ -1,13 +1,17 @@
-"""Signals as a flag."""
+"""Signals as a flag, and what they leave."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import active_children
 
 import pytest
 
+from repro.host.workers import Workers
 from repro.launch.interrupt import Interrupt
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,3 +49,15 @@ def test_what_is_ignored_stays_so() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupt.signal == signal.SIGTERM
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_workers_are_not_waited_for_by_who_stops() -> None:
+    """Python would join at its end what they are at, and a second Ctrl-C would show where it does."""
+    began = time.monotonic()
+    with suppress(KeyboardInterrupt), Workers(2) as workers:
+        workers.count = 2
+        for _ in workers.completed(time.sleep, [(0,), (100,)]):
+            raise KeyboardInterrupt
+    while active_children() and time.monotonic() - began < 60:
+        time.sleep(0.1)
+    assert not active_children()

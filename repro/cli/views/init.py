@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from repro.suites.template import write
@@ -12,5 +13,6 @@ def command(path: Path) -> int:
     suite = write(path)
     names = ", ".join(entry.experiment.name for entry in suite.entries)
     print(f"{path}: a suite with {len(suite.entries)} experiments ({names}) and a comparison")
-    print(f"next: repro run {path} --dry-run, then repro run {path}")
+    command = f"repro run {shlex.quote(str(path))}"
+    print(f"next: {command} --dry-run, then {command}")
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from repro.cli.views.schedule_plan import TimedSchedule, describe, make, number, share
 from repro.cli.views.schedule_text import show
 from repro.config.errors import require
+from repro.host import files
 
 
 def command(
@@ -33,7 +34,7 @@ def command(
         if out is None:
             sys.stdout.write(_svg(plan))
         else:
-            out.write_text(_svg(plan), encoding="utf-8")
+            files.write(out, _svg(plan))
             print(out)
     else:
         show(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,8 +50,9 @@ def command(
 
     `within`, `between`: bytes/s, one or several with commas, or empty.
     """
-    for key, value in (("--ranks", ranks), ("--part", part), ("--layers", layers), ("--steps", steps - 1)):
+    for key, value in (("--ranks", ranks), ("--part", part), ("--layers", layers)):
         require(value >= 1, key, value, "1 or more")
+    require(steps >= 2, "--steps", steps, "2 or more: the first is not timed")
     for key, value in (("--width", width), ("--tp", tp)):
         require(value >= 0, key, value, "0 (chosen) or more")
     choice = Choice(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
@@ -103,7 +105,7 @@ def _rates(option: str, given: str) -> list[float]:
         found = [float(part) for part in given.split(",")] if given else [0.0]
     except ValueError:
         found = []
-    if not found or (given and min(found) <= 0):
+    if not found or (given and not all(0 < rate < math.inf for rate in found)):
         raise ConfigError(option, given, "bytes/s, several with commas: 2.5e9,5e9")
     return found
 

@@ -20,6 +20,8 @@ def command(results: Path, what: str) -> int:
     A job whose other cases do not match goes too, and that is said: SLURM ends jobs, not cases.
     """
     registry, scheduler = Registry(results), Scheduler()
+    if not registry.all():
+        raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
     try:
         open_cases = [
             case

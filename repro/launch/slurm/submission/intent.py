@@ -17,6 +17,7 @@ from repro.results.schema import SIMULATED
 from repro.results.select import by_key
 from repro.results.store import Store
 from repro.suites import Entry, Suite
+from repro.systems import HERE
 
 HOUR_S = 3600.0
 
@@ -100,7 +101,8 @@ def intend(
     if not here:
         first = next(iter(elsewhere))
         expected = f"its nodes are {profile.system}, and {first} of {suite.file} needs {elsewhere[first]}"
-        if not any(entry.experiment.network for entry in entries):
+        first_system = suite.entry(first).experiment.system
+        if not (move or first_system in HERE or any(entry.experiment.network for entry in entries)):
             expected += "; --move runs it on them all the same, under a name of its own"
         raise ConfigError("system", profile.system, says=expected, file=profile.file)
     tasks = plan.tasks(suite, here, store, rerun=rerun)
@@ -132,7 +134,6 @@ def _needs(experiment: Experiment) -> str:
 def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list[Entry]]:
     """The entries of other systems on this one; comparisons go by names, so both sides move."""
     from repro.launch.simulated import moved
-    from repro.systems import HERE
 
     if system in HERE:
         expected = "a profile of a system with GPUs: the published sizes are not for processor cores"

@@ -1,0 +1,258 @@
+"""What nobody should write, in every command: one line that names it and says what would be right, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from repro import cli
+from repro.results.store import Store
+from tests.claims.test_own_ledger import OWN
+from tests.records import made_up
+
+SUITE = '[suite]\nname = "s"\n'
+EXPERIMENT = '[[experiment]]\nname = "a"\nmodel = "gpt2-tiny"\n'
+MODEL = "layers = 2\nhidden = 64\nheads = 4\nvocab = 128\nseq = 64\n"
+SYSTEM = (Path(__file__).parents[2] / "repro/systems/files/lowbw-v100.toml").read_text(encoding="utf-8")
+PROFILE = (Path(__file__).parents[2] / "slurm/dgx2.toml").read_text(encoding="utf-8")
+RUN = "run s.toml --dry-run"
+
+
+class Bad(NamedTuple):
+    said: str
+    """Of the line."""
+    command: str = RUN
+    experiment: str = ""
+    """Keys after those of the only experiment of `s.toml`."""
+    file: str = ""
+    """In place of what `s.toml` or, for other commands, the file of the command has."""
+
+
+def system(old: str, new: str) -> str:
+    assert old in SYSTEM
+    return SYSTEM.replace(old, new, 1)
+
+
+NASTY = {
+    # suites
+    "an infinite rate": Bad("training.lr = inf: must be finite", experiment="training.lr = inf"),
+    "an infinite limit": Bad("limits.timeout_s = inf: must be finite", experiment="limits.timeout_s = inf"),
+    "a limit of more than there is": Bad(
+        "limits.memory_bytes = 9223372036854775807: must be at most",
+        experiment="limits.memory_bytes = 9223372036854775807",
+    ),
+    "a negative seed": Bad(
+        "training.seed = -1: must be a whole number of at", experiment="training.seed = -1"
+    ),
+    "a seed of 65 bits": Bad(
+        "training.seed = 18446744073709551616: must be a whole number",
+        experiment="training.seed = 18446744073709551616",
+    ),
+    "truth in a list": Bad(
+        "layout.stage_layers = [True, 3]: must be a list without true or false",
+        experiment="layout = { pp = 2, stage_layers = [true, 3] }",
+    ),
+    "an infinite link": Bad(
+        "network.between = inf: must be finite",
+        experiment="layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = inf }",
+    ),
+    "a link of less than a byte": Bad(
+        "network.between = 1e-09: must be 0 (none), or at least 1 byte a second",
+        experiment="layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = 1e-9 }",
+    ),
+    "an empty text": Bad(
+        "training.data = 'empty.txt': must be at least seq + 1 = 129 tokens for one sample; it has 0",
+        experiment='training.data = "empty.txt"',
+    ),
+    "continues itself": Bad(
+        "training.continues = 'a': unknown experiment; there is no other",
+        experiment='training = { checkpoint_every = 5, continues = "a" }',
+    ),
+    "a model that is a number": Bad("models.x = 3: must be a table", experiment="[models]\nx = 3"),
+    "a file whose name has a zero byte": Bad(
+        "must be the path of a TOML file", file=SUITE + EXPERIMENT.replace("gpt2-tiny", "a\\u0000.toml")
+    ),
+    "lists in lists in lists": Bad(
+        "s.toml: not TOML: tables or lists in hundreds of others", file=f"x = {'[' * 5000}{']' * 5000}"
+    ),
+    "a blank name": Bad("name = ' ': must be a name", file=SUITE + EXPERIMENT.replace('"a"', '" "')),
+    "a name like an option": Bad(
+        "name = '--all': must be a name", file=SUITE + EXPERIMENT.replace('"a"', '"--all"')
+    ),
+    "a suite twice": Bad(
+        "s.toml: suite.name = 's': must be a name that no other", "run s.toml s.toml --dry-run"
+    ),
+    "a suite without its ending": Bad("suite = 's': did you mean s.toml?", "run s --dry-run"),
+    "a system for what is measured": Bad(
+        "--system = 'dgx2': needs --evidence simulated", f"{RUN} --system dgx2"
+    ),
+    "a file for a folder": Bad(
+        "--results = 's.toml': must be a folder; this is a file", f"{RUN} --results s.toml"
+    ),
+    "a name of 5,000 letters": Bad("aaa...aaa", f"run {'a' * 5000}.toml"),
+    # what a shell does not know
+    "an empty suite": Bad("argument = '': is empty", "run ''"),
+    "an empty file": Bad("--timeline = '': is empty", "simulate --model m --system s --gpus 8 --timeline ''"),
+    "an empty limit": Bad(
+        "--memory-limit = '': is empty", "plan --model m --system s --gpus 8 --memory-limit="
+    ),
+    # models and systems
+    "an infinite model": Bad(
+        "m.toml: m.published_params = inf: must be finite",
+        "models m.toml",
+        file=f"{MODEL}published_params = inf",
+    ),
+    "a model without a name": Bad(
+        "m.toml: name = '': must be a name", "models m.toml", file=f'name = ""\n{MODEL}'
+    ),
+    "a model called as a path": Bad(
+        "name = '../x': must be a name", "models m.toml", file=f'name = "../x"\n{MODEL}'
+    ),
+    "infinitely many devices": Bad(
+        "s.toml: devices_per_node.value = inf: must be finite",
+        "systems s.toml",
+        file=system("devices_per_node = { value = 4", "devices_per_node = { value = inf"),
+    ),
+    "a true number of devices": Bad(
+        "s.toml: devices_per_node.value = true: must be a number",
+        "systems s.toml",
+        file=system("devices_per_node = { value = 4", "devices_per_node = { value = true"),
+    ),
+    # files to write, before the work
+    "a timeline nowhere": Bad(
+        "--timeline = '/nowhere/x.json': must be a file in a folder that exists",
+        "simulate --model gpt2-1.5b --system dgx2 --gpus 8 --timeline /nowhere/x.json",
+    ),
+    "a timeline that is a folder": Bad(
+        "--timeline = '.': must be a file that can be written (Is a directory)",
+        "simulate --model gpt2-1.5b --system dgx2 --gpus 8 --timeline .",
+    ),
+    "a suite where nothing can be": Bad(
+        "FILE = '/proc/x.toml': must be a file that can be written", "init /proc/x.toml"
+    ),
+    "a page where a file is": Bad(
+        "--out = 's.toml': must be a folder that can be written", "report --out s.toml"
+    ),
+    # ledgers
+    "a ledger called as ours": Bad(
+        "--ledger = 'yuan.toml': must be a file whose name no other ledger file has",
+        "claims --ledger yuan.toml",
+        file='title = "Mine"\n',
+    ),
+    # clusters
+    "a profile that nobody knows": Bad(
+        "--profile = 'dgx3': unknown profile; did you mean dgx2?", "submit smoke --profile dgx3 --dry-run"
+    ),
+    "a price below nothing": Bad(
+        "p.toml: price_per_gpu_hour = -1.0: must be 0 (not known) or more",
+        "submit zero_r --profile p.toml --dry-run",
+        file=f"price_per_gpu_hour = -1.0\n{PROFILE}",
+    ),
+    "a partition of two lines": Bad(
+        "p.toml: slurm.partition = 'a\\n#SBATCH --x': must be text of one line",
+        "submit zero_r --profile p.toml --dry-run",
+        file='[slurm]\npartition = "a\\n#SBATCH --x"\n',
+    ),
+    "an option of two words": Bad(
+        "p.toml: slurm.options = 'a b': must be names of options of sbatch",
+        "doctor --profile p.toml",
+        file='[slurm]\noptions = { "a b" = "x" }\n',
+    ),
+    "nodes of two lines": Bad(
+        "exclude = 'n1\\nx': must be text of one line",
+        "submit zero_r --profile dgx2 --dry-run --exclude 'n1\nx'",
+    ),
+    "nodes without a cluster": Bad("--nodes = 3: must be 0 or more, with --profile", "doctor --nodes 3"),
+    "jobs of nobody": Bad(
+        "--results = 'nowhere': must be a folder that `repro submit`", "cancel --results nowhere"
+    ),
+    "records into a file": Bad(
+        "--into = 's.toml': must be a folder; this is a file", "collect --into s.toml"
+    ),
+    # twins
+    "a rate that is none": Bad("--within = 'nan': must be bytes/s", "twin ds-3p75x-lowbw --within nan"),
+    "no step at all": Bad("--steps = 0: must be 2 or more", "twin ds-3p75x-lowbw --steps 0"),
+    "a rank of nothing measured": Bad(
+        "--as-rank = 3: needs --measure", "fit --system dgx2 --gpus 8 --as-rank 3"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NASTY)
+def test_it_is_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = NASTY[case]
+    words = shlex.split(bad.command)
+    name = next((word for word in words if word in ("m.toml", "p.toml", "yuan.toml")), "s.toml")
+    (tmp_path / name).write_text(bad.file or f"{SUITE}{EXPERIMENT}{bad.experiment}")
+    (tmp_path / "empty.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert bad.said in err
+    assert len(err.splitlines()) == 1
+    assert len(err) < 600
+
+
+def test_what_is_moved_already_is_not_told_to_move(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "smoke", "--profile", "dgx2", "--only", "states-z0-dp1", "--dry-run", "--move"]
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert "states-z0-dp1" in err
+    assert "--move" not in err
+
+
+def test_a_name_with_letters_of_toml_and_of_shells_begins_a_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ('a"b.toml', "a b.toml", "ü.toml"):
+        assert cli.main(["init", name]) == 0
+        command = capsys.readouterr().out.splitlines()[-1].partition("then ")[2]
+        assert shlex.split(command) == ["repro", "run", name]
+        assert cli.main([*shlex.split(command)[1:], "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"metrics": {"step_seconds.median": "fast"}},
+        {"metrics": {"step_seconds.median": None}},
+        {"metrics": {"step_seconds.median": float("nan")}},
+        {"evidence": "guessed"},
+        {"wall_s": "long"},
+    ],
+    ids=str,
+)
+def test_a_record_that_somebody_wrote_is_named_and_left_out(keys: dict[str, object], tmp_path: Path) -> None:
+    line = {**made_up("a").as_dict(), **keys}
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records/a.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(made_up('b').as_dict())}\n")
+    store = Store(tmp_path)
+    assert [record.name for record in store.records()] == ["b"]
+    assert len(store.skipped) == 1
+    assert "a.jsonl:1: " in store.skipped[0]
+
+
+@pytest.mark.parametrize("expression", ["sqrt(-1)", "'a' * 10**9", "10**9 * 'a'"])
+def test_what_cannot_be_computed_is_a_verdict(
+    expression: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN.replace("model_state_bytes(1e9, 8, 3)", expression))
+    assert cli.main(["claims", "mine-states", "--json", "--ledger", str(path)]) == 0
+    (claim,) = json.loads(capsys.readouterr().out)["claims"]
+    assert claim["verdict"] == "not run"
+    assert "cannot be computed" in claim["reason"]
+
+
+def test_a_full_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["artifact", "--output", "/dev/full"]) == 1
+    assert capsys.readouterr().err == "error: /dev/full: No space left on device\n"

@@ -1,0 +1,37 @@
+"""Whatever streams and environment a command is given, it says what it has to, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLI = "import sys; from repro.cli import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize(
+    ("shell", "code"),
+    [
+        ("COLUMNS=0 {repro} systems dgx2", 0),
+        ("PYTHONIOENCODING=ascii {repro} schedule --pp 2 --micro-batches 2", 0),
+        ("{repro} models >&-", 0),
+        ("{repro} models nope 2>&-", 2),
+        ("{repro} models > /dev/full", 1),
+    ],
+)
+def test_any_terminal_will_do(shell: str, code: int, tmp_path: Path) -> None:
+    command = shlex.join([sys.executable, "-c", CLI])
+    done = subprocess.run(
+        ["sh", "-c", shell.format(repro=command)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert len(done.stderr.splitlines()) == (code == 1)
