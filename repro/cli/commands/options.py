@@ -22,7 +22,7 @@ def writable(option: typer.CallbackParam, value: Path | None) -> Path | None:
     if value is not None:
         from repro.config.files import check_writable
 
-        check_writable(option.opts[0] if option.opts[0].startswith("--") else option.opts[-1], value)
+        check_writable(option.opts[0], value)
     return value
 
 
