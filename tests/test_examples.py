@@ -38,7 +38,6 @@ NOT_HERE = {
     "repro collect": "a cluster",
     "repro lab": "network namespaces",
     "repro doctor --kernels": "a compiler; tests/kernels compile them",
-    "repro plan --model turing-nlg-17b": "a minute on two cores; tests/simulate/plan plans",
 }
 """What examples need that a test has not: they are parsed all the same, and what can show what it would do does."""
 SHOWS = ("repro run suites/", "repro run windtunnel_", "repro submit")
