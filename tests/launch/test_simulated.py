@@ -205,7 +205,8 @@ def test_several_suites_are_simulated_one_after_the_other(
 ) -> None:
     first = write_suite(tmp_path, experiments("one"))
     second = first.with_name("second.toml")
-    second.write_text(first.read_text().replace('name = "one"', 'name = "two"'))
+    renamed = first.read_text().replace('name = "one"', 'name = "two"')
+    second.write_text(renamed.replace('name = "faults"', 'name = "second"'))
     arguments = ["run", str(first), str(second), "--evidence", "simulated", "--results", str(tmp_path / "r")]
     assert main([*arguments, "--json"]) == 0
     summaries = json.loads(capsys.readouterr().out)
