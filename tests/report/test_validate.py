@@ -187,7 +187,7 @@ def test_nothing_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["validate", "--results", str(tmp_path)]) == 0
     assert "--evidence simulated" in capsys.readouterr().out
     assert main(["validate", "--results", str(tmp_path), "--svg", str(tmp_path / "x.svg")]) == 2
-    assert "error: svg" in capsys.readouterr().err
+    assert "error: --svg" in capsys.readouterr().err
 
 
 def test_the_picture_shows_what_counts() -> None:
