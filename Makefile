@@ -70,6 +70,10 @@ endef
 SHOWN := zero-fig2 memory-timeline states windtunnel
 PICTURES := build/pictures
 
+# Tests and runs start hundreds of processes that import the same files: what the first one compiles is kept for the
+# others, also where the environment asks for none to be kept.  `make clean` removes it.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help smoke simulate test engines test-engines test-slurm test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
