@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import repro
@@ -73,6 +72,11 @@ def resnet() -> nn.Module:
 
 def lora() -> nn.Module:
     """A base that is frozen, under checkpoints that need an input with a gradient."""
+    from peft import (
+        LoraConfig,
+        get_peft_model,
+    )  # seconds, which a process that only collects tests does not need
+
     base = llama()
     base.enable_input_require_grads()
     return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 from itertools import product
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from tests.pool import RankPool
 
-pytest.importorskip("peft", reason="not installed: pip install -e '.[test]'")
+if find_spec("peft") is None:
+    pytest.skip("not installed: pip install -e '.[test]'", allow_module_level=True)
 
 from tests.wrap.foreign_models import CASES, Trained, train
 
