@@ -28,6 +28,7 @@ from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
 
 pytestmark = pytest.mark.timeout(300)
+SMALL_CACHE = "tests.calibrate.small_cache:run_rank"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a quick calibration with two ranks."""
     path = tmp_path_factory.mktemp("calibrate") / "here.toml"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("repro.calibrate.machines.TARGET", "tests.calibrate.small_cache:run_rank")
+        patch.setattr("repro.calibrate.machines.TARGET", SMALL_CACHE)
         assert (
             cli.main(["calibrate", "--system", "local", "--gpus", "2", "--output", str(path), "--quick"]) == 0
         )
@@ -191,7 +192,7 @@ def test_a_wrong_question_needs_no_torch() -> None:
     assert done.stdout.strip() == "2 False", done.stderr
 
 
-def test_operators_of_a_suite(tmp_path: Path) -> None:
+def test_operators_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the sizes of its own steps, whatever networks they are on; of links single messages alone."""
     layout = "layout = { dp = 2, micro_batch = 1 }"
     suite = tmp_path / "suite.toml"
@@ -224,6 +225,7 @@ model = "own"
     with pytest.raises(ConfigError, match="3 ranks"):
         plan.of_suites([suites.load(suite)], "local", 3, quick=True)
     output = tmp_path / "here.toml"
+    monkeypatch.setattr("repro.calibrate.machines.TARGET", SMALL_CACHE)
     answer = calibrate("local", 2, output, None, 0, True, [suite], quiet=True)
     assert answer.outcome == "ok", answer.reason
     links = systems.load(output).links["memory"].collectives

@@ -19,7 +19,7 @@ LAYOUTS = {"dp": "dp = 4", "zero": "dp = 4, zero = 2", "tp": "dp = 2, tp = 2"}
 
 def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> None:
     body = "".join(
-        f'[[experiment]]\nname = "{name}"\nnetwork = "slow"\nlayout = {{ {layout} }}\n'
+        f'[[experiment]]\nname = "{name}"\nnetwork = "slow"\nlaunch = "one"\nlayout = {{ {layout} }}\n'
         for name, layout in LAYOUTS.items()
     )
     code, err = run(suite(tmp_path, body), tmp_path / "results")
