@@ -15,10 +15,8 @@ from tests.parallel.test_parity import BATCH, alone
 from tests.pool import RankPool
 from tests.training import LEARNING, Trained, smallest, tiny, train
 
-COSINE: dict[str, Any] = {"schedule": "cosine", "min_lr": 3e-4}
-"""After two steps of warm-up, over 20 steps."""
-SHORT: dict[str, Any] = {**LEARNING, **COSINE}
-"""The weights move as far in 8."""
+COSINE: dict[str, Any] = {**LEARNING, "schedule": "cosine", "min_lr": 3e-4}
+"""The weights move as far as in 20 steps of the ordinary rate."""
 DROPPED: dict[str, Any] = {"steps": 6, "dropout": 0.1, "attention_dropout": 0.1}
 FP16: dict[str, Any] = {"steps": 6, "loss_scale": 2.0**12, "loss_scale_hysteresis": 1}
 
@@ -79,9 +77,9 @@ def assert_same(found: list[Trained], expected: Trained, loss: float, parameters
 
 @pytest.mark.parametrize("layout", FP32, ids=name_of)
 def test_fp32(request: pytest.FixtureRequest, layout: Layout) -> None:
-    training = COSINE if layout.world == 2 else SHORT
-    expected = alone(model=smallest(layout), **training)
-    assert_same(run(request, layout, **training), expected, 1e-5, 1e-5)
+    expected = alone(model=smallest(layout), **COSINE)
+    assert expected.loss[-1] < 0.95 * expected.loss[0], "the run must learn, or parity shows little"
+    assert_same(run(request, layout, **COSINE), expected, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("layout", [FP32[3], FP32[6], FP32[9], replace(FP32[0], recompute=True)], ids=name_of)
