@@ -28,6 +28,8 @@ class Pair:
     layout: str
     measured: float
     predicted: float
+    rests_on: str
+    """One of `repro.simulate.time.basis.BASES`."""
 
     @property
     def error(self) -> float:
@@ -67,7 +69,7 @@ def compare(records: Iterable[Record], system: System) -> MachineErrors:
             continue
         try:
             on = emulated(system, experiment.network) if experiment.network else system
-            seconds = predict(experiment, on, trace_roles(experiment, gloo=gloo)).step_s
+            prediction = predict(experiment, on, trace_roles(experiment, gloo=gloo))
         except ConfigError as error:
             missing[name] = str(error)
             continue
@@ -76,7 +78,8 @@ def compare(records: Iterable[Record], system: System) -> MachineErrors:
                 name=name,
                 layout=words.layout(record.experiment.layout),
                 measured=record.metrics[STEP_SECONDS],
-                predicted=seconds,
+                predicted=prediction.step_s,
+                rests_on=prediction.rests_on,
             )
         )
     return MachineErrors(system=system.name, pairs=tuple(pairs), missing=missing)

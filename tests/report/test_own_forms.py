@@ -26,6 +26,7 @@ from repro.report.figures.style import Drawing, look
 from repro.report.figures.values import View
 from repro.results.schema import ExperimentRecord
 from repro.simulate.record import failed_record
+from repro.simulate.time.basis import BOUND
 from repro.simulate.time.stage import TRANSFER
 from tests.records import changed
 
@@ -140,6 +141,9 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
     with look():
         drawing = breakdown.draw(view, [fine])
     assert words(drawing) == ["46.20 s", "50.00 s"]
+    assert drawing.caption.endswith(f"Times rest on: {BOUND} (1)."), (
+        "made up for a machine that nobody calibrated"
+    )
     assert "repro run suites/megatron_2021.toml --evidence simulated" in drawing.missing
     assert readable(drawing)
     turing = record("turing_nlg", "zero2-mp4", times)

@@ -19,6 +19,7 @@ from repro.results.schema import ExperimentRecord
 from repro.results.select import select
 from repro.results.store import Store
 from repro.simulate.record import failed_record
+from repro.simulate.time.basis import BASES, PUBLISHED
 
 ONE = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16")
 
@@ -29,7 +30,7 @@ def traced() -> list[ExperimentRecord]:
     layout = {"tp": 2, "pp": 2, "global_batch": 2, "scatter_gather": True, "recompute": True, "pa": True}
     deep = synthetic.experiment("deep", **layout)
     small = Experiment(name="tight", model=deep.model, layout=deep.layout, system="selene")
-    records = [attempt(e, systems.load("selene"), "smoke") for e in (ONE, small)]
+    records = [attempt(e, systems.load("selene"), "smoke") for e in (replace(ONE, system="selene"), small)]
     records[1].metrics.pop("memory.reserved_bytes")
     reason = "middle <stage>: out of memory, 8599967744 bytes requested of 32317748480"
     records[1] = replace(records[1], outcome="oom", reason=reason)
@@ -52,7 +53,10 @@ def test_rows(traced: list[ExperimentRecord]) -> None:
     assert row["states"] != "–" != row["reserved"]
     assert row["limit"] == "83.7 GB"
     assert row["between"] == "0 B", "two GPUs of one node"
+    assert (row["step"], row["rests_on"]) != ("–", "")
+    assert row["rests_on"] == PUBLISHED, "fused kernels on an A100"
     tight = simulated_row(traced[1])
+    assert (tight["step"], tight["rests_on"]) == ("–", ""), "what does not fit takes no time"
     assert tight["layout"] == "tp 2 x pp 2, fp32, 1f1b, recomputation, P_a, scatter/gather, micro-batch 1"
     assert tight["reserved"] == "–"
     assert tight["where"].endswith("stage")
@@ -70,6 +74,10 @@ def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
     assert page.count('id="sim-smoke.states-z1-dp2"') == page.count('id="run-smoke.states-z1-dp2"') == 1
     assert "middle &lt;stage&gt;: out of memory, 8.60 GB requested of 32.3 GB" in page
     assert "without a conclusive result: smoke/deep (error)" in page
+    line = page.partition('id="sim-smoke.states-z1-dp2"')[2].partition("</tr>")[0]
+    assert PUBLISHED in line
+    for basis, meaning in BASES.items():
+        assert f"<em>{basis}</em>, {meaning.partition('`')[0]}" in page
 
 
 def test_tidy_views_tell_the_evidence(traced: list[ExperimentRecord]) -> None:

@@ -20,6 +20,8 @@ from repro.report.figures.style import look
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from repro.simulate.record import failed_record
+from repro.simulate.time.basis import BASES, PUBLISHED
+from repro.simulate.time.basis import BOUND as UPPER_BOUND
 from repro.systems import load as load_system
 from repro.validate import machine as validate_machine
 from repro.validate.published import (
@@ -35,6 +37,7 @@ from repro.validate.published import (
     families,
     points,
 )
+from tests.records import changed
 
 LEDGER = load()
 FOLDER = Path(__file__).parents[2] / "suites"
@@ -71,6 +74,19 @@ def test_one_run_counts_once_in_its_family() -> None:
     assert point.published == 142
     assert point.error == pytest.approx(150 / 142 - 1)
     assert len(seen) == 3
+
+
+def test_a_point_rests_on_the_weaker_of_its_runs() -> None:
+    """Published points are under Megatron-LM's kernels on a V100, and nothing is under the fused ones there."""
+    megatron, zero = (record("zero_throughput", f"fig2-8b-{name}", 40e12) for name in ("megatron", "zero"))
+    assert {point.rests_on for point in found(megatron, zero)} == {PUBLISHED}
+    assert zero.experiment.layout.kernels == "unfused"
+    layout = {**zero.conditions["layout"], "kernels": "fused"}
+    seen = found(megatron, changed(zero, experiment={**zero.conditions, "layout": layout}))
+    bases = {(point.kind, point.runs): point.rests_on for point in seen}
+    assert bases[RATE, (zero.at,)] == UPPER_BOUND
+    assert bases[RATE, (megatron.at,)] == PUBLISHED
+    assert {basis for (kind, _), basis in bases.items() if kind == RATIO} == {UPPER_BOUND}
 
 
 def test_times_are_compared_as_rates() -> None:
@@ -156,6 +172,10 @@ def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert "1 of 1 ratios on the right side of 1" in text
     assert "Calibration: left out" in text
+    speed_up = next(line for line in text.splitlines() if "8B: speed-up" in line)
+    assert speed_up.split()[-1] == "published"
+    assert BASES[PUBLISHED] in " ".join(text.split())
+    assert BASES[UPPER_BOUND] not in " ".join(text.split()), "nothing here rests on it"
     assert picture.read_text().startswith("<svg")
     assert main(["validate", "--results", str(store), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -232,5 +252,6 @@ def test_measured_runs_are_predicted_on_a_system_file(
             opened.append(made)
     assert main(["validate", "--results", str(tmp_path), "--system", "dgx2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)["machine"]
+    assert {pair["rests_on"] for pair in document["pairs"]} == {UPPER_BOUND}
     assert document["median_error"] == pytest.approx(machine.median)
     assert validate.as_dict([], machine)["machine"] == document

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from repro import suites
+from repro.calibrate.toml import text as toml
 from repro.claims.commands import Catalogue
 from repro.claims.reader import load as ledger
+from repro.cli import main
 from repro.config import EmulatedNetwork
 from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.config.twin import RATIO
 from repro.lab.frames import payload_share
+from repro.simulate.time.basis import CALIBRATED, PUBLISHED
 from repro.simulate.time.emulated import emulated
 from repro.simulate.time.network import Network
 from repro.systems.load import parse
@@ -215,3 +219,19 @@ def test_the_suite_is_the_twin(lowbw: Twin, machine: System, catalogue: Catalogu
     assert RATIO in second.numbers
     assert RATIO not in first.numbers
     assert [row.subjects for row in suite.comparisons] == [("lowbw-deepspeed",)]
+
+
+def test_both_sides_say_what_they_rest_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The original's V100 is known by a published point, the twin's machine was measured."""
+    path = tmp_path / "here.toml"
+    path.write_text(toml(tables()))
+    asked = ["twin", "ds-3p75x-lowbw", "--machine", str(path)]
+    assert main(asked) == 0
+    (line, *_) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("which rests on"))
+    assert line.removeprefix("which rests on").split("  ")[-1].strip() == CALIBRATED
+    assert PUBLISHED in line
+    assert main([*asked, "--json"]) == 0
+    members = [member for each in json.loads(capsys.readouterr().out) for member in each["members"]]
+    assert [member["rests_on"] for member in members] == [
+        {"original": PUBLISHED, "twin": CALIBRATED} for _ in members
+    ]

@@ -8,7 +8,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from repro import systems
 from repro.config.errors import ConfigError
 from repro.host import files
 from repro.render import units, words
@@ -16,11 +15,11 @@ from repro.render.console import WIDE, print_json, stdout
 from repro.render.table import sparkline, table
 from repro.results.frames import comparison_row, experiment_row
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
-from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord
+from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
 from repro.results.side_by_side import Group, groups
 from repro.results.store import read
-from repro.simulate.time.basis import BOUND, CALIBRATED, PUBLISHED, rests_on
+from repro.simulate.time.basis import BOUND, SHORT, of_record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,8 +31,6 @@ EVIDENCE = {
 }
 WORDS, COUNTS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
 """What has a column where experiments differ in it."""
-SHORT = {CALIBRATED: "calibrated", PUBLISHED: "published", BOUND: "bound", "": units.NOTHING}
-"""What a predicted speed rests on, in a table."""
 NOTES = {
     "loss": "loss: of the last step",
     "curve": "curve: loss over the steps",
@@ -138,7 +135,7 @@ def _experiments(console: Console, group: Group) -> None:
 def _columns(console: Console, group: Group) -> tuple[Column, list[list[Column]]]:
     """The experiment's name, and blocks of columns that stay together."""
     rows = [experiment_row(record) for record in group.records]
-    bases = [_basis(record) for record in group.records]
+    bases = [of_record(record) for record in group.records]
     least, most = (
         [mark if basis == BOUND else "" for basis in bases]
         for mark in (("≥", "≤") if console.encoding.startswith("utf") else (">=", "<="))
@@ -208,16 +205,6 @@ def _number(value: float) -> str:
     return units.number(value) if value >= 0.01 or not value else f"{value:.3f}"
 
 
-def _basis(record: ExperimentRecord) -> str:
-    """What a predicted speed rests on; empty for what was measured, and where the system's file has gone."""
-    if record.evidence != SIMULATED or STEP_SECONDS not in experiment_row(record):
-        return ""
-    try:
-        return rests_on(record.experiment.layout.kernels, systems.load(record.experiment.system))
-    except ConfigError:
-        return ""
-
-
 def _comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
     """Ratios of experiments that took turns, with the bootstrap intervals of their records."""
     if not compared:
@@ -237,7 +224,11 @@ def _document(found: Sequence[Group]) -> dict[str, Any]:
     """`--json`: experiments, each with its metrics and its curve of losses, and comparisons."""
     return {
         "experiments": [
-            {**experiment_row(record), "rests_on": _basis(record) or None, "loss": record.series.loss or []}
+            {
+                **experiment_row(record),
+                "rests_on": of_record(record) or None,
+                "loss": record.series.loss or [],
+            }
             for group in found
             for record in group.records
         ],

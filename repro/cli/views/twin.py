@@ -174,6 +174,7 @@ def _sides(member: Member) -> Any:
     rows.add_row("F, FLOP/s of a device", *(units.flop_rate(useful_rate(p)) for p in both))
     rows.add_row("compute of a step", *(units.seconds(compute_s(p)) for p in both))
     rows.add_row("step, predicted", *(units.seconds(p.step_s) for p in both))
+    rows.add_row("which rests on", *(p.rests_on for p in both))
     return rows
 
 
@@ -190,6 +191,7 @@ def _document(twin: Twin, ending: str) -> dict[str, Any]:
                 "scale": vars(scale),
                 "twin": member.twin.as_dict(),
                 "step_s": {"original": member.before.step_s, "twin": member.after.step_s},
+                "rests_on": {"original": member.before.rests_on, "twin": member.after.rests_on},
                 "flops_per_device": {
                     "original": useful_rate(member.before),
                     "twin": useful_rate(member.after),

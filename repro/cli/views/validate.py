@@ -11,6 +11,7 @@ from repro.host import files
 from repro.render import units
 from repro.render.console import WIDE, print_json, stdout
 from repro.render.table import table
+from repro.simulate.time.basis import BASES, SHORT
 from repro.validate.published import (
     CALIBRATION,
     CLOSE,
@@ -139,8 +140,8 @@ def _table(title: str, group: Sequence[Point], console: Console) -> None:
 
     if not group:
         return
-    headings = ("claim", "row", "published", "predicted", "unit", "rate")
-    grid = table(*headings, left={"claim", "row", "unit"}, wrap=headings)
+    headings = ("claim", "row", "published", "predicted", "unit", "rate", "rests on")
+    grid = table(*headings, left={"claim", "row", "unit", "rests on"}, wrap=headings)
     for point in group:
         side = point.kind == RATIO and not point.left_out and not point.right_side
         style = "red" if abs(point.error) > CLOSE or side else "green" if abs(point.error) <= 0.10 else ""
@@ -151,6 +152,7 @@ def _table(title: str, group: Sequence[Point], console: Console) -> None:
             units.number(point.predicted),
             point.unit,
             Text(units.percent(point.error, sign=True) + "  other side of 1" * side, style=style),
+            SHORT[point.rests_on],
         )
     console.print()
     console.print(Text(title, style="bold cyan"))
@@ -164,6 +166,11 @@ def _statistics(found: Sequence[Point], console: Console) -> None:
     grid = table(*headings, left={"family", ""}, wrap=headings)
     for family in families(found):
         grid.add_row(*_line(family))
+    console.print()
+    used = {point.rests_on for point in found}
+    for basis, meaning in BASES.items():
+        if basis in used:
+            console.print(f"rests on {SHORT[basis]}: {meaning}.", style="dim", markup=False)
     console.print()
     console.print(Text("Error of predicted rates", style="bold cyan"))
     console.print(grid)
@@ -190,11 +197,12 @@ def show_machine(machine: MachineErrors, console: Console) -> None:
 
     console.print()
     console.print(Text(f"Measured here, predicted on {machine.system}", style="bold cyan"))
-    headings = ("experiment", "layout", "measured", "predicted", "error")
-    grid = table(*headings, left=2, wrap=headings)
+    headings = ("experiment", "layout", "measured", "predicted", "error", "rests on")
+    grid = table(*headings, left={"experiment", "layout", "rests on"}, wrap=headings)
     for pair in machine.pairs:
         times = units.seconds(pair.measured), units.seconds(pair.predicted)
-        grid.add_row(pair.name, pair.layout, *times, units.percent(pair.error, sign=True))
+        error = units.percent(pair.error, sign=True)
+        grid.add_row(pair.name, pair.layout, *times, error, SHORT[pair.rests_on])
     console.print(grid)
     if machine.pairs:
         console.print(f"{len(machine.pairs)} runs, median |error| {units.percent(machine.median)}.")

@@ -25,6 +25,7 @@ from repro.report.figures.style import (
 )
 from repro.report.figures.values import View
 from repro.results.schema import SIMULATED
+from repro.simulate.time.basis import counted, of_record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,9 +86,9 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
     caption = (
         "Simulated, not measured: the slowest stage's seconds. Waits are communication that nothing hides; the "
         "bubble is waiting for other stages to compute. No source prints parts; Yuan's step is published. "
-        "Claims: yuan-step-time, yuan-bubble."
+        f"Claims: yuan-step-time, yuan-bubble. {counted(map(of_record, shown))}"
     )
-    return Drawing(ID, TITLE, caption, tuple(r.at for r in shown), missing, figure, SIMULATED)
+    return Drawing(ID, TITLE, caption.rstrip(), tuple(r.at for r in shown), missing, figure, SIMULATED)
 
 
 def parts(record: Record) -> dict[str, float]:

@@ -18,6 +18,7 @@ from repro.report.figures.style import (
 )
 from repro.report.figures.values import View
 from repro.results.schema import SIMULATED
+from repro.simulate.time.basis import counted, of_record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -161,5 +162,6 @@ def _caption(found: Found) -> str:
     return (
         f"Simulated, not measured: {record.experiment.model.name} at micro-batch {layout.micro_batch}, "
         "activations recomputed. What the fullest GPU gives to the allocator and to what it cannot see; where the step "
-        "does not fit, what is live. TF: predicted TFLOP/s per GPU. Claims: tnlg-mp16-to-4, tnlg-256-vs-1024."
+        "does not fit, what is live. TF: predicted TFLOP/s per GPU. Claims: tnlg-mp16-to-4, tnlg-256-vs-1024. "
+        f"{counted(map(of_record, found.values()))}"
     )

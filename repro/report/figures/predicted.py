@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from repro.render import units
 from repro.report.figures.style import BLUE, GREY, INK, MUTED, Drawing, Record, canvas, quiet
+from repro.results.metrics import STEP_SECONDS
+from repro.simulate.time.basis import counted, of_record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +18,7 @@ ID, TITLE = "machine", "Predicted against measured"
 PANELS = (
     ("memory.peak_bytes", "peak memory of the fullest rank", units.size),
     ("comm.sent_bytes", "sent by a rank in a step", units.size),
-    ("step_seconds.median", "seconds of a step", units.seconds),
+    (STEP_SECONDS, "seconds of a step", units.seconds),
 )
 RUN = "repro run suites/smoke.toml --evidence simulated"
 RUN_TIMES = (
@@ -33,7 +35,7 @@ def draw(experiments: list[Record], simulated: list[Record]) -> Drawing:
     found = {metric: pairs(experiments, simulated, metric) for metric, _, _ in PANELS}
     missing = " && ".join(
         command
-        for command, metric in ((RUN, "memory.peak_bytes"), (RUN_TIMES, "step_seconds.median"))
+        for command, metric in ((RUN, "memory.peak_bytes"), (RUN_TIMES, STEP_SECONDS))
         if not found[metric]
     )
     if not any(found.values()):
@@ -60,35 +62,40 @@ def draw(experiments: list[Record], simulated: list[Record]) -> Drawing:
             f"largest {units.percent(max(errors))}"
         )
     shown = {name for points in found.values() for name, _, _ in points}
+    newest, timed = _newest(simulated, STEP_SECONDS), found[STEP_SECONDS]
     caption = (
         "Measured by the processes of this store's machine, predicted from the trace of the same step. Bands: 10 and "
-        f"25 %. {'; '.join(parts)}."
+        f"25 %. {'; '.join(parts)}. {counted(of_record(newest[name]) for name, _, _ in timed)}"
     )
-    return Drawing(ID, TITLE, caption, tuple(sorted(shown)), missing, figure)
+    return Drawing(ID, TITLE, caption.rstrip(), tuple(sorted(shown)), missing, figure)
 
 
 def pairs(experiments: list[Record], simulated: list[Record], metric: str) -> Pairs:
-    """Measured runs and the newest simulation of the same experiment: as it is, or on a calibrated file (`@NAME`).
-
-    One that was moved to a machine of the reports says nothing about this one.
-    """
-    from repro import systems
-
-    published = set(systems.names())
-    predicted: dict[str, float] = {}
-    for record in sorted(simulated, key=lambda record: record.written):
-        value = record.metrics.get(metric)
-        moved_to = record.name.partition("@")[2]
-        if value and moved_to not in published:
-            predicted[record.at.partition("@")[0]] = float(value)
+    """Measured runs and the newest simulation of the same experiment."""
+    predicted = _newest(simulated, metric)
     return [
-        (record.at, record.metrics[metric], predicted[record.at])
+        (record.at, record.metrics[metric], float(predicted[record.at].metrics[metric]))
         for record in experiments
         if record.outcome == "ok"
         and record.experiment.engine == "native"
         and record.metrics.get(metric)
         and record.at in predicted
     ]
+
+
+def _newest(simulated: list[Record], metric: str) -> dict[str, Record]:
+    """The newest simulation of each experiment that has the metric: as it is, or on a calibrated file (`@NAME`).
+
+    One that was moved to a machine of the reports says nothing about this one.
+    """
+    from repro import systems
+
+    published = set(systems.names())
+    return {
+        record.at.partition("@")[0]: record
+        for record in sorted(simulated, key=lambda record: record.written)
+        if record.metrics.get(metric) and record.name.partition("@")[2] not in published
+    }
 
 
 def _panel(axes: Axes, points: Pairs, what: str, words: Callable[[float], str]) -> None:

@@ -22,6 +22,7 @@ from repro.report.figures.style import (
     legend_above,
 )
 from repro.results.schema import SIMULATED
+from repro.simulate.time.basis import counted
 from repro.validate.published import (
     A100_MEGATRON,
     FAMILIES,
@@ -158,5 +159,5 @@ def _caption(found: Sequence[Point]) -> str:
     return (
         "Simulated, not measured: each dot is a run that a source published, predicted from its model, layout, batch, "
         "software and machine. Bands: 10 and 25 %. Points that calibrate the time model are left out, and so are "
-        f"bounds and means. {'; '.join(parts)}."
+        f"bounds and means. {counted(point.rests_on for point in found if not point.left_out)} {'; '.join(parts)}."
     )

@@ -20,6 +20,8 @@ from repro.claims.results import GOOD, ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
 from repro.report.figures.style import Record
 from repro.results.schema import SIMULATED
+from repro.simulate.time.basis import of_record, weakest
+from repro.validate.published import TIMED
 
 _CHOOSE = {"largest", "smallest"}
 
@@ -39,6 +41,8 @@ class Ours:
     """`suite/name` of the records behind it."""
     fits: bool
     """Whether all of them fit their devices when simulated."""
+    rests_on: str = ""
+    """Of a predicted time or rate, one of `repro.simulate.time.basis.BASES`; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,7 @@ class View:
     def __init__(self, judged: Iterable[ClaimResult], simulated: Sequence[Record]):
         self._rows = {f"{r.claim.id}/{row.row.label}": row for r in judged for row in r.rows}
         self._oom = {r.at for r in simulated if r.outcome == "oom"}
+        self._bases = {r.at: of_record(r) for r in simulated}
         self._functions = {**FORMULAS, **Records(simulated).functions(SIMULATED)}
 
     def row(self, reference: str) -> RowResult:
@@ -121,6 +126,7 @@ class View:
                     agrees=None,
                     runs=runs,
                     fits=self._fit(runs),
+                    rests_on=self._rests_on(expression, runs),
                 ),
             )
         return Value(at=at, published=None, error=0.0, metric="", unit=unit, ours=ours, remedy=remedy)
@@ -160,7 +166,14 @@ class View:
             fits=finding.kind != SIMULATED
             or bool(parse(finding.expression).calls & _CHOOSE)
             or self._fit(finding.experiments),
+            rests_on=self._rests_on(finding.expression, finding.experiments)
+            if finding.kind == SIMULATED
+            else "",
         )
+
+    def _rests_on(self, expression: str, runs: Sequence[str]) -> str:
+        timed = any(name in expression for name in TIMED)
+        return weakest(self._bases.get(run, "") for run in runs) if timed else ""
 
     def _fit(self, runs: Sequence[str]) -> bool:
         return not any(run in self._oom for run in runs)

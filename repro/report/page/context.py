@@ -21,6 +21,7 @@ from repro.report import verdicts
 from repro.report.evidence import JudgedStore
 from repro.report.origins import Machines
 from repro.report.page.record_tables import identity, measured_row, simulated_row
+from repro.simulate.time.basis import BASES, of_record
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -74,6 +75,7 @@ def context(
         "figures": figures,
         "measured": lists[0],
         "simulated": lists[1],
+        "bases": BASES,
         "comparisons": compared,
         "more_comparisons": max(0, len(comparisons) - MOST),
         "machines": [entry for entry in machines.entries if entry["number"] in named],
@@ -140,6 +142,7 @@ def _line(entry: dict[str, Any], known: dict[str, ExperimentRecord], machines: M
     return {
         **entry,
         "outcome": record.outcome,
+        "rests_on": of_record(record),
         "machine": machines.number(record),
         **identity(record),
     }

@@ -8,6 +8,7 @@ from repro.render import units, words
 from repro.report.verdicts import anchor
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record, SimulatedRole
+from repro.simulate.time.basis import of_record
 
 
 def measured_row(record: ExperimentRecord) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def identity(record: Record) -> dict[str, str]:
 def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
     """One line of the table of simulated experiments, every number as text."""
     metrics, experiment = record.metrics, record.experiment
-    values = experiment.layout
+    values, basis = experiment.layout, of_record(record)
     fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
     return {
         "name": record.name,
@@ -61,6 +62,8 @@ def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
         "layout": f"{words.layout(values)}, micro-batch {values.micro_batch}",
         "outcome": record.outcome,
         "reason": units.readable(record.reason),
+        "step": units.seconds(metrics.get(STEP_SECONDS)) if basis else units.NOTHING,
+        "rests_on": basis,
         "states": units.size(metrics.get("memory.states_bytes")),
         "peak": units.size(metrics.get("memory.peak_bytes")),
         "where": _where(fullest),

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
+from repro import systems
 from repro.config import OperatorSet
+from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.results.metrics import STEP_SECONDS
+from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.time.calibration_points import calibration_point_of
 
 CALIBRATED = "calibrated"
@@ -16,6 +23,8 @@ BASES = {
     "take longer: a rate at most, a time and a cost at least",
 }
 """What each of them means, the firmest first."""
+SHORT = {CALIBRATED: "calibrated", PUBLISHED: "published", BOUND: "bound", "": "–"}
+"""One word each, for a column; of what is not predicted, nothing."""
 
 
 def rests_on(kernels: OperatorSet, system: System) -> str:
@@ -33,3 +42,25 @@ def said(kernels: OperatorSet, system: System) -> str:
         return f"{basis}; {BASES[basis]}"
     note = f"; {point.note}" if point.note else ""
     return f"{basis}; {BASES[basis]}: {point.name} ({point.source}){note}"
+
+
+def of_record(record: ExperimentRecord) -> str:
+    """`rests_on` of a record's predicted speed; empty where it has none, or where the system's file has gone."""
+    if record.evidence != SIMULATED or record.outcome != "ok" or STEP_SECONDS not in record.metrics:
+        return ""
+    try:
+        return rests_on(record.experiment.layout.kernels, systems.load(record.experiment.system))
+    except ConfigError:
+        return ""
+
+
+def weakest(bases: Iterable[str]) -> str:
+    """The one of `BASES` on which all of what is made of several predictions can rest; empty for none."""
+    return max(filter(None, bases), key=list(BASES).index, default="")
+
+
+def counted(bases: Iterable[str]) -> str:
+    """How many predictions rest on what: `Times rest on: published point (7), upper bound (1).`; empty for none."""
+    found = Counter(filter(None, bases))
+    parts = ", ".join(f"{basis} ({found[basis]})" for basis in BASES if found[basis])
+    return f"Times rest on: {parts}." if parts else ""

@@ -61,6 +61,11 @@ class Prediction:
         return flops.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
 
     @property
+    def rests_on(self) -> str:
+        """One of `repro.simulate.time.basis.BASES`."""
+        return rests_on(self.experiment.layout.kernels, self.system)
+
+    @property
     def slowest(self) -> StageTime:
         """The stage that computes for longest, which the others wait for."""
         return max(
@@ -80,7 +85,7 @@ class Prediction:
             "flops_per_device": self.flops_per_device,
             "mfu": self.utilisation,
             "formula": flops.FORMULA,
-            "rests_on": rests_on(self.experiment.layout.kernels, self.system),
+            "rests_on": self.rests_on,
             "generation": self.generation.name if self.generation is not None else "",
             "factor": self.factor,
             "compute_s": compute,

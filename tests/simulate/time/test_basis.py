@@ -1,0 +1,55 @@
+"""What predictions rest on: of a record, of several together, and how many of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from repro import models
+from repro.config import Experiment, Layout
+from repro.results.schema import ExperimentRecord
+from repro.simulate.record import failed_record
+from repro.simulate.time.basis import BOUND, CALIBRATED, PUBLISHED, counted, of_record, weakest
+from tests.records import changed
+
+
+def record(system: str, **differs: object) -> ExperimentRecord:
+    """A simulated step of a tiny model with the fused kernels, which took a second."""
+    experiment = Experiment(
+        name="x", model=models.load("tiny-stages"), layout=Layout(precision="fp16"), system=system
+    )
+    made = failed_record(experiment, "", suite="s", wall_s=0.1)
+    return changed(made, **{"outcome": "ok", "metrics": {"step_seconds.median": 1.0}, **differs})
+
+
+@pytest.mark.parametrize(
+    ("system", "basis"),
+    [
+        ("dgx-h100", PUBLISHED),
+        ("dgx-h200", PUBLISHED),
+        ("yuan", PUBLISHED),
+        ("dgx2", BOUND),
+        ("gone.toml", ""),
+    ],
+)
+def test_a_record_rests_on_what_its_system_is_known_by(system: str, basis: str) -> None:
+    assert of_record(record(system)) == basis
+
+
+@pytest.mark.parametrize(
+    "differs", [{"outcome": "oom"}, {"metrics": {}}, {"evidence": "measured"}], ids=lambda d: next(iter(d))
+)
+def test_what_was_not_predicted_rests_on_nothing(differs: dict[str, object]) -> None:
+    assert of_record(record("dgx-h100", **differs)) == ""
+
+
+def test_what_is_made_of_several_rests_on_the_weakest() -> None:
+    assert weakest([CALIBRATED, BOUND, PUBLISHED]) == BOUND
+    assert weakest([CALIBRATED, "", PUBLISHED]) == PUBLISHED
+    assert weakest([]) == weakest([""]) == ""
+
+
+def test_they_are_counted_the_firmest_first() -> None:
+    assert (
+        counted([BOUND, PUBLISHED, "", PUBLISHED]) == "Times rest on: published point (2), upper bound (1)."
+    )
+    assert counted([""]) == ""
