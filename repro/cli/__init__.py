@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -78,6 +79,7 @@ def _open_streams() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     _open_streams()
+    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     given = sys.argv[1:] if arguments is None else arguments
     try:
         _check_filled(given)

@@ -105,6 +105,10 @@ def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
             value, (bool, str)
         ):  # pydantic takes true for 1 and "4" for 4
             raise ConfigError(field.name, value, _NUMBERS[str(field.type)], file=file, where=where)
+        if (
+            field.type == "bool" and field.name in data and not isinstance(value, bool)
+        ):  # "no" and 0 for false
+            raise ConfigError(field.name, value, "true or false", file=file, where=where)
         for leaf in _leaves(value):
             if isinstance(leaf, float) and not math.isfinite(leaf):
                 raise ConfigError(field.name, value, "finite", file=file, where=where)

@@ -70,6 +70,7 @@ class Training:
             require(getattr(self, key) > 0, key, getattr(self, key), "more than 0")
         for key in ("beta1", "beta2", "dropout", "attention_dropout"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "at least 0 and under 1")
+        require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"at most lr = {self.lr:g}")
         require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number of at least 0, of 63 bits")
         at_most("steps", self.steps, STEPS)
         require(

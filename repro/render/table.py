@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,20 +22,28 @@ def table(
     Nothing is cut, and only the columns of `wrap` are broken into lines.  `gap`: columns between columns; `below`:
     empty lines between rows.
     """
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False, padding=(0, gap, below, 0), header_style="bold")
+    made = _plain(box=None, pad_edge=False, padding=(0, gap, below, 0), header_style="bold")
     for i, heading in enumerate(headings):
         text = i < left if isinstance(left, int) else heading in left
         made.add_column(heading, justify="left" if text else "right", no_wrap=heading not in wrap)
     return made
 
 
+def _plain(**settings: Any) -> Table:
+    """A table that shows its cells' letters as they are: rich takes `[engines]` for a style and leaves it out."""
+    from rich.table import Table
+    from rich.text import Text
+
+    class Plain(Table):
+        def add_row(self, *cells: Any, **named: Any) -> None:
+            super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **named)
+
+    return Plain(**settings)
+
+
 def facts() -> Table:
     """A table of two columns, a name and what there is to say of it."""
-    from rich.table import Table
-
-    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    made = _plain(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column(style="dim", no_wrap=True)
     made.add_column()
     return made

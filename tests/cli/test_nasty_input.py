@@ -52,6 +52,11 @@ NASTY = {
         "training.seed = 18446744073709551616: must be a whole number",
         experiment="training.seed = 18446744073709551616",
     ),
+    "text for truth": Bad("layout.overlap = 'no': must be true or false", experiment='layout.overlap = "no"'),
+    "a number for truth": Bad("layout.sp = 1: must be true or false", experiment="layout.sp = 1"),
+    "a least rate over the rate": Bad(
+        "training.min_lr = 10.0: must be at most lr = 1", experiment="training = { lr = 1.0, min_lr = 10 }"
+    ),
     "truth in a list": Bad(
         "layout.stage_layers = [True, 3]: must be a list without true or false",
         experiment="layout = { pp = 2, stage_layers = [true, 3] }",
@@ -175,6 +180,7 @@ NASTY = {
     ),
     # twins
     "a rate that is none": Bad("--within = 'nan': must be bytes/s", "twin ds-3p75x-lowbw --within nan"),
+    "the twin of nothing": Bad("CLAIM = 'nope': must be a claim of the ledger", "twin nope"),
     "no step at all": Bad("--steps = 0: must be 2 or more", "twin ds-3p75x-lowbw --steps 0"),
     "a rank of nothing measured": Bad(
         "--as-rank = 3: needs --measure", "fit --system dgx2 --gpus 8 --as-rank 3"

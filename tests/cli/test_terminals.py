@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 CLI = "import sys; from repro.cli import main; sys.exit(main())"
 
 
@@ -28,10 +29,20 @@ def test_any_terminal_will_do(shell: str, code: int, tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", shell.format(repro=command)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
     assert len(done.stderr.splitlines()) == (code == 1)
+
+
+def test_a_warning_is_a_note_of_one_line() -> None:
+    program = (
+        "import warnings; from repro import cli; cli.main(['--version']); warnings.warn('slow', stacklevel=1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == "note: slow\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from repro import cli
+from repro import cli, engines
 from repro.config import ConfigError
 from repro.results.store import Store
 from repro.suites import load, packaged
@@ -87,3 +87,17 @@ def test_suites_by_name() -> None:
     assert "yuan" in packaged.SUITES.names()
     with pytest.raises(ConfigError, match="suite = 'smok': unknown suite; did you mean smoke"):
         load(Path("smok"))
+
+
+def test_letters_in_brackets_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rich takes them for a style: of `pip install -e '.[engines]'` it left the extra out."""
+    monkeypatch.setattr(engines, "missing", lambda engine: "b: pip install -e '.[engines]'")
+    (tmp_path / "o.toml").write_text(
+        '[suite]\nname = "o"\n[[experiment]]\nname = "a[1]"\nmodel = "gpt2-tiny"\n'
+    )
+    assert cli.main(["run", str(tmp_path / "o.toml"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "o/a[1]" in said
+    assert ".[engines]" in said

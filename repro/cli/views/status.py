@@ -78,6 +78,8 @@ def _show(cases: list[CaseState], warnings: list[str], console: Console) -> None
 
 
 def _table(cases: list[CaseState]) -> Table:
+    from rich.text import Text
+
     made = table("case", "job", "state", "nodes", "", left=5, wrap=("",))
     made.columns[-1].overflow = "fold"
     for case in cases:
@@ -89,9 +91,7 @@ def _table(cases: list[CaseState]) -> Table:
         again = f"started {case.restarts + 1} times" if case.restarts else ""
         detail = "; ".join(part for part in (case.detail, again) if part)
         colour = _COLOURS.get(case.state, "")
-        made.add_row(
-            case.name, case.job, f"[{colour}]{state}[/]" if colour else state, case.nodes, _plain(detail)
-        )
+        made.add_row(case.name, case.job, Text(state, style=colour), case.nodes, detail)
     return made
 
 

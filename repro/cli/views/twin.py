@@ -57,11 +57,11 @@ def command(
         require(value >= 0, key, value, "0 (chosen) or more")
     choice = Choice(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
     rates = [_rates("--within", within), _rates("--between", between)]
+    compared, claims = _originals(names)
     if machine is None:
         right = f"a file of this machine: {CALIBRATE.format(ranks=choice.ranks)}"
         raise ConfigError("--machine", expected=right)
     system = systems.load(machine)
-    compared, claims = _originals(names)
     found = []
     for inside, outside in itertools.product(*rates):
         chosen = replace(choice, within=inside, between=outside)
