@@ -310,10 +310,12 @@ def test_a_suite_of_another_system(
         'system = "dgx2"\nprice_per_gpu_hour = 2.0\n[slurm]\ngpus_per_node = 16\ngpu_type = "v100"\n'
     )
     suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
+    for how in ([], ["--move"]):  # processor cores' cases do not move
+        assert submit(suite, site, results, "--dry-run", "--json", *how) == 2
+        assert "--move" not in refused(capsys)
+    suite = write_suite(tmp_path, experiments("a", extra='system = "dgx2h"\n'))
     assert submit(suite, site, results, "--dry-run") == 2
     assert "--move runs it on them all the same" in refused(capsys)
-    assert submit(suite, site, results, "--dry-run", "--move", "--json") == 2
-    suite = write_suite(tmp_path, experiments("a", extra='system = "dgx2h"\n'))
     assert submit(suite, site, results, "--dry-run", "--move", "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["cases"] == ["a@dgx2"]
