@@ -40,7 +40,6 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
         if task is None:
             os._exit(0)  # nothing to save, and the interpreter's way out takes seconds of eight processes
         function, arguments = task
-        _let_senders_go_first()
         try:
             _send(pipe, (True, function(*arguments)))
         except Exception:
@@ -56,14 +55,6 @@ def _let_others_finish() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with suppress(PermissionError):  # a container may forbid it, and tests then take longer
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _let_senders_go_first() -> None:
-    """gloo's receiving threads, one a group, get a core after those that compute and send."""
-    for thread in os.listdir("/proc/self/task") if hasattr(os, "SCHED_BATCH") else ():
-        with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as name:  # it may have ended
-            if name.read().startswith("gloo_tcp_loop"):
-                os.setpriority(os.PRIO_PROCESS, int(thread), 10)
 
 
 def _send(pipe: Any, message: object) -> None:

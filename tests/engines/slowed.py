@@ -14,10 +14,12 @@ from repro.engines import build_engine
 from repro.measure.timing import COMPUTING, StepClock
 from repro.measure.waiting import StageWaits
 from repro.parallel import mesh as meshes
+from tests.pool import RankPool
 from tests.training import TINY, micro_batches, tiny
 
 FORWARD_S, BACKWARD_S = 0.04, 0.08
 """A pass of a block of a tiny model takes a few milliseconds, and then sleeps for so long."""
+STEPS = 3
 
 
 def _slow(module: Any, inputs: Any, output: Any) -> None:
@@ -25,8 +27,15 @@ def _slow(module: Any, inputs: Any, output: Any) -> None:
     (output[0] if isinstance(output, tuple) else output).register_hook(lambda _: time.sleep(BACKWARD_S))
 
 
-def busy_and_idle(layout: Layout, engine: str) -> tuple[float, float, float]:
-    """Of the second step: seconds that the rank computed and waited as seen, and waited by the engine's own word."""
+def busy_and_idle(pool: RankPool, layout: Layout, engine: str) -> tuple[float, float, float]:
+    """Seconds that the busiest rank computed and waited as seen, and waited by the engine's own word: of the shortest
+    step, since what else runs here only adds."""
+    steps = zip(*pool.run(_steps, layout, engine), strict=True)
+    return min((max(ranks) for ranks in steps), key=lambda seconds: seconds[0] + seconds[1])
+
+
+def _steps(layout: Layout, engine: str) -> list[tuple[float, float, float]]:
+    """`busy_and_idle` of this rank in each step after the first."""
     blocks = layout.pp * layout.chunks
     experiment = tiny(layout, replace(TINY, name=f"tiny-{blocks}", layers=blocks), engine)
     built: Any = build_engine(experiment, meshes.distributed(layout, "cpu"), torch.device("cpu"))
@@ -37,20 +46,23 @@ def busy_and_idle(layout: Layout, engine: str) -> tuple[float, float, float]:
                 module.register_forward_hook(_slow)
     batches = micro_batches(experiment, 0, 0)
     built.step(batches, lambda phase: None)
-    seen, said = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
-    for clock in (seen, said):
-        clock.begin()
-    with StageWaits(seen.mark) as watch:
+    found = []
+    for _ in range(STEPS):
+        seen, said = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
+        for clock in (seen, said):
+            clock.begin()
+        with StageWaits(seen.mark) as watch:
 
-        def observe(phase: Phase) -> None:
-            watch(phase)
-            said.mark(phase)
+            def observe(phase: Phase, watch: Any = watch, said: StepClock = said) -> None:
+                watch(phase)
+                said.mark(phase)
 
-        built.step(batches, observe)
-    for clock in (seen, said):
-        clock.mark("end")
-    ((row,), (own,)) = seen.read(), said.read()
-    return sum(row[phase] for phase in COMPUTING), row[Phase.IDLE], own[Phase.IDLE]
+            built.step(batches, observe)
+        for clock in (seen, said):
+            clock.mark("end")
+        ((row,), (own,)) = seen.read(), said.read()
+        found.append((sum(row[phase] for phase in COMPUTING), row[Phase.IDLE], own[Phase.IDLE]))
+    return found
 
 
 PLAIN = Layout(pp=2, micro_batch=1, global_batch=4)
