@@ -14,7 +14,7 @@ from repro.engines import build_engine
 from repro.measure.timing import COMPUTING, StepClock
 from repro.measure.waiting import StageWaits
 from repro.parallel import mesh as meshes
-from tests.pool import RankPool
+from tests.pool import RankPool, take_turns_as_usual
 from tests.training import TINY, micro_batches, tiny
 
 FORWARD_S, BACKWARD_S = 0.04, 0.08
@@ -36,6 +36,7 @@ def busy_and_idle(pool: RankPool, layout: Layout, engine: str) -> tuple[float, f
 
 def _steps(layout: Layout, engine: str) -> list[tuple[float, float, float]]:
     """`busy_and_idle` of this rank in each step after the first."""
+    take_turns_as_usual()
     blocks = layout.pp * layout.chunks
     experiment = tiny(layout, replace(TINY, name=f"tiny-{blocks}", layers=blocks), engine)
     built: Any = build_engine(experiment, meshes.distributed(layout, "cpu"), torch.device("cpu"))
