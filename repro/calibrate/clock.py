@@ -90,19 +90,19 @@ class OperatorClock:
             self.synchronize()
             self.group.barrier()
             found.append(
-                self.for_long(lambda i: functions[i % sets]())
-                if self.ranks_per_core > 1
-                else self._run(functions, calls)
+                self.in_a_crowd(lambda i: functions[i % sets](), lambda: self._run(functions, calls))
             )
         return timing(found)
 
-    def for_long(self, call: Callable[[int], object]) -> float:
-        """Seconds of one of as many calls as `CROWDED_S` takes, where each rank has an equal part of a core.
-        `call` gets the number of the call.
+    def in_a_crowd(self, call: Callable[[int], object], alone: Callable[[], float]) -> float:
+        """Seconds of one of as many calls as `CROWDED_S` takes, where each rank has an equal part of a core; `alone()`
+        where each has one of its own.  `call` gets the number of the call.
 
         Counted in processor time: ranks come out of a barrier up to many turns of the kernel's scheduler apart, and by
         the wall the first would be timed while they have the core to themselves, and so would the last.
         """
+        if self.ranks_per_core == 1:
+            return alone()
         end, began, count = time.perf_counter() + CROWDED_S, time.thread_time(), 0
         while not count or time.perf_counter() < end:  # one call, even if others had the core all the while
             call(count)

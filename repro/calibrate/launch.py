@@ -44,9 +44,7 @@ class LaunchBench:
         self._step()  # the code is back in the caches
         self.clock.synchronize()
         self.clock.group.barrier()
-        self._seconds.append(
-            self.clock.for_long(lambda i: self._step()) if self.clock.ranks_per_core > 1 else self._step()
-        )
+        self._seconds.append(self.clock.in_a_crowd(lambda i: self._step(), self._step))
 
     def result(self) -> dict[str, Any]:
         """The step's operators as (name, bytes, FLOP), and its seconds; on a GPU the host's, until all is enqueued."""

@@ -13,7 +13,9 @@ from repro.config.model import Model
 from repro.config.operator_set import OperatorSet
 from repro.config.sizes import at_most
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Of activations, gradients and messages, by precision."""
+PRECISIONS = tuple(ELEMENT_BYTES)
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))

@@ -11,6 +11,7 @@ from repro import systems
 from repro.config import EmulatedNetwork, Experiment, Layout, Training
 from repro.config.engines import NATIVE
 from repro.config.errors import ConfigError
+from repro.config.layout import ELEMENT_BYTES
 from repro.config.system import System
 from repro.lab.frames import payload_share
 from repro.lab.products import PRODUCTS
@@ -21,7 +22,7 @@ from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import KINDS, OPTIMIZER
 from repro.simulate.trace.roles import trace_roles
-from repro.twin.scaling import BYTES, Scale, model_of, width_near
+from repro.twin.scaling import Scale, model_of, width_near
 from repro.twin.shape import Shape, shape_of
 
 LARGE = 2**30
@@ -161,7 +162,7 @@ def small(original: Experiment, shape: Shape, tp: int, choice: Choice) -> Experi
     name = f"{before.name}-twin-{width}x{layers}-tp{tp}"
     model = model_of(before, original.seq, name=name, width=width, layers=layers, tp=tp)
     sizes = parameters.total(model) / parameters.total(before) * original.layout.tp / layout.tp
-    sizes *= BYTES["fp32"] / BYTES[original.layout.precision]
+    sizes *= ELEMENT_BYTES["fp32"] / ELEMENT_BYTES[original.layout.precision]
     layout = replace(layout, bucket_bytes=max(1, round(layout.bucket_bytes * sizes)))
     training = Training(steps=choice.steps, untimed_steps=1)
     name = f"{original.name}-twin"
@@ -170,7 +171,7 @@ def small(original: Experiment, shape: Shape, tp: int, choice: Choice) -> Experi
 
 def scale_of(original: Experiment, twin: Experiment) -> Scale:
     """How much smaller `twin` is; the rate is still to come."""
-    element = BYTES[twin.layout.precision] / BYTES[original.layout.precision]
+    element = ELEMENT_BYTES[twin.layout.precision] / ELEMENT_BYTES[original.layout.precision]
     return Scale(twin.model.hidden / original.model.hidden, twin.seq / original.seq, element)
 
 

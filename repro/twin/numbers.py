@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from repro.config import TwinOf
+from repro.config.layout import ELEMENT_BYTES
 from repro.config.system import System
 from repro.config.twin import RATIO
 from repro.simulate.placement import BETWEEN_NODES, GROUPS
@@ -13,7 +14,6 @@ from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction
 from repro.simulate.time.program import OPTIMIZER, OTHER
 from repro.twin.derive import Member, compute_s, useful_rate
-from repro.twin.scaling import BYTES
 
 CLOSE = 0.05
 """Numbers that differ by less are kept."""
@@ -115,7 +115,7 @@ def tp_number(prediction: Prediction) -> float:
     if layout.tp == 1:
         return 0.0
     rate = Network(prediction.system, layout).bus_bandwidth("tp")
-    sent = (layout.tp - 1) * BYTES[layout.precision] * useful_rate(prediction)
+    sent = (layout.tp - 1) * ELEMENT_BYTES[layout.precision] * useful_rate(prediction)
     return 8 * e.model.hidden * rate / sent
 
 
@@ -125,7 +125,7 @@ def dp_number(prediction: Prediction) -> float:
     if layout.dp == 1:
         return 0.0
     rate = Network(prediction.system, layout).bus_bandwidth("dp")
-    sent = (layout.dp - 1) / layout.dp * BYTES[layout.precision] * useful_rate(prediction)
+    sent = (layout.dp - 1) / layout.dp * ELEMENT_BYTES[layout.precision] * useful_rate(prediction)
     return 4 * layout.replica_batch * e.seq * rate / sent
 
 

@@ -18,9 +18,6 @@ from dataclasses import dataclass, replace
 from repro.config import Layout, Model
 from repro.config.errors import require
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of an element of a message."""
-
 
 @dataclass(frozen=True)
 class Scale:

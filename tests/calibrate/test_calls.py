@@ -118,7 +118,7 @@ def test_a_crowded_clock_says_what_an_equal_part_of_a_core_takes(
     clock = OperatorClock(CPU, meshes.single().world, repeats=2, neighbours=8)
     busy = Busy(wall_s)
     monkeypatch.setattr(clock_module, "time", busy)
-    assert clock.for_long(busy) == pytest.approx(4e-3)
+    assert clock.in_a_crowd(busy, alone=lambda: 0.0) == pytest.approx(4e-3)
     assert busy.calls == pytest.approx(max(1, clock_module.CROWDED_S / wall_s), abs=1)
 
 

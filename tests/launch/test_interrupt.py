@@ -13,6 +13,7 @@ import pytest
 
 from repro.host.workers import Workers
 from repro.launch.interrupt import Interrupt
+from tests.launch.runs import wait_for
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -53,11 +54,9 @@ def test_what_is_ignored_stays_so() -> None:
 
 def test_workers_are_not_waited_for_by_who_stops() -> None:
     """Python would join at its end what they are at, and a second Ctrl-C would show where it does."""
-    began, others = time.monotonic(), set(active_children())  # pools of ranks stay for other tests
+    others = set(active_children())  # pools of ranks stay for other tests
     with suppress(KeyboardInterrupt), Workers(2) as workers:
         workers.count = 2
         for _ in workers.completed(time.sleep, [(0,), (100,)]):
             raise KeyboardInterrupt
-    while set(active_children()) - others and time.monotonic() - began < 60:
-        time.sleep(0.1)
-    assert not set(active_children()) - others
+    wait_for(lambda: not set(active_children()) - others)

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from repro.config import Layout, Model
+from repro.config.layout import ELEMENT_BYTES
 from repro.models import flops
 from repro.parallel.ledger import RING_PASSES
-from repro.twin.scaling import BYTES, Scale, model_of
+from repro.twin.scaling import Scale, model_of
 
 CASES = 50
 
@@ -18,14 +19,14 @@ def tp_ratio(hidden: float, tokens: float, layout: Layout, rate: float, link: fl
     """Seconds of a layer's products over those of its six all-reduces over tp (recomputed), on rings of `link`."""
     products = 8 / 2 * 24 * tokens * hidden**2 / 2 / layout.tp / rate
     hops = RING_PASSES["all_reduce"] * (layout.tp - 1) / layout.tp
-    return products / (6 * hops * tokens * hidden * BYTES[layout.precision] / link)
+    return products / (6 * hops * tokens * hidden * ELEMENT_BYTES[layout.precision] / link)
 
 
 def dp_ratio(hidden: float, tokens: float, layout: Layout, rate: float, link: float) -> float:
     """Seconds of a layer's products over those of an all-reduce of its gradients."""
     products = 4 * 24 * tokens * hidden**2 / layout.tp / rate
     hops = RING_PASSES["all_reduce"] * (layout.dp - 1) / layout.dp
-    return products / (hops * 12 * hidden**2 * BYTES[layout.precision] / layout.tp / link)
+    return products / (hops * 12 * hidden**2 * ELEMENT_BYTES[layout.precision] / layout.tp / link)
 
 
 @pytest.mark.parametrize("seed", range(CASES))
@@ -84,7 +85,7 @@ def test_stages_keep_compute_over_messages() -> None:
 
     def ratio(hidden: float, layers: int, layout: Layout, rate: float, link: float) -> float:
         stage = 96 * hidden**2 * layers / layout.pp / layout.tp / rate
-        return stage / (hidden * BYTES[layout.precision] / link)
+        return stage / (hidden * ELEMENT_BYTES[layout.precision] / link)
 
     factor = scale.pp_link(before, after, (96, 4))
     original = ratio(12288, 96, before, 1e14, 1e10)

@@ -7,12 +7,11 @@ not fit is started, and its record says how it ended.
 from __future__ import annotations
 
 from repro.config import Experiment
+from repro.config.layout import ELEMENT_BYTES
 from repro.host.resources import memory_and_swap
 from repro.models.parameters import total
 from repro.render import units
 from repro.simulate.plan.closed_form import state_bytes
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def too_large(experiment: Experiment) -> str:
@@ -44,7 +43,7 @@ def _inputs(experiment: Experiment) -> float:
     """Inputs of all blocks of one micro-batch in bytes, on every replica: what even recomputation keeps."""
     model, layout = experiment.model, experiment.layout
     tokens = layout.micro_batch * experiment.seq
-    return layout.dp * model.layers * tokens * model.hidden * _BYTES[layout.precision]
+    return layout.dp * model.layers * tokens * model.hidden * ELEMENT_BYTES[layout.precision]
 
 
 def _held(experiment: Experiment, size: float) -> float:
