@@ -27,7 +27,8 @@
 #   REPORT_ARGS  more arguments for the report of smoke and simulate, e.g. --notebooks after `make test`
 #   WORKERS      how many tests run at once in `make test`                             2
 #   LABS         how many clusters `make test-slurm` starts, for as many tests at once; they mostly wait    3
-#   BASE, ROOM, SAMPLE  for make mutants: a commit; one of tests/mutants/rooms.toml, whole; so many faults of it, at random    main
+#   BASE, ROOM, SAMPLE, SEED  for make mutants: a commit; one of tests/mutants/rooms.toml, whole; so many of its faults,
+#                at random; another number for others                              main
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-x -k zero'
 
 PYTHON ?= python3
@@ -42,6 +43,7 @@ REPORT_ARGS ?=
 BASE ?= main
 ROOM ?=
 SAMPLE ?=
+SEED ?=
 
 BIN := $(VENV)/bin
 CREATED := $(BIN)/python
@@ -80,7 +82,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//; /^make\|^Variables\|^  /p; /^$$/q' Makefile
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 $(CREATED):
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
@@ -157,7 +159,7 @@ check: $(INSTALLED_TEST)
 
 # Resumes where it was broken off; what survived is tried again.
 mutants: $(INSTALLED_MUTANTS)
-	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) --base $(BASE) $(ROOM:%=--room %) $(SAMPLE:%=--sample %)
+	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) --base $(BASE) $(ROOM:%=--room %) $(SAMPLE:%=--sample %) $(SEED:%=--seed %)
 
 format: $(INSTALLED_TEST)
 	$(BIN)/ruff format .

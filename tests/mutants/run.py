@@ -60,10 +60,10 @@ def sources(room: str, base: str | None) -> list[Path]:
     return sorted(found)
 
 
-def session(room: str, base: str | None, sample: int | None) -> Path:
+def session(room: str, base: str | None, sample: int | None, seed: int) -> Path:
     """The session of a room's sources as they are now; it is made where there is none yet."""
     files = sources(room, base)
-    key = sha256(repr((files, base, sample, SETTINGS["exclude"])).encode())
+    key = sha256(repr((files, base, sample, sample and seed, SETTINGS["exclude"])).encode())
     for path in files:
         key.update((ROOT / path).read_bytes())
     made = BUILD / f"{room}-{key.hexdigest()[:12]}.sqlite"
@@ -76,14 +76,14 @@ def session(room: str, base: str | None, sample: int | None) -> Path:
             if base:
                 GitFilter()._skip_filtered(work, base)
             if sample:
-                _skip_all_but(work, sample)
+                _skip_all_but(work, sample, seed)
         partial.rename(made)
     return made
 
 
-def _skip_all_but(work: WorkDB, sample: int) -> None:
+def _skip_all_but(work: WorkDB, sample: int, seed: int) -> None:
     waiting = sorted(work.pending_work_items, key=place)
-    random.Random(0).shuffle(waiting)
+    random.Random(seed).shuffle(waiting)
     skipped = WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output="not in the sample")
     work.set_multiple_results([item.job_id for item in waiting[sample:]], skipped)
 
@@ -210,8 +210,9 @@ def main() -> None:
         "--room", choices=ROOMS, action="append", help="a whole room in place of changed lines"
     )
     parser.add_argument("--base", default="main", help="lines changed since this commit (default: main)")
+    parser.add_argument("--sample", type=int, help="so many mutants of each room, at random")
     parser.add_argument(
-        "--sample", type=int, help="so many mutants of each room, at random, every time the same"
+        "--seed", type=int, default=0, help="another sample (default: 0, every time the same)"
     )
     parser.add_argument("--workers", type=int, default=1, help="how many mutants at once")
     given = parser.parse_args()
@@ -221,7 +222,7 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     table = ["| room | tried | noticed | by time | change nothing | survived | score |", "|---" * 7 + "|"]
     for room in given.room or ROOMS:
-        with use_db(session(room, None if given.room else given.base, given.sample)) as work:
+        with use_db(session(room, None if given.room else given.base, given.sample, given.seed)) as work:
             run(room, work, given.workers)
             if rows := tried(work):
                 table.append(row(room, rows))
