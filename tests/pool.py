@@ -5,13 +5,18 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 TIMEOUT_S = 90.0
+GRACE_S = 3.0
+"""For what the other ranks have to say once one has failed."""
 PRELOADED = [
     *("pytest", "torch.distributed", "torch.profiler", "torch._dynamo"),
     *("repro.wrap.parallelize", "repro.measure.memory", "repro.engines.native", "repro.engines.torch.engine"),
@@ -39,11 +44,21 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
         task = _receive(pipe)
         if task is None:
             os._exit(0)  # nothing to save, and the interpreter's way out takes seconds of eight processes
-        function, arguments = task
+        function, arguments, timeout_s = task
+        late = threading.Timer(timeout_s, _say_where, (pipe, rank, timeout_s))
+        late.start()
         try:
-            _send(pipe, (True, function(*arguments)))
+            answer = True, function(*arguments)
         except Exception:
-            _send(pipe, (False, f"rank {rank}:\n{traceback.format_exc()}"))
+            answer = False, f"rank {rank}:\n{traceback.format_exc()}"
+        late.cancel()
+        _send(pipe, answer)
+
+
+def _say_where(pipe: Any, rank: int, timeout_s: float) -> None:
+    """Answer in the place of a rank that hangs."""
+    stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    _send(pipe, (False, f"rank {rank} did not answer within {timeout_s} s, it is at\n{''.join(stack)}"))
 
 
 def _let_others_finish() -> None:
@@ -101,24 +116,27 @@ class RankPool:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            _send(pipe, (function, arguments))
-        deadline = time.monotonic() + timeout_s
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                self._kill()
-                raise TimeoutError(f"rank {rank} of {self.world} did not answer within {timeout_s} s")
-            try:
-                answers.append(_receive(pipe))
-            except EOFError:
-                self._kill()
-                raise RuntimeError(f"rank {rank} of {self.world} died") from None
-        errors = [value for good, value in answers if not good]
-        if errors:
-            # The other ranks may wait for the one that failed.
+            _send(pipe, (function, arguments, timeout_s))
+        silent = dict(zip(self._pipes, range(self.world), strict=True))
+        answers: dict[int, Any] = {}
+        errors: list[str] = []
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        while silent and (ready := wait(list(silent), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = silent.pop(pipe)
+                try:
+                    good, value = _receive(pipe)
+                except EOFError:
+                    good, value = False, f"rank {rank} of {self.world} died"
+                if good:
+                    answers[rank] = value
+                else:  # the others may wait for it
+                    errors.append(value)
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if silent or errors:
             self._kill()
-            raise AssertionError("\n".join(errors))
-        return [value for _, value in answers]
+            raise AssertionError("\n".join(errors) or f"nothing is heard of ranks {sorted(silent.values())}")
+        return [answers[rank] for rank in range(self.world)]
 
     def _start(self) -> None:
         from torch.distributed import TCPStore

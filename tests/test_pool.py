@@ -1,4 +1,4 @@
-"""Pools of ranks leave nothing behind: hundreds of folders lay in /tmp after some days of tests."""
+"""Pools of ranks say what went wrong, and leave nothing behind: hundreds of folders lay in /tmp after some days."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import RankPool
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -18,7 +25,7 @@ with pools.RankPool(2) as pool:
     assert [found.tolist() for found in pool.run(operator.mul, torch.ones(3), 2)] == [[2.0] * 3] * 2
     try:
         pool.run(time.sleep, 60, timeout_s=0.5)
-    except TimeoutError:
+    except AssertionError:
         pool.run(operator.neg, torch.ones(3))
 """
 
@@ -29,3 +36,30 @@ def test_nothing_stays_in_the_temporary_folder(tmp_path: Path) -> None:
         own = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
         subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | own, check=True, timeout=100)
         assert os.listdir(folder) == []
+
+
+def fail_on_the_second() -> None:
+    """It raises while the first waits for it."""
+    if dist.get_rank() == 1:
+        raise ValueError("the cause")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_the_rank_that_fails_is_told() -> None:
+    """The silence of the one that waits for it was all that was said, after a minute and a half."""
+    with RankPool(2) as pool, pytest.raises(AssertionError, match=r"rank 1:(.|\n)*the cause"):
+        pool.run(fail_on_the_second)
+
+
+def test_a_rank_that_hangs_says_where() -> None:
+    """With the line that it waits at."""
+    with (
+        RankPool(1) as pool,
+        pytest.raises(AssertionError, match=r"rank 0 did not answer within 0.5 s(.|\n)*time.sleep"),
+    ):
+        pool.run(hang, timeout_s=0.5)
+
+
+def hang() -> None:
+    """Longer than anybody waits."""
+    time.sleep(600)
