@@ -19,7 +19,7 @@ LEVELS = (
     ("train",),
     ("engines", "wrap"),
     ("checkpoint", "systems"),
-    ("suites", "results"),
+    ("suites", "results", "weights"),
     ("simulate",),
     ("claims", "doctor"),
     ("launch", "twin"),

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from repro import __version__
-from repro.cli.commands import cluster, lab, predict, run, show
+from repro.cli.commands import cluster, lab, predict, quality, run, show
 from repro.config.errors import ConfigError, short
 from repro.host.extras import missing
 
@@ -30,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for group in (run, cluster, show, predict):  # in the order of --help
+for group in (run, quality, cluster, show, predict):  # in the order of --help
     app.registered_commands += group.app.registered_commands
 app.add_typer(lab.app, name="lab")
 
