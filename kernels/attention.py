@@ -24,6 +24,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Saved for backward: q, k, v, the result and one fp32 number per row, never the scores.
     """
     if q.device.type == "meta":
-        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
         return output
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import repro.kernels as kernels
-from repro.kernels import cost
+from repro.kernels import cost, cross_entropy, dropout, softmax
 from repro.kernels.flops import FORMULAS
 from repro.kernels.library import Cost
 
@@ -134,9 +134,65 @@ def test_costs_by_hand() -> None:
     assert cost("causal_softmax", (2, 8, 8), 0.5, itemsize=2) == Cost(6 * 128, 256, 256)
     assert cost("causal_softmax_backward", (2, 8, 8), (2, 8, 8), 0.5, itemsize=2) == Cost(5 * 128, 512, 256)
     assert cost("norm_squared", [(4, 10), (3,)]) == Cost(86, 4 * 43, 4)
+    row, statistic = (2, 3, 8), (2, 3, 1)
+    # Three of 48 elements go in or out, two of 6 statistics, and three of 8 weights.
+    assert cost("layer_norm_backward", row, row, statistic, statistic, (8,)) == Cost(
+        14 * 48, 4 * (2 * 48 + 2 * 6 + 8), 4 * (48 + 2 * 8)
+    )
+    assert cost("bias_gelu_backward", (4, 8), (4, 8), (8,), itemsize=2) == Cost(17 * 32, 2 * 72, 2 * 40)
+    assert cost("bias_dropout_residual_backward", (1, 2, 8), True) == Cost(32, 64, 64 + 4 * 8)
+    targets = torch.empty(4, dtype=torch.int64, device="meta")
+    sums = Cost(3 * 40 + 4, 4 * 40 + 4 * 4 + 8 * 4, 2 * 4 * 4)
+    assert cost("cross_entropy_sums", (4, 10), (4,), targets, 0) == sums
+    # Logits, maxima, the first row of sums, targets, the loss's gradients; logits again.
+    gradient = Cost(3 * 40 + 2 * 4, 4 * 40 + 4 * 4 + 4 * 4 + 8 * 4 + 4 * 4, 4 * 40)
+    assert cost("cross_entropy_backward_", (4, 10), (4,), (2, 4), targets, 0, (4,)) == gradient
     bf16, fp32 = torch.empty(10, dtype=torch.bfloat16, device="meta"), torch.empty(10, device="meta")
     # 12 bytes of states read and written, 2 of gradient read, 2 of parameter written: 28 per parameter.
     assert cost("adamw_", [fp32], [bf16], [fp32], [fp32], [bf16]) == Cost(140, 140, 140)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of an fp32 tensor that any of torch's operators gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.float32:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (cross_entropy._sums, ("rows", "row", "targets", 0)),
+        (cross_entropy._backward, ("rows", "row", "sums", "targets", 0, "row")),
+        (softmax._forward, ("squares", 0.5)),
+        (softmax._backward, ("squares", "squares", 0.5)),
+        (dropout._forward, ("samples", "bias", "samples", 0.3, 7, 0, 15, 0)),
+        (dropout._backward, ("samples", True, 0.3, 7, 0, 15, 0)),
+    ],
+)
+def test_16_bit_rows_are_widened_a_chunk_at_a_time(
+    function: Callable[..., Any], arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 rows of 64: of a chunk of 1000 elements 15 rows, whatever the operator takes for a row."""
+    monkeypatch.setattr("repro.kernels.library.CPU_CHUNK", 500)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    given = {
+        "rows": torch.randn(60, 64).bfloat16(),
+        "squares": torch.randn(4, 15, 8, 8).bfloat16(),
+        "samples": torch.randn(4, 15, 64).bfloat16(),
+        "bias": torch.randn(64).bfloat16(),
+        "row": torch.ones(60),
+        "sums": torch.ones(2, 60),
+        "targets": torch.arange(60),
+    }
+    with Largest() as seen:
+        function(*(given.get(a, a) if isinstance(a, str) else a for a in arguments))
+    assert seen.elements == 15 * 64
 
 
 @pytest.mark.parametrize("name", NAMES)
