@@ -265,7 +265,7 @@ def _power(base: float, exponent: float) -> float:
     return result
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 

@@ -151,7 +151,7 @@ def gpt_flops(
     `vocab=0` leaves the logits out and `attention=0` the term s/6h, as some sources do;
     `recompute=0` is 72 B s l h^2 (...), forward and backward once (the logits are never recomputed).
     """
-    layer_term = (96 if recompute else 72) * (1 + attention * seq / (6 * hidden))
+    layer_term = 24 * (3 + recompute) * (1 + attention * seq / (6 * hidden))
     return batch * seq * layers * hidden**2 * (layer_term + 6 * vocab / (layers * hidden))
 
 

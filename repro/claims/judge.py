@@ -115,7 +115,7 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         equals = [f for f in speaking if strength(_name(f)) == level]
         if equals[0].itself:
             equals = [f for f in equals if f.decided] or equals
-            if len(equals) < len(speaking) and not all(f.itself for f in speaking):
+            if not all(f.itself for f in speaking):
                 equals = [f for f in equals if f.verdict in BAD]  # what could be tested waits for its test
         # One failure is enough; success needs all expressions of this strength.
         failed = next((f for f in equals if f.verdict in BAD), None)

@@ -35,6 +35,12 @@ def test_an_unknown_stage_is_refused() -> None:
         f.dp_elements(1, 1, "ring")
 
 
+def test_a_root_is_real() -> None:
+    assert [f.FORMULAS["sqrt"](x) for x in (0.0, 0.25)] == [0.0, 0.5]
+    with pytest.raises(ArithmeticError, match="no real root"):
+        f.FORMULAS["sqrt"](-0.25)
+
+
 def test_communication_volumes() -> None:
     assert [f.dp_elements(10, stage) for stage in (0, 1, 2, 3)] == [20, 20, 20, 30]
     assert f.dp_elements(10, 1, "all-reduce") == 30
