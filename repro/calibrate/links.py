@@ -114,7 +114,7 @@ class LinkBench:
             "all_reduce": lambda: group.all_reduce(whole),
             "reduce_scatter": lambda: group.reduce_scatter(mine, whole),
             "all_gather": lambda: group.all_gather(whole, mine),
-            "broadcast": lambda: group.broadcast(whole),
+            "broadcast": lambda: group.broadcast(whole, 0),
         }
         return starts[op]
 

@@ -73,7 +73,7 @@ class Group:
         self._count("all_gather", output, purpose)
         return self._issued(self.transport.all_gather(output, input))
 
-    def broadcast(self, tensor: Tensor, source: int = 0, purpose: str = "") -> Work:
+    def broadcast(self, tensor: Tensor, source: int, purpose: str = "") -> Work:
         """Copy `tensor` in place from the group's rank `source`."""
         self._count("broadcast", tensor, purpose)
         return self.transport.broadcast(tensor, source)

@@ -43,10 +43,9 @@ class Boundary:
         split: bool,
         overlap: bool = True,
     ):
-        """Without `overlap` a message is sent completely before anything else is computed."""
+        """`split`: over several tp ranks.  Without `overlap` a message is sent completely before anything else runs."""
         self.pp, self.tp, self.shape, self.overlap = pp, tp, shape, overlap
-        self.split = split and tp.size > 1
-        self._like = like
+        self.split, self._like = split, like
         self._expected: deque[tuple[Tensor, Work]] = deque()
         self._sent: dict[tuple[int, int], deque[tuple[Tensor, Work]]] = {}
 

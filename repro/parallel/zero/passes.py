@@ -7,6 +7,7 @@ Their backward pass runs through the last one first.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 
 from repro.parallel.zero.units import Use
@@ -104,7 +105,7 @@ class BackwardSchedule:
         return stop
 
     def _rests(self) -> list[bool]:
-        inside = [0] * (1 + max((u for u, _ in self.visits), default=0))
+        inside: Counter[int] = Counter()
         found = []
         for (leaves, v), coming in zip(self.steps, self.coming, strict=True):
             u = self.visits[v][0]
