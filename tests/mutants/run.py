@@ -8,6 +8,8 @@ in the files that he edits.
 from __future__ import annotations
 
 import argparse
+import ast
+import fcntl
 import json
 import os
 import random
@@ -17,16 +19,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from compileall import compile_dir
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from hashlib import sha256
+from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 from cosmic_ray.commands.init import init
-from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.mutating import mutate_and_test, mutate_code
+from cosmic_ray.plugins import get_operator
 from cosmic_ray.tools.filters.git import GitFilter
 from cosmic_ray.tools.filters.operators_filter import OperatorsFilter
 from cosmic_ray.work_db import WorkDB, use_db
@@ -38,15 +42,13 @@ from tests.mutants.relevant import ROOT, relevant
 SETTINGS = read_toml(Path(__file__).with_name("rooms.toml"))
 ROOMS = SETTINGS["room"]
 BUILD = ROOT / "build/mutants"
-PYTEST = [
-    sys.executable,
-    "-m",
-    "pytest",
-    "-x",
-    "--no-header",
-    "--tb=line",
-    f"--timeout={SETTINGS['test_limit_s']}",
-]
+PYTEST = """
+import os, sys, pytest
+from repro.host.processes import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+sys.exit(pytest.main())
+"""
+"""What tries a fault has a session of its own, which neither Ctrl-C nor a batch system's limit would reach."""
 PATIENCE = 4
 """A mutant's tests may take this many times as long as all of the room's take without a fault."""
 
@@ -75,17 +77,32 @@ def session(room: str, base: str | None, sample: int | None, seed: int) -> Path:
             OperatorsFilter()._skip_filtered(work, SETTINGS["exclude"])
             if base:
                 GitFilter()._skip_filtered(work, base)
-            if sample:
-                _skip_all_but(work, sample, seed)
+            _skip_all_but(work, sample, seed)
         partial.rename(made)
     return made
 
 
-def _skip_all_but(work: WorkDB, sample: int, seed: int) -> None:
+def _skip_all_but(work: WorkDB, sample: int | None, seed: int) -> None:
     waiting = sorted(work.pending_work_items, key=place)
-    random.Random(seed).shuffle(waiting)
-    skipped = WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output="not in the sample")
-    work.set_multiple_results([item.job_id for item in waiting[sample:]], skipped)
+    if sample:
+        random.Random(seed).shuffle(waiting)
+    kept = {item.job_id for item in islice(filter(_another_program, waiting), sample)}
+    skipped = WorkResult(
+        worker_outcome=WorkerOutcome.SKIPPED, output="no program, the same, or not in the sample"
+    )
+    work.set_multiple_results([item.job_id for item in waiting if item.job_id not in kept], skipped)
+
+
+def _another_program(item: WorkItem) -> bool:
+    """Not so the lone `*` of a signature, which is taken for a product, or 1e18 with one added."""
+    (mutation,) = item.mutations
+    before = mutation.module_path.read_text(encoding="utf-8")
+    operator = get_operator(mutation.operator_name)(**mutation.operator_args)
+    after = mutate_code(before, operator, mutation.occurrence)
+    try:
+        return after is not None and ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
+    except SyntaxError:
+        return False
 
 
 def place(item: WorkItem) -> tuple[str, int, str, int]:
@@ -140,7 +157,7 @@ def _without_fault(room: str, tests: set[str]) -> float:
     if known.exists() and (before := json.loads(known.read_text()))["state"] == state:
         return before["seconds"]
     done = subprocess.run(
-        [*PYTEST, *sorted(tests)], cwd=tree, env=_environment(tree), capture_output=True, text=True
+        _pytest(sorted(tests)), cwd=tree, env=_environment(tree), capture_output=True, text=True
     )
     if done.returncode:
         sys.exit(
@@ -149,6 +166,11 @@ def _without_fault(room: str, tests: set[str]) -> float:
     seconds = time.monotonic() - began
     known.write_text(json.dumps({"state": state, "seconds": seconds}))
     return seconds
+
+
+def _pytest(tests: Sequence[str]) -> list[str]:
+    limit = f"--timeout={SETTINGS['test_limit_s']}"
+    return [sys.executable, "-c", PYTEST, str(os.getpid()), "-x", "--no-header", "--tb=line", limit, *tests]
 
 
 def _environment(tree: Path) -> dict[str, str]:
@@ -161,7 +183,7 @@ def _enter(trees: SimpleQueue[str]) -> None:
 
 
 def _try(item: WorkItem, tests: list[str], limit_s: float) -> tuple[str, WorkResult]:
-    return item.job_id, mutate_and_test(item.mutations, shlex.join([*PYTEST, *tests]), limit_s)
+    return item.job_id, mutate_and_test(item.mutations, shlex.join(_pytest(tests)), limit_s)
 
 
 def verdict(item: WorkItem, result: WorkResult) -> str:
@@ -220,6 +242,16 @@ def main() -> None:
     if subprocess.run(known, cwd=ROOT, capture_output=True).returncode:
         parser.error(f"--base {given.base}: must be a commit of this repository")
     BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"error: another run has {BUILD}")
+        _report(given)
+
+
+def _report(given: argparse.Namespace) -> None:
+    """Each room's survivors as they are known, and a table of all."""
     table = ["| room | tried | noticed | by time | change nothing | survived | score |", "|---" * 7 + "|"]
     for room in given.room or ROOMS:
         with use_db(session(room, None if given.room else given.base, given.sample, given.seed)) as work:
