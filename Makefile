@@ -1,6 +1,7 @@
 # make smoke       install, run suites/smoke.toml on this machine, simulate every published experiment, print the claims table
 # make simulate    the simulations alone: under two minutes on two cores
-# make test        install with the test extra, run the test suite
+# make test        install with the test extra, run the test suite but for its slow tests
+# make test-slow   whole commands and trainings: what the documentation shows, faults of real ranks, links as fast as asked
 # make engines     install DeepSpeed and Megatron-core, so that smoke runs them beside ours
 # make test-engines  the tests of what they train (make engines installs them)
 # make test-slurm  the tests on a real SLURM of one machine (root; make slurm-packages installs it)
@@ -25,7 +26,7 @@
 #   RESULTS      where records are stored                                              results
 #   N, GPUS, RATE, DBD, LAB, ...   what slurm-lab starts: slurm/lab --help
 #   REPORT_ARGS  more arguments for the report of smoke and simulate, e.g. --notebooks after `make test`
-#   WORKERS      how many tests run at once in `make test`                             2
+#   WORKERS      how many tests run at once in `make test` and `make test-slow`        2
 #   LABS         how many clusters `make test-slurm` starts, for as many tests at once; they mostly wait    3
 #   BASE, ROOM, SAMPLE, SEED  for make mutants: a commit; one of tests/mutants/rooms.toml, whole; so many of its faults,
 #                at random; another number for others                              main
@@ -76,7 +77,7 @@ PICTURES := build/pictures
 # others, also where the environment asks for none to be kept.  `make clean` removes it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help smoke simulate test engines test-engines test-slurm test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+.PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -133,11 +134,14 @@ smoke: $(INSTALLED)
 simulate: $(INSTALLED)
 	@status=0; $(simulated)
 
-test: $(INSTALLED_TEST) $(NVRTC13)
+test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
+test-slow: $(INSTALLED_TEST) $(NVRTC13)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m slow $(PYTEST_ARGS)
+
 test-engines: $(INSTALLED_TEST) $(INSTALLED_ENGINES)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines/deepspeed tests/engines/megatron tests/engines/test_interfaces.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines/deepspeed tests/engines/megatron $(PYTEST_ARGS)
 
 test-slurm: $(INSTALLED_TEST)
 	REPRO_SLURM=1 $(BIN)/python -m pytest -n $(LABS) --dist loadgroup tests/slurm_lab $(PYTEST_ARGS)

@@ -20,6 +20,8 @@ from repro.claims.reader import load as ledger
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+SLOW = ("README.md", "first-hour.md")
+"""Their commands run whole suites."""
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("REPRO_")}
 CODE = "import sys; from repro.cli import main; sys.exit(main())"
 NOT_HERE = {
@@ -144,7 +146,11 @@ def alike(line: str, exact: bool) -> str:
     return re.sub(r"(# min )?\b(ms|us|s|[MGT]FLOP/s|kB|MB|GB)\b", "unit", line)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW else []) for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_they_print_what_is_shown(page: Path, folder: Path) -> None:
     """One after the other in one folder, with the files that the page says to save."""
     for before, lines in blocks(page):

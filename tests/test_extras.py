@@ -50,6 +50,7 @@ def repro(environment: dict[str, str], *arguments: str | Path) -> subprocess.Com
     )
 
 
+@pytest.mark.slow
 def test_experiments_run_and_are_compared_without_extras(bare: dict[str, str], tmp_path: Path) -> None:
     """And a rank imports neither the command line nor statistics."""
     suite = write_suite(

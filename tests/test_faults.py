@@ -227,6 +227,7 @@ def test_progress_says_what_runs_and_what_is_left(tmp_path: Path) -> None:
 REAL: dict[str, Any] = {"fake": False}
 
 
+@pytest.mark.slow
 def test_real_ranks_run_out_of_memory_and_diverge(tmp_path: Path) -> None:
     body = """
         [[experiment]]
@@ -250,6 +251,7 @@ def test_real_ranks_run_out_of_memory_and_diverge(tmp_path: Path) -> None:
     assert "init: " in reason(results, "big")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("number", "outcome", "hang_s"), [(signal.SIGKILL, "error", 60), (signal.SIGSTOP, "hang", 5)]

@@ -64,6 +64,7 @@ def test_help_names_every_target(copy: Path) -> None:
         "smoke",
         "simulate",
         "test",
+        "test-slow",
         "engines",
         "test-engines",
         "test-slurm",
@@ -104,13 +105,13 @@ def test_python_without_venv(copy: Path) -> None:
 def test_installs_once_and_again_when_requirements_change(copy: Path) -> None:
     log = fake_environment(copy)
     for _ in range(2):
-        assert make(copy, "-j4", "test").returncode == 0
+        assert make(copy, "-j4", "test", "test-slow").returncode == 0
     installs = [line for line in log.read_text().splitlines() if "pip install" in line]
     assert len(installs) == 3  # the harness, the test extra, a second NVRTC
     assert all("-c constraints-cpu.txt" in line for line in installs)
     later = (copy / ".venv/.installed-test").stat().st_mtime + 10
     os.utime(copy / "pyproject.toml", (later, later))
-    make(copy, "test")
+    make(copy, "test-slow")
     assert log.read_text().count("pip install") == 5  # the second NVRTC stays
 
 
@@ -167,7 +168,16 @@ def test_continuous_integration_runs_every_target_that_it_can(
     slurm, beside = ([], "") if says else (["slurm-packages"], " test-slurm")
     browser = ["browser-packages"] if apt and user == 0 else []
     tests = f"-j2 --output-sync test-engines{beside}"
-    assert log.read_text().splitlines() == ["check", *browser, "test", "engines", *slurm, tests, "smoke"]
+    assert log.read_text().splitlines() == [
+        "check",
+        *browser,
+        "test",
+        "engines",
+        "test-slow",
+        *slurm,
+        tests,
+        "smoke",
+    ]
     assert says in done.stdout
 
 

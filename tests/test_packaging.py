@@ -91,6 +91,7 @@ def test_a_wheel_has_every_file(checkout: Path, wheel: Path) -> None:
 WHERE = "import repro.kernels.cuda.compile as found; print(found.__file__)"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_doctor_compiles_the_kernels_of_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     python = environment(tmp_path / "venv", wheel)
@@ -107,6 +108,7 @@ def test_doctor_compiles_the_kernels_of_an_installed_wheel(wheel: Path, tmp_path
         assert " compiled, " in line
 
 
+@pytest.mark.slow
 def test_a_wheel_answers_far_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     """Suites, models, systems and claims are inside: a suite runs by its name, and its claim is judged."""
     python = environment(tmp_path / "venv", wheel)

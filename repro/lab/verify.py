@@ -11,7 +11,7 @@ from repro.lab.links import End, Links
 
 TOLERANCE = 0.05
 """A link within this fraction of what was asked is right."""
-ATTEMPTS = 5
+ATTEMPTS = 15
 SENDS, RECEIVES = "sends", "receives"
 _RANKS: dict[str, Callable[[EmulatedNetwork], int]] = {
     "rank": lambda network: 1,

@@ -43,6 +43,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_file_is_a_system(calibrated: Path) -> None:
     system = systems.load(calibrated)
     assert system.devices_per_node.value == 2
@@ -69,6 +70,7 @@ def test_the_file_is_a_system(calibrated: Path) -> None:
         assert "measured" in number.source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [Layout(dp=2, zero=2, global_batch=4), Layout(tp=2, sp=True), Layout(pp=2, global_batch=4)],
@@ -87,6 +89,7 @@ def test_every_operator_of_a_trace_has_a_rate(calibrated: Path, layout: Layout) 
         assert sum(n * s for (n, _), s in zip(operators, seconds, strict=True)) < 10
 
 
+@pytest.mark.slow
 def test_nothing_private_is_written(calibrated: Path) -> None:
     import getpass
     import platform
@@ -192,6 +195,7 @@ def test_a_wrong_question_needs_no_torch() -> None:
     assert done.stdout.strip() == "2 False", done.stderr
 
 
+@pytest.mark.slow
 def test_operators_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the sizes of its own steps, whatever networks they are on; of links single messages alone."""
     layout = "layout = { dp = 2, micro_batch = 1 }"

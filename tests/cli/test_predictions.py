@@ -125,6 +125,7 @@ def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_m
     assert found["layout"]["precision"] == "bf16"
 
 
+@pytest.mark.slow
 def test_fit_json_and_page(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*FIT, "--zero", "1", "--memory-limit", "1.76GB"]
     code, out = run(capsys, *asked, "--json")

@@ -13,6 +13,7 @@ MODULES = {"megatron": "megatron.core"}
 LAYOUTS = {"deepspeed": "dp = 4, zero = 2", "megatron": "dp = 2, tp = 2", "torch": "dp = 4"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", LAYOUTS)
 def test_bytes_of_the_interfaces_are_those_counted_and_headers(engine: str, tmp_path: Path) -> None:
     pytest.importorskip(MODULES.get(engine, engine), reason=f"needs {engine}: pip install -e '.[engines]'")

@@ -31,8 +31,10 @@ print(json.dumps({"version": compiler.version(), "oldest": compiler.architecture
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
-    not (FOLDER / ".installed").exists(), reason="no NVRTC 13 beside the environment: `make test` installs it"
+    not (FOLDER / ".installed").exists(),
+    reason="no NVRTC 13 beside the environment: `make test-slow` installs it",
 )
 @pytest.mark.timeout(240)
 def test_every_source_compiles_without_spills() -> None:

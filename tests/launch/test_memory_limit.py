@@ -23,7 +23,7 @@ ROOM = {"native": 20, "torch": 40, "megatron": 40, "deepspeed": 100}
     "engine",
     [
         "native",
-        "torch",
+        pytest.param("torch", marks=pytest.mark.slow),
         *(
             pytest.param(name, marks=pytest.mark.skipif(bool(missing(name)), reason=missing(name)))
             for name in ("deepspeed", "megatron")

@@ -19,6 +19,7 @@ training = { steps = STEPS, untimed_steps = 2, checkpoint_every = 5, data = "sha
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was_on_fewer_ranks(tmp_path: Path) -> None:
     """Ctrl-C waits for the step and its checkpoint; the next run, of another layout, has the losses from before."""
     results = tmp_path / "results"

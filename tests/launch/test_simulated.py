@@ -120,6 +120,7 @@ def test_measured_and_simulated_records_of_one_key_stay_apart(
     )
 
 
+@pytest.mark.slow
 def test_it_says_what_a_real_run_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = 'layout = { dp = 2, zero = 1, precision = "bf16", recompute = true, global_batch = 4 }'
     suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{layout}', limits="hang_s = 60")

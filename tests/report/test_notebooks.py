@@ -43,6 +43,7 @@ def test_there_is_one_for_every_family() -> None:
     assert tuple(path.stem for path in SOURCES) == NAMES
 
 
+@pytest.mark.slow
 def test_one_runs_on_a_store_and_becomes_a_page(synthetic_results: Path, tmp_path: Path) -> None:
     """In a kernel of its own, as all of them do in continuous integration on the store of `make smoke`."""
     pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")

@@ -20,7 +20,9 @@ DEEP = f"layers = {sizes.LAYERS.value}\nhidden = 64\nheads = 4\nvocab = 512\nseq
     "arguments",
     [
         ["--model", "gpt2-1.5b", "--gpus", str(sizes.RANKS.value), "--zero", "3"],
-        ["--model", "deep.toml", "--gpus", "8", "--zero", "3", "--recompute"],
+        pytest.param(
+            ["--model", "deep.toml", "--gpus", "8", "--zero", "3", "--recompute"], marks=pytest.mark.slow
+        ),
         [
             "--model",
             "gpt2-1.5b",

@@ -11,6 +11,7 @@ from repro.suites import load
 from tests.records import latest
 
 
+@pytest.mark.slow
 def test_it_runs_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def train_compiled(layout: Layout) -> dict[str, Tensor]:
     return train(kind, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @STAGES
 def test_the_whole_module_compiled(two: RankPool, zero: int) -> None:

@@ -67,6 +67,7 @@ def test_the_pair_trains_the_same(two: RankPool, name: str, tmp_path: Path) -> N
         assert len(weights) > 5
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     """As its first lines say, in processes of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
