@@ -18,6 +18,7 @@ from repro.checkpoint.region import Rectangle, matrix_rows
 from repro.checkpoint.state import STATES
 from repro.config import Experiment, Layout
 from repro.launch.interrupt import Stopped
+from repro.launch.rank.checkpoints import ABOUT
 from tests.checkpoint.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
 from tests.launch.runs import fill, small_disk
 from tests.pool import RankPool, forks
@@ -266,7 +267,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_does_not_end_the_run(
         assert result["checkpoints"]["written"] == [HALF]
         (failure,) = result["checkpoints"]["failures"]
         assert failure["step"] == WHOLE
-        assert "No space left on device" in failure["reason"]
+        assert failure["reason"] == f"rank 0: No space left on device: {disk / full.key / ABOUT}"
         assert result["loss"] == uninterrupted
         (disk / "filler").unlink()
         assert index.complete(disk / full.key) == [HALF]

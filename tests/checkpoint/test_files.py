@@ -92,6 +92,22 @@ def test_any_cut_can_be_read_from_any_other(
             assert reader.bytes_read == 4 * matrix.numel()
 
 
+@pytest.mark.parametrize(("gap", "elements"), [(3, 4 * 6), (4, 3 * 10 + 6)])
+def test_small_gaps_are_read_over_and_larger_ones_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: int, elements: int
+) -> None:
+    """Six of ten columns of four rows: row by row, or from the first to the last of them with the gaps of four."""
+    monkeypatch.setattr(files, "GAP", gap)
+    whole, path = Rectangle(0, 4, 0, 10), tmp_path / "rank-0.safetensors"
+    files.write(
+        path, [(files.FileEntry("a", "weight", whole), torch.zeros(40))], {"a": (4, 10)}, lambda: None
+    )
+    ((_, at),) = files.contents(path)[0]
+    with files.Reader() as reader:
+        reader.read(path, at, whole, Rectangle(0, 4, 2, 6), torch.empty(4, 6))
+        assert reader.bytes_read == 4 * elements
+
+
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_a_parameter_as_a_matrix_has_the_parts_of_tp_as_columns(
     shape: list[int], data: st.DataObject

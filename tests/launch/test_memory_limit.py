@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,18 @@ from repro.config.experiment import Limits
 from repro.engines import missing
 from repro.launch.job import Job
 from repro.launch.local.launch import LocalLaunch
+from repro.launch.rank.memory_limit import data_bytes
 from repro.launch.supervise import watch
 from tests.training import smallest, tiny
+
+
+def test_the_data_segment_is_counted_in_bytes() -> None:
+    before = data_bytes()
+    with mmap.mmap(-1, 1 << 26, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
+        grown = data_bytes() - before
+    assert 1 << 26 <= grown < (1 << 26) + (1 << 20)
+    assert before % mmap.PAGESIZE == 0
+
 
 ROOM = {"native": 20, "torch": 40, "megatron": 40, "deepspeed": 100}
 """MB: less than the stacks of three threads, or those of the ranks' first group and what each imports meanwhile."""

@@ -39,6 +39,20 @@ def test_a_thread_computes_for_its_share_of_the_time_whether_it_waited_before_or
     assert computed > 0.02
 
 
+def test_a_tick_of_the_timer_while_it_sleeps_is_not_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace(SHARE)
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        pace.settle()
+
+    monkeypatch.setattr("repro.launch.rank.pace.time.sleep", sleep)
+    compute(0.02)
+    pace.settle()
+    assert len(sleeps) == 1
+
+
 def test_what_a_thread_has_not_computed_it_does_not_pay_for() -> None:
     """Looking at the clocks is no computing either: at a thousandth of a core it would be seconds."""
     pace = Pace(1e-3)

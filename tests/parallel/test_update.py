@@ -1,19 +1,22 @@
-"""The optimizer's update of one process, by numbers worked out by hand: clipping, skipped steps, AdamW."""
+"""The update of one process, by numbers worked out by hand: learning rate, clipping, skipped steps, AdamW."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from repro.checkpoint import state
-from repro.config import Layout
+from repro.config import Layout, Training
+from repro.config.enums import Phase
 from repro.engines.native import NativeEngine
 from repro.parallel import mesh as meshes
 from repro.parallel.precision import LossScaler
 from repro.parallel.zero.optimizer import divisor_for
-from tests.training import tiny
+from repro.train.learning_rate import learning_rate
+from tests.training import micro_batches, tiny
 
 NOT, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)
 
@@ -41,8 +44,53 @@ def test_gradients_are_scaled_down_to_the_limit_and_never_up(
     assert divisor_for(torch.tensor(norm), 0.0, None) is None
 
 
+COSINE = {"schedule": "cosine", "lr": 1.0, "min_lr": 0.2, "warmup_steps": 2, "steps": 20}
+
+
+@pytest.mark.parametrize(
+    ("training", "rates"),
+    [
+        ({"lr": 0.8, "warmup_steps": 4}, {0: 0.2, 1: 0.4, 3: 0.8, 4: 0.8, 99: 0.8}),
+        ({"lr": 0.8}, {0: 0.8, 99: 0.8}),
+        # Half a turn of the cosine from 1.0 to 0.2 in the eight steps after the second; a quarter of it after two.
+        (
+            COSINE | {"decay_steps": 10},
+            {0: 0.5, 1: 1.0, 2: 1.0, 4: 0.6 + 0.4 * math.sqrt(0.5), 6: 0.6, 10: 0.2, 19: 0.2},
+        ),
+        (COSINE, {2: 1.0, 11: 0.6, 20: 0.2}),  # over all steps where nothing else is said
+        (COSINE | {"decay_steps": 2}, {1: 1.0, 2: 1.0, 3: 0.2}),  # at once where no step is left
+    ],
+)
+def test_the_learning_rate_after_so_many_steps(training: dict[str, Any], rates: dict[int, float]) -> None:
+    found = {taken: float(learning_rate(Training(**training), torch.tensor(float(taken)))) for taken in rates}
+    assert found == pytest.approx(rates)
+
+
 def engine(**training: Any) -> NativeEngine:
     return NativeEngine(tiny(Layout(), **training), meshes.single(), torch.device("cpu"))
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    """Without a gradient all that a step does is decay; three biases in one parameter are no matrix."""
+    made = engine(lr=0.1, weight_decay=0.5)
+    for bucket in made.buckets:
+        bucket.master.fill_(1.0)
+        bucket.gradient_shard.zero_()
+    made.optimizer.update(torch.tensor(0.1), None, None)
+    values = made.full_parameters()
+    matrices = {"tokens", "positions", "qkv", "out", "up", "down"}
+    for name, value in values.items():
+        decayed = 1.0 - 0.1 * 0.5 if name.rpartition(".")[2] in matrices else 1.0
+        assert torch.allclose(value, torch.tensor(decayed)), name
+    assert {name.rpartition(".")[2] for name in values} >= matrices | {"qkv_bias"}
+
+
+def test_one_process_waits_for_no_other_stage() -> None:
+    made = engine()
+    seen: list[Phase] = []
+    made.step(micro_batches(tiny(Layout()), 0, 0), seen.append)
+    assert seen == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+    assert made.pipeline_report() == {}
 
 
 def test_a_skipped_step_changes_nothing_and_does_not_count() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,9 @@ def test_a_node_that_does_not_answer(
     assert "this is no cluster" in checks["nodes"]
 
 
-def test_what_nodes_say_is_judged(tmp_path: Path) -> None:
+def test_what_nodes_say_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\n[environment]\ninterface = "ib0"\n')
     marker = tmp_path / ".probe-abc"
@@ -113,6 +116,9 @@ def test_what_nodes_say_is_judged(tmp_path: Path) -> None:
     other = {check.name: check for check in probe.judge(profile.load(path), [node])}
     assert other["GPUs there"].fatal
     assert other["GPUs there"].enables.startswith("dgx2 has NVIDIA V100 SXM3 32 GB: name another system")
+    monkeypatch.setattr("sys.argv", ["probe", str(marker)])
+    runpy.run_path(probe.__file__, run_name="__main__")
+    assert json.loads(capsys.readouterr().out)["folder"] == ""
     marker.write_text("other")
     blind = {check.name: check for check in probe.judge(profile.load(path), [probe.look(marker)])}
     assert blind["shared folder"].fatal

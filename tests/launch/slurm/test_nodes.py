@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import socket
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ from repro.config import ConfigError, Experiment, Layout, Model
 from repro.launch.failures import CLASSES, failure
 from repro.launch.plan import Task
 from repro.launch.rank.device import cuda_index
-from repro.launch.slurm.allocation import bundle, controller, rank_child, stop, topology
-from repro.launch.slurm.allocation.nodes import NodeReport, mismatch, place
+from repro.launch.slurm.allocation import bundle, controller, nodes, rank_child, stop, topology
+from repro.launch.slurm.allocation.nodes import NodeReport, differs, mismatch, place
 from repro.suites import Comparison
 
 V100 = ("Tesla V100-SXM3-32GB", 34_057_748_480, "7.0")
@@ -93,6 +95,26 @@ def test_on_a_shared_node_a_task_has_the_gpu_of_its_place() -> None:
     assert mismatch(bare, systems.load("dgx2"), 16) == (
         "wrong hardware: node n1 has no GPU where dgx2 has 1 x NVIDIA V100 SXM3 32 GB: not comparable"
     )
+
+
+def test_a_memory_that_nobody_published_tells_no_cards_apart() -> None:
+    """The names still do."""
+    system = systems.load("dgx2")
+    device = replace(system.device, memory_bytes=replace(system.device.memory_bytes, value=None))
+    unknown = replace(system, device=device)
+    assert not differs(card(V100[0], 10**9, "7.0", 0), unknown)
+    assert differs(card("NVIDIA A100-SXM4-80GB", 10**9, "7.0", 0), unknown)
+
+
+def test_gpus_are_looked_at_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "visible_gpus", lambda visible: [{"uuid": visible}])
+    monkeypatch.setattr(topology, "gpu_links", lambda: {"nvlinks": [2]})
+    said = {"SLURMD_NODENAME": "n2", "SLURM_NODEID": "1", "SLURM_LOCALID": "3", "SLURM_PROCID": "7"}
+    seen = nodes.report(said | {"SLURM_NTASKS": "8", "CUDA_VISIBLE_DEVICES": "GPU-5"}, gpus=True)
+    assert (seen.node, seen.node_index, seen.local, seen.task, seen.tasks) == ("n2", 1, 3, 7, 8)
+    assert (seen.gpus, seen.links) == ([{"uuid": "GPU-5"}], {"nvlinks": [2]})
+    bare = nodes.report(said, gpus=False)
+    assert (bare.gpus, bare.links) == ([], {})
 
 
 def test_a_checkpoint_has_the_time_that_slurm_leaves_it() -> None:
@@ -239,6 +261,10 @@ def test_what_ended_is_not_begun_again() -> None:
         ("JobState=NODE_FAIL", "node failure"),
         ("JobState=RUNNING PreemptTime=2026-11-21T10:00:00", "preempted"),
         (
+            "JobState=TIMEOUT PreemptTime=2026-11-21T10:00:00 StartTime=2026-11-21T10:00:00",
+            "preempted",  # as soon as it had started
+        ),
+        (
             "JobState=COMPLETING Reason=None PreemptTime=2026-11-21T10:00:00 StartTime=2026-11-21T10:05:00",
             "cancelled",  # the preemption was of an earlier start
         ),
@@ -256,6 +282,12 @@ def test_what_a_signal_means(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert stop.meaning("7", 90) == expected
+    noticed = stop.Stop("7")
+    assert noticed.reason == ""
+    noticed.note(stop.REQUEUE, None)
+    assert noticed.reason == f"stopped by SLURM (SIGUSR2): {expected}"
+    noticed.give_up("a node is lost")
+    assert noticed.reason == f"stopped by SLURM (SIGUSR2): {expected}", "the first reason stays"
 
 
 @pytest.mark.parametrize(
@@ -294,6 +326,24 @@ def test_the_address_is_the_interfaces_or_is_asked_for() -> None:
         ConfigError, match=r"site.toml: environment.interface = 'ib7': must be an interface of"
     ):
         controller.address_of("ib7", {}, "site.toml")
+
+
+def test_among_several_nodes_the_address_is_one_that_this_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its name stands for, or what SLURM says; not the loopback, nor another node's."""
+    ours = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"]}
+    entries = {
+        name: [SimpleNamespace(family=socket.AF_INET, address=a) for a in own] for name, own in ours.items()
+    }
+    names = {"n1": "10.0.0.5", socket.gethostname(): "127.0.0.1"}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: entries)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: names[name])
+    two = {"SLURM_JOB_NUM_NODES": "2"}
+    assert controller.address_of("", two | {"SLURMD_NODENAME": "n1"}, "site.toml") == "10.0.0.5"
+    assert (
+        controller.address_of("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5"}, "site.toml") == "10.0.0.5"
+    )
+    with pytest.raises(ConfigError, match=r"the interface that reaches the other nodes; .* has lo, eth0"):
+        controller.address_of("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.6"}, "site.toml")
 
 
 def test_folders_of_killed_tasks_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,9 @@ from repro.launch import plan
 from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.following import logs
 from repro.launch.slurm.following.registry import Registry, Submission, Submitted
+from repro.launch.slurm.following.states import meaning
 from repro.launch.slurm.site import profile
+from repro.launch.slurm.site.scheduler import JobState
 from repro.launch.slurm.submission.pack import arrays
 from repro.results.measured import experiment_record
 from repro.results.store import Store
@@ -180,6 +182,26 @@ def test_a_job_that_left_no_record_is_collected_once(
     assert document["bad_nodes"] == ({"n1": 1} if failure == "node-failure" else {})
     found = submitted.status(capsys)["a"]  # and it still says the same
     assert found["failure"] == failure
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (
+            JobState(state="NODE_FAIL", nodes="n[1-2]", exit_code="1:9", reason="NodeDown"),
+            ("interrupted", "node failure, on n[1-2], exit code 1:9, NodeDown"),
+        ),
+        (
+            JobState(state="FAILED", exit_code="0:0", reason="NonZeroExitCode"),
+            ("error", "the job ended as FAILED without a record"),
+        ),
+        (None, ("error", "lost: SLURM does not know the job any more and it left no record")),
+    ],
+)
+def test_all_that_slurm_says_of_an_end_is_in_the_reason(
+    job: JobState | None, expected: tuple[str, str]
+) -> None:
+    assert meaning(job) == expected
 
 
 def test_a_job_that_nobody_knows_is_lost(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,10 @@ def test_what_is_submitted_is_what_a_dry_run_prints(
     suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
     assert submit(suite, site, results, "--exclude", "n3", "--dry-run", "--json") == 0
     planned = json.loads(capsys.readouterr().out)
+    assert [(a["nodes"], a["tasks_per_node"], a["time_limit_s"]) for a in planned["arrays"]] == [
+        (2, 2, 1800),
+        (1, 2, 1800),
+    ]
     assert slurm.state["calls"] == []
     assert not results.exists()
     assert submit(suite, site, results, "--json", "--exclude", "n3") == 0
@@ -254,6 +258,9 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
     suite = write_suite(tmp_path, body)
     assert submit(suite, site, results, "--dry-run") == 0
     out = capsys.readouterr().out
+    assert out.startswith(
+        "# array 0: 2 cases in 2 jobs of 1 node x 2 ranks, 01:00:00 each\n#   a\n#   large\n"
+    )
     # Whole nodes: one hour of 16 GPUs for each of two cases.
     assert "2 cases in 1 job array; at most 32 GPU-hours, 64.00 at 2 an hour" in out
     assert "no predicted times in the store" in out

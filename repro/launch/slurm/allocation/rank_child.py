@@ -126,8 +126,7 @@ class RankProcess:
         self._said, self._stopped = position.seconds, stopped
         self._experiment = position.experiment if position.begun else -1
         # Each node has its own clock: the age goes over, and the controller's clock makes a time of it.
-        age = now - position.seconds if position.seconds else 0.0
-        yield {"say": "position", "at": list(position), "age": age, "stopped": stopped}
+        yield {"say": "position", "at": list(position), "age": now - position.seconds, "stopped": stopped}
 
     def _results(self, last: bool = False) -> Iterator[Message]:
         if self._folder is None:

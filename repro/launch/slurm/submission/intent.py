@@ -47,7 +47,7 @@ class Intent:
     running: dict[str, str]
     """Names that an earlier submission is at -> its job."""
     predictions: dict[str, JobEstimate]
-    rerun: bool = False
+    rerun: bool
 
     @property
     def cases(self) -> list[Experiment]:
