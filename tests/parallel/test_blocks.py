@@ -1,11 +1,11 @@
-"""Which modules of a model are its blocks."""
+"""Which modules of a model are its blocks, and to which unit a parameter belongs."""
 
 from __future__ import annotations
 
 import pytest
 from torch import nn
 
-from repro.parallel.zero.units import default_units
+from repro.parallel.zero.units import Unit, Use, default_units, parameters_of
 from tests.wrap.edge_models import Containers
 
 
@@ -19,15 +19,69 @@ def test_blocks_are_the_nearest_modules_with_a_forward() -> None:
     ]
 
 
-def test_a_block_under_two_names_is_one_unit() -> None:
-    module = nn.Module()
-    shared = nn.Linear(2, 2)
-    module.encoder = nn.ModuleList([shared, nn.Linear(2, 2)])
-    module.decoder = nn.ModuleList([shared, nn.ModuleList([nn.Linear(2, 2), shared])])
-    assert [unit.name for unit in default_units(module)] == ["encoder.0", "encoder.1", "decoder.1.0", ""]
-
-
 @pytest.mark.parametrize("name", ["dictionaries", "dictionaries.0", "nested.1", "holders.0", "scales.0"])
 def test_a_container_is_no_block(name: str) -> None:
     with pytest.raises(ValueError, match=rf"blocks: '{name}': \w+ has no forward of its own"):
         default_units(Containers(), [name])
+
+
+def blocks(*names: str, inside: tuple[str, ...] = ()) -> list[Unit]:
+    """A unit for each name and, last, the whole with what is all that is in it."""
+    return [*(Unit(name, (Use(name),)) for name in names), Unit("", (Use(""), *map(Use, inside)))]
+
+
+def lists() -> nn.ModuleDict:
+    """Two lists, one with a bare list in it and both with one block; and a sequence, which then holds no blocks."""
+    shared = nn.Linear(2, 2)
+    return nn.ModuleDict(
+        {
+            "first": nn.ModuleList([nn.Linear(2, 2), shared]),
+            "second": nn.ModuleList(
+                [nn.ModuleList([nn.Linear(2, 2)]), shared, nn.Sequential(nn.Linear(2, 2))]
+            ),
+            "head": nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
+        }
+    )
+
+
+def test_blocks_are_what_lists_hold_or_else_sequences() -> None:
+    assert default_units(lists()) == blocks("first.0", "first.1", "second.0.0", "second.2")
+    assert default_units(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == blocks("0", "1")
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
+    assert default_units(nested) == blocks("0", "1"), "what is inside of a block is no block"
+    assert default_units(nn.Linear(2, 2)) == blocks()
+
+
+def test_what_is_all_that_a_module_has_is_used_with_it() -> None:
+    """As of a model behind a wrapper, whose `generate` calls the inner one."""
+    wrapper = nn.Sequential(nn.Sequential(nn.Bilinear(2, 2, 2)))
+    assert default_units(wrapper, blocks=()) == blocks("0", inside=("0", "0.0"))
+    own = nn.Sequential(nn.Linear(2, 2))
+    own.scale = nn.Parameter()  # type: ignore[assignment]
+    assert default_units(own) == blocks("0")
+    assert default_units(nn.ModuleDict({"layers": nn.ModuleList([nn.Tanh()])})) == blocks("layers.0")
+
+
+def test_names_of_blocks_are_submodules_with_a_forward() -> None:
+    assert default_units(lists(), ["head", "first.0"]) == blocks("head", "first.0")
+    with pytest.raises(ValueError, match=r"'tail': not a submodule; known are first, first\.0, .*\.\.\."):
+        default_units(lists(), ["tail"])
+
+
+def test_a_parameter_belongs_to_the_unit_that_uses_it_and_to_the_whole_where_several_do() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    first, second, third = (module.get_submodule(str(i)) for i in range(3))
+    second.weight = first.weight
+    units = blocks("0", "1")
+    found = parameters_of(module, units)
+    assert [[id(p) for p in unit] for unit in found] == [
+        [id(first.bias)],
+        [id(second.bias)],
+        [id(first.weight), id(third.weight)],
+    ]
+    tied = [Unit("both", (Use("0"), Use("1")))]
+    assert [id(p) for p in parameters_of(module, tied)[0]] == [
+        id(p) for p in (first.weight, first.bias, second.bias)
+    ]
+    with pytest.raises(ValueError, match="units 0, 1 share a parameter and no unit is around them"):
+        parameters_of(module, units[:2])

@@ -23,12 +23,19 @@ class Notes(NoTransport):
 
     def __init__(self) -> None:
         self.sent: list[Tensor] = []
+        self.wires: list[tuple[int, int]] = []
+        """To or from whom, on which channel."""
         self.waited: list[int] = []
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
         number = len(self.sent)
         self.sent.append(tensor)
+        self.wires.append((to, channel))
         return Work(finish=lambda: self.waited.append(number))
+
+    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
+        self.wires.append((source, channel))
+        return Work()
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         return Work(finish=lambda: self.waited.append(0))
@@ -66,6 +73,16 @@ def test_two_messages_of_a_kind_are_under_way_and_the_oldest_is_waited_for() -> 
     assert notes.waited == [0]
     wires.finish()
     assert notes.waited == [0, 1, 2, 3]
+
+
+def test_activations_and_gradients_are_two_streams() -> None:
+    wires, notes = boundary()
+    for kind in (FORWARD, BACKWARD, FORWARD):
+        wires.send(torch.zeros(SHAPE), 1, kind)
+        wires.expect(1, kind)
+    assert notes.wires == [(1, 0), (1, 0), (1, 1), (1, 1), (1, 0), (1, 0)]
+    rows = {row["purpose"]: (row["calls"], row["payload_bytes"]) for row in wires.pp.ledger.rows()}
+    assert rows == {"activations": (2, 2 * 256), "gradients": (1, 256)}, "their sender counts them"
 
 
 def test_without_overlap_a_message_is_gone_before_anything_else_is_computed() -> None:

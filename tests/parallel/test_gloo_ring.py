@@ -66,6 +66,21 @@ def test_a_ring_gives_what_straight_messages_give(four: RankPool) -> None:
         assert len(straight["sent"]) == 3
 
 
+def sum_of_sixteen_bits() -> list[float]:
+    """Of one that is large and others that each are lost beside it in bf16."""
+    group = dist.group.WORLD
+    assert group is not None
+    part = torch.empty(1, dtype=torch.bfloat16)
+    whole = torch.full((group.size(),), 1.0 if dist.get_rank() else 256.0, dtype=torch.bfloat16)
+    GlooTransport(group).reduce_scatter(part, whole).wait()
+    return part.tolist()
+
+
+def test_straight_messages_are_summed_in_fp32_and_rounded_once(four: RankPool) -> None:
+    """By hand: 256 + 1 is 256 in bf16, but 259 rounds to 260."""
+    assert four.run(sum_of_sixteen_bits) == [[260.0]] * 4
+
+
 def on_two_nodes(zero: int, ranks_per_node: str) -> tuple[list[float], str]:
     """Losses of four replicas, and what carries their messages."""
     with pytest.MonkeyPatch.context() as patch:

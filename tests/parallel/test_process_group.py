@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import repro
 from repro.config import Layout
 from repro.parallel import mesh as meshes
+from repro.parallel.transports import NcclTransport
 from repro.wrap.parallelize import require_backend
 from tests.pool import RankPool, forks
 
@@ -88,6 +90,33 @@ def test_another_default_group_has_groups_of_its_own(tmp_path: Path) -> None:
         rank.join(60)
         rank.kill()
     assert [rank.exitcode for rank in ranks] == [0] * 4
+
+
+def test_every_stream_between_two_stages_has_a_communicator_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL has no tags: activations (0) go to the next of three stages, gradients (1) to the one before."""
+    monkeypatch.setattr(meshes, "process_group", lambda ranks, purpose: ranks)
+    channels = meshes._channels((3, 5, 9))
+    following = {(0, 1, 0): (3, 5), (1, 2, 0): (5, 9), (2, 0, 0): (9, 3)}
+    assert channels == {**following, (0, 2, 1): (3, 9), (1, 0, 1): (5, 3), (2, 1, 1): (9, 5)}
+    sent: list[tuple[str, int, object]] = []
+
+    def note(kind: str) -> Callable[..., object]:
+        return lambda tensor, peer, group: sent.append((kind, peer, group)) or object()
+
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: (3, 5, 9)[rank])
+    monkeypatch.setattr(dist, "isend", note("send"))
+    monkeypatch.setattr(dist, "irecv", note("receive"))
+    second = NcclTransport(None, channels)  # type: ignore[arg-type]
+    for channel, (to, source) in enumerate(((2, 0), (0, 2))):
+        second.send(torch.ones(1), to, channel)
+        second.receive(torch.ones(1), source, channel)
+    assert sent == [
+        *(("send", 9, (5, 9)), ("receive", 3, (3, 5))),
+        *(("send", 3, (5, 3)), ("receive", 9, (9, 5))),
+    ]
 
 
 def test_the_process_group_serves_the_device() -> None:
