@@ -57,6 +57,7 @@ def test_who_waits_for_a_message_is_idle(two: RankPool, message: Callable[[Tenso
     assert 0.1 + LATE_S <= late[Phase.FORWARD] < 0.1 + 1.5 * LATE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_waits_for_its_part_of_the_passes(two: RankPool, engine: str, name: str) -> None:

@@ -67,10 +67,13 @@ def test_any_sizes_and_alignments(
     agree: bool,
 ) -> None:
     copied = copied or kind != torch.float32
+    scale = None if found is None else 64.0
+    torch.manual_seed(step)
     groups: list[list[Tensor]] = [[], [], [], [], []]
     checks = []
     for size, offset in shapes:
-        values = [torch.randn(size), (64 * torch.randn(size)).to(kind), torch.randn(size), torch.rand(size)]
+        gradient = (scale or 1.0) * torch.randn(size)
+        values = [torch.randn(size), gradient.to(kind), torch.randn(size), torch.rand(size)]
         values += (
             [torch.zeros(size, dtype=torch.float16 if kind == torch.float32 else kind)] if copied else []
         )
@@ -78,7 +81,6 @@ def test_any_sizes_and_alignments(
             tensor, check = placed(value, offset + (0 if agree else i))
             groups[i].append(tensor)
             checks.append(check)
-    scale = None if found is None else 64.0
     expected = run(host, groups, float(step), scale, found)
     compare(groups, expected)
     for check in checks:

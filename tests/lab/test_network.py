@@ -17,7 +17,7 @@ from repro.lab.network import NoNetwork, RunningNetwork
 from tests.lab.on_networks import TOO_FAST
 from tests.launch.runs import ROOT
 
-pytestmark = pytest.mark.usefixtures("emulation")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulation")]
 SLOW = EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6, within=10e6)
 EXCHANGE = """
 import socket, statistics, struct, sys, time

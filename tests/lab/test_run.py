@@ -13,11 +13,10 @@ from repro.lab import products
 from tests.lab.on_networks import TOO_FAST, experiments, most_over_ledger, run, suite
 from tests.launch import runs
 
-pytestmark = pytest.mark.usefixtures("emulation")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulation")]
 LAYOUTS = {"dp": "dp = 4", "zero": "dp = 4, zero = 2", "tp": "dp = 2, tp = 2"}
 
 
-@pytest.mark.slow
 def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> None:
     body = "".join(
         f'[[experiment]]\nname = "{name}"\nnetwork = "slow"\nlaunch = "one"\nlayout = {{ {layout} }}\n'
@@ -49,7 +48,6 @@ def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> 
                 assert 0 < crossing <= sent <= most * crossing + 40_000
 
 
-@pytest.mark.slow
 def test_links_are_as_fast_as_ranks_compute(tmp_path: Path) -> None:
     """Rates that hold for ranks of half the rate are twice as high here, as far as the machine says twice the same."""
     half = products.of_a_rank(4) / 2

@@ -20,6 +20,7 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulation")
 def test_a_network_stays_is_shown_runs_commands_and_goes(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "check"]) == 0
@@ -40,6 +41,7 @@ def test_a_network_stays_is_shown_runs_commands_and_goes(capfd: pytest.CaptureFi
     assert main(["lab", "status"]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulation")
 def test_after_a_kill_of_its_keeper_no_network_is_up_and_another_can_be() -> None:
     assert main(["lab", "up", "--nodes", "2", "--between", "8e6"]) == 0

@@ -170,7 +170,19 @@ def _without_fault(room: str, tests: set[str]) -> float:
 
 def _pytest(tests: Sequence[str]) -> list[str]:
     limit = f"--timeout={SETTINGS['test_limit_s']}"
-    return [sys.executable, "-c", PYTEST, str(os.getpid()), "-x", "--no-header", "--tb=line", limit, *tests]
+    return [
+        sys.executable,
+        "-c",
+        PYTEST,
+        str(os.getpid()),
+        "-x",
+        "-m",
+        "",
+        "--no-header",
+        "--tb=line",
+        limit,
+        *tests,
+    ]
 
 
 def _environment(tree: Path) -> dict[str, str]:

@@ -16,13 +16,12 @@ CODE = "import sys; from repro.cli import main; sys.exit(main())"
 DEEP = f"layers = {sizes.LAYERS.value}\nhidden = 64\nheads = 4\nvocab = 512\nseq = 128\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--model", "gpt2-1.5b", "--gpus", str(sizes.RANKS.value), "--zero", "3"],
-        pytest.param(
-            ["--model", "deep.toml", "--gpus", "8", "--zero", "3", "--recompute"], marks=pytest.mark.slow
-        ),
+        ["--model", "deep.toml", "--gpus", "8", "--zero", "3", "--recompute"],
         [
             "--model",
             "gpt2-1.5b",

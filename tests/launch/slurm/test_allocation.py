@@ -18,6 +18,8 @@ from tests.launch.held_session import HELD
 from tests.launch.runs import experiments, fill, run, small_disk, wait_for, write_suite
 from tests.launch.slurm.allocations import PROFILE, Job, Submission
 
+pytestmark = pytest.mark.slow
+
 SLOW = {"FAKE_STEP_S": "0.3"}
 
 
@@ -53,7 +55,6 @@ def gone(ranks: dict[int, psutil.Process]) -> bool:
     return True
 
 
-@pytest.mark.slow
 def test_real_ranks_train_as_locally(tmp_path: Path) -> None:
     """Real ranks on two nodes, in a comparison: the same losses as the local launcher's, bit for bit."""
     body = (
@@ -267,7 +268,6 @@ def test_preemption_requeues_and_runs_again_only_what_it_met(submission: Submiss
     assert len(submission.records()) == before + 1, "what was done is not done again"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_long_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Asked to stop, real ranks write one after the step that they are in; the next start of the job goes on there."""
