@@ -85,12 +85,25 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_without_a_terminal_lines_say_it(lines: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.Progress(total=1, known=0) as shown:
+    with progress.Progress(total=12, known=2) as shown:
         shown.launch(job("a"))
         for lines.now, step in ((3.0, 0), (4.0, 1), (8.0, 2), (16.0, 4)):
             shown.tick(at(0, step))
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1] == "  a: step 4 of 12, forward, 4 s/step, 0:00:32 left (1 left, 0:16 elapsed)"
+            shown.tick(at(0, step, Phase.START))
+        lines.now = 75.0
+        shown.tick(at(0, 12, Phase.DONE))
+        shown.ended("a", "oom", "too large", 75.0, expected=False)
+        shown.elsewhere(1)
+        shown.launch(job("b", "c", compare=True))
+        shown.launch(job("b", "c"))
+    assert capsys.readouterr().err.splitlines() == [
+        "2 already in the store, 12 to run",
+        "start a, 1 rank (12 left, 0:00 elapsed)",
+        "  a: step 4 of 12, forward, 4 s/step, 0:00:32 left (12 left, 0:16 elapsed)",
+        "[ 1/12] a  oom  (not expected)  75 s  too large",
+        "start b and 1 more, compared, 1 rank (10 left, 1:15 elapsed)",
+        "start b and 1 more, 1 rank (10 left, 1:15 elapsed)",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 140])

@@ -14,9 +14,10 @@ from repro.results import frames
 from repro.results.kernels import fallbacks
 from repro.results.measured import comparison_record, experiment_record, step_seconds
 from repro.results.metrics import UNDISTURBED, Held, allocated, per_layer, work
+from repro.results.network import NetworkReport, RankOnNetwork
 from repro.results.schema import ExperimentRecord, RankResult, TrafficRow
 from tests.launch.fake_session import _result
-from tests.records import made_up
+from tests.records import CONDITIONS, changed, made_up
 
 MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
 
@@ -75,11 +76,15 @@ def test_purposes_are_summed_over_ranks() -> None:
     assert metrics["comm.sent_bytes"] == 4000, "rank 0's alone"
 
 
-def pipeline(*disturbed: int, steps: int = 5) -> dict[str, float]:
-    """Metrics of two stages: the second one computes for longer and waits for less; some steps disturbed."""
+def pipeline(*disturbed: int, steps: int = 5, first_idle: float | None = None) -> dict[str, float]:
+    """Metrics of two stages: the second one computes for longer and waits for less; some steps disturbed.
+
+    `first_idle`: seconds that it waits in the first step, where they are not as in the others.
+    """
     ranks = results()
     for stage, (busy, idle) in enumerate([(1.0, 0.4), (1.1, 0.22)]):
         waits = [idle + 0.011 * step for step in range(steps)]
+        waits[0] = waits[0] if first_idle is None else first_idle
         core = [busy * (0.9 if stage == 0 and step in disturbed else UNDISTURBED) for step in range(steps)]
         ranks[stage]["pipeline"] = {"stage": stage, "in_flight": 2 - stage}
         ranks[stage]["pipeline"] |= {"idle_s": waits, "busy_s": [busy] * steps, "core_s": core}
@@ -94,6 +99,7 @@ def test_the_bubble_is_what_the_busiest_rank_waits() -> None:
     assert metrics["pipeline.bubble.low"] <= metrics["pipeline.bubble"] <= metrics["pipeline.bubble.high"]
     assert (metrics["pipeline.in_flight"], metrics["pipeline.undisturbed_steps"]) == (2, 5)
     assert "pipeline.bubble" not in pipeline(steps=2), "no interval, no value"
+    assert pipeline(first_idle=0.0)["pipeline.undisturbed_steps"] == 4, "a step without a wait has no ratio"
     assert not any(name.startswith("pipeline") for name in build(results()).metrics)
 
 
@@ -157,7 +163,10 @@ def test_a_round_without_a_timed_step_gives_no_ratio() -> None:
 
 
 def test_checkpoints_are_activations_and_host_memory_is_not_the_device_s() -> None:
-    metrics = build(results()).metrics
+    ranks = results()
+    ranks[1]["memory"]["most"]["parameters"] = 4501  # of which 4001 are states
+    metrics = build(ranks).metrics
+    assert metrics["memory.gathered_bytes"] == 500
     assert metrics["memory.activations_bytes"] == 2000 + 1000
     assert metrics["memory.checkpoints_bytes"] == 1500
     assert metrics["memory.host_bytes"] == 700
@@ -176,6 +185,52 @@ def test_frames_are_tidy() -> None:
     )
     assert ended["reason"] == "no memory"
     assert frames.comparisons([record]).empty
+
+
+def test_a_device_of_known_peak_has_a_utilisation() -> None:
+    """Two of 125 TFLOP/s in half precision do 50 together; of a step that does not fit nothing is said."""
+    layout = Layout(dp=2, precision="fp16")
+    conditions = Experiment(name="a", model=MODEL, layout=layout, system="dgx2").as_dict()
+    metrics = {"model_flops_per_s": 50e12}
+    record = made_up("a", experiment=conditions, evidence="simulated", metrics=metrics)
+    assert frames.experiment_row(record)["mfu"] == pytest.approx(0.2)
+    assert "mfu" not in frames.experiment_row(changed(record, outcome="oom"))
+    assert "mfu" not in frames.experiment_row(changed(record, experiment={**conditions, "system": "local"}))
+
+
+def test_only_what_ran_on_an_emulated_network_is_emulated() -> None:
+    network = {"network": {"nodes": 2, "ranks_per_node": 1, "between": 1e6}}
+    for evidence, keys, shown in (
+        ("measured", {}, "measured"),
+        ("measured", network, "emulated"),
+        ("simulated", {}, "simulated"),
+        ("simulated", network, "simulated"),
+    ):
+        assert made_up("a", evidence=evidence, experiment={**CONDITIONS, **keys}).shown_as == shown
+
+
+def test_a_network_is_what_its_ranks_saw_of_it() -> None:
+    """Four ranks on two nodes, whose first ones speak for them; the first of all knows what it is."""
+    facts = {"mtu": 1500, "payload_share": 0.9, "rates": {}, "round_trip_s": {}, "user_namespace": True}
+    seen = [
+        RankOnNetwork(
+            compute_flops_per_s=float(rank),
+            core_share=0.5,
+            sent_bytes=10.0 + rank,
+            received_bytes=20.0 + rank,
+            node_sent_bytes=None if rank % 2 else 30.0 + rank,
+            node_received_bytes=None if rank % 2 else 40.0 + rank,
+            facts=None if rank else facts,
+        )
+        for rank in range(4)
+    ]
+    found = NetworkReport.of(seen)
+    assert found is not None
+    assert {key: getattr(found, key) for key in facts} == facts
+    assert (found.compute_flops_per_s, found.core_share) == ([0, 1, 2, 3], 0.5)
+    assert (found.sent_bytes, found.received_bytes) == ([10, 11, 12, 13], [20, 21, 22, 23])
+    assert (found.node_sent_bytes, found.node_received_bytes) == ([30, 32], [40, 42])
+    assert NetworkReport.of(seen[1:]) is NetworkReport.of([]) is None
 
 
 def test_ranks_that_stop_a_step_apart_are_compared_by_the_steps_of_both() -> None:

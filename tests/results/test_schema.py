@@ -115,6 +115,20 @@ def test_two_records_of_one_experiment_are_two(tmp_path: Path) -> None:
     assert [document["id"] for document in lines(tmp_path / "mine")] == ["1", "2", "3"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "wrong"),
+    [
+        ({"comm": {}}, "comm: of another type"),
+        ({"wall_s": "1"}, "wall_s: of another type"),
+        ({"wall_s": 1, "metrics": []}, "metrics: of another type"),
+        ({"series": "none", "metrics": []}, "metrics: of another type"),
+    ],
+)
+def test_the_first_key_that_is_of_another_type_is_named(keys: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(schema.NotARecord, match=wrong):
+        schema.read(line(**keys))
+
+
 @pytest.mark.parametrize("key", ["model", "layout", "system", "engine"])
 def test_conditions_that_every_experiment_has_had_are_asked_for(key: str) -> None:
     lacking = line(experiment={name: value for name, value in CONDITIONS.items() if name != key})

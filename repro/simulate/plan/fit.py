@@ -36,12 +36,12 @@ class Question:
     system: System
     limit: int
     """Bytes of one device's memory, context included."""
-    search: str = LAYERS
-    seq: int = 0
+    search: str
+    seq: int
     """Tokens of a sample; 0: the model's longest."""
-    free_batch: bool = True
+    free_batch: bool
     """Whether the global batch follows the micro-batch; else it stays and the micro-batch must divide it."""
-    expandable: bool = False
+    expandable: bool
 
     @property
     def allocatable(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError, expand
+from repro.config import ConfigError
+from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError, _gpus, check_partition, expand
 from tests.launch.slurm.conftest import FakeSlurm
 
 JOB = {"state": "RUNNING", "reason": "None", "nodes": "n[1-2]", "exit": "0:0"}
@@ -60,6 +61,43 @@ def test_partitions(slurm: FakeSlurm) -> None:
     debug = Scheduler().partitions()["debug"]
     assert (debug.default, debug.nodes, debug.gpus, debug.gpu_types) == (True, 4, 16, ("v100",))
     assert (debug.limit_min, debug.cores) == (120, 48)
+
+
+@pytest.mark.parametrize(
+    ("written", "gpus"),
+    [
+        ("gpu:v100:8(S:0-1),nic:2", {"v100": 8}),
+        ("gpu:8", {"": 8}),
+        ("gpu:a100:4,gpu:a100:2,gpu:t4:1", {"a100": 6, "t4": 1}),
+        ("(null)", {}),
+    ],
+)
+def test_gpus_of_a_node_by_type(written: str, gpus: dict[str, int]) -> None:
+    assert _gpus(written) == gpus
+
+
+def test_without_a_name_the_default_partition_is_meant(slurm: FakeSlurm) -> None:
+    partitions = Scheduler().partitions()
+    assert check_partition(partitions, "", file="f", where="slurm").name == "debug"
+    assert check_partition(partitions, "old", file="f", where="slurm").gpus == 4
+    del partitions["debug"]
+    with pytest.raises(
+        ConfigError, match=r"slurm.partition: is empty, and the cluster has no default; known are old, short"
+    ):
+        check_partition(partitions, "", file="f", where="slurm")
+
+
+def test_a_command_line_has_an_end(slurm: FakeSlurm) -> None:
+    """Five hundred jobs of their own are three calls of two hundred at most."""
+    ids = [str(number) for number in range(100, 600)]
+    slurm.set(jobs={one: {**JOB, "state": "COMPLETED", "forgotten": True} for one in ids})
+    assert len(Scheduler().jobs(ids)) == 500
+    asked = [arguments[arguments.index("-j") + 1].split(",") for arguments in slurm.calls("sacct")]
+    assert [len(each) for each in asked] == [200, 200, 100]
+    assert sorted(one for each in asked for one in each) == ids
+    Scheduler().cancel(ids[:201])
+    assert [len(each) for each in slurm.calls("scancel")] == [200, 1]
+    assert Scheduler().jobs([]) == {}
 
 
 def test_a_command_that_fails_or_is_missing_says_so(

@@ -16,8 +16,10 @@ from repro.host.files import write_json
 from repro.launch import plan
 from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.following import logs
+from repro.launch.slurm.following.collect import bad_nodes
 from repro.launch.slurm.following.registry import Registry, Submission, Submitted
-from repro.launch.slurm.following.states import meaning
+from repro.launch.slurm.following.states import CaseState, meaning
+from repro.launch.slurm.following.status import code
 from repro.launch.slurm.site import profile
 from repro.launch.slurm.site.scheduler import JobState
 from repro.launch.slurm.submission.pack import arrays
@@ -202,6 +204,41 @@ def test_all_that_slurm_says_of_an_end_is_in_the_reason(
     job: JobState | None, expected: tuple[str, str]
 ) -> None:
     assert meaning(job) == expected
+
+
+def test_nodes_that_failures_name_are_counted() -> None:
+    """Those that the reason names, or all of the case where it names none; what is no fault of a node counts not."""
+
+    def case(reason: str, nodes: str = "n[1-3]", outcome: str = "error") -> CaseState:
+        words = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
+        return CaseState(**words, state="failed", detail=reason, outcome=outcome, nodes=nodes)
+
+    cases = [
+        case("lost node n2: no answer from it for 15 s"),
+        case("node failure of n2, n3", outcome="interrupted"),
+        case("wrong hardware: all of them"),
+        case("rank 0: n1 is bad"),
+        case("lost node", nodes=""),
+    ]
+    assert bad_nodes(cases) == {"n2": 3, "n3": 2, "n1": 1}
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (["done", "done"], 0),
+        (["done", "failed"], 1),
+        (["cancelled"], 1),
+        (["not submitted"], 1),
+        (["failed", "pending"], 3),
+        (["requeued"], 3),
+        (["running", "done"], 3),
+        ([], 0),
+    ],
+)
+def test_the_exit_code_says_whether_it_is_over(states: list[str], expected: int) -> None:
+    words = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
+    assert code([CaseState(**words, state=state) for state in states]) == expected
 
 
 def test_a_job_that_nobody_knows_is_lost(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:

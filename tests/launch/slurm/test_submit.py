@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,10 @@ def test_another_submit_at_work_is_respected_and_a_dead_one_is_not(
     lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
     assert submit(suite, site, results) == 2
     assert "another `repro submit` is at work" in refused(capsys)
+    for age_s, code in ((590, 2), (610, 0)):  # of a host that nobody can ask
+        lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
+        os.utime(lock, (time.time() - age_s,) * 2)
+        assert submit(suite, site, results, "--rerun") == code
     lock.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1}))
     assert submit(suite, site, results) == 0
     assert not lock.exists()

@@ -12,7 +12,7 @@ from repro.config import ConfigError, Layout, Model
 from repro.host.workers import Workers
 from repro.simulate.plan.candidates import Request, candidates
 from repro.simulate.plan.grid import grid
-from repro.simulate.plan.plan import plan
+from repro.simulate.plan.plan import Planner, plan
 from repro.simulate.plan.rows import (
     FULL,
     OK,
@@ -87,6 +87,15 @@ def test_no_layout_at_all(given: dict[str, Any], gpus: int, message: str) -> Non
     with pytest.raises(ConfigError) as error:
         candidates(request(gpus, **given))
     assert str(error.value).startswith(message)
+
+
+def test_the_allocator_decides_within_an_eighth_and_forty_mib() -> None:
+    """Of 1 GB: what is live may be larger by 0.12 of it and 40 MiB when it is reserved."""
+    with Workers(1) as workers:
+        planner = Planner(request(2, 10**9), workers)
+    least = (10**9 - 40 * 2**20) / 1.12
+    for live, close in ((least - 1, False), (least + 1, True), (10**9, True), (10**9 + 1, False)):
+        assert planner._is_close(PlanRow(Layout(), OK, SHALLOW, {"peak_bytes": live})) == close
 
 
 def test_a_plan() -> None:

@@ -12,12 +12,13 @@ import pytest
 
 from repro import systems
 from repro.config import Layout
-from repro.config.links import Link
+from repro.config.links import Collective, Link
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.timing import DeviceTime
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
 from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.emulated import hops
 from repro.simulate.time.network import Network
 from repro.simulate.time.program import Await, Issue, OperatorBlock, StageProgram, _Compiler
 from repro.simulate.time.rings import Ring
@@ -169,6 +170,12 @@ def test_a_network() -> None:
     # A message from each rank of a stage, four at once.
     stages = Network(machine(), Layout(tp=4, pp=2))
     assert stages.send_seconds(10**9, from_stage=0, to_stage=1) == pytest.approx(5 * US + 0.4, rel=1e-9)
+
+
+def test_a_step_of_a_measured_ring_is_a_part_of_it() -> None:
+    """Eight ranks pass on an eighth of the payload in each of 14 steps."""
+    measured = Collective(points=((8e6, 14.0), (16e6, 28.0)))
+    assert hops(measured, 8).points == ((1e6, 1.0), (2e6, 2.0))
 
 
 class Wire:

@@ -1,0 +1,89 @@
+"""The file in which an allocation says how its bundle stands, over all starts of its job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.config import Experiment, Layout, Training
+from repro.config.enums import Phase
+from repro.launch.beacon import Position
+from repro.launch.job import Job
+from repro.launch.plan import Task
+from repro.launch.slurm.allocation import bundle
+from repro.launch.slurm.allocation.bundle import BundleFile, counts
+from repro.launch.slurm.allocation.work import Bundle
+from tests.training import TINY
+
+
+def experiment(name: str) -> Experiment:
+    return Experiment(name=name, model=TINY, layout=Layout(), training=Training(steps=12))
+
+
+A, B, C = (experiment(name) for name in "abc")
+TASKS = (Task(experiments=(A,)), Task(experiments=(B, C)))
+WHOLE = Bundle(index=4, tasks=TASKS)
+
+
+def at(place: int, step: int, phase: Phase = Phase.FORWARD) -> Position:
+    return Position(place, step, phase, 0, "", "", 0.0)
+
+
+def test_what_a_start_of_the_job_leaves_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bundle-4.json"
+
+    def said(*keys: str) -> Any:
+        document = json.loads(path.read_text())
+        return document[keys[0]] if len(keys) == 1 else tuple(document[key] for key in keys)
+
+    first = BundleFile(tmp_path, WHOLE, "12_3", 0)
+    assert said("job", "restarts", "nodes", "phase", "ended") == ("12_3", 0, [], "starting", [])
+    assert (first.open, first.remaining(TASKS)) == (3, list(TASKS))
+    first.on(["n1", "n2"])
+    assert said("nodes", "phase", "current") == (["n1", "n2"], "running", None)
+    first.launch(Job(experiments=[A]))
+    start = {"names": ["a"], "case": "a", "compare": False, "step": 0, "steps": 12, "phase": "start"}
+    assert said("current") == {**start, "steps_per_s": None}
+    first.tick(at(0, 0, Phase.START))
+    assert said("current")["phase"] == "start", "not yet begun"
+    first.tick(at(0, 1))
+    assert (said("current")["step"], said("current")["phase"]) == (1, "forward")
+    first.tick(at(0, 2))
+    assert said("current")["step"] == 1, "not written again so soon"
+    monkeypatch.setattr(bundle, "WRITE_S", 0.0)
+    first.tick(at(0, 3))
+    assert said("current")["step"] == 3
+    first.ended("a", "hang", "rank 1", 1.0, expected=False)
+    first.launch(Job(experiments=[B, C], compare=True))
+    first.tick(at(1, 5))
+    assert {key: said("current")[key] for key in ("names", "case", "compare")} == {
+        "names": ["b", "c"],
+        "case": "c",
+        "compare": True,
+    }
+    first.ended("b", "interrupted", "preempted", 1.0, expected=False)
+    assert first.open == 2, "what was interrupted is still to be done"
+    first.end(signal="SIGUSR2", reason="preempted")
+    assert said("phase", "current") == ("stopped", None)
+    assert said("stopped") == {"signal": "SIGUSR2", "reason": "preempted"}
+    assert counts(path) == {"hang": 1, "interrupted": 1}
+
+    second = BundleFile(tmp_path, WHOLE, "12_3", 1)
+    assert said("restarts", "stopped", "ended") == (
+        1,
+        None,
+        [{"name": "a", "outcome": "hang", "reason": "rank 1"}],
+    )
+    assert (second.open, second.total, second.known) == (2, 2, 1)
+    assert second.remaining(TASKS) == [TASKS[1]]
+    for name in ("b", "c"):
+        second.ended(name, "ok", "", 1.0, expected=True)
+    second.end()
+    assert (second.open, said("phase", "stopped")) == (0, ("ended", None))
+    assert counts(path) == {"hang": 1, "ok": 2}
+    assert counts(tmp_path / "none.json") == {}
