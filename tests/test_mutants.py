@@ -35,6 +35,15 @@ def test_the_nearest_tests_of_a_file_come_first() -> None:
     assert kernel == ["tests/kernels/test_norm.py"]
 
 
+def test_tests_that_share_fixtures_stay_together() -> None:
+    """pytest finds the fixtures of a folder once: a test that fails for the want of one would notice every fault."""
+    found = relevant(Path("repro/launch/runner.py"), ["tests/launch"])
+    slurm = [place for place, test in enumerate(found) if Path(test).parent.name == "slurm"]
+    assert len(slurm) > 5
+    assert slurm == list(range(slurm[0], slurm[-1] + 1))
+    assert slurm[-1] < len(found) - 1, "other tests are further away"
+
+
 def test_what_runs_in_processes_of_its_own_is_answered_for_by_all_tests_of_its_room() -> None:
     tests = ["tests/results/test_schema.py"]
     assert relevant(Path("repro/launch/rank/program.py"), tests) == tests

@@ -47,11 +47,16 @@ def _imports(name: str) -> Iterator[str]:
 def relevant(path: Path, tests: Sequence[str]) -> list[str]:
     """Those of `tests` (files and folders) that lead to `path` by imports, by how many these are.
 
-    What is run in processes of its own, and imported by none, is answered for by all of `tests`.
+    What is run in processes of its own, and imported by none, is answered for by all of `tests`.  Those that share a
+    `conftest.py` stay together: when pytest comes to a folder again, it does not find its fixtures any more.
     """
     files = sorted(file.relative_to(ROOT) for test in tests for file in _files(ROOT / test))
     found = {file: steps for file in files if (steps := _distance(module(file), module(path))) is not None}
-    return [str(file) for file in sorted(found, key=found.__getitem__) or files]
+    together: dict[Path, list[str]] = {}
+    for file in sorted(found, key=found.__getitem__) or files:
+        shared = (ROOT / file).with_name("conftest.py").exists()
+        together.setdefault(file.parent if shared else file, []).append(str(file))
+    return [file for files in together.values() for file in files]
 
 
 def _files(test: Path) -> Iterator[Path]:
