@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from repro import cli
-from repro.config import Layout, Model
+from repro.config import ConfigError, Layout, Model
 from repro.launch import fit as measured
 from repro.launch.beacon import Beacon, Lookout
 from repro.launch.rank import trial
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.simulate.memory.live import measure
+from repro.simulate.plan.asked import Asked
 from repro.simulate.trace.roles import PipelineRole, trace
 from tests.training import tiny
 
@@ -73,6 +75,37 @@ def test_one_rank_of_many_holds_what_that_rank_would(layout: Layout, tmp_path: P
         assert tracker.most["parameters"] == expected.most["parameters"]
         assert tracker.most["optimizer"] == expected.most["optimizer"]
         assert tracker.peak["total"] == pytest.approx(expected.peak_bytes, rel=0.01)
+
+
+SIZES = {"hidden": 256, "heads": 4, "vocab": 512}
+
+
+def asked(system: str = "local", gpus: int = 1, **keys: Any) -> Asked:
+    return Asked(system, gpus, {}, **{"seq": 64, "memory_limit": "60MB", **keys})
+
+
+def test_a_process_may_take_what_was_asked_for() -> None:
+    """A processor has no context that takes a part of it."""
+    trials = measured.trials_of(asked(), None, SIZES, "layers", None, 1)
+    assert (trials.limit, trials.limit_bytes, trials.question.layout.world) == (60_000_000, 60_000_000, 1)
+    assert measured.trials_of(asked(), None, SIZES, "layers", 3, 4).question.layout.world == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "as_rank", "of", "said"),
+    [
+        (asked("dgx2"), None, 1, "system = 'dgx2': must be one of local, local-gpu with --measure"),
+        (asked(expandable=True), None, 1, "expandable: must be PYTORCH_CUDA_ALLOC_CONF"),
+        (asked(memory_limit=""), None, 1, "memory_limit: is needed on processor cores"),
+        (asked(gpus=2), 0, 4, "gpus = 2: must be 1 with --as-rank"),
+        (asked(), 0, 0, "of = 0: must be the number of ranks"),
+        (asked(), 4, 4, "as_rank = 4: must be a rank from 0 to 3"),
+        (asked(), -1, 4, "as_rank = -1: must be a rank from 0 to 3"),
+    ],
+)
+def test_what_cannot_be_tried_is_said(wrong: Asked, as_rank: int | None, of: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        measured.trials_of(wrong, None, SIZES, "layers", as_rank, of)
 
 
 GIB = 2**30

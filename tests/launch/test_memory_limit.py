@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import resource
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +16,7 @@ from repro.config.experiment import Limits
 from repro.engines import missing
 from repro.launch.job import Job
 from repro.launch.local.launch import LocalLaunch
+from repro.launch.rank import memory_limit
 from repro.launch.rank.memory_limit import data_bytes
 from repro.launch.supervise import watch
 from tests.training import smallest, tiny
@@ -24,6 +28,28 @@ def test_the_data_segment_is_counted_in_bytes() -> None:
         grown = data_bytes() - before
     assert 1 << 26 <= grown < (1 << 26) + (1 << 20)
     assert before % mmap.PAGESIZE == 0
+
+
+@pytest.mark.parametrize(("limit", "each"), [(resource.RLIM_INFINITY, 2 << 20), (8 << 20, 8 << 20)])
+def test_a_group_needs_room_for_three_stacks(monkeypatch: pytest.MonkeyPatch, limit: int, each: int) -> None:
+    """As large as the limit on stacks, or two MiB without one (pthread_create(3))."""
+    groups = SimpleNamespace(_new_process_group_helper=lambda *arguments: "made")
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", groups)
+    monkeypatch.setattr(memory_limit.resource, "getrlimit", lambda kind: (limit, limit))
+    asked: list[int] = []
+
+    def room(descriptor: int, size: int, flags: int) -> SimpleNamespace:
+        asked.append(size)
+        if len(asked) > 1:
+            raise OSError(12, "Cannot allocate memory")
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(memory_limit.mmap, "mmap", room)
+    memory_limit._look_for_room_before_groups()
+    assert groups._new_process_group_helper() == "made"
+    with pytest.raises(MemoryError, match=f"{3 * each} bytes for the threads of a process group"):
+        groups._new_process_group_helper()
+    assert asked == [3 * each] * 2
 
 
 ROOM = {"native": 20, "torch": 40, "megatron": 40, "deepspeed": 100}

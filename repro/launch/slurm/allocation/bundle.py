@@ -42,7 +42,6 @@ class BundleFile(Progress):
             "ended": kept,
             "stopped": None,
         }
-        self._written = 0.0
         self.write()
 
     def remaining(self, tasks: tuple[Task, ...]) -> list[Task]:
