@@ -1,4 +1,4 @@
-"""What a task tells its rank of its place, and what it does without a controller."""
+"""What a task tells its rank of its place, what it does without a controller, and how a job's end is waited for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.launch.slurm.allocation import task
+from repro.launch.slurm.allocation import entry, task
 from repro.launch.slurm.allocation.launch import free_port
 from repro.launch.slurm.allocation.task import TaskLaunch
 
@@ -61,3 +61,22 @@ def test_without_a_controller_a_task_says_so_and_ends(
     replace(LAUNCH, port=free_port("127.0.0.1"), umask=0o022).save(tmp_path)
     assert task.main([str(tmp_path)]) == 1
     assert "rank 3: no controller at 127.0.0.1" in capsys.readouterr().err
+
+
+def test_after_sigterm_the_signal_to_requeue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preemption sends both; `scancel` sends none, and then the job ends all the same."""
+
+    class Stop:
+        asked = 0
+
+        @property
+        def requeue(self) -> bool:
+            self.asked += 1
+            return self.asked > 2
+
+    follows, never = Stop(), Stop()
+    entry._wait_for(follows)
+    assert follows.asked == 3
+    monkeypatch.setattr(entry, "AGAIN_S", 0.0)
+    entry._wait_for(never)
+    assert never.asked == 0
