@@ -23,7 +23,7 @@ LEVELS = (
     ("simulate",),
     ("claims", "doctor"),
     ("launch", "twin"),
-    ("calibrate", "validate"),
+    ("calibrate", "evaluate", "validate"),
     ("report",),
     ("cli",),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -52,6 +53,15 @@ def _about(path: Path, error: OSError) -> OSError:
 def write_json(path: Path, document: Any, *, durable: bool = False) -> None:
     """`replace` with `document` as JSON."""
     replace(path, json.dumps(document), durable=durable)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            found.update(block)
+    return found.hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from repro.config import EmulatedNetwork, Experiment, from_dict
 from repro.host.files import write_json
@@ -32,6 +33,8 @@ class Job:
     """Folder of the checkpoints of all experiments of the store; empty where nothing is stored."""
     folder: str = ""
     """The launch's own on this machine, as a rank is told; a file `stop` in it asks for a checkpoint and an end."""
+    task: dict[str, Any] = field(default_factory=dict)
+    """What a target needs that does something else with an experiment than run it."""
     as_rank: int = -1
     """With 0 or more: one process is this rank of the layout, and its messages carry nothing."""
 
@@ -65,6 +68,7 @@ class Job:
             "apart": self.apart,
             "as_rank": self.as_rank,
             "checkpoints": self.checkpoints,
+            "task": self.task,
             "experiments": [experiment.as_dict() for experiment in self.experiments],
         }
         write_json(path, document)
@@ -80,4 +84,5 @@ class Job:
             apart=document["apart"],
             as_rank=document["as_rank"],
             checkpoints=document["checkpoints"],
+            task=document["task"],
         )

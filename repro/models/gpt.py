@@ -7,6 +7,7 @@ heads, t tensor-parallel ranks, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -195,13 +196,16 @@ class LossHead(nn.Module):
         self.setting = setting
         self.norm, self.norm_bias = norm_parameters(setting)
         self.tokens = tokens if tokens is not None else token_parameter(setting)
+        self.of_logits: Callable[[Tensor, Tensor], Tensor] = partial(
+            tensor.vocab_parallel_cross_entropy, tp=setting.tp, plain=setting.plain
+        )
+        """What becomes of logits [b * s, V/t] and targets [b * s]; who evaluates puts its own here."""
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
         x = kernels.layer_norm(x, self.norm, self.norm_bias, plain=self.setting.plain)
         logits = tensor.column_linear(x, self.tokens, None, tp, sp, "head")
-        rows, plain = logits.flatten(0, 1), self.setting.plain
-        return tensor.vocab_parallel_cross_entropy(rows, targets.flatten(), tp, plain=plain)
+        return self.of_logits(logits.flatten(0, 1), targets.flatten())
 
 
 def duplicate(size: int, init: str, tp: Group, sp: bool) -> nn.Parameter:
@@ -270,13 +274,18 @@ class GPT(nn.Module):
             tokens.tied = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, targets: Tensor, place: Place) -> Tensor:
+        x = self.hidden(x, targets.shape[1], place)
+        return self.head(x, targets).mean() if self.part.last else x
+
+    def hidden(self, x: Tensor, s: int, place: Place) -> Tensor:
+        """What the last block of this part makes of `x`, in samples of `s` tokens: [b, s, h] (s/t under sp)."""
         if self.part.first:
             x = self.embed(x, place)
         # One for all layers, made anew for every micro-batch as the loader of 2019 did.
-        mask = operator_sets.past(targets.shape[1], x) if self.masked else None
+        mask = operator_sets.past(s, x) if self.masked else None
         for block in self.blocks.values():
             x = self.run_block(block, x, place, mask)
-        return self.head(x, targets).mean() if self.part.last else x
+        return x
 
     def run_block(self, block: nn.Module, x: Tensor, place: Place, mask: Tensor | None) -> Tensor:
         """`block(x, place, mask)`, run again in backward where there are `checkpoints`."""

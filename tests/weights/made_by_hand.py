@@ -22,8 +22,10 @@ def gpt2(**config: Any) -> Any:
     model = GPT2LMHeadModel(GPT2Config(**{**sizes, **config})).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for name, parameter in model.named_parameters():
+            norm = ".ln_" in name and name.endswith(".weight")
+            scale = 0.1 if name.endswith(".bias") else 0.3
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + norm)
     return model
 
 
