@@ -1,4 +1,5 @@
-"""The commands that bring a claim's evidence: `repro run` here, `repro submit` on the system that it needs.
+"""The commands that bring a claim's evidence: `repro run` here, `repro submit` on the system that it needs, `repro
+evaluate` where there are weights.
 
 Suites are read, nothing is run.  Names are folded into globs that match just them, so that a command is short
 and asks for nothing else.
@@ -12,6 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from repro import suites
+from repro.claims.expression import arguments
+from repro.claims.inputs import EVALUATED
+from repro.claims.ledger import Claim
+from repro.claims.records import evaluation
 from repro.config.files import read_toml
 from repro.suites import Suite
 from repro.suites.packaged import PROFILES, SUITES
@@ -81,6 +86,21 @@ class Catalogue:
             worlds = [e.experiment.layout.world for e in known.entries if e.experiment.name in names]
             needs = f"{max(worlds, default=0)} GPUs of {system}"
         return Command(kind=kind, text=text, needs=needs, suite=suite, names=tuple(sorted(names)))
+
+
+def evaluations(claim: Claim) -> list[Command]:
+    """What scores the weights whose scores a claim reads."""
+    found: dict[str, Command] = {}
+    for row in claim.rows:
+        for evidence in row.evidence:
+            for function, texts in arguments(evidence.value, row.variables):
+                if function == EVALUATED:
+                    text = evaluation(*texts[1:3])
+                    needs = row.needs or "weights that were not released"
+                    found.setdefault(
+                        text, Command(kind="measured", text=text, needs=needs, suite="", names=())
+                    )
+    return list(found.values())
 
 
 def globs(names: set[str], every: Iterable[str]) -> list[str]:

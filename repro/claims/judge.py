@@ -182,7 +182,8 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         return Finding(
             verdict=NOT_COMPARABLE if calibration else NOT_RUN,
             reason=calibration
-            or f"{missing.experiment}: {missing.reason}; `{how_to_run(missing.suite, evidence.kind)}`",
+            or f"{missing.experiment}: {missing.reason}; "
+            f"`{missing.remedy or how_to_run(missing.suite, evidence.kind)}`",
             **common,
         )
     except ExpressionError as error:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, cast
 
+from repro import models
 from repro.claims.expression import Uncertain, Value
+from repro.config import Model
 from repro.config.engines import NATIVE
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import select
 
 
 class Missing(Exception):
-    """A record that an expression needs is not there.  `str` says which, or how its run ended."""
+    """A record that an expression needs is not there.  `str` says which, or how its run ended.
 
-    def __init__(self, experiment: str, reason: str):
-        self.experiment, self.reason = experiment, reason
+    `remedy` is the command that brings it, where that is not a run of the experiment's suite.
+    """
+
+    def __init__(self, experiment: str, reason: str, remedy: str = ""):
+        self.experiment, self.reason, self.remedy = experiment, reason, remedy
         self.suite = experiment.partition("/")[0]
         super().__init__(f"{experiment}: {reason}")
 
@@ -163,8 +169,24 @@ class Records:
                 return Uncertain(1 / ratio, 1 / high, 1 / low)
             raise Missing(subject, f"not compared with {baseline} in one run")
 
+        def evaluated(model: str, task: str, way: str, metric: str) -> Value:
+            """A score of weights that have a packaged model's sizes, by the newest record of that way to score:
+            `evaluated("gpt2-1.5b", "lambada", "gpt2", "accuracy.filtered")`.
+
+            The vocabulary may be padded otherwise.
+            """
+            sizes = _sizes(asdict(models.load(model)))
+            for record in reversed(self._selection.evaluations):
+                if (record.task, record.way.get("name")) == (task, way) and _sizes(record.model) == sizes:
+                    if metric in record.metrics:
+                        return record.metrics[metric]
+                    raise Missing(record.at, f"its record has no metric {metric}")
+            reason = "not run here, runnable by anyone with the weights"
+            raise Missing(f"{model} on {task}", reason, evaluation(task, way))
+
         return {
             "metric": metric,
+            "evaluated": evaluated,
             "setting": setting,
             "parameters": parameters,
             "outcome": outcome,
@@ -174,6 +196,17 @@ class Records:
             "rising": rising,
             "compared": compared,
         }
+
+
+def evaluation(task: str, way: str) -> str:
+    """The command that scores weights on a task."""
+    return f"repro evaluate --weights DIR --task {task} --protocol {way} --data FILE"
+
+
+def _sizes(model: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes weights those of a model, but for the padding of its vocabulary."""
+    known = Model(**{**model, "name": "like"})
+    return known.layers, known.hidden, known.heads, known.head_width, known.ffn_width, known.seq
 
 
 _FOLLOWS = {

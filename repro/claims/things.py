@@ -3,7 +3,8 @@
 A test is what one finding reads.  A closed form or a count reads its functions; the one formula of model-state bytes,
 which three functions evaluate, is one thing however many cells it fills.  Traces and runs read what sizes alone decide
 (bytes of states, calls, bytes sent), each one thing by its name, or what comes out of a layout as a whole (time, what
-fits, the largest memory, a loss), one thing for each experiment.  What a library was seen to do is apart from ours.
+fits, the largest memory, a loss), one thing for each experiment, or
+for each score of weights.  What a library was seen to do is apart from ours.
 The source against itself is one thing for each expression of a claim.
 
 Tests are taken with the fewest things read first, and one counts if it reads something that no counted test has read:
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from repro.claims.expression import arguments, parse
-from repro.claims.inputs import PAPERS
+from repro.claims.inputs import EVALUATED, PAPERS
 from repro.claims.ledger import ITSELF, KINDS
 from repro.claims.results import GOOD, NOT_COMPARABLE, ClaimResult, Finding, RowResult
 from repro.claims.scripts import COUNTS
@@ -48,7 +49,7 @@ def count(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, T
     for result in results:
         for row in result.rows:
             for finding in row.findings:
-                if finding.decided or (possible and finding.verdict != NOT_COMPARABLE):
+                if finding.decided or (possible and NOT_COMPARABLE not in (row.verdict, finding.verdict)):
                     of = groups[ITSELF if finding.itself else finding.kind]
                     read = frozenset(reads(finding, row, result))
                     of[read] = of.get(read, True) and finding.verdict in GOOD
@@ -79,6 +80,8 @@ def reads(finding: Finding, row: RowResult, result: ClaimResult) -> Iterable[Thi
             found += [("fits", name) for name in experiments]
         elif function == "compared":
             found += [("time", name) for name in experiments]
+        elif function == EVALUATED:
+            found.append(("score", *texts))
         elif function == "metric" and len(texts) == 2 and not texts[1].startswith("model."):
             found.append(_thing(*texts))
     return [(*thing, *finding.libraries) for thing in found] or [(finding.expression,)]

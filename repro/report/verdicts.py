@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from repro.claims.commands import evaluations
 from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
 from repro.claims.results import (
     CONSISTENT,
@@ -72,7 +73,7 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Catal
         "cells": {**{kind: _cell(result, line, kind) for kind in KINDS}, "itself": _itself(result, line)},
         "rows": [row_view(row, claim) for row in result.rows],
         "experiments": [{"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in read],
-        "commands": [*catalogue.commands(read)],
+        "commands": [*catalogue.commands(read), *evaluations(claim)],
     }
 
 

@@ -158,6 +158,7 @@ def arguments(weights: Path, data: Path, *more: str) -> list[str]:
     return ["evaluate", "--weights", str(weights), "--data", str(data), *more]
 
 
+@pytest.mark.slow
 def test_the_whole_command_on_two_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

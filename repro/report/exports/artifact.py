@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from repro import systems
-from repro.claims.commands import Catalogue, Command
+from repro.claims.commands import Catalogue, Command, evaluations
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF, KINDS, Ledger
 from repro.claims.reader import load
@@ -131,10 +131,12 @@ def _claim(result: ClaimResult, catalogue: Catalogue) -> str:
     claim = result.claim
     lines = [f"### {claim.id}", "", f"{claim.title}. Published: {claim.published}."]
     if result.verdict == NOT_COMPARABLE:
-        return "\n".join([*lines, "", f"Not comparable: {result.reason}.", ""])
+        lines += ["", f"Not comparable: {result.reason}."]
+        if not any(row.findings for row in result.rows):
+            return "\n".join([*lines, ""])
     lines += ["", "| value | expected | tolerance |", "|---|---|---|"]
     lines += [_row(row, result) for row in result.rows]
-    commands = catalogue.commands(experiments_of(claim))
+    commands = [*catalogue.commands(experiments_of(claim)), *evaluations(claim)]
     lines += [
         "",
         "```",
@@ -161,6 +163,8 @@ def _row(row: RowResult, result: ClaimResult) -> str:
 
 
 def _note(found: Command, catalogue: Catalogue) -> str:
+    if not found.suite:
+        return found.needs
     if found.kind == "simulated":
         return f"{len(found.names)} simulated, here"
     return f"{found.needs or 'here'}, {_hours(found, catalogue)}{' GPU-hours' if found.needs else ''}"

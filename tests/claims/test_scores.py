@@ -1,0 +1,114 @@
+"""What the ledger reads of evaluations: the newest of these weights' sizes, by this way to score, and no other."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro import models
+from repro.claims.commands import evaluations
+from repro.claims.judge import judge
+from repro.claims.reader import load
+from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, RowResult
+from repro.results.schema import EvaluationRecord, Record
+from repro.results.schema import read as read_record
+from repro.results.store import Store, read
+
+GPT2 = asdict(models.load("gpt2-1.5b"))
+
+
+def scored(
+    way: str, task: str = "lambada", model: dict[str, Any] = GPT2, **metrics: float
+) -> EvaluationRecord:
+    return EvaluationRecord(
+        suite="evaluate",
+        name=f"somebody's-{task}-{way}",
+        model=model,
+        weights={"kind": "Hugging Face GPT-2", "files": {}},
+        task=task,
+        way={"name": way},
+        data={},
+        tokenizer={},
+        layout={},
+        system="local",
+        outcome="ok",
+        reason="",
+        metrics={name.replace("_", "."): value for name, value in metrics.items()},
+    )
+
+
+def row(claim: str, label: str, *records: Record) -> RowResult:
+    (result,) = [result for result in judge(load(), records) if result.claim.id == claim]
+    return next(row for row in result.rows if row.row.label == label)
+
+
+def lambada(*records: Record) -> RowResult:
+    return row("tnlg-lambada", "GPT-2 1.5B", *records)
+
+
+def test_without_a_record_the_command_is_said() -> None:
+    found = lambada()
+    assert found.verdict == NOT_RUN
+    assert (
+        "`repro evaluate --weights DIR --task lambada --protocol gpt2 --data FILE`"
+        in found.findings[0].reason
+    )
+    (claim,) = [claim for claim in load().claims if claim.id == "tnlg-lambada"]
+    assert [command.text.split()[7] for command in evaluations(claim)] == ["megatron", "gpt2"]
+
+
+def test_weights_that_nobody_has_stay_not_comparable_until_they_are_scored() -> None:
+    assert row("tnlg-lambada", "Turing-NLG 17B").verdict == NOT_COMPARABLE
+    theirs = scored("megatron", model=asdict(models.load("turing-nlg-17b")), accuracy=0.6798)
+    assert row("tnlg-lambada", "Turing-NLG 17B", theirs).verdict == REPRODUCED
+
+
+@pytest.mark.parametrize(("accuracy", "verdict"), [(0.6324, REPRODUCED), (0.5266, NOT_REPRODUCED)])
+def test_the_filtered_share_is_held_against_the_published_one(accuracy: float, verdict: str) -> None:
+    found = lambada(scored("gpt2", accuracy=0.1, accuracy_filtered=accuracy))
+    assert found.verdict == verdict
+    assert found.basis == "measured, published scale"
+
+
+def test_the_newest_counts_and_padding_does_not() -> None:
+    old = replace(scored("gpt2", accuracy_filtered=0.1), written="2026-01-01T00:00:00Z")
+    new = replace(
+        scored("gpt2", model={**GPT2, "vocab": 50304, "ffn": 6400}, accuracy_filtered=0.6324),
+        written="2026-01-02T00:00:00Z",
+    )
+    assert lambada(new, old).verdict == REPRODUCED
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        scored("megatron", accuracy_filtered=0.6324),
+        scored("gpt2", task="wikitext103", accuracy_filtered=0.6324),
+        scored("gpt2", model={**GPT2, "layers": 36}, accuracy_filtered=0.6324),
+        replace(scored("gpt2", accuracy_filtered=0.6324), outcome="oom"),
+    ],
+)
+def test_another_way_task_model_or_outcome_does_not_count(other: EvaluationRecord) -> None:
+    assert lambada(other).verdict == NOT_RUN
+
+
+def test_a_missing_metric_is_named() -> None:
+    assert "no metric accuracy.filtered" in lambada(scored("gpt2", accuracy=0.5)).findings[0].reason
+
+
+def test_the_texts_own_counts_are_exact() -> None:
+    right = scored("megatron", "wikitext103", tokens=270_329, words=245_566)
+    for label in ("tokens T of the test set", "original tokens To"):
+        assert row("meg1-quality", label, right).verdict == REPRODUCED
+    wrong = scored("megatron", "wikitext103", tokens=270_330, words=245_566)
+    assert row("meg1-quality", "tokens T of the test set", wrong).verdict == NOT_REPRODUCED
+
+
+def test_a_record_comes_back_from_a_store(tmp_path: Path) -> None:
+    record = scored("gpt2", accuracy=0.5)
+    with Store(tmp_path) as store:
+        store.append(record)
+    assert read(tmp_path) == [record] == [read_record(record.as_dict())]
