@@ -34,6 +34,7 @@ _CONSTANT_BUFFERS = Limit("cb", (True,))
 _NO_DEFRAGMENTATION = Limit("md", (False,))
 _OVERLAPPED = Limit("overlap", (True,))
 _REDUCED_AND_SCATTERED = Limit("zero1_reduce", ("reduce-scatter",))
+_BY_BLOCK = Limit("zero3_gather", ("block",))
 _NO_OFFLOAD = Limit("offload_optimizer", (False,))
 _VIEWS = Limit("gradient_as_bucket_view", (True,))
 
@@ -47,11 +48,13 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         _OVERLAPPED,
         Limit("pa", (False,)),
         Limit("pa_cpu", (False,)),
+        _BY_BLOCK,
         _NO_OFFLOAD,
         Limit("kernels", (OperatorSet.FUSED,)),
     ),
     "deepspeed": (
         _NO_PIPELINE,
+        _BY_BLOCK,
         Limit("sp", (False,)),
         _CONSTANT_BUFFERS,
         _VIEWS,

@@ -17,6 +17,7 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Of activations, gradients and messages, by precision."""
 PRECISIONS = tuple(ELEMENT_BYTES)
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
+ZERO3_GATHER = ("block", "parameter")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
@@ -46,6 +47,10 @@ class Layout:
     zero1_reduce: str = "reduce-scatter"
     """How stage 1 sums gradients: `reduce-scatter`, or `all-reduce` as released in February 2020.  That is followed
     by an all-gather: 1.5x the bytes."""
+    zero3_gather: str = "block"
+    """How stage 3 gathers: `block` by block while the one before computes, or `parameter` by parameter as released in
+    March 2021.  Each is then waited for before the next one begins, and goes and comes as a list of the ranks' parts,
+    which are copied one by one; parameters of fewer than 100,000 elements stay whole until the optimizer's step."""
     sp: bool = False
     """Megatron sequence parallelism: norms and dropouts split along the sequence; needs tp > 1."""
     micro_batch: int = 1
@@ -100,6 +105,7 @@ class Layout:
         for key, known in (
             ("precision", PRECISIONS),
             ("zero1_reduce", ZERO1_REDUCE),
+            ("zero3_gather", ZERO3_GATHER),
             ("schedule", SCHEDULES),
             ("order", ORDERS),
             ("kernels", tuple(OperatorSet)),
@@ -134,6 +140,12 @@ class Layout:
             "zero1_reduce",
             self.zero1_reduce,
             says=f"needs zero = 1, the only stage it exists for (here zero = {self.zero})",
+        )
+        require(
+            self.zero3_gather == "block" or self.zero == 3,
+            "zero3_gather",
+            self.zero3_gather,
+            says=f"needs zero = 3, the only stage that gathers parameters for their use (here zero = {self.zero})",
         )
         require(
             self.gradient_as_bucket_view or (self.zero == 0 and self.dp > 1),

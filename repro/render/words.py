@@ -31,6 +31,7 @@ def layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> st
     parts = [" x ".join(axes) or "one rank"] if degrees else []
     if spread.dp > 1 or spread.zero:
         how = f" by {spread.zero1_reduce}" if spread.zero1_reduce != "reduce-scatter" else ""
+        how += " parameter by parameter" if spread.zero3_gather == "parameter" else ""
         parts.append(f"ZeRO {spread.zero}{how}")
     parts.append(spread.precision)
     if batches:

@@ -52,12 +52,21 @@ class Bucket(FlatParameters):
         all_reduce_first: bool = False,
         fused: bool = False,
         as_view: bool = True,
+        by_parameter: bool = False,
     ):
         """`fused`: without C_B, reduce an fp32 copy of the gradients, 4 bytes a parameter, made for the reduction.
 
         Without `as_view` (stage 0) a copy of the gradients is kept all the time, and it is what is reduced.
         """
-        super().__init__(plan, parameters, stage=stage, group=group, device=device, dtype=dtype)
+        super().__init__(
+            plan,
+            parameters,
+            stage=stage,
+            group=group,
+            device=device,
+            dtype=dtype,
+            by_parameter=by_parameter,
+        )
         self.all_reduce_first, self.fused = all_reduce_first, fused
         self.pool: Arena | None = None
         """Where full gradients lie under stages 2 and 3 with M_D; without, on the heap."""
@@ -131,6 +140,10 @@ class Bucket(FlatParameters):
         else:
             if add:
                 output = storage.empty(self.plan.shard, full, Category.COMMUNICATION)
+            if self.in_parts:
+                sent = storage.empty(self.plan.padded, full, Category.COMMUNICATION)
+                storage.copy_parts(full, sent, self.group.size)
+                full = sent
             work = self.group.reduce_scatter(output, full, purpose="gradients")
         if self.stage < 2 and self.copy is None:
             return work

@@ -25,6 +25,16 @@ CHUNK = 1 << 22
 """Elements that are initialised at once, so that start-up needs no more memory than a step."""
 
 
+STAYS_BELOW = 100_000
+"""Elements of a parameter from which on it is gathered by itself and freed after its use, where parameters are gathered
+one by one: `param_persistence_threshold` of DeepSpeed."""
+
+
+def is_small(parameter: Tensor) -> bool:
+    """Whether the parameter stays where others are gathered one by one."""
+    return parameter.numel() < STAYS_BELOW
+
+
 @dataclass(frozen=True)
 class Tag:
     """What separates elements of a shard."""
@@ -59,8 +69,14 @@ class FlatParameters:
         group: Group,
         device: torch.device,
         dtype: torch.dtype,
+        by_parameter: bool = False,
     ):
+        """`by_parameter`: as stage 3 was released in March 2021 (`zero3_gather` of a layout)."""
         self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group
+        self.in_parts = by_parameter and group.size > 1
+        """Communicate lists of the ranks' parts, each of which is copied."""
+        self.stays = by_parameter and is_small(self.parameters[0])
+        """Once gathered, whole until the optimizer's step."""
         self.part = group.rank if stage >= 1 else 0
         """Which shard is this rank's: what its optimizer updates, and under stage 3 all that it keeps."""
         like = torch.empty(0, dtype=dtype, device=device)
@@ -106,4 +122,14 @@ class FlatParameters:
             if self.stage == 3:
                 self.full[: self.shard.numel()].copy_(self.shard)
             return Work()
-        return self.group.all_gather(self.full, self.shard, purpose="parameters")
+        if not self.in_parts:
+            return self.group.all_gather(self.full, self.shard, purpose="parameters")
+        received = storage.empty(self.plan.padded, self.full, Category.COMMUNICATION)
+        work = self.group.all_gather(received, self.shard, purpose="parameters")
+
+        def finish() -> None:
+            work.wait()
+            with torch.no_grad():
+                storage.copy_parts(received, self.full, self.group.size)
+
+        return Work(finish=finish)

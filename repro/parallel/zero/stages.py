@@ -13,7 +13,7 @@ from repro.config import Layout
 from repro.parallel import storage
 from repro.parallel.comm import Group
 from repro.parallel.zero.flat_buffer import Bucket
-from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, Tag
+from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, Tag, is_small
 from repro.parallel.zero.gather_updated import UpdatedParameterGather
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.parallel.zero.looks import Looks
@@ -43,6 +43,8 @@ class Sharding:
     """Communicate while the device computes."""
     as_view: bool = True
     """Gradients lie in their buckets; without (stage 0), a bucket is a copy beside them."""
+    by_parameter: bool = False
+    """Stage 3 as in March 2021: gather each parameter by itself, nothing ahead, in lists of parts."""
     gather_overlap: bool = True
     """Gather updated parameters (stages 1 and 2) while the next forward pass runs."""
 
@@ -60,6 +62,7 @@ class Sharding:
             contiguous=layout.md,
             overlap=layout.overlap,
             as_view=layout.gradient_as_bucket_view,
+            by_parameter=layout.zero3_gather == "parameter",
             gather_overlap=layout.overlap and layout.gather_overlap,
         )
 
@@ -132,7 +135,13 @@ class ShardedModule:
             dtype = self._dtype(plan.slots[0].index)
             if not chosen[0].requires_grad:
                 flat = FlatParameters(
-                    plan, chosen, stage=3, group=sharding.group, device=sharding.device, dtype=dtype
+                    plan,
+                    chosen,
+                    stage=3,
+                    group=sharding.group,
+                    device=sharding.device,
+                    dtype=dtype,
+                    by_parameter=sharding.by_parameter,
                 )
                 flat.fill(initial, flat.shard)
                 self.frozen.append(flat)
@@ -149,6 +158,7 @@ class ShardedModule:
                 all_reduce_first=sharding.all_reduce_first,
                 fused=not sharding.constant_buffers,
                 as_view=sharding.as_view,
+                by_parameter=sharding.by_parameter,
             )
             self.buckets.append(bucket)
             return bucket
@@ -168,7 +178,9 @@ class ShardedModule:
         )
         self.looks = Looks(self.parameters)
         if sharding.stage == 3:
-            self.gatherer = ParameterUnsharder(module, units, of_unit, self._complete, self.looks)
+            self.gatherer = ParameterUnsharder(
+                module, units, of_unit, self._complete, self.looks, ahead=not sharding.by_parameter
+            )
         self.param_gather: UpdatedParameterGather | None = None
         if sharding.stage in (1, 2):
             ahead = units if sharding.gather_overlap else ()
@@ -272,6 +284,17 @@ class ShardedModule:
             kinds.setdefault(key, []).append(i)
         return list(kinds.values())
 
+    def _gathered_at_once(self, indices: Sequence[int], tags: Sequence[Tag]) -> list[list[int]]:
+        """Indices of a unit's parameters that share a flat buffer."""
+        apart = self._apart(indices, tags)
+        if not self.sharding.by_parameter:
+            return apart
+        found = []
+        for same in apart:
+            small = [i for i in same if is_small(self._placed[i])]
+            found += [*([i] for i in same if not is_small(self._placed[i])), *([small] if small else [])]
+        return found
+
     def _plans(self, tags: Sequence[Tag]) -> list[BucketPlan[Tag]]:
         """The buckets of stages 0 to 2, the last layers' first, since their gradients come first."""
         plans = []
@@ -302,7 +325,7 @@ class ShardedModule:
             of_unit.append(
                 [
                     make(plan_bucket([(i, self._placed[i].numel(), tags[i]) for i in same], n))
-                    for same in self._apart(indices, tags)
+                    for same in self._gathered_at_once(indices, tags)
                 ]
             )
         modules = dict(self.module.named_modules())

@@ -41,7 +41,11 @@ class ParameterUnsharder:
         buckets: Sequence[Sequence[FlatParameters]],
         complete: Callable[[FlatParameters], None],
         looks: Looks,
+        *,
+        ahead: bool = True,
     ):
+        """`ahead`: gather the unit that is used next while one computes; else wait for each flat buffer in turn."""
+        self._ahead = ahead
         self._module, self._looks = module, looks
         self.units, self.buckets = list(units), [list(group) for group in buckets]
         self._complete = complete
@@ -99,7 +103,7 @@ class ParameterUnsharder:
 
     def is_gathered(self, u: int) -> bool:
         """Whether the unit's parameters exist in full, or are on their way."""
-        return any(not storage.is_released(bucket.full) for bucket in self.buckets[u])
+        return not any(storage.is_released(bucket.full) for bucket in self.buckets[u])
 
     def start(self, u: int) -> None:
         """Begin to gather unit `u` unless that has begun."""
@@ -108,7 +112,11 @@ class ParameterUnsharder:
             if self._same is not None and self._schedule is None:
                 self._works[u].append(self._same.announce(u))
             with torch.no_grad():
-                self._works[u] += [bucket.gather() for bucket in self.buckets[u]]
+                for bucket in self.buckets[u]:
+                    if storage.is_released(bucket.full):
+                        self._works[u].append(work := bucket.gather())
+                        if not self._ahead:
+                            work.wait()
 
     def need(self, u: int) -> None:
         """Wait until the full parameters of unit `u` are there: gathered ahead by `start`, or only now."""
@@ -122,11 +130,14 @@ class ParameterUnsharder:
 
     def free(self, u: int) -> None:
         """Free the full parameters of unit `u`, after the gather if one is under way: it writes there."""
+        self._free(u, self.buckets[u])
+
+    def _free(self, u: int, buckets: Sequence[FlatParameters]) -> None:
         for work in self._works.pop(u, []):
             work.wait()
         if self._guards:
             self._guards[u].close()
-        for bucket in self.buckets[u]:
+        for bucket in buckets:
             storage.release(bucket.full)
 
     def free_all(self) -> None:
@@ -144,7 +155,8 @@ class ParameterUnsharder:
 
     def _rest(self, u: int) -> None:
         if not self.held:
-            self.free(u)
+            training = self._forward.gradients
+            self._free(u, [bucket for bucket in self.buckets[u] if not (bucket.stays and training)])
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -189,7 +201,7 @@ class ParameterUnsharder:
             run = self._forward
             visit = run.visit(u, use)
             self.need(u)
-            if visit + 1 < len(self._expected) and self._expected[visit] == (u, use):
+            if self._ahead and visit + 1 < len(self._expected) and self._expected[visit] == (u, use):
                 self.start(self._expected[visit + 1][0])
             if run.gradients:
                 self._on_gradients((args, kwargs), run, visit, BackwardSchedule.leaving)
@@ -267,7 +279,9 @@ class ParameterUnsharder:
         if self._recorded:
             schedule = self._turn()
             self._take(schedule, len(schedule.steps))
-        self.free_all()
+        self.held = False
+        for u in range(len(self.units)):
+            self._rest(u)
         self._recorded, self._schedule = [], None
 
     def _on_gradients(
@@ -319,7 +333,7 @@ class ParameterUnsharder:
             if use.backward:
                 self.need(u)
             coming = schedule.coming[step]
-            if coming is not None and schedule.visits[coming][1].backward:
+            if self._ahead and coming is not None and schedule.visits[coming][1].backward:
                 self.start(schedule.visits[coming][0])
 
     def _leave(self, u: int) -> None:

@@ -75,12 +75,13 @@ class DeviceCost:
             found = self._attention(operator)
         else:
             found = self._moved(operator)
-        return max(found, self.kernel_s) * self.factor
+        return max(found, self.kernel_s * operator.calls) * self.factor
 
     def _calibrated(self, operator: Operator) -> float:
         kind = "matmul" if operator.name in MATMULS else "elementwise"
         rate = self.rates.get(operator.name) or self.rates[kind]
-        return rate.seconds(operator.flops, operator.read + operator.written)
+        calls = operator.calls
+        return calls * rate.seconds(operator.flops / calls, (operator.read + operator.written) / calls)
 
     def _moved(self, operator: Operator) -> float:
         moved = operator.read + operator.written

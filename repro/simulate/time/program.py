@@ -183,7 +183,7 @@ class _Compiler:
                 kind = OPTIMIZER if tail else kind_of(event)
                 parts[kind] = parts.get(kind, 0.0) + took
                 device += took
-                host += self.cost.launch_s
+                host += self.cost.launch_s * event.calls
             elif isinstance(event, Message):
                 if event.op == SEND:
                     close()

@@ -33,7 +33,7 @@ class Mark(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """One call of an operator that computes or moves data (views are left out)."""
+    """An operator that computes or moves data (views are left out): one call of it, or some alike in a row."""
 
     name: str
     flops: int
@@ -45,6 +45,8 @@ class Operator(NamedTuple):
     """Operands of a matrix product or of attention; else empty."""
     itemsize: int
     """Bytes of an element of its result."""
+    calls: int = 1
+    """Among which FLOP and bytes are divided equally."""
 
 
 class Message(NamedTuple):

@@ -148,6 +148,12 @@ class TraceRecorder(UncompiledMode):
             category = storage.category_of(seen) or Category.OTHER
             self.events.append(Alloc(number, size, category, "restore", _line()))
 
+    def copied(self, whole: Tensor, parts: int) -> None:
+        """A tensor was copied in so many equal parts, one by one."""
+        if not self._quiet:
+            size = _bytes(whole)
+            self.events.append(Operator("aten.copy_", 0, size, size, (), whole.element_size(), calls=parts))
+
     def marked(self, seen: torch.UntypedStorage, category: Category) -> None:
         """A storage says what it is for.  The first word holds from its birth, later ones from then on."""
         entry = self._live.get(seen._cdata)

@@ -98,6 +98,14 @@ def test_what_moves_bytes_takes_the_bandwidth() -> None:
     assert cost.seconds(rows) < cost.seconds(operator) / 100
 
 
+def test_calls_in_a_row_take_a_kernel_each() -> None:
+    cost = DeviceCost(V100, "fp16")
+    one = Operator("aten.copy_", 0, 1000, 1000, (), 2)
+    assert cost.seconds(one._replace(read=64_000, written=64_000, calls=64)) == 64 * cost.seconds(one)
+    large = one._replace(read=10**9, written=10**9)
+    assert cost.seconds(large._replace(calls=4)) == cost.seconds(large)
+
+
 def test_measured_rates_win() -> None:
     rates = {
         "matmul": OperatorRate(fixed_s=1e-6, per_flop_s=1e-12),
@@ -111,6 +119,8 @@ def test_measured_rates_win() -> None:
     cost = DeviceCost(system, "fp32")
     assert cost.seconds(product(8, 8, 8)) == pytest.approx(1e-6 + 1024e-12)
     assert cost.seconds(Operator("aten.add", 0, 100, 100, (), 4)) == pytest.approx(2e-6 + 200e-9)
+    several = Operator("aten.add", 0, 100, 100, (), 4, calls=5)
+    assert cost.seconds(several) == pytest.approx(5 * 2e-6 + 200e-9)
     assert cost.seconds(Operator("repro.adamw_", 5, 100, 100, (), 4)) == pytest.approx(3e-6)
 
 

@@ -30,6 +30,7 @@ LAYOUTS = {
     "zero2-md": replace(BASE, dp=2, zero=2, md=True, recompute=True),
     "zero3": replace(BASE, dp=4, zero=3),
     "zero3-recomputed": replace(BASE, dp=4, zero=3, recompute=True, micro_batch=2),
+    "zero3-mar2021": replace(BASE, dp=4, zero=3, zero3_gather="parameter", recompute=True),
     "tp": replace(BASE, tp=2, micro_batch=2),
     "tp-waits": replace(BASE, tp=2, tp_overlap=False, recompute=True),
     "sp": replace(BASE, tp=2, sp=True),
