@@ -40,10 +40,11 @@ ASSUMED_ANY: dict[str, tuple[float, str]] = {
     "half_bytes": (0.0, "latency_s holds what small steps lose"),
     "rings": (16.0, "no bound but the adapters near a group's devices"),
     "adapters": (1.0, "a node's devices share all of its bandwidth"),
+    "switch": (1.0, "every device takes an adapter of its own where there are enough"),
     "overlap_cost": (0.0, "compute loses nothing to a collective beside it"),
 }
 """As `ASSUMED_LINKS`, for every class."""
-KEYS = ("latency_s", "start_s", "efficiency", "half_bytes", "adapters", "rings", "overlap_cost")
+KEYS = ("latency_s", "start_s", "efficiency", "half_bytes", "adapters", "switch", "rings", "overlap_cost")
 """The optional numbers of a link."""
 
 
@@ -97,6 +98,9 @@ class Link:
     """Payload of a step at which it reaches half of that, beyond what latency_s says."""
     adapters: Quantity = UNSAID
     """Network adapters of a node, each with an equal part of its bandwidth; a device uses the nearest."""
+    switch: Quantity = UNSAID
+    """Neighbouring devices behind one PCIe switch with their adapters: of these a communicator that has k of the
+    devices takes the first k, whatever the other communicators of the node take."""
     rings: Quantity = UNSAID
     """Adapters that one communicator drives at once, at most."""
     overlap_cost: Quantity = UNSAID
@@ -112,6 +116,7 @@ class Link:
         check_positive("bandwidth", self.bandwidth)
         check_fraction("efficiency", self.efficiency)
         check_whole("adapters", self.adapters)
+        check_whole("switch", self.switch)
         check_whole("rings", self.rings)
         cost = self.overlap_cost.value
         require(cost is None or cost <= 1, "overlap_cost", cost, "a fraction, 0 to 1")

@@ -13,6 +13,7 @@ over two nodes with few adapters, which reach up to twice the network's bandwidt
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -172,7 +173,8 @@ class Network:
         devices = int(self.system.devices_per_node.known("devices_per_node", system=self.system.name))
         count = devices if link.per == "device" else int(self.number(BETWEEN_NODES, "adapters"))
         each = self.peak(BETWEEN_NODES) / (1 if link.per == "device" else count)
-        return Adapters(devices, count, each, int(self.number(BETWEEN_NODES, "rings")))
+        rings, switch = (int(self.number(BETWEEN_NODES, key)) for key in ("rings", "switch"))
+        return Adapters(devices, count, each, rings, switch)
 
     def _edge_of(self, from_stage: int, to_stage: int) -> GroupsOnNodes:
         """All pairs of a rank of one stage and the rank of another that it sends to."""
@@ -194,6 +196,7 @@ class Network:
         senders = edge.members[across if across.any() else slice(None), :1]
         alone = GroupsOnNodes(senders, self.placement.nodes(senders))
         if across.any():
-            return float(self._adapters().rates(alone, alone.ranks > 0).min())
+            # A message takes all adapters near its device in turn, where a ring takes its communicator's.
+            return float(replace(self._adapters(), switch=1).rates(alone, alone.ranks > 0).min())
         ranks = alone.by_node(alone.ranks)
         return float(self._rate_inside(self._edge_link(from_stage, to_stage), ranks, ranks)[alone.node].min())

@@ -90,7 +90,10 @@ class GroupsOnNodes:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The network adapters of each node, which groups use at the same time: each device sends through the nearest."""
+    """The network adapters of each node, which groups use at the same time.
+
+    Each device sends through the nearest; behind a switch with several, groups take them in the same order.
+    """
 
     devices: int
     count: int
@@ -98,17 +101,26 @@ class Adapters:
     """Bytes/s of one."""
     rings: int
     """A group drives so many at most."""
+    switch: int = 1
+    """Devices behind a switch."""
 
     def rates(self, on: GroupsOnNodes, across: Numbers) -> Numbers:
         """Bytes/s in and out of their nodes of the entries that are `across`: of groups that leave their nodes."""
-        first = np.arange(self.devices) * self.count // self.devices
-        end = np.maximum(first + 1, np.arange(1, self.devices + 1) * self.count // self.devices)
-        adapter = np.arange(self.count)
-        nearest = (first[:, None] <= adapter) & (adapter < end[:, None])
-        of_device = nearest[on.members.ravel() % self.devices]
-        counts = [np.bincount(on.of_member, weights=column, minlength=len(across)) for column in of_device.T]
-        reached: Numbers = (np.stack(counts, axis=1) > 0) & across[:, None]
+        reached: Numbers = self._reached(on) & across[:, None]
         users = np.stack([on.by_node(column) for column in reached.T], axis=1)
         fair = (reached * self.each / np.maximum(users[on.node], 1)).sum(axis=1)
         whole: Numbers = np.minimum(np.minimum(self.rings, reached.sum(axis=1)) * self.each, fair)
         return whole[across]
+
+    def _reached(self, on: GroupsOnNodes) -> Numbers:
+        """Which adapters each entry's group takes [entries, adapters]."""
+        switches = -(-self.devices // self.switch)
+        first = np.arange(switches) * self.count // switches
+        end = np.maximum(first + 1, np.arange(1, switches + 1) * self.count // switches)
+        place = on.of_member * switches + on.members.ravel() % self.devices // self.switch
+        members = np.bincount(place, minlength=len(on.ranks) * switches).reshape(-1, switches)
+        taken = first + np.minimum(-(-members * (end - first) // self.switch), end - first)
+        adapter = np.arange(self.count)
+        each = (first[:, None] <= adapter) & (adapter < taken[..., None])
+        found: Numbers = np.logical_or.reduce(each, axis=1)
+        return found

@@ -56,6 +56,9 @@ def bus_bandwidth(found: Network, payload: int, group: str = "world") -> float:
     [
         ("selene", 8, 4 << 30, 232.54, 0.05, "one node of 8 A100, NVIDIA/nccl#1048"),
         ("selene", 64, LARGE, 192, 0.03, "DGX A100 with 8 x 200 Gb/s, NVIDIA/nccl#812"),
+        ("dgx-a100-40gb", 8, 4 << 20, 65.5, 0.05, "8 A100 40 GB, tests of microsoft/superbenchmark"),
+        ("dgx-a100-40gb", 8, 32 << 20, 156.9, 0.15, "8 A100 40 GB, tests of microsoft/superbenchmark"),
+        ("dgx2", 12, 1 << 30, 123.1, 0.05, "12 V100 of a DGX-2, a public log of nccl-tests"),
         ("dgx1-v100-16gb", 64, LARGE, 47, 0.04, "DGX-1, 'I always get 47 GB/s', NVIDIA/nccl#307"),
         ("dgx-h100", 8, 4 << 30, 367.5, 0.03, "8 H100, ring, 365 to 370, NVIDIA/nccl#1455"),
     ],
@@ -93,6 +96,21 @@ def test_one_communicator_drives_no_more_adapters_than_it_has_rings() -> None:
     assert network(few, tp=16, dp=4).bus_bandwidth("dp") == pytest.approx(6.25e9 * 0.96)
 
 
+def test_groups_behind_one_switch_take_the_same_first_adapter() -> None:
+    """NCCL before 2.9.6 on DGX A100: with one rank or half of its ranks in a node, a group's ring has half its share;
+    the whole node, and messages between stages, have all adapters."""
+    since, peak = load("selene"), 200e9 * 0.96
+    before = with_link(since, "inter-node", switch=2)
+    for tp, share in ((8, 8), (4, 4), (2, 2)):
+        layout = {"tp": tp, "dp": 128 // tp}
+        assert network(since, **layout).bus_bandwidth("dp") == pytest.approx(peak / share)
+        assert network(before, **layout).bus_bandwidth("dp") == pytest.approx(peak / share / 2)
+    assert network(before, dp=64).bus_bandwidth("dp") == pytest.approx(peak)
+    stages = {"tp": 8, "pp": 2}
+    sent = network(before, **stages).send_seconds(10**9, from_stage=0, to_stage=1)
+    assert sent == network(since, **stages).send_seconds(10**9, from_stage=0, to_stage=1)
+
+
 def test_a_group_alone_on_a_node_uses_the_adapter_next_to_it() -> None:
     """Two stages of a pipeline of one rank each, the first alone on its node's adapters."""
     found = network("dgx2", tp=16, pp=2)
@@ -127,6 +145,7 @@ def networks(draw: st.DrawFn) -> tuple[System, Layout]:
             "half_bytes": draw(st.floats(0, 1e6)),
             "adapters": draw(st.integers(1, 16)),
             "rings": draw(st.integers(1, 16)),
+            "switch": draw(st.integers(1, 8)),
         }
         links[name] = Link(
             per=draw(st.sampled_from(["device", "node"])),
