@@ -116,8 +116,15 @@ class RankPool:
         """`function(*arguments)` on every rank, results by rank.  Fails if a rank raises or does not answer."""
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            _send(pipe, (function, arguments, timeout_s))
+        try:
+            for pipe in self._pipes:
+                _send(pipe, (function, arguments, timeout_s))
+            return self._answers(timeout_s)
+        except BaseException:  # also a test's limit: what comes later would be the next one's answers
+            self._kill()
+            raise
+
+    def _answers(self, timeout_s: float) -> list[Any]:
         silent = dict(zip(self._pipes, range(self.world), strict=True))
         answers: dict[int, Any] = {}
         errors: list[str] = []
@@ -135,7 +142,6 @@ class RankPool:
                     errors.append(value)
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if silent or errors:
-            self._kill()
             raise AssertionError("\n".join(errors) or f"nothing is heard of ranks {sorted(silent.values())}")
         return [answers[rank] for rank in range(self.world)]
 

@@ -60,6 +60,22 @@ def test_a_rank_that_hangs_says_where() -> None:
         pool.run(hang, timeout_s=0.5)
 
 
+def test_answers_of_a_test_that_was_stopped_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest's limit interrupts whoever waits; the next test was told what that one had asked."""
+    with RankPool(1) as pool:
+        pool.run(abs, -1)
+        with monkeypatch.context() as patched:
+            patched.setattr("tests.pool.wait", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(abs, -2)
+        assert pool.run(abs, -3) == [3]
+
+
+def stopped(*_: object) -> None:
+    """What a signal's handler does."""
+    raise KeyboardInterrupt
+
+
 def hang() -> None:
     """Longer than anybody waits."""
     time.sleep(600)
