@@ -89,6 +89,14 @@ def test_every_rank_begins_with_its_part_of_the_values(
         assert [p.tolist() for p in made.parameters] == [WHOLE[:5], WHOLE[5:15]]
 
 
+def test_parameters_are_gathered_from_several_ranks_that_hold_shards() -> None:
+    for stage in range(4):
+        three, _ = group()
+        bucket(three, stage).gather().wait()
+        sent = [(row["op"], row["purpose"], row["payload_bytes"]) for row in three.ledger.rows()]
+        assert sent == ([("all_gather", "parameters", 4 * 24)] if stage else [])
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_rank_gathers_without_a_message(stage: int) -> None:
     alone, transport = group(size=1)
