@@ -56,6 +56,10 @@ def test_parameters_are_the_sum_of_the_parts() -> None:
     mlp = h * 4 * h + 4 * h + 4 * h * h + h
     norms = 2 * 2 * h
     assert f.gpt_params(2, h, 10, 6) == pytest.approx(2 * (attention + mlp + norms) + 10 * h + 6 * h)
+    usual = 2 * (attention + mlp + norms) + 51200 * h + 1024 * h
+    assert f.gpt_params(2, h) == pytest.approx(usual, abs=0.5), (
+        "GPT-2's vocabulary, padded, and its positions"
+    )
 
 
 def test_flops_are_the_sum_of_the_matrix_products() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from repro.claims.published import digitised, printed, read, show
+from repro.claims.published import UNITS, digitised, printed, read, show
 from repro.claims.tolerance import POINTS, RELATIVE, accepted, agrees_at_scale, room
 
 
@@ -36,6 +36,16 @@ def test_printed_numbers_keep_their_digits(text: str, low: float, high: float, s
     number = read(text)
     assert (number.low, number.high) == pytest.approx((low, high))
     assert number.step == pytest.approx(step)
+
+
+def test_a_unit_is_so_many_bytes_seconds_or_flop() -> None:
+    assert [UNITS[unit] for unit in ("MB", "GB", "TB")] == [1000**2, 1000**3, 1000**4]
+    assert [UNITS[unit] for unit in ("MiB", "GiB")] == [1024**2, 1024**3]
+    assert [UNITS[unit] for unit in ("GB/s", "TB/s")] == [UNITS["GB"], UNITS["TB"]]
+    assert [UNITS[unit] for unit in ("TFLOP/s", "PFLOP/s", "EFLOP")] == [1000**4, 1000**5, 1000**6]
+    assert 1000 * UNITS["ms"] == UNITS["s"] == UNITS["min"] / 60 == UNITS["h"] / 60**2
+    assert UNITS["days"] == 24 * UNITS["h"] == UNITS["years"] / 365
+    assert UNITS["PFLOP/s-days"] == UNITS["PFLOP/s"] * UNITS["days"]
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,8 @@ def _report(given: argparse.Namespace) -> None:
             run(room, work, given.workers)
             if rows := tried(work):
                 table.append(row(room, rows))
-                print(*survivors(rows), sep="\n")
+                for survivor in survivors(rows):
+                    print(survivor)
     print("\n".join(table) if len(table) > 2 else f"no line of any room has changed since {given.base}")
 
 

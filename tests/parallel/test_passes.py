@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from repro.parallel.comm import Group
+from repro.parallel.ledger import CommLedger
+from repro.parallel.transports import NoTransport
 from repro.parallel.zero.passes import BackwardSchedule, ForwardPass
+from repro.parallel.zero.same_units import SameUnits
 from repro.parallel.zero.units import Use
 
 OUTER, INNER = Use(""), Use("inner")
@@ -106,3 +110,12 @@ def test_a_pass_outlives_the_next_while_somebody_holds_its_graph() -> None:
     assert not dropped.outlived()
     del graph
     assert not kept.outlived()
+
+
+def test_what_ranks_keep_is_told_of_the_last_60_passes() -> None:
+    """Bit by bit, also the last one; what is more counts as kept."""
+    same = SameUnits(Group("dp", (0, 1), 0, NoTransport(), CommLedger()))
+    for kept in (range(0), range(60), (0, 59), (1,)):
+        marks = [i in kept for i in range(60)]
+        assert same.union(marks) == marks
+        assert same.union([False, *marks]) == [True, *marks]
