@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from repro import models
 from repro.claims.expression import Uncertain, Value
-from repro.config import Model
+from repro.config import ConfigError, Model
 from repro.config.engines import NATIVE
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import select
@@ -178,8 +178,9 @@ class Records:
             sizes = _sizes(asdict(models.load(model)))
             for record in reversed(self._selection.evaluations):
                 if (record.task, record.way.get("name")) == (task, way) and _sizes(record.model) == sizes:
-                    if metric in record.metrics:
-                        return record.metrics[metric]
+                    value = record.metrics.get(metric)
+                    if isinstance(value, int | float):
+                        return value
                     raise Missing(record.at, f"its record has no metric {metric}")
             reason = "not run here, runnable by anyone with the weights"
             raise Missing(f"{model} on {task}", reason, evaluation(task, way))
@@ -203,9 +204,12 @@ def evaluation(task: str, way: str) -> str:
     return f"repro evaluate --weights DIR --task {task} --protocol {way} --data FILE"
 
 
-def _sizes(model: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes weights those of a model, but for the padding of its vocabulary."""
-    known = Model(**{**model, "name": "like"})
+def _sizes(model: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What makes weights those of a model, but for the padding of its vocabulary; None of what is no model."""
+    try:
+        known = Model(**{**model, "name": "like"})
+    except (ConfigError, TypeError):
+        return None
     return known.layers, known.hidden, known.heads, known.head_width, known.ffn_width, known.seq
 
 

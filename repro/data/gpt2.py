@@ -41,7 +41,7 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
-        raise ConfigError("data", "shakespeare-gpt2", says=missing("tokenizers")) from None
+        raise ConfigError("tokenizer", says=missing("tokenizers")) from None
     vocabulary, merged = files(folder or packaged())
     try:
         vocab = json.loads(vocabulary.read_text(encoding="utf-8"))

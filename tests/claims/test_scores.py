@@ -89,13 +89,18 @@ def test_the_newest_counts_and_padding_does_not() -> None:
         scored("gpt2", task="wikitext103", accuracy_filtered=0.6324),
         scored("gpt2", model={**GPT2, "layers": 36}, accuracy_filtered=0.6324),
         replace(scored("gpt2", accuracy_filtered=0.6324), outcome="oom"),
+        scored("gpt2", model={"layers": 48}, accuracy_filtered=0.6324),
+        scored("gpt2", model={**GPT2, "heads": 7}, accuracy_filtered=0.6324),
+        scored("gpt2", model={**GPT2, "experts": 8}, accuracy_filtered=0.6324),
     ],
 )
 def test_another_way_task_model_or_outcome_does_not_count(other: EvaluationRecord) -> None:
     assert lambada(other).verdict == NOT_RUN
 
 
-def test_a_missing_metric_is_named() -> None:
+def test_a_metric_that_is_missing_or_no_number_is_named() -> None:
+    worded = replace(scored("gpt2"), metrics={"accuracy.filtered": "63.24"})  # type: ignore[dict-item]
+    assert "no metric accuracy.filtered" in lambada(worded).findings[0].reason
     assert "no metric accuracy.filtered" in lambada(scored("gpt2", accuracy=0.5)).findings[0].reason
 
 
