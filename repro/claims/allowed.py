@@ -28,6 +28,14 @@ def allowed(row: Row, evidence: Evidence, claim: Claim) -> Accepted | None:
     )
 
 
+def stated(row: Row, claim: Claim) -> Accepted | None:
+    """The published value itself, in the row's unit, with the source's own error and no tolerance; None for words."""
+    if row.printed is None:
+        return None
+    steps = tuple(step / UNITS[row.unit] for step in claim.steps)
+    return accepted(row.printed, "exact", closed_form=True, bound=row.bound, error=row.error, steps=steps)
+
+
 def tolerance(row: Row, evidence: Evidence, claim: Claim) -> str:
     """What would be accepted, for a person: `29.83 to 32.97 GB: 5% (memory)`, `the same word`."""
     rule = allowed(row, evidence, claim)

@@ -8,8 +8,8 @@ contradiction is said.  A simulation of a value that the time model is calibrate
 nothing.
 
 A claim's verdict comes from the rows that are the claim (`main`), and all of them count: `not reproduced` or
-`inconsistent` when one is, `not run` while one has no evidence yet, `not comparable` when one is, `consistent`
-when one is no more than that, and `reproduced` when every one is.  Weaker evidence that disagrees with the
+`inconsistent` when one is, `not run` while one has no evidence yet, `possible` or `not comparable` when one is,
+`consistent` when one is no more than that, and `reproduced` when every one is.  Weaker evidence that disagrees with the
 strongest is listed, never dropped.
 """
 
@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from repro.claims.allowed import allowed, tolerance
+from repro.claims.allowed import allowed, stated, tolerance
+from repro.claims.doubt import Doubt, doubted
 from repro.claims.expression import Expression, ExpressionError, Result, evaluate, parse, quotient, texts
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.ledger import (
@@ -46,6 +47,7 @@ from repro.claims.results import (
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
+    POSSIBLE,
     REPRODUCED,
     ClaimResult,
     Finding,
@@ -92,7 +94,7 @@ def judge_claim(claim: Claim, records: Records) -> ClaimResult:
     )
 
 
-_WEAKEST = (NOT_REPRODUCED, INCONSISTENT, NOT_RUN, NOT_COMPARABLE, CONSISTENT, REPRODUCED)
+_WEAKEST = (NOT_REPRODUCED, INCONSISTENT, NOT_RUN, POSSIBLE, NOT_COMPARABLE, CONSISTENT, REPRODUCED)
 """A claim says the first of these that one of its rows says."""
 _ORDER = (
     *(f"measured, {scale}" for scale in (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)),
@@ -120,7 +122,7 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         # One failure is enough; success needs all expressions of this strength.
         failed = next((f for f in equals if f.verdict in BAD), None)
         if failed or (equals and all(f.decided for f in equals)):
-            best = failed or equals[0]
+            best = failed or next((f for f in equals if f.verdict == POSSIBLE), equals[0])
             return RowResult(row, tuple(findings), best.verdict, _name(best), best.reason)
     if row.not_comparable:
         return RowResult(row, tuple(findings), NOT_COMPARABLE, "", row.not_comparable)
@@ -228,8 +230,15 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         agrees = rule.meets(*seen)
         if evidence.kind != "analytic" and _across(rule, low, high):
             reason += "; the interval reaches across the limit"
+    verdict = yes if agrees else no
+    if evidence.kind == SIMULATED and expected is None:
+        doubt = doubted(evidence, row, read, records, functions)
+        if doubt is not None:
+            value = _in_unit(Result(float(value.value) * UNITS[row.unit], doubt.low, doubt.high), row.unit)
+            if verdict == NOT_REPRODUCED:
+                verdict, reason = _in_doubt(doubt, row, claim, reason)
     return Finding(
-        verdict=yes if agrees else no,
+        verdict=verdict,
         reason=reason,
         value=value.value,
         low=value.low,
@@ -238,6 +247,20 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
         text=_text(value, row),
         **common,
     )
+
+
+def _in_doubt(doubt: Doubt, row: Row, claim: Claim, rule: str) -> tuple[str, str]:
+    """The verdict and the reason of a predicted time whose best value misses."""
+    published, unit = stated(row, claim), UNITS[row.unit]
+    assert published is not None
+
+    def meets(least: float, most: float) -> bool:
+        return published.meets(least / unit, most / unit)
+
+    ends = " to ".join(show(end / unit, row.printed) for end in (doubt.least, doubt.most))
+    if meets(doubt.least, doubt.most):
+        return POSSIBLE, f"{rule}; it lies in {ends}, what unknown inputs leave: {doubt.decided_by(meets)}"
+    return NOT_REPRODUCED, f"{rule}; outside of {ends}, whatever unknown inputs are"
 
 
 def _across(rule: Accepted, low: float, high: float) -> bool:
@@ -274,6 +297,8 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
         verdict = INCONSISTENT if name == ITSELF else NOT_REPRODUCED
     elif len(decided) < len(tested):
         verdict = NOT_RUN
+    elif any(f.verdict == POSSIBLE for found in tested for f in found):
+        verdict = POSSIBLE
     else:
         verdict = CONSISTENT if name == ITSELF else REPRODUCED
     scales = dict.fromkeys(

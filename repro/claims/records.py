@@ -12,6 +12,8 @@ from repro import models
 from repro.claims.expression import Uncertain, Value
 from repro.config import ConfigError, Model
 from repro.config.engines import NATIVE
+from repro.results.interval import Case, StepInterval
+from repro.results.metrics import STEP_SECONDS, at
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import select
 
@@ -50,8 +52,16 @@ class Records:
         record = pairs.get((subject, baseline)) or pairs.get((baseline, subject))
         return record is not None and record.metric == metric
 
-    def functions(self, kind: str) -> dict[str, Callable[..., Value | Uncertain]]:
-        """The functions for expressions of evidence `kind` (`simulated`, `emulated` or `measured`)."""
+    def intervals(self, experiments: Iterable[str]) -> list[StepInterval]:
+        """What is not known for certain of the simulated steps among `experiments`."""
+        records = (self._selection.by_name.get((SIMULATED, experiment)) for experiment in experiments)
+        return [record.interval for record in records if record is not None and record.interval is not None]
+
+    def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
+        """The functions for expressions of evidence `kind` (`simulated`, `emulated` or `measured`).
+
+        `case`: what simulated records say of time is what they would be with other values of what is not known.
+        """
 
         def find(experiment: str) -> ExperimentRecord:
             stored = MEASURED if kind == EMULATED else kind
@@ -84,6 +94,10 @@ class Records:
             if not isinstance(value, int | float):
                 ended = "" if record.outcome == "ok" else f" ({_ended(record)})"
                 raise Missing(experiment, f"its record has no metric {name}{ended}")
+            if case is not None and record.interval is not None and STEP_SECONDS in metrics:
+                seconds = record.interval.at(case, metrics[STEP_SECONDS])
+                moved = at(name, metrics, seconds)
+                return value if moved is None else moved
             if f"{name}.low" in metrics:
                 return Uncertain(value, metrics[f"{name}.low"], metrics[f"{name}.high"])
             return value

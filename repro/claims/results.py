@@ -10,8 +10,10 @@ from repro.claims.ledger import ITSELF, Claim, Row
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 CONSISTENT, INCONSISTENT = "consistent", "inconsistent"
 """Of a source with itself, or with what was put in: no test of what its machine did."""
+POSSIBLE = "possible"
+"""Best values miss the published one, but it lies in what unknown inputs leave."""
 NOT_COMPARABLE, NOT_RUN = "not comparable", "not run"
-VERDICTS = (REPRODUCED, NOT_REPRODUCED, CONSISTENT, INCONSISTENT, NOT_COMPARABLE, NOT_RUN)
+VERDICTS = (REPRODUCED, POSSIBLE, NOT_REPRODUCED, CONSISTENT, INCONSISTENT, NOT_COMPARABLE, NOT_RUN)
 GOOD, BAD = (REPRODUCED, CONSISTENT), (NOT_REPRODUCED, INCONSISTENT)
 
 
@@ -29,6 +31,8 @@ class Finding:
     value: Value | None = None
     """In the row's unit; None when not run."""
     low: Value | None = None
+    """With `high` the interval of the evidence: of a measurement 95 %; of a predicted time 90 %, as far as inputs are
+    not known for certain."""
     high: Value | None = None
     expected: Value | None = None
     """What the formula says at a twin's scale, in the row's unit; None: the published value counts."""
@@ -50,7 +54,7 @@ class Finding:
     @property
     def decided(self) -> bool:
         """Whether there was something to judge."""
-        return self.verdict in (*GOOD, *BAD)
+        return self.verdict in (*GOOD, POSSIBLE, *BAD)
 
     @property
     def itself(self) -> bool:
@@ -73,7 +77,7 @@ class RowResult:
     @property
     def disagrees(self) -> tuple[Finding, ...]:
         """Weaker decided evidence that does not say what the row's verdict says."""
-        against = BAD if self.verdict in GOOD else GOOD
+        against = BAD if self.verdict in GOOD else GOOD if self.verdict in BAD else ()
         return tuple(f for f in self.findings if f.verdict in against and self.basis)
 
     def under(self, kind: str) -> tuple[Finding, ...]:

@@ -14,6 +14,7 @@ from repro.claims.results import (
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
+    POSSIBLE,
     VERDICTS,
     ClaimResult,
     Finding,
@@ -69,6 +70,7 @@ def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
         "things": {
             "tested": sum(things[kind].tested for kind in KINDS),
             "hold": sum(things[kind].hold for kind in KINDS),
+            "possible": sum(things[kind].possible for kind in KINDS),
         },
         "disagreements": sum(len(r.disagreements) for r in results),
     }
@@ -85,6 +87,7 @@ def _evidence(results: Sequence[ClaimResult], kind: str, things: Things) -> dict
         "rows_decided": len(decided),
         "rows_reproduced": sum(all(f.verdict in GOOD for f in found) for found in decided),
         "things": things.tested,
+        "rows_possible": sum(any(f.verdict == POSSIBLE for f in found) for found in decided),
         "things_hold": things.hold,
     }
 
@@ -96,6 +99,8 @@ def totals(counts: dict[str, Any]) -> str:
     agree, checked = itself["rows_reproduced"], itself["rows_decided"]
     text = f"{counts['things']['tested']} independent things tested ({kinds or 'none'}), "
     text += f"{counts['things']['hold']} hold in all their values"
+    if counts["things"]["possible"]:
+        text += f" and {counts['things']['possible']} are possible, as far as inputs are known"
     if checked:
         text += f"; beside them {agree} of {checked} values are consistent with their own source, which is no test"
     return f"{text}."
@@ -128,6 +133,12 @@ def why(result: ClaimResult) -> str:
         bad = sum(row.verdict in BAD for row in main)
         against = "contradicted" if result.verdict == NOT_REPRODUCED else "contradicted by the source itself"
         return f"{bad} of {len(main)} values that are the claim {'is' if bad == 1 else 'are'} {against}, by {by}."
+    if result.verdict == POSSIBLE:
+        open_ = sum(row.verdict == POSSIBLE for row in main)
+        lie = "lies" if open_ == 1 else "lie"
+        return (
+            f"{open_} of {len(main)} values that are the claim {lie} in what unknown inputs leave, by {by}."
+        )
     if result.verdict == CONSISTENT:
         return f"It hangs together and no more: {values} the claim agree{'s' * (len(main) == 1)} with {by}."
     counts = count([replace(result, rows=tuple(main))])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from repro.claims.expression import arguments, parse
 from repro.claims.inputs import EVALUATED, PAPERS
 from repro.claims.ledger import ITSELF, KINDS
-from repro.claims.results import GOOD, NOT_COMPARABLE, ClaimResult, Finding, RowResult
+from repro.claims.results import GOOD, NOT_COMPARABLE, POSSIBLE, ClaimResult, Finding, RowResult
 from repro.claims.scripts import COUNTS
 
 Thing = tuple[str, ...]
@@ -31,6 +31,10 @@ BY_LAYOUT = ("peak", "reserved", "used", "activations", "allocated", "cached")
 CHOOSE = ("outcome", "failure", "largest", "smallest")
 
 
+FAILS, OPEN, HOLDS = range(3)
+"""What the worst of the cells that read the same comes to."""
+
+
 @dataclass(frozen=True)
 class Things:
     """Independent things of one kind of evidence."""
@@ -38,6 +42,8 @@ class Things:
     tested: int
     hold: int
     """All cells that read just these agree."""
+    possible: int = 0
+    """All agree or lie in what unknown inputs leave."""
 
 
 def count(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, Things]:
@@ -45,25 +51,28 @@ def count(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, T
 
     `possible`: whatever could be tested, run or not; what is not run does not hold.
     """
-    groups: dict[str, dict[frozenset[Thing], bool]] = {name: {} for name in (*KINDS, ITSELF)}
+    groups: dict[str, dict[frozenset[Thing], int]] = {name: {} for name in (*KINDS, ITSELF)}
     for result in results:
         for row in result.rows:
             for finding in row.findings:
                 if finding.decided or (possible and NOT_COMPARABLE not in (row.verdict, finding.verdict)):
                     of = groups[ITSELF if finding.itself else finding.kind]
                     read = frozenset(reads(finding, row, result))
-                    of[read] = of.get(read, True) and finding.verdict in GOOD
+                    holds = (
+                        HOLDS if finding.verdict in GOOD else OPEN if finding.verdict == POSSIBLE else FAILS
+                    )
+                    of[read] = min(of.get(read, holds), holds)
     return {name: _independent(found) for name, found in groups.items()}
 
 
-def _independent(groups: dict[frozenset[Thing], bool]) -> Things:
+def _independent(groups: dict[frozenset[Thing], int]) -> Things:
     seen: set[Thing] = set()
-    counted: list[bool] = []
+    counted: list[int] = []
     for read, holds in sorted(groups.items(), key=lambda item: (len(item[0]), sorted(item[0]))):
         if not read <= seen:
             counted.append(holds)
             seen |= read
-    return Things(len(counted), sum(counted))
+    return Things(len(counted), counted.count(HOLDS), counted.count(OPEN))
 
 
 def reads(finding: Finding, row: RowResult, result: ClaimResult) -> Iterable[Thing]:

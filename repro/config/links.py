@@ -13,35 +13,45 @@ as their device; nvlink and pcie join the devices of a node, which use the first
 PER = ("device", "node")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
 
-ASSUMED_LINKS: dict[str, dict[str, tuple[float, str]]] = {
+ASSUMED_LINKS: dict[str, dict[str, Quantity]] = {
     "memory": {
-        "latency_s": (30e-6, "a message between two processes of one machine over gloo"),
-        "efficiency": (1.0, "the bandwidth of such a link is itself a measurement"),
+        "latency_s": Quantity(value=30e-6, source="a message between two processes of one machine over gloo"),
+        "efficiency": Quantity(value=1.0, source="the bandwidth of such a link is itself a measurement"),
     },
     "nvlink": {
-        "latency_s": (3.4e-6, "a step of a ring over NVLink, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"),
-        "efficiency": (0.8, "20 of 25 GB/s of an NVLink, NVIDIA/nccl src/graph/topo.h"),
+        "latency_s": Quantity(
+            value=3.4e-6, source="a step of a ring over NVLink, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"
+        ),
+        "efficiency": Quantity(value=0.8, source="20 of 25 GB/s of an NVLink, NVIDIA/nccl src/graph/topo.h"),
     },
     "pcie": {
-        "latency_s": (5.7e-6, "a step of a ring over PCIe, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"),
-        "efficiency": (0.76, "12 of 15.75 GB/s of PCIe 3.0 x16, NVIDIA/nccl src/graph/topo.h"),
+        "latency_s": Quantity(
+            value=5.7e-6, source="a step of a ring over PCIe, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"
+        ),
+        "efficiency": Quantity(
+            value=0.76, source="12 of 15.75 GB/s of PCIe 3.0 x16, NVIDIA/nccl src/graph/topo.h"
+        ),
     },
     "inter-node": {
-        "latency_s": (9.6e-6, "a step between nodes, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"),
-        "efficiency": (0.96, "12 of 12.5 GB/s of a 100 Gb/s adapter, NVIDIA/nccl src/graph/topo.h"),
+        "latency_s": Quantity(
+            value=9.6e-6, source="a step between nodes, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"
+        ),
+        "efficiency": Quantity(
+            value=0.96, source="12 of 12.5 GB/s of a 100 Gb/s adapter, NVIDIA/nccl src/graph/topo.h"
+        ),
     },
 }
 """What is taken for a key of a `Link` that a system does not know, by class of links, and why."""
-ASSUMED_ANY: dict[str, tuple[float, str]] = {
-    "start_s": (
-        8.4e-6,
-        "what a ring costs before its first step, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple",
+ASSUMED_ANY: dict[str, Quantity] = {
+    "start_s": Quantity(
+        value=8.4e-6,
+        source="what a ring costs before its first step, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple",
     ),
-    "half_bytes": (0.0, "latency_s holds what small steps lose"),
-    "rings": (16.0, "no bound but the adapters near a group's devices"),
-    "adapters": (1.0, "a node's devices share all of its bandwidth"),
-    "switch": (1.0, "every device takes an adapter of its own where there are enough"),
-    "overlap_cost": (0.0, "compute loses nothing to a collective beside it"),
+    "half_bytes": Quantity(value=0.0, source="latency_s holds what small steps lose"),
+    "rings": Quantity(value=16.0, source="no bound but the adapters near a group's devices"),
+    "adapters": Quantity(value=1.0, source="a node's devices share all of its bandwidth"),
+    "switch": Quantity(value=1.0, source="every device takes an adapter of its own where there are enough"),
+    "overlap_cost": Quantity(value=0.0, source="compute loses nothing to a collective beside it"),
 }
 """As `ASSUMED_LINKS`, for every class."""
 KEYS = ("latency_s", "start_s", "efficiency", "half_bytes", "adapters", "switch", "rings", "overlap_cost")

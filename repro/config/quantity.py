@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from repro.config.errors import ConfigError, require
 
@@ -15,6 +15,10 @@ class Quantity:
     """None where it is not known; files write `"unknown"`."""
     source: str
     """Who published it ("second-hand", "derived", "unconfirmed" where that is so), or why it is unknown."""
+    low: float | None = None
+    """The least that it may be, where sources disagree or bound it; `source` says `low: REASON`."""
+    high: float | None = None
+    """The most that it may be; `source` says `high: REASON`."""
 
     def __post_init__(self) -> None:
         require(self.value is None or self.value >= 0, "value", self.value, '0 or more, or "unknown"')
@@ -24,6 +28,32 @@ class Quantity:
             self.source,
             "where the number comes from, or why it is unknown",
         )
+        self._check_end("low", self.low)
+        self._check_end("high", self.high)
+
+    def _check_end(self, end: str, bound: float | None) -> None:
+        """Raise `ConfigError` unless this end of the range is on its side of the value and has a reason."""
+        if bound is None:
+            return
+        if self.value is None:
+            raise ConfigError(end, bound, says="needs a value: what is unknown has no range")
+        lies = 0 <= bound <= self.value if end == "low" else bound >= self.value
+        side = "0 or more and at most" if end == "low" else "at least"
+        require(lies, end, bound, f"{side} value = {self.value}")
+        require(f"{end}: " in self.source, end, bound, says=f'has no reason: source must say "{end}: ..."')
+
+    @property
+    def ranges(self) -> bool:
+        """Whether other values are as possible as `value`."""
+        return self.low is not None or self.high is not None
+
+    @property
+    def ends(self) -> tuple[float, ...]:
+        """The least, the best and the most that it may be; nothing where it is unknown."""
+        if self.value is None:
+            return ()
+        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        return low, self.value, high
 
     def known(self, key: str, *, system: str = "") -> float:
         """The number; `ConfigError` that names `key` and the reason if it is unknown."""
@@ -31,15 +61,14 @@ class Quantity:
             raise ConfigError(key, "unknown", says=f"is needed here, but {self.source}", file=system)
         return self.value
 
-    def or_assumed(self, assumed: tuple[float, str] | None) -> Quantity:
-        """Itself where it is known, else the value `assumed` for that reason, with a source that says so.
+    def or_assumed(self, assumed: Quantity | None) -> Quantity:
+        """Itself where it is known, else what is `assumed`, with a source that says so.
 
         With nothing to assume it stays unknown.
         """
         if self.value is not None or assumed is None:
             return self
-        value, reason = assumed
-        return Quantity(value=value, source=f"assumed, {reason}: {self.source}")
+        return replace(assumed, source=f"assumed, {assumed.source}: {self.source}")
 
 
 UNSAID = Quantity(value=None, source="the file does not say")
@@ -48,17 +77,18 @@ UNSAID = Quantity(value=None, source="the file does not say")
 
 def check_positive(key: str, quantity: Quantity) -> None:
     """Raise `ConfigError` if the number is 0."""
-    require(quantity.value != 0, key, quantity.value, 'more than 0, or "unknown"')
+    for value in (quantity.value, *quantity.ends):
+        require(value != 0, key, value, 'more than 0, or "unknown"')
 
 
 def check_fraction(key: str, quantity: Quantity) -> None:
     """Raise `ConfigError` unless the number is a part of something: more than 0 and at most 1."""
-    value = quantity.value
-    require(value is None or 0 < value <= 1, key, value, 'more than 0 and at most 1, or "unknown"')
+    for value in (quantity.value, *quantity.ends):
+        require(value is None or 0 < value <= 1, key, value, 'more than 0 and at most 1, or "unknown"')
 
 
 def check_whole(key: str, quantity: Quantity) -> None:
     """Raise `ConfigError` unless the number counts something: 1, 2, ..."""
-    value = quantity.value
-    require(value is None or value == int(value), key, value, 'a whole number, or "unknown"')
+    for value in (quantity.value, *quantity.ends):
+        require(value is None or value == int(value), key, value, 'a whole number, or "unknown"')
     check_positive(key, quantity)

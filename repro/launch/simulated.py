@@ -118,7 +118,7 @@ def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRec
     try:
         limit = experiment.limits.memory_bytes or None
         here = experiment.network is not None  # where gloo's messages have buffers of their own
-        simulation = simulate(experiment, system, memory_limit=limit, gloo=here, time=True)
+        simulation = simulate(experiment, system, memory_limit=limit, gloo=here, time=True, interval=True)
     except Exception as error:  # an outcome, not the end of the suite
         return failed_record(experiment, describe(error), suite=suite, wall_s=time.perf_counter() - began)
     spent_s = time.perf_counter() - began

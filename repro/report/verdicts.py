@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from repro.claims.commands import evaluations
 from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
 from repro.claims.results import (
+    BAD,
     CONSISTENT,
     INCONSISTENT,
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
+    POSSIBLE,
     REPRODUCED,
 )
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 SIGNS = {
     REPRODUCED: "✓",
+    POSSIBLE: "?",
     NOT_REPRODUCED: "✗",
     CONSISTENT: "≈",
     INCONSISTENT: "≉",
@@ -116,7 +119,8 @@ def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
     elif kind.decided < kind.rows:
         words += f" ({kind.rows - kind.decided} not run)"
     # Rows that all ran and agree are no failure only because others did not run.
-    shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED
+    missed = any(f.verdict in BAD for f, _ in values)
+    shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED if missed else POSSIBLE
     scale = "" if kind.scale == CLOSED_FORM else kind.scale
     return {"text": words, "scale": scale, "verdict": shown, "slug": slug(shown), "sign": SIGNS[shown]}
 
@@ -198,7 +202,7 @@ def summary(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
     counts = []
     for verdict, sign in SIGNS.items():
         members = [claim for claim in claims if claim["verdict"] == verdict]
-        kinds = KINDS[::-1] if verdict in (REPRODUCED, NOT_REPRODUCED) else ()
+        kinds = KINDS[::-1] if verdict in (REPRODUCED, POSSIBLE, NOT_REPRODUCED) else ()
         by_kind = {kind: sum(claim["strongest"] == kind for claim in members) for kind in kinds}
         entry = {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": len(members)}
         counts.append({**entry, "by_kind": by_kind})

@@ -47,6 +47,10 @@ SPEED = (
 """Beginnings of what is said of a step's seconds."""
 
 
+RATES = ("tokens_per_s", "samples_per_s", "model_flops_per_s", "hardware_flops_per_s")
+"""Beginnings of those that are so much of a step over its seconds."""
+
+
 @dataclass(frozen=True)
 class Held:
     """Bytes by category that one rank holds, or each rank of a simulated role."""
@@ -63,6 +67,13 @@ class Held:
 def shown(found: Mapping[str, float], outcome: str) -> Metrics:
     """What is told of a step that ended with `outcome`."""
     return {name: value for name, value in found.items() if outcome != "oom" or not name.startswith(SPEED)}
+
+
+def at(name: str, found: Mapping[str, float], seconds: float) -> float | None:
+    """What the metric `name` among `found` is if the step takes `seconds`; None if it does not follow from them."""
+    if name == STEP_SECONDS:
+        return seconds
+    return found[name] * found[STEP_SECONDS] / seconds if name.startswith(RATES) else None
 
 
 def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:

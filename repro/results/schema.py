@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from repro.config import PROTOCOL, Experiment
 from repro.config.errors import ConfigError
 from repro.config.experiment import from_dict
+from repro.results.interval import StepInterval
 from repro.results.network import NetworkReport, RankOnNetwork
 from repro.results.parts import RecordPart
 
@@ -266,6 +267,8 @@ class ExperimentRecord(RecordHead):
     roles: list[SimulatedRole] | None = None
     """Of a simulation."""
     simulated_on: SimulatedOn | None = None
+    interval: StepInterval | None = None
+    """Of a simulation whose system has unknown numbers: what its step may take instead of `step_seconds.median`."""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float = 0.0
     copy_of: str | None = None

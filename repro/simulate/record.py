@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from repro import models
+from repro import models, systems
 from repro.config import Experiment, OperatorSet
 from repro.config.system import System
 from repro.models import flops
@@ -70,6 +70,7 @@ def simulated_record(
         comm_per_layer=per_layer,
         roles=[_role(experiment, role) for role in roles],
         simulated_on=facts(system, experiment.layout.kernels),
+        interval=simulation.time.interval if simulation.time is not None else None,
     )
 
 
@@ -85,7 +86,7 @@ def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
     from repro.simulate.time.calibration_points import calibration_point_of
 
     point = calibration_point_of(kernels, system)
-    run = point and (point.flops_per_device, point.experiment(models.load(point.model)).key)
+    run = point and (point.rate, point.experiment(models.load(point.model)).key, systems.load(point.system))
     return SimulatedOn(
         system=system.name,
         memory_bytes=system.device.memory_bytes.value,

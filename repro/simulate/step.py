@@ -179,12 +179,13 @@ def simulate(
     gloo: bool = False,
     time: bool = False,
     record: bool = False,
+    interval: bool = False,
 ) -> Simulation:
     """Trace every role of `experiment` and replay it on a device of `system`.
 
     `memory_limit` (bytes) stands for the device's memory, to make a device behave like a smaller one.
     `expandable`: torch's expandable segments.  `gloo`: see `repro.simulate.trace.roles.trace`.  `time`:
-    predict its seconds as well (`record`: with every span, for a drawing).
+    predict its seconds as well (`record`: with every span, for a drawing; `interval`: with what they may be instead).
     """
     began = perf_counter()
     context = system.context()
@@ -208,7 +209,7 @@ def simulate(
     prediction, no_time = None, ""
     if time:
         try:
-            prediction = predict(experiment, system, traces, record=record)
+            prediction = predict(experiment, system, traces, record=record, interval=interval)
         except ConfigError as error:  # memory is known all the same
             no_time = str(error)
     seconds = perf_counter() - began

@@ -45,15 +45,19 @@ def system(path: Path, text: str) -> System:
 def test_what_a_file_leaves_out_is_assumed_and_says_so(tmp_path: Path) -> None:
     plain = system(tmp_path, LINK)
     assert plain.provenance is None
-    for key, (value, reason) in ASSUMED.items():
+    for key, assumed in ASSUMED.items():
         used = plain.device.time.used(key)
-        assert used.value == value == getattr(plain.timing, key)
-        assert used.source.startswith(f"assumed, {reason}")
+        assert used.value == assumed.value == getattr(plain.timing, key)
+        assert used.ends == assumed.ends
+        assert used.source.startswith(f"assumed, {assumed.source}")
     assert plain.timing.unaligned_flops is None
     link = plain.links["pcie"]
-    for key, (value, reason) in (ASSUMED_LINKS["pcie"] | ASSUMED_ANY).items():
+    for key, assumed in (ASSUMED_LINKS["pcie"] | ASSUMED_ANY).items():
         used = link.used("pcie", key)
-        assert (used.value, used.source) == (value, f"assumed, {reason}: {link.latency_s.source}")
+        assert (used.value, used.source) == (
+            assumed.value,
+            f"assumed, {assumed.source}: {link.latency_s.source}",
+        )
 
 
 def test_what_a_file_says_is_used(tmp_path: Path) -> None:
@@ -63,7 +67,7 @@ def test_what_a_file_says_is_used(tmp_path: Path) -> None:
     said = system(tmp_path, text)
     assert said.links["pcie"].used("pcie", "efficiency").source == "there"
     assert said.timing.kernel_s == 1e-6
-    assert said.timing.launch_s == ASSUMED["launch_s"][0]
+    assert said.timing.launch_s == ASSUMED["launch_s"].value
     assert said.device.time.used("launch_s").source.endswith("nobody says")
 
 

@@ -15,6 +15,7 @@ from repro.claims.results import (
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
+    POSSIBLE,
     REPRODUCED,
     ClaimResult,
     Finding,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 STYLES = {
     REPRODUCED: "green",
+    POSSIBLE: "blue",
     NOT_REPRODUCED: "red",
     CONSISTENT: "cyan",
     INCONSISTENT: "magenta",
@@ -212,6 +214,11 @@ def _show_counts(results: list[ClaimResult], console: Console) -> None:
         if found["rows_decided"]:
             console.print(
                 f"{kind}: {found['rows_reproduced']} of {found['rows_decided']} values reproduced"
-                f" ({found['rows']} can be tested so; {found['things']} independent things).",
+                f"{_possible(found['rows_possible'])} ({found['rows']} can be tested so; "
+                f"{found['things']} independent things).",
             )
     console.print("`repro claims ID` shows one claim with its conditions, source and every value.")
+
+
+def _possible(count: int) -> str:
+    return f", {count} possible" if count else ""

@@ -38,6 +38,7 @@ def simulate(model: str, asked: Asked, timeline: Path | None, json: bool) -> int
             expandable=asked.expandable,
             time=True,
             record=timeline is not None,
+            interval=True,
         )
     if timeline is not None:
         from repro.simulate.time.perfetto import write

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from repro.simulate.step import Simulation
 
+MOVES = 3
+"""Unknown numbers that are shown."""
 PARTS = (
     ("compute_s", "computing"),
     ("optimizer_s", "optimizer"),
@@ -33,6 +35,8 @@ def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | N
         f"\n[bold]A step takes {least}{units.seconds(step)}[/]: {most}{units.number(time['samples_per_s'])} "
         f"samples/s, {units.flop_rate(time['flops_per_device'])} per GPU (recomputation counted){mfu}"
     )
+    if time["interval"] is not None:
+        _interval(console, time["interval"], step, time["flops_per_device"])
     rows = table(
         "of the slowest stage" if len(simulation.time.timeline.stages) > 1 else "", "", "s", "%", left=2
     )
@@ -51,3 +55,18 @@ def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | N
     console.print(f"It rests on: {rests}.", markup=False)
     if time["generation"]:
         console.print(f"Kernels take {units.number(time['factor'])} times what shapes and bandwidth ask for.")
+
+
+def _interval(console: Console, found: dict[str, Any], step: float, flops: float) -> None:
+    """The 90 % interval, and which unknown numbers make it so wide."""
+    low, high = found["low_s"], found["high_s"]
+    rates = (units.flop_rate(flops * step / end) for end in (high, low))
+    console.print(
+        f"90 % interval: {units.seconds(low)} to {units.seconds(high)}, {' to '.join(rates)}, as far as numbers of the "
+        "system are not known for certain; each alone:"
+    )
+    made = table("unknown", "from", "to", "s", "s", left=1)
+    for move in found["moves"][:MOVES]:
+        ends = (units.number(move[key]) for key in ("low", "high"))
+        made.add_row(move["key"], *ends, *(units.number(move[key]) for key in ("low_s", "high_s")))
+    console.print(made)

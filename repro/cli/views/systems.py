@@ -123,6 +123,9 @@ def _row(
 ) -> tuple[str, str, str]:
     """Label, value and source; `unknown` where nobody knows."""
     said = "unknown" if quantity.value is None else words(quantity.value)
+    if quantity.ranges:
+        low, _, high = quantity.ends
+        said += f" ({words(low)} to {words(high)})"
     return label, said + after, quantity.source
 
 

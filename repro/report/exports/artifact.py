@@ -124,6 +124,7 @@ def _independent(results: list[ClaimResult]) -> str:
 {len(results)} claims have {values} values. Many are one formula or one run again: what can be tested are {tested}
 independent things ({kinds}; `repro/claims/things.py` counts them). {itself} values can only be held
 against their own source: they come out `consistent` or `inconsistent`, never `reproduced`.
+A predicted time that misses is `possible` where the published value lies in what unknown numbers of its system leave.
 """
 
 

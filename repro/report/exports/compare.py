@@ -154,11 +154,12 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
 
 def _judged(old: str, new: str) -> str:
     """What was not run on one side is no judgement of it."""
-    from repro.claims.results import BAD, GOOD
+    from repro.claims.results import BAD, GOOD, POSSIBLE
 
-    if old in GOOD and new in BAD:
-        return WORSE
-    return BETTER if old in BAD and new in GOOD else SAME
+    rank = {**dict.fromkeys(BAD, 0), POSSIBLE: 1, **dict.fromkeys(GOOD, 2)}
+    if old not in rank or new not in rank or rank[old] == rank[new]:
+        return SAME
+    return BETTER if rank[new] > rank[old] else WORSE
 
 
 def _commit(record: Record) -> str:

@@ -16,7 +16,7 @@ from repro.claims.judge import experiments, how_to_run
 from repro.claims.ledger import PUBLISHED_SCALE
 from repro.claims.published import UNITS, Printed
 from repro.claims.records import Missing, Records
-from repro.claims.results import GOOD, ClaimResult, Finding, RowResult
+from repro.claims.results import BAD, GOOD, ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
 from repro.report.figures.style import Record
 from repro.results.schema import SIMULATED
@@ -36,7 +36,8 @@ class Ours:
     low: float
     high: float
     agrees: bool | None
-    """Whether the judge accepts it; None where it calibrates the time model or nothing is published."""
+    """Whether the judge accepts it; None where it calibrates the time model, unknown inputs decide or nothing is
+    published."""
     runs: tuple[str, ...]
     """`suite/name` of the records behind it."""
     fits: bool
@@ -160,7 +161,7 @@ class View:
             value=float(value),
             low=float(value if finding.low is None else finding.low),
             high=float(value if finding.high is None else finding.high),
-            agrees=finding.verdict in GOOD if finding.decided else None,
+            agrees=finding.verdict in GOOD if finding.verdict in (*GOOD, *BAD) else None,
             runs=finding.experiments,
             # Where what fits is the question, some runs must not.
             fits=finding.kind != SIMULATED

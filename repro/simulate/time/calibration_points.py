@@ -12,7 +12,9 @@ from pathlib import Path
 
 from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.config.files import build, read_toml
+from repro.config.quantity import Quantity
 from repro.config.system import System
+from repro.systems.unknowns import Unknown, unknown
 
 FILE = Path(__file__).with_name("calibration_points.toml")
 
@@ -32,10 +34,20 @@ class CalibrationPoint:
     claim: str
     """What it is published as; predictions of it are no evidence."""
     source: str
+    low: float | None = None
+    """The least that flops_per_device may be, where `source` says why."""
+    high: float | None = None
+    """The most."""
     dropout: float = 0.0
     """Of hidden states and of attention weights."""
     note: str = ""
     """What of the software no operator of the trace stands for: the factor holds it."""
+
+    @property
+    def rate(self) -> Unknown:
+        """`flops_per_device`, and what else it may be."""
+        number = Quantity(value=self.flops_per_device, low=self.low, high=self.high, source=self.source)
+        return unknown(f"{self.name}: FLOP/s", number)
 
     def experiment(self, model: Model) -> Experiment:
         """The published run, of `model` in place of the whole one."""

@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 from repro import models, systems
+from repro.config import Experiment
+from repro.config.system import System
 from repro.models import flops
 from repro.simulate.time.calibration_points import CalibrationPoint
-from repro.simulate.time.timed import timed
-from repro.simulate.trace.roles import trace_roles
+from repro.simulate.time.lanes import Lanes
+from repro.simulate.time.timed import step_seconds
+from repro.simulate.trace.roles import Trace, trace_roles
+from repro.systems.unknowns import Case, drawn
+
+FEW, MORE = 2, 4
+"""Layers.  The step is a straight line in their number, so two shallow ones say what a deep one takes."""
 
 
-@cache
 def factor(generation: CalibrationPoint) -> float:
     """Seconds of its kernels over seconds of the modelled ones.
 
-    The step is a straight line in the number of layers, so two shallow ones say what a deep one takes.  All of it is
-    taken for kernels: on a node, messages have to hide behind them (tests/simulate/time/test_device.py).
+    All of what is left is taken for kernels: on a node, messages have to hide behind them
+    (tests/simulate/time/test_device.py).
     """
-    whole, system = models.load(generation.model), systems.load(generation.system)
-    few, more = 2, 4
+    return factors(generation, (Case(),))[0]
 
-    def modelled(layers: int) -> float:
-        experiment = generation.experiment(replace(whole, layers=layers))
-        return timed(experiment, system, trace_roles(experiment), factor=1.0).step_s
 
-    at_few = modelled(few)
-    per_layer = (modelled(more) - at_few) / (more - few)
-    seconds = at_few + (whole.layers - few) * per_layer
-    layout = generation.layout
+@cache
+def factors(generation: CalibrationPoint, cases: Sequence[Case]) -> tuple[float, ...]:
+    """`factor` in each of `cases`: a device that is slower than it is taken for has kernels that are better."""
+    system = systems.load(generation.system)
+    whole, layout = models.load(generation.model), generation.layout
     work = flops.hardware_flops(whole, whole.seq, layout.global_batch, layout.recompute) / layout.world
-    return work / generation.flops_per_device / seconds
+    at_few, at_more = (_modelled(generation, layers, system, cases) for layers in (FEW, MORE))
+    seconds = at_few + (whole.layers - FEW) * (at_more - at_few) / (MORE - FEW)
+    rates = (generation.rate.at(case.of(generation.rate.key)) for case in cases)
+    return tuple(work / rate / float(took) for rate, took in zip(rates, seconds, strict=True))
+
+
+def _modelled(generation: CalibrationPoint, layers: int, system: System, cases: Sequence[Case]) -> Lanes:
+    """Seconds of a step that is so deep, with kernels as the model has them, [cases]."""
+    experiment, traces = _traced(generation, layers)
+    return step_seconds(experiment, [drawn(system, case) for case in cases], traces, [1.0] * len(cases))
+
+
+@cache
+def _traced(generation: CalibrationPoint, layers: int) -> tuple[Experiment, list[Trace]]:
+    experiment = generation.experiment(replace(models.load(generation.model), layers=layers))
+    return experiment, trace_roles(experiment)

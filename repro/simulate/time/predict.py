@@ -13,9 +13,11 @@ from repro.config import Experiment
 from repro.config.system import System
 from repro.models import flops
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
+from repro.results.interval import StepInterval
 from repro.simulate.time import efficiency
 from repro.simulate.time.basis import rests_on
 from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
+from repro.simulate.time.interval import interval as interval_of
 from repro.simulate.time.program import OPTIMIZER
 from repro.simulate.time.schedule import Timeline
 from repro.simulate.time.stage import UPDATE
@@ -35,6 +37,8 @@ class Prediction:
     generation: CalibrationPoint | None
     """Whose published point the kernels' efficiency comes from."""
     factor: float
+    interval: StepInterval | None = None
+    """What the step may take instead, if it was asked for and something is not known for certain."""
 
     @property
     def step_s(self) -> float:
@@ -81,6 +85,7 @@ class Prediction:
         compute = sum(busy.values()) - optimizer
         return {
             "step_s": self.step_s,
+            "interval": None if self.interval is None else self.interval.summary(self.step_s),
             "samples_per_s": self.samples_per_s,
             "flops_per_device": self.flops_per_device,
             "mfu": self.utilisation,
@@ -109,11 +114,13 @@ def predict(
     *,
     factor: float | None = None,
     record: bool = False,
+    interval: bool = False,
 ) -> Prediction:
     """Predict a step of `experiment` on `system`.
 
     `traces` of all its roles, if they are there.  `factor`: what kernels take over what the model of the
     device says, by default that of the layout's generation.  `record`: keep every span, for a drawing.
+    `interval`: say what the step may take instead.
     """
     generation = calibration_point_of(experiment.layout.kernels, system) if factor is None else None
     if factor is None:
@@ -121,4 +128,5 @@ def predict(
     if traces is None:
         traces = trace_roles(experiment)
     timeline = timed(experiment, system, traces, factor, record=record)
-    return Prediction(experiment, system, timeline, traces, generation, factor)
+    found = interval_of(experiment, system, traces) if interval else None
+    return Prediction(experiment, system, timeline, traces, generation, factor, found)

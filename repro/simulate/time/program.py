@@ -10,17 +10,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build
-from repro.simulate.time.device import ATTENTION, MATMULS, DeviceCost
+from repro.simulate.time.device import ATTENTION, MATMULS
+from repro.simulate.time.lanes import anywhere, later
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import ORDINARY, Trace
 
 MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST = "matmul", "attention", "elementwise", "optimizer", "host"
 KINDS = (MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST)
 """What a device's busy seconds are spent on; `host`: waiting for the host to issue the next operator."""
+
+
+class OperatorCost(Protocol):
+    """What operators take: `repro.simulate.time.device.DeviceCost`, or several at once."""
+
+    launch_s: float
+    """Of the host, for one operator."""
+
+    @property
+    def seconds(self) -> Callable[[Operator], float]:
+        """Of an operator on the device."""
 
 
 class OperatorBlock(NamedTuple):
@@ -90,7 +102,7 @@ def label_of(message: Message) -> str:
     return f"{message.op.replace('_', '-')} of {message.purpose} ({message.group})"
 
 
-def program(traced: Trace, whole: int, cost: DeviceCost, seconds: Seconds) -> StageProgram:
+def program(traced: Trace, whole: int, cost: OperatorCost, seconds: Seconds) -> StageProgram:
     """The program of a trace.  `whole`: micro-batches of the real step."""
     layout, stage = traced.layout, traced.role.stage
     actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
@@ -154,7 +166,7 @@ def _keys(
 class _Compiler:
     """Turns events into items."""
 
-    def __init__(self, cost: DeviceCost, seconds: Seconds, keys: dict[int, tuple[object, ...]], stage: int):
+    def __init__(self, cost: OperatorCost, seconds: Seconds, keys: dict[int, tuple[object, ...]], stage: int):
         self.cost, self.seconds, self.keys, self.stage = cost, seconds, keys, stage
 
     def items(self, events: list[Event], *, tail: bool = False) -> list[Item]:
@@ -167,8 +179,8 @@ class _Compiler:
         def close() -> None:
             nonlocal host, device
             if parts:
-                late = max(0.0, host - device)
-                if late:
+                late = later(0.0, host - device)
+                if anywhere(late > 0):
                     parts[HOST] = parts.get(HOST, 0.0) + late
                 found.append(OperatorBlock(device + late, tuple(parts.items())))
                 parts.clear()

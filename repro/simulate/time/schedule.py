@@ -15,6 +15,7 @@ from typing import Protocol
 from repro.config import Layout
 from repro.parallel.pipeline.schedule import Action, build
 from repro.simulate.time.cores import Cores, CoreWork
+from repro.simulate.time.lanes import later
 from repro.simulate.time.program import Issue, StageProgram
 from repro.simulate.time.stage import ACROSS, Key, Meeting, Span, StageStreams, Steps
 from repro.simulate.time.stretch import StageTime
@@ -108,7 +109,7 @@ class _Schedule:
     def _match(self, key: Key) -> None:
         if key in self._posts and key in self._sends:
             now, seconds = self._sends.pop(key)
-            start = max(now, self._posts.pop(key), self._free[key[:3]])
+            start = later(now, self._posts.pop(key), self._free[key[:3]])
             self._free[key[:3]] = start + seconds
             self.arrivals[key] = (start, start + seconds)
             self.woken.append(key)
@@ -122,7 +123,7 @@ class _Schedule:
             open_.append(meeting)
         meeting.ready[stage] = ready
         if len(meeting.ready) == len(self._members[item.group]):
-            meeting.end = max(meeting.ready.values()) + item.seconds
+            meeting.end = later(*meeting.ready.values()) + item.seconds
             open_.remove(meeting)
             self.woken.append(meeting)
         return meeting
@@ -150,6 +151,6 @@ def schedule(
     everything.run()
     stages = everything.stages
     first, second = zip(*(stage.finished for stage in stages), strict=True)
-    step_s = max(stage.end for stage in second) - max(stage.end for stage in first)
+    step_s = later(*(stage.end for stage in second)) - later(*(stage.end for stage in first))
     spans = [span for stage in stages for span in stage.spans]
     return Timeline(step_s, list(second), spans, sum(stage.unmatched for stage in stages))

@@ -16,6 +16,7 @@ from repro.config import Layout
 from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
 from repro.parallel.pipeline.schedule import FORWARD, Action, needs
 from repro.simulate.time.cores import CoreWork
+from repro.simulate.time.lanes import anywhere, earlier, later
 from repro.simulate.time.program import KINDS, Await, Issue, Item, OperatorBlock, Send, StageProgram
 from repro.simulate.time.stretch import INSIDE, StageTime, Stretch, parts
 
@@ -168,7 +169,7 @@ class StageStreams:
         if self.recording:
             return False
         busy = self.streams if self.all.overlap_cost else (INSIDE,)
-        return not any(self.streams[group] > self.now for group in busy) and not any(
+        return not any(anywhere(self.streams[group] > self.now) for group in busy) and not any(
             self.under_way[key] for key in stretch.keys
         )
 
@@ -205,20 +206,20 @@ class StageStreams:
 
     def _transferred(self, start: float, end: float) -> None:
         """Wait for a message: until it starts it is the other stage that is waited for."""
-        if end <= self.now:
+        if not anywhere(end > self.now):
             return
-        waited = max(0.0, start - self.now)
+        delay, waited = later(0.0, end - self.now), later(0.0, start - self.now)
         self.time.bubble += waited
-        self.time.exposed[TRANSFER] += end - self.now - waited
-        self._record("compute", "waiting for a stage", self.now, end - self.now)
-        self.now = end
+        self.time.exposed[TRANSFER] += delay - waited
+        self._record("compute", "waiting for a stage", self.now, delay)
+        self.now = later(self.now, end)
 
     def _run(self, items: Sequence[Item | Stretch], name: str) -> Generator[object, None, None]:
         for item in items:
             if isinstance(item, Stretch):
                 if self._alone(item):
                     self.taken[item] += 1
-                    self.now += item.seconds
+                    self.now = self.now + item.seconds  # lanes are not changed in place: others hold them
                 else:
                     yield from self._run(item.items, name)
             elif isinstance(item, OperatorBlock):
@@ -248,21 +249,21 @@ class StageStreams:
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
         """`block`, which takes `seconds` while all stages compute, and took less where some did not."""
         busy, total = self.time.busy, self.time.communication
-        part_of = took / seconds if seconds else 1.0
+        part_of = 1.0 if took is seconds or not seconds else took / seconds
         for kind, part in block.parts:
             if kind in KINDS:
                 busy[kind] += part * part_of
             else:
                 total[kind] += part * part_of
                 self.time.exposed[kind] += part * part_of
-        if seconds > block.seconds:
+        if anywhere(seconds > block.seconds):
             busy["overlap"] += (seconds - block.seconds) * part_of
         self._record("compute", name, self.now, took)
-        self.now += took
+        self.now = self.now + took
 
     def _issue(self, item: Issue) -> None:
         self.time.communication[item.label] += item.seconds
-        ready = max(self.now, self.streams[item.group])
+        ready = later(self.now, self.streams[item.group])
         if item.group in ACROSS and self.all.layout.pp > 1:
             meeting = self.all.meet(item, self.stage, ready)
             self.under_way[item.key].append((meeting, item))
@@ -282,12 +283,13 @@ class StageStreams:
             while over.end is None:
                 yield over
             over = over.end
-            self.streams[issue.group] = max(self.streams[issue.group], over)
-        if over > self.now:
-            exposed = min(over - self.now, issue.seconds) if issue.group in ACROSS else over - self.now
+            self.streams[issue.group] = later(self.streams[issue.group], over)
+        if anywhere(over > self.now):
+            delay = later(0.0, over - self.now)
+            exposed = earlier(delay, issue.seconds) if issue.group in ACROSS else delay
             self.time.exposed[issue.label] += exposed
-            self.time.bubble += over - self.now - exposed
-            self.now = over
+            self.time.bubble += delay - exposed
+            self.now = later(self.now, over)
 
     def _send(self, item: Send) -> Generator[object, None, None]:
         to = (self.stage + item.offset) % self.all.layout.pp

@@ -1,15 +1,32 @@
-"""Schedule the traces of a step's roles on a system, with kernels of a given efficiency."""
+"""Schedule the traces of a step's roles on a system, or on several at once, with kernels of a given efficiency."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from repro.config import Experiment
 from repro.config.system import System
 from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.lanes import Lanes
 from repro.simulate.time.network import Network
-from repro.simulate.time.program import program
-from repro.simulate.time.schedule import Timeline, schedule
+from repro.simulate.time.program import OperatorCost, program
+from repro.simulate.time.schedule import Timeline, Transfers, schedule
+from repro.simulate.time.several import SeveralDevices, SeveralNetworks
 from repro.simulate.trace.events import Message
 from repro.simulate.trace.roles import Trace
+
+
+class Links(Transfers, Protocol):
+    """`repro.simulate.time.network.Network`, or several."""
+
+    @property
+    def overlap_cost(self) -> float:
+        """Fraction of a hidden collective's seconds that compute loses meanwhile."""
+
+    @property
+    def seconds(self) -> Callable[[str, str, int], float]:
+        """Of an operation in a group with a payload in bytes."""
 
 
 def timed(
@@ -21,8 +38,31 @@ def timed(
     `record`: keep every span, for a drawing.
     """
     layout = experiment.layout
-    cost = DeviceCost(system, layout.precision, factor)
-    network = Network(system, layout)
+    cost, network = DeviceCost(system, layout.precision, factor), Network(system, layout)
+    return _scheduled(experiment, traces, cost, network, system.oversubscription, record)
+
+
+def step_seconds(
+    experiment: Experiment, systems: Sequence[System], traces: list[Trace], factors: Sequence[float]
+) -> Lanes:
+    """The seconds of a step on each of `systems` with the factor beside it, [systems], in one pass.
+
+    They differ in the values of their unknowns alone (`repro.systems.unknowns`).
+    """
+    layout = experiment.layout
+    cost, network = SeveralDevices(systems, layout.precision, factors), SeveralNetworks(systems, layout)
+    return network.lanes(_scheduled(experiment, traces, cost, network).step_s)
+
+
+def _scheduled(
+    experiment: Experiment,
+    traces: list[Trace],
+    cost: OperatorCost,
+    network: Links,
+    oversubscription: float = 1.0,
+    record: bool = False,
+) -> Timeline:
+    layout = experiment.layout
 
     def seconds(message: Message) -> float:
         return network.seconds(message.op, message.group, message.payload)
@@ -33,7 +73,7 @@ def timed(
         [programs[number] for number in _stages(experiment, traces)],
         network,
         overlap_cost=network.overlap_cost,
-        oversubscription=system.oversubscription,
+        oversubscription=oversubscription,
         record=record,
     )
 

@@ -1,0 +1,72 @@
+"""What a predicted step may take instead, since numbers of its system are not known for certain.
+
+A step is traced once and timed for every case: each unknown at both ends of its range, all others at their best values
+(which one moves it how far), and joint draws of all of them (how far it may be off).  The factor of a generation's
+kernels follows from its published point in the same case: a device that is slower than it is taken for has kernels that
+are as much nearer to it, and what the point fixes is not doubted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from repro.config import Experiment
+from repro.config.system import System
+from repro.results.interval import Sensitivity, StepInterval
+from repro.simulate.time import efficiency
+from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
+from repro.simulate.time.timed import step_seconds
+from repro.simulate.trace.roles import Trace
+from repro.systems.unknowns import HIGH, JOINT, LOW, Case, Unknown, drawn, unknowns
+
+TIMED = ("device.", "links.")
+"""Beginnings of the keys that time depends on."""
+DIGITS = 7
+"""That are kept of seconds."""
+
+
+def interval(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval | None:
+    """The interval of the seconds of a step that `traces` have all roles of; None where nothing is unknown."""
+    generation = calibration_point_of(experiment.layout.kernels, system)
+    found = uncertain(system, generation)
+    if not found:
+        return None
+    cases = all_cases(found)
+    systems, factors = at(system, generation, cases)
+    return of_seconds(found, step_seconds(experiment, systems, traces, factors).tolist())
+
+
+def uncertain(system: System, generation: CalibrationPoint | None) -> list[Unknown]:
+    """What the time of a step on `system` depends on and nobody knows for certain."""
+    found = [one for one in unknowns(system) if one.key.startswith(TIMED)]
+    point = [generation.rate] if generation is not None and generation.rate.low < generation.rate.high else []
+    return [*found, *point]
+
+
+def all_cases(found: Sequence[Unknown]) -> tuple[Case, ...]:
+    """Both ends of each unknown, then the joint draws."""
+    return (*(Case(one.key, end) for one in found for end in (LOW, HIGH)), *JOINT)
+
+
+def at(
+    system: System, generation: CalibrationPoint | None, cases: Sequence[Case]
+) -> tuple[list[System], Sequence[float]]:
+    """The system and the kernels' factor in each of `cases`."""
+    systems = [drawn(system, case) for case in cases]
+    factors = efficiency.factors(generation, tuple(cases)) if generation is not None else [1.0] * len(cases)
+    return systems, factors
+
+
+def of_seconds(found: Sequence[Unknown], seconds: Sequence[float]) -> StepInterval:
+    """The interval from the seconds in `all_cases(found)`."""
+    rounded = iter([float(f"{one:.{DIGITS}g}") for one in seconds])
+    moves = [
+        Sensitivity(
+            key=one.key, low=one.low, best=one.best, high=one.high, low_s=next(rounded), high_s=next(rounded)
+        )
+        for one in found
+    ]
+    moving = [move for move in moves if move.span > 0]
+    moving.sort(key=lambda move: -move.span)
+    return StepInterval(draws=list(islice(rounded, len(JOINT))), moves=moving)

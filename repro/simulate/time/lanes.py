@@ -1,0 +1,37 @@
+"""Seconds of one system, or of many at once: a float, or an array that has one for each, its lanes.
+
+A schedule asks only what is later and what is longer, never which of two comes first, so that one pass through a step
+times it for every lane exactly as a pass of its own would.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+Lanes: TypeAlias = npt.NDArray[Any]
+"""Seconds, [lanes]."""
+
+
+def later(first: float, *others: float) -> float:
+    """The largest; of each lane."""
+    for other in others:
+        if isinstance(first, float | int) and isinstance(other, float | int):
+            first = max(first, other)
+        else:
+            first = cast(float, np.maximum(first, other))
+    return first
+
+
+def earlier(first: float, other: float) -> float:
+    """The smaller; of each lane."""
+    if isinstance(first, float | int) and isinstance(other, float | int):
+        return min(first, other)
+    return cast(float, np.minimum(first, other))
+
+
+def anywhere(condition: Any) -> bool:
+    """Whether it holds; in any lane."""
+    return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)

@@ -1,0 +1,76 @@
+"""Devices and networks of several systems at once, which differ in the values of their unknowns alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import Generic, TypeVar, cast
+
+import numpy as np
+
+from repro.config import Layout
+from repro.config.system import System
+from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.lanes import Lanes
+from repro.simulate.time.network import Network
+from repro.simulate.trace.events import Operator
+
+T = TypeVar("T")
+
+
+class _Alike(Generic[T]):
+    """What every lane has, made once for those that are alike."""
+
+    def __init__(self, keys: Sequence[Hashable], made: Callable[[int], T]):
+        """`made`: of the lane with this number, which stands for all of the same key."""
+        first = {key: keys.index(key) for key in dict.fromkeys(keys)}
+        self._all = [made(number) for number in first.values()]
+        order = list(first)
+        self._of_lane = np.array([order.index(key) for key in keys])
+
+    def each(self, seconds: Callable[[T], float]) -> Lanes:
+        """`seconds` of every lane, [lanes]."""
+        return cast(Lanes, np.array([seconds(one) for one in self._all])[self._of_lane])
+
+
+class SeveralDevices:
+    """`DeviceCost` of several systems: every operator's seconds in all lanes, [systems]."""
+
+    def __init__(self, systems: Sequence[System], precision: str, factors: Sequence[float]):
+        keys = [
+            (id(system.device), id(system.links), factor)
+            for system, factor in zip(systems, factors, strict=True)
+        ]
+        costs = _Alike(keys, lambda lane: DeviceCost(systems[lane], precision, factors[lane]))
+        self.launch_s = cast(float, costs.each(lambda cost: cost.launch_s))
+        self.seconds: Callable[[Operator], float] = cache(
+            lambda operator: cast(float, costs.each(lambda cost: cost.seconds(operator)))
+        )
+
+
+class SeveralNetworks:
+    """`Network` of several systems: every message's seconds in all lanes, [systems]."""
+
+    overlap_cost = 0.0
+    """Only processors' compute loses to communication, and their files are measured."""
+
+    def __init__(self, systems: Sequence[System], layout: Layout):
+        keys = [(id(system.links), system.devices_per_node) for system in systems]
+        networks = _Alike(keys, lambda lane: Network(systems[lane], layout))
+        self.lanes = np.zeros(len(systems)).__add__
+        """A number as lanes."""
+        self.seconds: Callable[[str, str, int], float] = cache(
+            lambda op, group, payload: cast(
+                float, networks.each(lambda network: network.seconds(op, group, payload))
+            )
+        )
+        self._send = cache(
+            lambda payload, source, to: cast(
+                float,
+                networks.each(lambda network: network.send_seconds(payload, from_stage=source, to_stage=to)),
+            )
+        )
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        """Of `payload` bytes from each rank of a stage to its peer."""
+        return self._send(payload, from_stage, to_stage)

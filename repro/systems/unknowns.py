@@ -1,0 +1,146 @@
+"""What is not known for certain of a system: numbers with a range, and the system with other values of them.
+
+A case gives every unknown a quantile, 0 at the low end, 1/2 at the best value, 1 at the high end.  The quantiles of a
+key are the same for every system and every run, so that two predictions can be compared case by case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from random import Random
+from typing import Any, cast
+
+from repro.config.links import KEYS
+from repro.config.quantity import Quantity
+from repro.config.system import System
+
+DRAWS = 64
+"""Joint draws of all unknowns."""
+WHOLE = ("rings", "adapters", "multiprocessors", "devices_per_node", "nodes")
+"""Last words of keys that count something."""
+LOW, BEST, HIGH = 0.0, 0.5, 1.0
+"""Quantiles of the ends of a range and of the value that is used."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A quantile for every unknown there may be."""
+
+    moved: str = ""
+    """The one that is not at its best value."""
+    quantile: float = BEST
+    """Its own."""
+    number: int | None = None
+    """Of a joint draw, in which all are moved."""
+
+    def of(self, key: str) -> float:
+        """The quantile of `key`."""
+        if self.number is not None:
+            return _column(key)[self.number]
+        return self.quantile if key == self.moved else BEST
+
+
+JOINT = tuple(Case(number=number) for number in range(DRAWS))
+"""A Latin hypercube; its columns depend on nothing but the key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown:
+    """A number that may be another one."""
+
+    key: str
+    """`links.inter-node.rings`, as in the file."""
+    low: float
+    best: float
+    high: float
+    source: str
+    """With the reasons for both ends."""
+
+    def at(self, quantile: float) -> float:
+        """The value at `quantile`: half of the draws lie on either side of the best value."""
+        exact = {LOW: self.low, BEST: self.best, HIGH: self.high}
+        if quantile in exact:
+            return exact[quantile]
+        if quantile < BEST:
+            value = self.low + (self.best - self.low) * quantile / BEST
+        else:
+            value = self.best + (self.high - self.best) * (quantile - BEST) / (HIGH - BEST)
+        return float(round(value)) if self.key.rpartition(".")[2] in WHOLE else value
+
+
+def unknowns(system: System) -> tuple[Unknown, ...]:
+    """All numbers of `system` that have a range, as it uses them: those that are assumed for it as well.
+
+    None where `repro calibrate` measured operators and collectives on it.
+    """
+    if system.device.operators:
+        return ()
+    return tuple(unknown(key, number) for key, number in _quantities(system) if number.ranges)
+
+
+def unknown(key: str, number: Quantity) -> Unknown:
+    """A number that is known, with its range."""
+    low, best, high = number.ends
+    return Unknown(key=key, low=low, best=best, high=high, source=number.source)
+
+
+def with_values(system: System, values: Mapping[str, float]) -> System:
+    """`system` with other values of these keys, which are exact then."""
+    known = dict(_quantities(system))
+    for key, value in values.items():
+        number = Quantity(value=value, source=known[key].source)
+        system = _replaced(system, key, number)
+    return system
+
+
+def drawn(system: System, case: Case) -> System:
+    """`system` with every unknown where `case` has it."""
+    values = {one.key: one.at(case.of(one.key)) for one in unknowns(system)}
+    best = {one.key: one.best for one in unknowns(system)}
+    return with_values(system, {key: value for key, value in values.items() if value != best[key]})
+
+
+@cache
+def _column(key: str) -> tuple[float, ...]:
+    random = Random(key)
+    strata = list(range(DRAWS))
+    random.shuffle(strata)
+    return tuple((stratum + random.random()) / DRAWS for stratum in strata)
+
+
+def _quantities(system: System) -> Iterator[tuple[str, Quantity]]:
+    """Every number by its key, known or assumed."""
+    for name in _numbers(System):
+        yield name, getattr(system, name)
+    device = system.device
+    for name in _numbers(type(device)):
+        yield f"device.{name}", getattr(device, name)
+    for precision, peak in device.peak_flops.items():
+        yield f"device.peak_flops.{precision}", peak
+    for name in _numbers(type(device.time)):
+        yield f"device.time.{name}", device.time.used(name)
+    for link, numbers in system.links.items():
+        yield f"links.{link}.bandwidth", numbers.bandwidth
+        for name in KEYS:
+            yield f"links.{link}.{name}", numbers.used(link, name)
+
+
+def _numbers(cls: type[object]) -> list[str]:
+    return [field.name for field in fields(cls) if field.type == Quantity.__name__]  # type: ignore[arg-type]
+
+
+def _replaced(system: System, key: str, number: Quantity) -> System:
+    *place, name = key.split(".")
+    device, changed = system.device, cast(Any, {name: number})
+    match place:
+        case ["device", "time"]:
+            return replace(system, device=replace(device, time=replace(device.time, **changed)))
+        case ["device", "peak_flops"]:
+            return replace(system, device=replace(device, peak_flops=device.peak_flops | changed))
+        case ["device"]:
+            return replace(system, device=replace(device, **changed))
+        case ["links", link]:
+            return replace(system, links=system.links | {link: replace(system.links[link], **changed)})
+    return replace(system, **changed)

@@ -1,0 +1,132 @@
+"""Numbers with a range: what a file may say, what is listed as unknown, and systems with other values of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro.config import ConfigError
+from repro.config.quantity import Quantity
+from repro.systems import load, names
+from repro.systems.unknowns import BEST, DRAWS, HIGH, JOINT, LOW, Case, Unknown, drawn, unknowns, with_values
+from tests.config.system_texts import NODES, PRODUCTS, PROVENANCE
+
+DEVICE = """
+[device]
+name = "X"
+memory_bytes = { value = 16e9, source = "here" }
+memory_bandwidth = { value = 900e9, RANGE }
+[links.inter-node]
+per = "node"
+bandwidth = { value = 10e9, source = "here" }
+rings = { value = 2, low = 1, high = 4, source = "low: one; high: four" }
+"""
+
+
+def written(path: Path, said: str, more: str = "") -> Path:
+    file = path / "mine.toml"
+    file.write_text(NODES + DEVICE.replace("RANGE", said) + more)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ('low = 800e9, source = "there; low: a copy"', None),
+        ('low = 900e9, high = 900e9, source = "low: x; high: x"', None),
+        (
+            'low = 901e9, source = "low: x"',
+            "low = 901000000000.0: must be 0 or more and at most value = 9000000",
+        ),
+        ('low = -1, source = "low: x"', "memory_bandwidth.low = -1.0: must be 0 or more"),
+        (
+            'high = 899e9, source = "high: x"',
+            "high = 899000000000.0: must be at least value = 900000000000.0",
+        ),
+        (
+            'low = 800e9, source = "a copy"',
+            'memory_bandwidth.low = 800000000000.0: has no reason: source must say "lo',
+        ),
+        (
+            'high = 1e12, source = "low: x"',
+            "memory_bandwidth.high = 1000000000000.0: has no reason: source must say",
+        ),
+        ('low = "much", source = "low: x"', "memory_bandwidth.low = 'much'"),
+        ('low = 0, source = "low: nothing"', "memory_bandwidth = 0.0: must be more than 0"),
+    ],
+)
+def test_a_range_is_about_its_value_and_has_reasons(tmp_path: Path, said: str, message: str | None) -> None:
+    file = written(tmp_path, said)
+    if message is None:
+        assert load(file).device.memory_bandwidth.ranges
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert str(file) in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_unknown_or_counted_has_ends_of_the_same_kind() -> None:
+    with pytest.raises(ConfigError, match="what is unknown has no range"):
+        Quantity(value=None, low=1.0, source="low: x")
+    for name in names():
+        for one in unknowns(load(name)):
+            assert one.low <= one.best <= one.high
+            assert one.low < one.high, f"{name}: {one.key}"
+
+
+def test_a_number_that_is_assumed_is_unknown_as_well_but_not_beside_a_measurement(tmp_path: Path) -> None:
+    file = written(tmp_path, 'source = "here"')
+    found = {one.key: (one.low, one.best, one.high) for one in unknowns(load(file))}
+    assert found["links.inter-node.rings"] == (1, 2, 4)
+    assert found["device.time.launch_s"][1] == load(file).timing.launch_s
+    assert "device.memory_bandwidth" not in found
+    calibrated = written(tmp_path, 'source = "here"', PRODUCTS + PROVENANCE)
+    assert unknowns(load(calibrated)) == ()
+
+
+@pytest.mark.parametrize("name", ["dgx2", "yuan", "lowbw-v100"])
+def test_a_system_with_other_values_has_these_and_no_others(name: str) -> None:
+    system = load(name)
+    found = {one.key: one for one in unknowns(system)}
+    assert drawn(system, Case()) is system
+    for key, one in found.items():
+        for quantile, value in ((LOW, one.low), (HIGH, one.high)):
+            other = drawn(system, Case(key, quantile))
+            assert (other == system) == (value == one.best)
+            left = {each.key: each for each in unknowns(other)}
+            if value == one.best:
+                continue
+            assert left == {other_key: each for other_key, each in found.items() if other_key != key}
+    moved = with_values(system, {"device.time.kernel_s": 1.0, "links.inter-node.rings": 3, "nodes": 7})
+    assert (moved.timing.kernel_s, moved.links["inter-node"].rings.value, moved.nodes.value) == (1.0, 3, 7)
+    assert moved.nodes.source == system.nodes.source
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), st.floats(0, 1), st.floats(0, 1))
+def test_values_rise_with_the_quantile_between_the_ends(
+    low: float, more: float, yet: float, a: float, b: float
+) -> None:
+    one = Unknown(key="device.x", low=low, best=low + more, high=low + more + yet, source="")
+    first, second = sorted((a, b))
+    assert one.at(LOW) == one.low
+    assert one.at(BEST) == one.best
+    assert one.at(HIGH) == pytest.approx(one.high)
+    slack = 1e-9
+    assert one.low - slack <= one.at(first) <= one.at(second) + slack <= one.high + 2 * slack
+
+
+def test_joint_draws_fill_every_part_of_a_range_alike_and_stay_as_they_are() -> None:
+    for key in ("a", "b"):
+        column = [case.of(key) for case in JOINT]
+        assert sorted(int(part * DRAWS) for part in column) == list(range(DRAWS))
+    assert [case.of("a") for case in JOINT] != [case.of("b") for case in JOINT]
+    assert [round(case.of("links.inter-node.rings"), 4) for case in JOINT[:2]] == [
+        round(Case(number=number).of("links.inter-node.rings"), 4) for number in (0, 1)
+    ]
+    whole = Unknown(key="links.inter-node.rings", low=1, best=1, high=8, source="")
+    assert {whole.at(case.of(whole.key)) for case in JOINT} == set(range(1, 9))

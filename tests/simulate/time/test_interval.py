@@ -1,0 +1,143 @@
+"""Intervals of a step's seconds: they hold the best value, grow with the ranges and vanish without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from repro.config import Experiment, Layout, Model
+from repro.config.quantity import Quantity
+from repro.config.system import System
+from repro.simulate.time import efficiency
+from repro.simulate.time.calibration_points import calibration_points
+from repro.simulate.time.interval import all_cases, at, interval, uncertain
+from repro.simulate.time.predict import predict
+from repro.simulate.time.timed import step_seconds, timed
+from repro.simulate.trace.roles import Trace, trace_roles
+from repro.systems import load
+from repro.systems.unknowns import LOW, Case, drawn, unknowns, with_values
+
+MODEL = Model(name="small", layers=8, hidden=256, heads=8, vocab=1024, seq=128)
+LAYOUTS = {
+    "zero1": Layout(dp=32, zero=1, micro_batch=2, precision="fp16", kernels="softmax"),
+    "zero3": Layout(dp=32, zero=3, micro_batch=2, precision="fp16", kernels="unfused", recompute=True),
+    "tp": Layout(dp=4, tp=8, micro_batch=2, global_batch=16, precision="fp16", kernels="softmax"),
+    "pp": Layout(dp=8, tp=2, pp=4, micro_batch=1, global_batch=64, precision="fp16", kernels="softmax"),
+    "interleaved": Layout(
+        dp=2, tp=4, pp=4, chunks=2, schedule="interleaved", micro_batch=1, global_batch=16, precision="fp16",
+        kernels="softmax", scatter_gather=True,
+    ),
+}  # fmt: skip
+
+
+@cache
+def traced(name: str) -> tuple[Experiment, list[Trace]]:
+    experiment = Experiment(name=name, model=MODEL, layout=LAYOUTS[name], system="dgx2")
+    return experiment, trace_roles(experiment)
+
+
+def exact(system: System) -> System:
+    """`system` with its best values, and no ranges."""
+    return with_values(system, {one.key: one.best for one in unknowns(system)})
+
+
+def ranged(system: System, key: str, low: float, high: float) -> System:
+    """`exact(system)`, in which one key of `device.time` has a range."""
+    known = exact(system)
+    number = replace(getattr(known.device.time, key), low=low, high=high, source="low: x; high: x")
+    return replace(known, device=replace(known.device, time=replace(known.device.time, **{key: number})))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_cases_in_one_pass_take_what_each_takes_by_itself(name: str) -> None:
+    experiment, traces = traced(name)
+    system = load("dgx2")
+    cases = all_cases(uncertain(system, None))[::7]
+    systems = [drawn(system, case) for case in cases]
+    factors = [1.0 + number / 10 for number in range(len(cases))]
+    together = step_seconds(experiment, systems, traces, factors)
+    for seconds, one, factor in zip(together, systems, factors, strict=True):
+        assert float(seconds) == pytest.approx(timed(experiment, one, traces, factor).step_s, rel=1e-12)
+    assert len(set(together.tolist())) > 3, "the cases differ"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_interval_holds_the_best_value_and_lies_in_what_is_allowed(name: str) -> None:
+    experiment, traces = traced(name)
+    found = predict(experiment, load("dgx2"), traces, interval=True)
+    assert found.interval is not None
+    low, high = found.interval.likely(found.step_s)
+    least, most = found.interval.allowed(found.step_s)
+    assert least <= low <= found.step_s <= high <= most
+    assert low < high
+    spans = [move.span for move in found.interval.moves]
+    assert spans == sorted(spans, reverse=True)
+    assert all(span > 0 for span in spans), "what moves nothing is not listed"
+
+
+def test_with_exact_numbers_there_is_no_interval() -> None:
+    experiment, traces = traced("tp")
+    fused = replace(experiment, layout=replace(experiment.layout, kernels="fused"))
+    assert interval(fused, exact(load("dgx2")), traces) is None
+    assert interval(fused, ranged(load("dgx2"), "launch_s", 7e-6, 8e-6), traces) is not None
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(sorted(LAYOUTS)), st.floats(0, 0.4), st.floats(0, 0.2), st.floats(0.3, 0.9))
+def test_a_wider_range_makes_no_interval_narrower(name: str, down: float, up: float, part: float) -> None:
+    experiment, traces = traced(name)
+    system = load("dgx2")
+    best = system.timing.matmul_efficiency
+    wide = ranged(system, "matmul_efficiency", best * (1 - down), min(1, best * (1 + up)))
+    narrow = ranged(system, "matmul_efficiency", best * (1 - part * down), min(1, best * (1 + part * up)))
+    layout = replace(
+        experiment.layout, kernels="fused"
+    )  # no point: nothing absorbs what the device is taken for
+    run = replace(experiment, layout=layout)
+    step = predict(run, system, traces).step_s
+    outer, inner = (interval(run, one, traces) for one in (wide, narrow))
+    assert outer is not None
+    assert inner is not None
+    slack = 1e-6 * step
+    for ends in ("likely", "allowed"):
+        (low, high), (least, most) = getattr(inner, ends)(step), getattr(outer, ends)(step)
+        assert least <= low + slack
+        assert high <= most + slack
+
+
+def test_a_published_point_takes_back_what_is_doubted_of_its_own_device() -> None:
+    """The run that a generation comes from takes as long as published, whatever its products are taken for."""
+    for point in calibration_points():
+        if "V100" not in point.name:
+            continue
+        case = Case("device.time.matmul_efficiency", LOW)
+        slow, best = efficiency.factors(point, (case, Case()))
+        assert slow < best, "slower products leave less for the software"
+        assert best == efficiency.factor(point)
+
+
+def test_what_the_point_does_not_fix_stays_in_doubt() -> None:
+    experiment, traces = traced("zero1")
+    system = load("dgx2")
+    found = predict(experiment, system, traces, interval=True)
+    assert found.interval is not None
+    keys = {move.key: move.span / found.step_s for move in found.interval.moves}
+    assert keys["links.inter-node.rings"] > 0.2, "small products over a slow network: messages decide"
+    alone = found.generation
+    systems, factors = at(system, alone, (Case("device.time.matmul_efficiency", LOW), Case()))
+    assert systems[0].timing.matmul_efficiency < systems[1].timing.matmul_efficiency
+    assert factors[0] < factors[1]
+
+
+def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
+    (rounded,) = (p for p in calibration_points() if p.low is not None)
+    key = rounded.rate.key
+    assert key in {one.key for one in uncertain(load("dgx2h"), rounded)}
+    least, most = efficiency.factors(rounded, (Case(key, 1.0), Case(key, 0.0)))
+    assert most / least == pytest.approx(39.5 / 38.5)
+    number = Quantity(value=39e12, low=38.5e12, high=39.5e12, source=rounded.source)
+    assert rounded.rate.best == number.value
