@@ -48,6 +48,13 @@ ASSUMED: dict[str, Quantity] = {
         "(a maintainer in pytorch/pytorch#41383); high: a training step of 4228 kernels in 132.9 ms on a cloud machine "
         "whose device is busy for a fifth of it (roboflow/rf-detr#1410, derived; 9.8 us on a laptop there)",
     ),
+    "pace": Quantity(
+        value=1,
+        low=0.92,
+        high=1.08,
+        source="devices of one kind in one cluster differ by 8 % on average, 22 % at most (2208.11035v3); low: what "
+        "was measured was a slow one; high: it was a fast one, and the slowest of many sets the pace",
+    ),
 }
 """What is taken for a key of `DeviceTime` that a system does not know, and why.  `unaligned_flops` has
 none: where it is unknown, no size is slower for want of alignment."""
@@ -67,6 +74,8 @@ class DeviceTime:
     """Seconds of the shortest kernel, as the device sees it."""
     launch_s: Quantity = UNSAID
     """Seconds of the host for one operator of eager PyTorch."""
+    pace: Quantity = UNSAID
+    """Seconds of a run's kernels over those of the device that these numbers or a published point come from."""
     unaligned_flops: Quantity = UNSAID
     """FLOP/s that products reach whose sizes are not multiples of 8, which tensor cores may not take."""
 
@@ -75,6 +84,7 @@ class DeviceTime:
         check_fraction("memory_efficiency", self.memory_efficiency)
         check_whole("multiprocessors", self.multiprocessors)
         check_positive("unaligned_flops", self.unaligned_flops)
+        check_positive("pace", self.pace)
 
     def used(self, key: str) -> Quantity:
         """The number of `key`, or where it is unknown the one of `ASSUMED` with a source that says so."""
@@ -96,6 +106,7 @@ class Timing:
     multiprocessors: float
     kernel_s: float
     launch_s: float
+    pace: float
     unaligned_flops: float | None
 
 

@@ -84,16 +84,18 @@ def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: fl
 def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
     """What a simulation takes from a system, and from the generation of its `kernels`."""
     from repro.simulate.time.calibration_points import calibration_point_of
+    from repro.simulate.time.interval import uncertain
 
     point = calibration_point_of(kernels, system)
-    run = point and (point.rate, point.experiment(models.load(point.model)).key, systems.load(point.system))
+    run = point and (point.experiment(models.load(point.model)).key, systems.load(point.system))
+    numbers = system, run, uncertain(system, point)
     return SimulatedOn(
         system=system.name,
         memory_bytes=system.device.memory_bytes.value,
         context_bytes=system.context(),
         devices_per_node=system.devices_per_node.value,
         links=sorted(system.links),
-        numbers=hashlib.sha256(repr((system, run)).encode()).hexdigest()[:16],
+        numbers=hashlib.sha256(repr(numbers).encode()).hexdigest()[:16],
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from repro.claims.allowed import stated
 from repro.claims.published import UNITS
 from repro.claims.results import ClaimResult, Finding, RowResult
 from repro.results.metrics import DEVICE_FLOPS_PER_S
@@ -51,6 +52,11 @@ class Point:
     unit: str
     published: float
     predicted: float
+    low: float
+    """With `high` the 90 % interval of the prediction; both are `predicted` where nothing is unknown."""
+    high: float
+    holds: bool
+    """Whether the published value, with its own error, lies in that interval."""
     factor: float
     """Predicted over published rate."""
     runs: tuple[str, ...]
@@ -92,6 +98,8 @@ class Family:
     worst: Point
     close: int
     """Points within 25 %."""
+    held: int
+    """Points whose published value lies in the 90 % interval."""
 
 
 def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Point]:
@@ -124,6 +132,7 @@ def _family(name: str, group: Sequence[Point]) -> Family:
         median=median(abs(point.error) for point in group),
         worst=max(group, key=lambda point: abs(point.error)),
         close=sum(abs(point.error) <= CLOSE for point in group),
+        held=sum(point.holds for point in group),
     )
 
 
@@ -144,6 +153,8 @@ def _point(
         left_out = left_out or (SHARE if len(runs) == 1 else SEVERAL if len(runs) != 2 else "")
         left_out = left_out or (GAIN if row.row.metric == "share" else "")
     record = seen.get(runs[0]) if runs else None
+    low, high = (predicted if end is None else float(end) for end in (finding.low, finding.high))
+    published_as = stated(row.row, result.claim)
     return Point(
         claim=result.claim.id,
         label=row.row.label,
@@ -152,6 +163,9 @@ def _point(
         unit=unit,
         published=published,
         predicted=predicted,
+        low=low,
+        high=high,
+        holds=published_as is not None and published_as.meets(low, high),
         factor=published / predicted if unit in TIMES else predicted / published,
         runs=runs,
         certainty=row.row.certainty,

@@ -58,7 +58,10 @@ def test_what_is_consistent_is_counted_apart(tmp_path: Path) -> None:
     found = things(tmp_path, 'analytic = "3 / 1"', 'analytic = "dp_elements(1.5)"', of=[])
     assert (found[ITSELF], found["analytic"]) == (Things(1, 1), Things(1, 1))
     counts = summary(judge(load(tmp_path), []))
-    assert (counts["things"], counts["evidence"]["analytic"]["rows"]) == ({"tested": 1, "hold": 1}, 1)
+    assert (counts["things"], counts["evidence"]["analytic"]["rows"]) == (
+        {"tested": 1, "hold": 1, "possible": 0},
+        1,
+    )
     assert "1 of 1 values are consistent with their own source, which is no test" in totals(counts)
 
 

@@ -93,9 +93,11 @@ def test_a_prediction_is_close_from_either_side() -> None:
     ]
     assert found[0].median == pytest.approx(0.25)
     assert found[0].worst.error == -0.5
+    assert found[0].held == 2, "0.75 to 1 and 1 to 1.25 of what was published"
 
 
 def point(factor: float) -> Point:
-    numbers = {"published": 4.0, "predicted": 4.0 * factor, "factor": factor, "device_flops": 0.0}
+    ends = {"low": 4.0 * factor, "high": 4.0 * factor + 1, "holds": factor <= 1 <= factor + 0.25}
+    numbers = {"published": 4.0, "predicted": 4.0 * factor, "factor": factor, "device_flops": 0.0, **ends}
     words = {"claim": "c", "label": "x", "kind": "rate", "family": V100_ZERO, "unit": "TFLOP/s"}
     return Point(**words, **numbers, runs=("s/a",), certainty="confirmed")

@@ -83,6 +83,7 @@ def as_dict(found: Sequence[Point], machine: MachineErrors | None = None) -> dic
                 "worst": family.worst.name,
                 "worst_error": family.worst.error,
                 "within_25_percent": family.close / family.points,
+                "within_the_90_percent_interval": family.held / family.points,
             }
             for family in families(found)
         ],
@@ -140,7 +141,7 @@ def _table(title: str, group: Sequence[Point], console: Console) -> None:
 
     if not group:
         return
-    headings = ("claim", "row", "published", "predicted", "unit", "rate", "rests on")
+    headings = ("claim", "row", "published", "predicted", "90 %", "unit", "rate", "rests on")
     grid = table(*headings, left={"claim", "row", "unit", "rests on"}, wrap=headings)
     for point in group:
         side = point.kind == RATIO and not point.left_out and not point.right_side
@@ -150,6 +151,9 @@ def _table(title: str, group: Sequence[Point], console: Console) -> None:
             point.label,
             units.number(point.published),
             units.number(point.predicted),
+            f"{units.number(point.low)} to {units.number(point.high)}"
+            if point.low < point.high
+            else units.NOTHING,
             point.unit,
             Text(units.percent(point.error, sign=True) + "  other side of 1" * side, style=style),
             SHORT[point.rests_on],
@@ -162,7 +166,7 @@ def _table(title: str, group: Sequence[Point], console: Console) -> None:
 def _statistics(found: Sequence[Point], console: Console) -> None:
     from rich.text import Text
 
-    headings = ("family", "points", "median |error|", "within 25 %", "worst", "")
+    headings = ("family", "points", "median |error|", "within 25 %", "in 90 % interval", "worst", "")
     grid = table(*headings, left={"family", ""}, wrap=headings)
     for family in families(found):
         grid.add_row(*_line(family))
@@ -186,6 +190,7 @@ def _line(family: Family) -> tuple[str, ...]:
         str(family.points),
         units.percent(family.median),
         f"{family.close}/{family.points}",
+        f"{family.held}/{family.points}",
         units.percent(family.worst.error, sign=True),
         f"{family.worst.claim} {family.worst.label}",
     )

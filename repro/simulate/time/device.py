@@ -39,8 +39,8 @@ class DeviceCost:
 
         `factor`: seconds of this software's kernels over the model's; see `repro.simulate.time.calibration_points`.
         """
-        self.system, self.factor = system, factor
         time = system.timing
+        self.system, self.factor = system, factor * time.pace
         self.rates = system.device.operators
         self.launch_s = time.launch_s
         self.kernel_s = time.kernel_s

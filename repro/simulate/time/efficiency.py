@@ -14,8 +14,9 @@ from repro.simulate.time.calibration_points import CalibrationPoint
 from repro.simulate.time.lanes import Lanes
 from repro.simulate.time.timed import step_seconds
 from repro.simulate.trace.roles import Trace, trace_roles
-from repro.systems.unknowns import Case, drawn
+from repro.systems.unknowns import Case, drawn, with_values
 
+PACE = "device.time.pace"
 FEW, MORE = 2, 4
 """Layers.  The step is a straight line in their number, so two shallow ones say what a deep one takes."""
 
@@ -42,9 +43,10 @@ def factors(generation: CalibrationPoint, cases: Sequence[Case]) -> tuple[float,
 
 
 def _modelled(generation: CalibrationPoint, layers: int, system: System, cases: Sequence[Case]) -> Lanes:
-    """Seconds of a step that is so deep, with kernels as the model has them, [cases]."""
+    """Seconds of a step so deep on the device that was measured, with kernels as the model has them, [cases]."""
     experiment, traces = _traced(generation, layers)
-    return step_seconds(experiment, [drawn(system, case) for case in cases], traces, [1.0] * len(cases))
+    itself = [with_values(drawn(system, case), {PACE: 1.0}) for case in cases]
+    return step_seconds(experiment, itself, traces, [1.0] * len(cases))
 
 
 @cache

@@ -12,16 +12,27 @@ from collections.abc import Sequence
 from itertools import islice
 
 from repro.config import Experiment
+from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
 from repro.simulate.time.timed import step_seconds
 from repro.simulate.trace.roles import Trace
-from repro.systems.unknowns import HIGH, JOINT, LOW, Case, Unknown, drawn, unknowns
+from repro.systems.unknowns import HIGH, JOINT, LOW, Case, Unknown, drawn, unknown, unknowns
 
 TIMED = ("device.", "links.")
 """Beginnings of the keys that time depends on."""
+UNCALIBRATED = unknown(
+    "kernels",
+    Quantity(
+        value=1,
+        high=1.6,
+        source="no run calibrates these kernels on this device, and they take what shapes and bandwidth allow; high: "
+        "the most that one of the generations takes which a published point calibrates",
+    ),
+)
+"""Seconds of kernels without a published point over the modelled ones."""
 DIGITS = 7
 """That are kept of seconds."""
 
@@ -40,8 +51,10 @@ def interval(experiment: Experiment, system: System, traces: list[Trace]) -> Ste
 def uncertain(system: System, generation: CalibrationPoint | None) -> list[Unknown]:
     """What the time of a step on `system` depends on and nobody knows for certain."""
     found = [one for one in unknowns(system) if one.key.startswith(TIMED)]
-    point = [generation.rate] if generation is not None and generation.rate.low < generation.rate.high else []
-    return [*found, *point]
+    if system.device.operators:
+        return found
+    kernels = UNCALIBRATED if generation is None else generation.rate
+    return [*found, kernels] if kernels.low < kernels.high else found
 
 
 def all_cases(found: Sequence[Unknown]) -> tuple[Case, ...]:
@@ -54,8 +67,9 @@ def at(
 ) -> tuple[list[System], Sequence[float]]:
     """The system and the kernels' factor in each of `cases`."""
     systems = [drawn(system, case) for case in cases]
-    factors = efficiency.factors(generation, tuple(cases)) if generation is not None else [1.0] * len(cases)
-    return systems, factors
+    if generation is not None:
+        return systems, efficiency.factors(generation, tuple(cases))
+    return systems, [UNCALIBRATED.at(case.of(UNCALIBRATED.key)) for case in cases]
 
 
 def of_seconds(found: Sequence[Unknown], seconds: Sequence[float]) -> StepInterval:

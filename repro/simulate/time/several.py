@@ -57,6 +57,7 @@ class SeveralNetworks:
     def __init__(self, systems: Sequence[System], layout: Layout):
         keys = [(id(system.links), system.devices_per_node) for system in systems]
         networks = _Alike(keys, lambda lane: Network(systems[lane], layout))
+        self.layout, self.system = layout, systems[0]
         self.lanes = np.zeros(len(systems)).__add__
         """A number as lanes."""
         self.seconds: Callable[[str, str, int], float] = cache(

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from repro.config import Experiment, Layout, Model
 from repro.config.quantity import Quantity
 from repro.config.system import System
+from repro.results.interval import StepInterval
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import calibration_points
-from repro.simulate.time.interval import all_cases, at, interval, uncertain
+from repro.simulate.time.interval import UNCALIBRATED, all_cases, at, interval, of_seconds, uncertain
 from repro.simulate.time.predict import predict
 from repro.simulate.time.timed import step_seconds, timed
 from repro.simulate.trace.roles import Trace, trace_roles
 from repro.systems import load
 from repro.systems.unknowns import LOW, Case, drawn, unknowns, with_values
 
-MODEL = Model(name="small", layers=8, hidden=256, heads=8, vocab=1024, seq=128)
+MODEL = Model(name="small", layers=8, hidden=2048, heads=16, vocab=50304, seq=1024)
 LAYOUTS = {
     "zero1": Layout(dp=32, zero=1, micro_batch=2, precision="fp16", kernels="softmax"),
     "zero3": Layout(dp=32, zero=3, micro_batch=2, precision="fp16", kernels="unfused", recompute=True),
@@ -81,9 +82,16 @@ def test_an_interval_holds_the_best_value_and_lies_in_what_is_allowed(name: str)
 
 def test_with_exact_numbers_there_is_no_interval() -> None:
     experiment, traces = traced("tp")
-    fused = replace(experiment, layout=replace(experiment.layout, kernels="fused"))
-    assert interval(fused, exact(load("dgx2")), traces) is None
-    assert interval(fused, ranged(load("dgx2"), "launch_s", 7e-6, 8e-6), traces) is not None
+    assert interval(experiment, exact(load("dgx2")), traces) is None
+    assert interval(experiment, ranged(load("dgx2"), "launch_s", 7e-6, 8e-6), traces) is not None
+
+
+def by_itself(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval:
+    """The interval of kernels as the model has them: no published point takes back what the device is taken for."""
+    found = list(unknowns(system))
+    cases = all_cases(found)
+    systems = [drawn(system, case) for case in cases]
+    return of_seconds(found, step_seconds(experiment, systems, traces, [1.0] * len(cases)).tolist())
 
 
 @settings(max_examples=12, deadline=None)
@@ -94,14 +102,8 @@ def test_a_wider_range_makes_no_interval_narrower(name: str, down: float, up: fl
     best = system.timing.matmul_efficiency
     wide = ranged(system, "matmul_efficiency", best * (1 - down), min(1, best * (1 + up)))
     narrow = ranged(system, "matmul_efficiency", best * (1 - part * down), min(1, best * (1 + part * up)))
-    layout = replace(
-        experiment.layout, kernels="fused"
-    )  # no point: nothing absorbs what the device is taken for
-    run = replace(experiment, layout=layout)
-    step = predict(run, system, traces).step_s
-    outer, inner = (interval(run, one, traces) for one in (wide, narrow))
-    assert outer is not None
-    assert inner is not None
+    step = timed(experiment, system, traces, 1.0).step_s
+    outer, inner = (by_itself(experiment, one, traces) for one in (wide, narrow))
     slack = 1e-6 * step
     for ends in ("likely", "allowed"):
         (low, high), (least, most) = getattr(inner, ends)(step), getattr(outer, ends)(step)
@@ -131,6 +133,23 @@ def test_what_the_point_does_not_fix_stays_in_doubt() -> None:
     systems, factors = at(system, alone, (Case("device.time.matmul_efficiency", LOW), Case()))
     assert systems[0].timing.matmul_efficiency < systems[1].timing.matmul_efficiency
     assert factors[0] < factors[1]
+
+
+def test_devices_differ_from_the_one_that_was_measured_and_kernels_without_a_point_from_the_best() -> None:
+    experiment, traces = traced("zero1")
+    system = load("dgx2")
+    calibrated = predict(experiment, system, traces, interval=True)
+    assert calibrated.interval is not None
+    (pace,) = (move for move in calibrated.interval.moves if move.key == "device.time.pace")
+    assert pace.low_s < pace.high_s, "the point takes back nothing of it"
+    fused = replace(experiment, layout=replace(experiment.layout, kernels="fused"))
+    found = predict(fused, system, traces, interval=True)
+    assert found.interval is not None
+    (kernels,) = (move for move in found.interval.moves if move.key == UNCALIBRATED.key)
+    assert kernels.low_s == pytest.approx(found.step_s)
+    assert kernels.high_s > found.step_s
+    for point in calibration_points():
+        assert 1 <= efficiency.factor(point) <= UNCALIBRATED.high, point.name
 
 
 def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
