@@ -141,6 +141,9 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
 
     trained = timed and request.tokens > 0
     columns = ["GB\na GPU", "step\ns"]
+    ends = timed and rows[0].interval is not None and console.width >= ROOMY
+    if ends:
+        columns += ["90 %\ns"]
     if timed:
         columns += ["TFLOP/s\na GPU", "MFU\n%", "samples\n/s", "waits\n%", "bubble\n%"]
     else:
@@ -161,7 +164,9 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
         cells = [gb(size or row.memory["peak_bytes"]) + mark]
         if timed:
             step, (least, most) = time["step_s"], bounds(console, time["rests_on"])
-            cells += [least + units.number(step), f"{most}{time['flops_per_device'] / units.TERA:.1f}"]
+            cells += [least + units.number(step)]
+            cells += [_ends(time["interval"])] if ends else []
+            cells += [f"{most}{time['flops_per_device'] / units.TERA:.1f}"]
             cells += [units.NOTHING if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
             cells += [] if trained else [most + units.number(time["samples_per_s"])]
             cells += [f"{100 * time[key] / step:.1f}" for heading, key in WHERE.items() if heading in columns]
@@ -193,6 +198,36 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
     else:
         note += "inside a node and between nodes: sent by the busiest rank in a step; bubble: of the time it computes"
     console.print("\n" + textwrap.fill(note, console.width), style="dim", markup=False)
+    if timed:
+        _undecided(console, rows)
+
+
+def _ends(found: dict[str, Any] | None) -> str:
+    return (
+        units.NOTHING
+        if found is None
+        else f"{units.number(found['low_s'])} to {units.number(found['high_s'])}"
+    )
+
+
+def _undecided(console: Console, rows: Sequence[PlanRow]) -> None:
+    """Say where another layout may be the fastest, as far as numbers of the system are not known."""
+    from repro.simulate.plan.rows import UNDECIDED, faster
+
+    first, *others = rows
+    open_ = {
+        number: part for number, row in enumerate(others, 2) if (part := faster(row, first) or 0) > UNDECIDED
+    }
+    if first.interval is None or first.time["interval"] is None:
+        return
+    moves = " and ".join(move["key"] for move in first.time["interval"]["moves"][:2])
+    if open_:
+        named = ", ".join(f"{number}. ({units.percent(part)})" for number, part in open_.items())
+        text = f"Which is the fastest is not decided by what is known: {named} of the rows is faster than "
+        text += f"the first in so many draws of its unknown numbers; {moves} move the first one most."
+    else:
+        text = f"Against each of the others the first is the fastest in {units.percent(1 - UNDECIDED)} of all draws of unknown numbers."
+    console.print("\n" + textwrap.fill(text, console.width), markup=False)
 
 
 def _ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:

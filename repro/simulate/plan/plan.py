@@ -96,6 +96,26 @@ class Planner:
                     else:
                         row.time = answer
 
+    def intervals(self, rows: Sequence[PlanRow]) -> None:
+        """Say of `rows`, which fit and have times, what their steps may take instead."""
+        from repro.simulate.plan.steptime import intervals_of
+
+        request, count = self.request, min(self.workers.count, len(rows))
+        shares = [rows[first::count] for first in range(count)]
+        tasks = [
+            (
+                request.model,
+                request.seq,
+                request.system,
+                [(row.layout, self._families[family_of(row.layout)][2], row.time["step_s"]) for row in share],
+            )
+            for share in shares
+        ]
+        for share, found in zip(shares, self.workers.map(intervals_of, tasks), strict=True):
+            for row, interval in zip(share, found, strict=True):
+                row.interval = interval
+                row.time["interval"] = None if interval is None else interval.summary(row.time["step_s"])
+
     def full(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         """The same rows from full traces."""
         request = self.request
@@ -184,8 +204,8 @@ class Plan:
     """Why rows have no times; empty if they do."""
 
 
-def plan(request: Request, workers: Workers) -> Plan:
-    """All sensible layouts, best first.  Raises `ConfigError` if there are none."""
+def plan(request: Request, workers: Workers, shown: int = 0) -> Plan:
+    """All sensible layouts, best first, the first that are `shown` with intervals.  `ConfigError` if there are none."""
     layouts = candidates(request)
     if request.system.device.peak_flops:
         precision = layouts[0].precision
@@ -204,6 +224,7 @@ def plan(request: Request, workers: Workers) -> Plan:
         rows.sort(key=order)
         first = [row for row in rows[:CONFIRMED] if row.outcome == OK and row.evidence != FULL]
         if not first:
+            planner.intervals([row for row in rows[:shown] if row.outcome == OK and row.time])
             return Plan(rows, planner.traces, planner.no_time)
         # What turns out to be slower, or not to fit, changes which come first.
         full = {row.layout: row for row in planner.full(first)}

@@ -8,6 +8,7 @@ from typing import Any
 from repro.config import Layout
 from repro.models import flops
 from repro.models.parameters import total
+from repro.results.interval import StepInterval
 from repro.simulate.plan.candidates import Request
 
 STATES, SHALLOW, FULL = "states", "shallow", "full"
@@ -29,6 +30,8 @@ class PlanRow:
     time: dict[str, Any] = field(default_factory=dict)
     """The predicted step, as `repro.simulate.time.predict.Prediction.as_dict` has it; empty where the system lacks
     numbers for it, or nothing was traced."""
+    interval: StepInterval | None = None
+    """What the step may take instead, of rows that are shown."""
     ruled_out_by: str = ""
     """The term that rules it out: model states, activations, ... or fragmentation."""
     reason: str = ""
@@ -38,6 +41,18 @@ class PlanRow:
     def bubble(self) -> float:
         """Idle over busy time of the pipeline, (p - 1) / (v m) (2104.04473 sec. 2.2)."""
         return (self.layout.pp - 1) / (self.layout.chunks * self.layout.accumulation)
+
+
+UNDECIDED = 0.05
+"""Of the joint draws: where another layout is faster in more of them, what is known does not say which is."""
+
+
+def faster(row: PlanRow, first: PlanRow) -> float | None:
+    """Part of the joint draws in which `row` is faster than `first`; None where they have none."""
+    if row.interval is None or first.interval is None:
+        return None
+    pairs = list(zip(row.interval.draws, first.interval.draws, strict=True))
+    return sum(mine < its for mine, its in pairs) / len(pairs)
 
 
 def order(row: PlanRow) -> tuple[Any, ...]:

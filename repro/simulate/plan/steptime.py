@@ -20,21 +20,26 @@ from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.models import flops
 from repro.parallel.pipeline.schedule import FORWARD, Action
+from repro.results.interval import StepInterval
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
 from repro.simulate.plan.shallow import LayoutFamily
 from repro.simulate.plan.widen import widened
 from repro.simulate.time import calibration_points, efficiency
 from repro.simulate.time.basis import rests_on
 from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.interval import all_cases, at, of_seconds, uncertain
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction
-from repro.simulate.time.program import StageProgram, program
-from repro.simulate.time.schedule import schedule
+from repro.simulate.time.program import OperatorCost, StageProgram, program
+from repro.simulate.time.schedule import Timeline, schedule
+from repro.simulate.time.several import SeveralDevices, SeveralNetworks
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
 from repro.simulate.trace.roles import ORDINARY, Trace
+from repro.systems.unknowns import Case
 
 STAGES = 4
 """A deeper pipeline is scheduled with so many stages and one more."""
+Networks = Network | SeveralNetworks
 Point = tuple[int, int]
 """Stages and micro-batches of a schedule."""
 
@@ -48,13 +53,15 @@ class Times:
         self._networks: dict[Layout, Network] = {}
         self._widened: dict[tuple[str, bool, int], Trace] = {}
         """Of the last family: role, depth, samples."""
+        self._cases: dict[tuple[str, str], tuple[list[System], SeveralDevices]] = {}
+        """The system at its best values and in every case, and its devices, for a precision and kernels."""
 
     def family(
         self, layouts: Sequence[Layout], families: dict[str, LayoutFamily]
     ) -> list[dict[str, Any] | str]:
         """`of` each of the `layouts` of one family, or what is not known of the system that it takes."""
         found: list[dict[str, Any] | str] = []
-        self._widened.clear()
+        self.forget()
         for layout in layouts:
             try:
                 found.append(self.of(layout, families))
@@ -62,21 +69,51 @@ class Times:
                 found.append(str(error))
         return found
 
+    def forget(self) -> None:
+        """What the layouts of a family share: another family comes."""
+        self._widened.clear()
+
     def of(self, layout: Layout, families: dict[str, LayoutFamily]) -> dict[str, Any]:
         """As `repro.simulate.time.predict.Prediction.as_dict`; `ConfigError` if numbers are missing."""
+        cost, _ = self._cost(layout)
+        found = [
+            (weight, self._document(layout, point, timeline))
+            for weight, point, timeline in self._timelines(layout, families, cost, self._network(layout))
+        ]
+        return self._sum(layout, found)
+
+    def interval(
+        self, layout: Layout, families: dict[str, LayoutFamily], step_s: float
+    ) -> StepInterval | None:
+        """What a step that takes `step_s` may take instead; None where nothing is unknown.  `ConfigError` as `of`."""
+        generation = calibration_points.calibration_point_of(layout.kernels, self.system)
+        found = uncertain(self.system, generation)
+        if not found:
+            return None
+        key = layout.precision, layout.kernels
+        if key not in self._cases:
+            systems, factors = at(self.system, generation, (Case(), *all_cases(found)))
+            self._cases[key] = systems, SeveralDevices(systems, layout.precision, factors)
+        systems, cost = self._cases[key]
+        network = SeveralNetworks(systems, _groups(layout))
+        seconds = network.lanes(0.0)
+        for weight, _, timeline in self._timelines(layout, families, cost, network):
+            seconds = seconds + weight * timeline.step_s
+        return of_seconds(found, (seconds[1:] * (step_s / seconds[0])).tolist())
+
+    def _timelines(
+        self, layout: Layout, families: dict[str, LayoutFamily], cost: OperatorCost, network: Networks
+    ) -> Iterator[tuple[float, Point, Timeline]]:
+        """The small schedules whose weighted sum is the step's: the weight of each, its size and its events."""
         layers = self.model.layers // (layout.pp * layout.chunks)
         base = next(iter(families.values()))
         few, many = base.base.layers, base.deeper.layers
         part = (layers - few) / (many - few)
-        found: list[tuple[float, dict[str, Any]]] = []
         for deep, weight in ((False, 1 - part), (True, part)):
             if weight:
-                programs = self._programs(layout, families, deep)
-                found += [
-                    (weight * share, self._scheduled(layout, point, programs))
-                    for point, share in points(layout).items()
-                ]
-        return self._sum(layout, found)
+                programs = self._programs(layout, families, deep, cost, network)
+                for point, share in points(layout).items():
+                    yield weight * share, point, self._scheduled(layout, point, programs, network)
 
     def _cost(self, layout: Layout) -> tuple[DeviceCost, float]:
         key = layout.precision, layout.kernels
@@ -88,16 +125,19 @@ class Times:
 
     def _network(self, layout: Layout) -> Network:
         """The links as the groups of `layout` use them."""
-        groups = Layout(tp=layout.tp, dp=layout.dp, pp=layout.pp, order=layout.order)
+        groups = _groups(layout)
         if groups not in self._networks:
             self._networks[groups] = Network(self.system, groups)
         return self._networks[groups]
 
     def _programs(
-        self, layout: Layout, families: dict[str, LayoutFamily], deep: bool
+        self,
+        layout: Layout,
+        families: dict[str, LayoutFamily],
+        deep: bool,
+        cost: OperatorCost,
+        network: Networks,
     ) -> dict[str, StageProgram]:
-        cost, _ = self._cost(layout)
-        network = self._network(layout)
         found = {}
         for name, family in families.items():
             if name == MIDDLE and layout.pp < 3:
@@ -112,18 +152,23 @@ class Times:
             found[name] = program(traced, traced.layout.accumulation, cost, _seconds(network, layout, shards))
         return found
 
-    def _scheduled(self, layout: Layout, point: Point, programs: dict[str, StageProgram]) -> dict[str, Any]:
+    def _scheduled(
+        self, layout: Layout, point: Point, programs: dict[str, StageProgram], network: Networks
+    ) -> Timeline:
         stages, micro_batches = point
         small = _with(layout, stages, micro_batches)
         by_stage = [programs[name] for name in _names(stages)]
-        network = self._network(layout)
-        timeline = schedule(
+        return schedule(
             small,
             [_of(found, micro_batches) for found in by_stage],
             network if stages == layout.pp else _Edges(network, stages),
             overlap_cost=network.overlap_cost,
             oversubscription=self.system.oversubscription,
         )
+
+    def _document(self, layout: Layout, point: Point, timeline: Timeline) -> dict[str, Any]:
+        stages, micro_batches = point
+        small = _with(layout, stages, micro_batches)
         sizes = replace(self.model, layers=stages * layout.chunks)
         experiment = Experiment(
             name="shallow",
@@ -166,6 +211,20 @@ def times_of(
     """`Times.family` of several families, which share their networks; runs in a worker."""
     times = Times(model, seq, system)
     return [times.family(layouts, traced) for layouts, traced in families]
+
+
+def intervals_of(
+    model: Model,
+    seq: int,
+    system: System,
+    asked: Sequence[tuple[Layout, dict[str, LayoutFamily], float]],
+) -> list[StepInterval | None]:
+    """`Times.interval` of layouts of any family with the seconds of their steps; runs in a worker."""
+    times, found = Times(model, seq, system), []
+    for layout, families, step_s in asked:
+        times.forget()
+        found.append(times.interval(layout, families, step_s))
+    return found
 
 
 def points(layout: Layout) -> dict[Point, float]:
@@ -213,10 +272,15 @@ def _of(traced: StageProgram, micro_batches: int) -> StageProgram:
     return StageProgram(segments, traced.tail, micro_batches, micro_batches - 1)
 
 
+def _groups(layout: Layout) -> Layout:
+    """What networks need of `layout`."""
+    return Layout(tp=layout.tp, dp=layout.dp, pp=layout.pp, order=layout.order)
+
+
 class _Edges:
     """Messages between the stages of a shortened pipeline: the whole one's mean between neighbours."""
 
-    def __init__(self, network: Network, stages: int):
+    def __init__(self, network: Networks, stages: int):
         self.network, self.last, self.known = network, stages - 1, dict[tuple[int, int], float]()
         nodes = network.system.devices_per_node.value or 1
         self.edges = range(min(network.layout.pp - 1, int(nodes)))  # further ones are like these
@@ -236,7 +300,7 @@ class _Edges:
         return self.known[payload, step]
 
 
-def _seconds(network: Network, layout: Layout, shards: float) -> Callable[[Message], float]:
+def _seconds(network: Networks, layout: Layout, shards: float) -> Callable[[Message], float]:
     def seconds(message: Message) -> float:
         payload = message.payload
         if message.group == "embedding" and layout.zero:  # shards of the tied gradients
