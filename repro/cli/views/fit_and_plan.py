@@ -226,7 +226,8 @@ def _undecided(console: Console, rows: Sequence[PlanRow]) -> None:
         text = f"Which is the fastest is not decided by what is known: {named} of the rows is faster than "
         text += f"the first in so many draws of its unknown numbers; {moves} move the first one most."
     else:
-        text = f"Against each of the others the first is the fastest in {units.percent(1 - UNDECIDED)} of all draws of unknown numbers."
+        most = units.percent(1 - UNDECIDED)
+        text = f"In {most} of all draws of unknown numbers the first is faster than each of the others."
     console.print("\n" + textwrap.fill(text, console.width), markup=False)
 
 

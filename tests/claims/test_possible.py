@@ -1,0 +1,139 @@
+"""A predicted time that misses: what unknown numbers leave of it, which of them decides, and how it is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from repro.claims.judge import judge
+from repro.claims.reader import load
+from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, POSSIBLE, REPRODUCED, ClaimResult, RowResult
+from repro.claims.table import summary, totals, why
+from repro.report.exports.compare import BETTER, SAME, WORSE, _judged
+from repro.results.interval import Sensitivity, StepInterval
+from repro.results.schema import SIMULATED, ExperimentRecord
+from tests.claims.made_up import record
+from tests.claims.test_judge import HEAD
+
+RINGS, LAUNCH = "links.inter-node.rings", "device.time.launch_s"
+
+
+def simulated(name: str, step_s: float, interval: StepInterval | None = None) -> ExperimentRecord:
+    """A step of 100 samples."""
+    metrics = {"step_seconds.median": step_s, "samples_per_s": 100 / step_s}
+    return replace(record(name, **metrics), evidence=SIMULATED, interval=interval)
+
+
+def moved(rings: tuple[float, float], launch: tuple[float, float], draws: list[float]) -> StepInterval:
+    """What a step of 10 s takes at the ends of two unknowns."""
+    made = [
+        Sensitivity(key=key, low=1, best=2, high=3, low_s=low, high_s=high)
+        for key, (low, high) in ((RINGS, rings), (LAUNCH, launch))
+    ]
+    return StepInterval(draws=draws, moves=made)
+
+
+def judged(
+    path: Path, published: str, *records: ExperimentRecord, value: str, bound: str = ""
+) -> ClaimResult:
+    text = f'{{ label = "x", published = "{published}", bound = "{bound}", {value} }}'
+    (path / "claims.toml").write_text(HEAD + text + "]\n")
+    return judge(load(path), records)[0]
+
+
+def rate(name: str = "s/a") -> str:
+    return f"""simulated = {{ value = 'metric("{name}", "samples_per_s")', metric = "throughput" }}"""
+
+
+def only(result: ClaimResult) -> RowResult:
+    (row,) = result.rows
+    return row
+
+
+DOUBT = moved((10.0, 5.0), (9.9, 11.0), [5.0, 8.0, 10.0, 12.0])
+"""A rate of 10/s that may be 20/s with more rings, or 8.3/s in some joint draw."""
+
+
+@pytest.mark.parametrize(
+    ("published", "bound", "verdict"),
+    [
+        ("10.0", "", REPRODUCED),  # the best value
+        ("11.4", "", REPRODUCED),  # in the tolerance of 15 % around what was published
+        ("15.0", "", POSSIBLE),
+        ("20.0", "", POSSIBLE),
+        ("20.1", "", NOT_REPRODUCED),  # no tolerance around what is allowed
+        ("8.8", "", REPRODUCED),
+        ("8.0", "", NOT_REPRODUCED),
+        ("19", "over", POSSIBLE),
+        ("20", "over", NOT_REPRODUCED),
+        ("9", "over", REPRODUCED),
+    ],
+)
+def test_a_published_value_is_possible_where_some_allowed_value_gives_it(
+    tmp_path: Path, published: str, bound: str, verdict: str
+) -> None:
+    row = only(judged(tmp_path, published, simulated("s/a", 10.0, DOUBT), value=rate(), bound=bound))
+    assert row.verdict == verdict, row.reason
+    (finding,) = row.findings
+    ends = 100 / 12 + 0.15 * (10 - 100 / 12), 20 - 0.15 * (20 - 12.5)  # 5 and 95 % of four draws
+    assert (finding.low, finding.high) == pytest.approx(ends)
+    if verdict == POSSIBLE:
+        assert f"{RINGS} decides" in row.reason
+    if verdict == NOT_REPRODUCED:
+        assert "outside of 8.333 to 20" in row.reason
+
+
+def test_without_an_interval_a_miss_stays_what_it_was(tmp_path: Path) -> None:
+    row = only(judged(tmp_path, "15.0", simulated("s/a", 10.0), value=rate()))
+    assert (row.verdict, row.findings[0].low) == (NOT_REPRODUCED, 10.0)
+
+
+def test_where_no_unknown_is_enough_the_two_that_do_most_are_named(tmp_path: Path) -> None:
+    doubt = moved((10.0, 8.0), (9.0, 10.0), [7.0] * 4)
+    row = only(judged(tmp_path, "14.0", simulated("s/a", 10.0, doubt), value=rate()))
+    assert row.verdict == POSSIBLE
+    assert f"no one alone, {RINGS} and {LAUNCH} most of all" in row.reason
+
+
+def test_both_sides_of_a_ratio_are_taken_in_the_same_case(tmp_path: Path) -> None:
+    """Twice as fast in every draw, however far the rates move; and only an unknown of one side moves the ratio."""
+    both_read = 'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")'
+    value = f"simulated = {{ value = '{both_read}', metric = \"ratio\" }}"
+    both = [5.0, 8.0, 10.0, 12.0]
+    ours = simulated("s/a", 10.0, moved((5.0, 12.0), (10.0, 10.0), both))
+    other = simulated("s/b", 20.0, moved((10.0, 24.0), (20.0, 20.0), [2 * step for step in both]))
+    row = only(judged(tmp_path, "3.0", ours, other, value=value))
+    assert (row.verdict, row.findings[0].low, row.findings[0].high) == (NOT_REPRODUCED, 2.0, 2.0)
+    alone = simulated("s/b", 20.0, moved((10.0, 24.0), (20.0, 30.0), [2 * step for step in both]))
+    row = only(judged(tmp_path, "3.0", ours, alone, value=value))
+    assert row.verdict == POSSIBLE
+    assert f"{LAUNCH} decides" in row.reason
+
+
+def test_possible_is_a_verdict_of_its_own_in_every_count(tmp_path: Path) -> None:
+    rows = ",\n".join(
+        f'{{ label = "{name}", published = "{value}", {rate(f"s/{name}")} }}'
+        for name, value in (("a", "10.0"), ("b", "15.0"))
+    )
+    (tmp_path / "claims.toml").write_text(HEAD + rows + "]\n")
+    records = [simulated(f"s/{name}", 10.0, DOUBT) for name in "ab"]
+    (result,) = judge(load(tmp_path), records)
+    assert (result.verdict, result.basis) == (POSSIBLE, "simulated 1/2")
+    assert result.disagreements == ()
+    kind = result.kind("simulated")
+    assert kind is not None
+    assert (kind.verdict, kind.reproduced, kind.decided) == (POSSIBLE, 1, 2)
+    counts = summary([result])
+    assert (counts["verdicts"][POSSIBLE], counts["row_verdicts"][POSSIBLE]) == (1, 1)
+    assert counts["things"] == {"tested": 2, "hold": 1, "possible": 1}
+    assert counts["evidence"]["simulated"]["rows_possible"] == 1
+    assert "1 hold in all their values and 1 are possible" in totals(counts)
+    assert why(result).startswith("1 of 2 values that are the claim lies in what unknown inputs leave")
+
+
+def test_to_become_possible_is_better_than_a_miss_and_worse_than_a_success() -> None:
+    assert _judged(REPRODUCED, POSSIBLE) == WORSE == _judged(POSSIBLE, NOT_REPRODUCED)
+    assert _judged(NOT_REPRODUCED, POSSIBLE) == BETTER == _judged(POSSIBLE, REPRODUCED)
+    assert _judged(POSSIBLE, POSSIBLE) == SAME == _judged(NOT_COMPARABLE, POSSIBLE)
