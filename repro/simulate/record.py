@@ -87,7 +87,7 @@ def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
     from repro.simulate.time.interval import uncertain
 
     point = calibration_point_of(kernels, system)
-    run = point and (point.experiment(models.load(point.model)).key, systems.load(point.system))
+    run = point and (point.rate, point.experiment(models.load(point.model)).key, systems.load(point.system))
     numbers = system, run, uncertain(system, point)
     return SimulatedOn(
         system=system.name,
