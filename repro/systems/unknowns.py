@@ -18,7 +18,7 @@ from repro.config.system import System
 
 DRAWS = 64
 """Joint draws of all unknowns."""
-WHOLE = ("rings", "adapters", "multiprocessors", "devices_per_node", "nodes")
+WHOLE = ("rings", "adapters", "switch", "multiprocessors", "devices_per_node", "nodes")
 """Last words of keys that count something."""
 LOW, BEST, HIGH = 0.0, 0.5, 1.0
 """Quantiles of the ends of a range and of the value that is used."""
