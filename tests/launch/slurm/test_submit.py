@@ -141,6 +141,9 @@ def test_a_refusal_of_slurm_leaves_what_was_submitted(
         ('gpus_per_node = 2\ngpu_type = "a100"', "slurm.gpu_type = 'a100': must be one of v100"),
         ("tasks_per_node = 2\ncpus_per_task = 64", "slurm.cpus_per_task = 64: must be at most 48"),
         ("tasks_per_node = 1\n[[case]]\nmatch = '*'\nnodes = 4", None),
+        ("gpus_per_node = 16", None),
+        ("tasks_per_node = 2\ncpus_per_task = 48", None),
+        ('partition = "short"\ntime_limit = "10:00"', None),
         ('[storage]\nshared = "/nowhere/at/all"', "--results"),
     ],
 )
