@@ -90,6 +90,7 @@ def test_any_cut_can_be_read_from_any_other(
             assert torch.equal(into, of(wanted))
         if gap == 0:
             assert reader.bytes_read == 4 * matrix.numel()
+        assert reader._buffer.numel() <= slice_, "more than a slice at once"
 
 
 @pytest.mark.parametrize(("gap", "elements"), [(3, 4 * 6), (4, 3 * 10 + 6)])

@@ -74,6 +74,27 @@ def test_a_cpu_and_the_reference_say_so() -> None:
     assert results("reference")["kernels"] == {"every operator": ["torch: kernels = reference"]}
 
 
+def recorded(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """What the store has of a result that comes twice."""
+    experiment = tiny(Layout(), steps=2, untimed_steps=1)
+    suite = Suite(name="s", file="s.toml", entries=(Entry(experiment=experiment),))
+    with Store(folder / "results") as store, Progress(1, 0) as progress:
+        recorder = Recorder(suite, store, progress)
+        for _ in range(2):
+            recorder.outcome(experiment, 1.0, results=[result])
+    (record, _) = lines(folder / "results")
+    return record
+
+
+def test_why_a_kernel_did_not_run_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = {"bias_gelu": ["torch: no compiler"], "adamw_": ["cuda"]}
+    record = recorded(tmp_path, results() | {"kernels": ran})
+    assert record["kernels"] == {"bias_gelu": {"torch: no compiler": 1}, "adamw_": {"cuda": 1}}
+    assert record["metrics"]["steps"] == 2
+    what = "ran torch's operators in place of CUDA kernels for bias_gelu: no compiler"
+    assert capsys.readouterr().err.count(f"warning: tiny {what}\n") == 1
+
+
 @pytest.mark.usefixtures("broken")
 def test_a_failed_compilation_reaches_the_record_and_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -81,13 +102,7 @@ def test_a_failed_compilation_reaches_the_record_and_the_terminal(
     with pytest.warns(RuntimeWarning, match=r"repro::bias_gelu runs torch(.|\n)*nonsense") as told:
         result = results()
     assert len(told) == 1
-    experiment = tiny(Layout(), steps=2, untimed_steps=1)
-    suite = Suite(name="s", file="s.toml", entries=(Entry(experiment=experiment),))
-    with Store(tmp_path / "results") as store, Progress(1, 0) as progress:
-        recorder = Recorder(suite, store, progress)
-        for _ in range(2):
-            recorder.outcome(experiment, 1.0, results=[result])
-    (record, _) = lines(tmp_path / "results")
+    record = recorded(tmp_path, result)
     ((how, ranks),) = record["kernels"]["bias_gelu"].items()
     assert ranks == 1
     assert how.startswith("torch: wrong does not compile for sm_80: wrong.cu(1): error")
