@@ -55,6 +55,7 @@ def test_every_element_is_written_once_and_read_once(
     for wanted in read:
         overlaps = [part for piece in written if (part := wanted.overlap(piece))]
         assert sum(part.size for part in overlaps) == wanted.size
+        assert all(part.size > 0 for part in overlaps), "nothing is no overlap"
 
 
 @QUICK
@@ -93,11 +94,16 @@ def test_any_cut_can_be_read_from_any_other(
         assert reader._buffer.numel() <= slice_, "more than a slice at once"
 
 
-@pytest.mark.parametrize(("gap", "elements"), [(3, 4 * 6), (4, 3 * 10 + 6)])
+@pytest.mark.parametrize(
+    ("slice_", "gap", "columns", "elements"),
+    [(1000, 3, 6, 4 * 6), (1000, 4, 6, 3 * 10 + 6), (5, 6, 4, 4 * 4)],
+    ids=["a large gap", "a small gap", "rows longer than a slice"],
+)
 def test_small_gaps_are_read_over_and_larger_ones_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: int, elements: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_: int, gap: int, columns: int, elements: int
 ) -> None:
-    """Six of ten columns of four rows: row by row, or from the first to the last of them with the gaps of four."""
+    """Some of ten columns of four rows: row by row, or from the first to the last of them with what lies between."""
+    monkeypatch.setattr(files, "SLICE", slice_)
     monkeypatch.setattr(files, "GAP", gap)
     whole, path = Rectangle(0, 4, 0, 10), tmp_path / "rank-0.safetensors"
     files.write(
@@ -105,7 +111,7 @@ def test_small_gaps_are_read_over_and_larger_ones_are_not(
     )
     ((_, at),) = files.contents(path)[0]
     with files.Reader() as reader:
-        reader.read(path, at, whole, Rectangle(0, 4, 2, 6), torch.empty(4, 6))
+        reader.read(path, at, whole, Rectangle(0, 4, 2, columns), torch.empty(4, columns))
         assert reader.bytes_read == 4 * elements
 
 
