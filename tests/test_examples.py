@@ -32,6 +32,7 @@ NOT_HERE = {
     "repro calibrate": "minutes of measuring",
     "repro simulate --model smoke-speed": "a calibrated machine",
     "repro twin": "a calibrated machine",
+    "repro evaluate": "weights and texts that were published",
     "repro submit": "a cluster",
     "repro doctor --profile": "a cluster",
     "repro status": "a cluster",

@@ -13,6 +13,7 @@ from typing import Any
 from repro import systems
 from repro.config import Limits, Model, Training
 from repro.config.errors import ConfigError, require
+from repro.config.quantity import Quantity
 from repro.config.sizes import at_most
 from repro.config.system import System
 from repro.launch.interrupt import Interrupt
@@ -69,7 +70,7 @@ def _this_machine(system: str, limit: int | None) -> System:
         if limit is None:
             what = "is needed on processor cores: what one process may allocate, say 500MB"
             raise ConfigError("memory_limit", says=what)
-        nothing = replace(on.context_bytes, value=0, source="a processor has no CUDA context")
+        nothing = Quantity(value=0, source="a processor has no CUDA context")
         return replace(on, context_bytes=nothing)
     return on
 

@@ -84,7 +84,7 @@ def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: fl
 def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
     """What a simulation takes from a system, and from the generation of its `kernels`."""
     from repro.simulate.time.calibration_points import calibration_point_of
-    from repro.simulate.time.interval import uncertain
+    from repro.simulate.time.uncertain import uncertain
 
     point = calibration_point_of(kernels, system)
     run = point and (point.rate, point.experiment(models.load(point.model)).key, systems.load(point.system))

@@ -12,6 +12,7 @@ from repro.config import EmulatedNetwork, Experiment, Layout, Training
 from repro.config.engines import NATIVE
 from repro.config.errors import ConfigError
 from repro.config.layout import ELEMENT_BYTES
+from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.lab.frames import payload_share
 from repro.lab.products import PRODUCTS
@@ -145,7 +146,7 @@ def with_links(system: System, choice: Choice) -> System:
     links = dict(system.links)
     for name, rate in ((system.link_inside(), choice.within), (BETWEEN_NODES, choice.between)):
         if rate and name in links:
-            said = replace(links[name].bandwidth, value=rate, source="asked for")
+            said = Quantity(value=rate, source="asked for")
             links[name] = replace(links[name], bandwidth=said, efficiency=replace(said, value=1.0))
     return replace(system, links=links)
 
@@ -249,7 +250,7 @@ def _stage_rate(network: Network) -> float:
 def _open_inside(system: System) -> System:
     """`system` whose links inside a node hold nothing up."""
     name = system.link_inside()
-    free = replace(system.links[name].bandwidth, value=1e18, source="left out")
+    free = Quantity(value=1e18, source="left out")
     return replace(system, links={**system.links, name: replace(system.links[name], bandwidth=free)})
 
 

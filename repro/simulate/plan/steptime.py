@@ -27,12 +27,13 @@ from repro.simulate.plan.widen import widened
 from repro.simulate.time import calibration_points, efficiency
 from repro.simulate.time.basis import rests_on
 from repro.simulate.time.device import DeviceCost
-from repro.simulate.time.interval import all_cases, at, of_seconds, uncertain
+from repro.simulate.time.interval import all_cases, at, of_seconds
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction
 from repro.simulate.time.program import OperatorCost, StageProgram, program
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.time.several import SeveralDevices, SeveralNetworks
+from repro.simulate.time.uncertain import uncertain
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
 from repro.simulate.trace.roles import ORDINARY, Trace
 from repro.systems.unknowns import Case

@@ -12,27 +12,15 @@ from collections.abc import Sequence
 from itertools import islice
 
 from repro.config import Experiment
-from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
 from repro.simulate.time.timed import step_seconds
+from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
 from repro.simulate.trace.roles import Trace
-from repro.systems.unknowns import HIGH, JOINT, LOW, Case, Unknown, drawn, unknown, unknowns
+from repro.systems.unknowns import HIGH, JOINT, LOW, Case, Unknown, drawn
 
-TIMED = ("device.", "links.")
-"""Beginnings of the keys that time depends on."""
-UNCALIBRATED = unknown(
-    "kernels",
-    Quantity(
-        value=1,
-        high=1.6,
-        source="no run calibrates these kernels on this device, and they take what shapes and bandwidth allow; high: "
-        "the most that one of the generations takes which a published point calibrates",
-    ),
-)
-"""Seconds of kernels without a published point over the modelled ones."""
 DIGITS = 7
 """That are kept of seconds."""
 
@@ -46,15 +34,6 @@ def interval(experiment: Experiment, system: System, traces: list[Trace]) -> Ste
     cases = all_cases(found)
     systems, factors = at(system, generation, cases)
     return of_seconds(found, step_seconds(experiment, systems, traces, factors).tolist())
-
-
-def uncertain(system: System, generation: CalibrationPoint | None) -> list[Unknown]:
-    """What the time of a step on `system` depends on and nobody knows for certain."""
-    found = [one for one in unknowns(system) if one.key.startswith(TIMED)]
-    if system.device.operators:
-        return found
-    kernels = UNCALIBRATED if generation is None else generation.rate
-    return [*found, kernels] if kernels.low < kernels.high else found
 
 
 def all_cases(found: Sequence[Unknown]) -> tuple[Case, ...]:

@@ -15,9 +15,10 @@ from repro.config.system import System
 from repro.results.interval import StepInterval
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import calibration_points
-from repro.simulate.time.interval import UNCALIBRATED, all_cases, at, interval, of_seconds, uncertain
+from repro.simulate.time.interval import all_cases, at, interval, of_seconds
 from repro.simulate.time.predict import predict
 from repro.simulate.time.timed import step_seconds, timed
+from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
 from repro.simulate.trace.roles import Trace, trace_roles
 from repro.systems import load
 from repro.systems.unknowns import LOW, Case, drawn, unknowns, with_values
