@@ -20,7 +20,7 @@ from repro.claims.reader import load as ledger
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-SLOW = ("README.md", "first-hour.md", "simulate.md")
+SLOW = ("README.md", "first-hour.md", "simulate.md", "time.md", "kernels.md")
 """Their commands take many seconds."""
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("REPRO_")}
 CODE = "import sys; from repro.cli import main; sys.exit(main())"

@@ -143,6 +143,7 @@ def test_a_checkout_needs_no_installation(checkout: Path, tmp_path: Path) -> Non
     assert Path(where.strip()) == checkout / "kernels/cuda/compile.py"
 
 
+@pytest.mark.slow
 def test_an_editable_installation_finds_them_where_they_are(checkout: Path, tmp_path: Path) -> None:
     python = environment(tmp_path / "venv", checkout, "--editable")
     where = run(python, "-c", WHERE, cwd=tmp_path)

@@ -25,6 +25,7 @@ MODEL = Model(name="tiny", layers=4, hidden=64, heads=4, vocab=512, seq=32)
 TINY = ["--hidden", "256", "--heads", "4", "--vocab", "512", "--seq", "64"]
 
 
+@pytest.mark.slow
 def test_the_largest_that_fits_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """The kernel refuses more than the limit: the largest that trained is beside the first that did not."""
     asked = [

@@ -191,6 +191,7 @@ def test_one_that_fails_is_an_outcome(
     assert run(suite, tmp_path / "results", capsys)[0] == 0, "an error is tried again"
 
 
+@pytest.mark.slow
 def test_workers_share_a_suite(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_results_that_are_a_file_are_an_empty_store_or_a_clear_error(
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_large_store_has_a_page_of_a_sane_size(tmp_path: Path) -> None:
     """2,100 records, without figures; `make benchmarks` has 10,000, figures and the clock."""
     found = evidence.read(large.store(tmp_path / "results", 2_100))

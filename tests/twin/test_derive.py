@@ -221,6 +221,7 @@ def test_the_suite_is_the_twin(lowbw: Twin, machine: System, catalogue: Catalogu
     assert [row.subjects for row in suite.comparisons] == [("lowbw-deepspeed",)]
 
 
+@pytest.mark.slow
 def test_both_sides_say_what_they_rest_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The original's V100 is known by a published point, the twin's machine was measured."""
     path = tmp_path / "here.toml"

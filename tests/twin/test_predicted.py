@@ -17,6 +17,7 @@ from tests.records import latest
 from tests.twin.conftest import tables
 
 
+@pytest.mark.slow
 def test_the_records_of_a_twin_have_the_seconds_of_its_network(
     machine: System, lowbw: Twin, tmp_path: Path
 ) -> None:
