@@ -141,7 +141,7 @@ test-slow: $(INSTALLED_TEST) $(NVRTC13)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m slow $(PYTEST_ARGS)
 
 test-engines: $(INSTALLED_TEST) $(INSTALLED_ENGINES)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines/deepspeed tests/engines/megatron $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m '' tests/engines/deepspeed tests/engines/megatron tests/engines/test_interfaces.py $(PYTEST_ARGS)
 
 test-slurm: $(INSTALLED_TEST)
 	REPRO_SLURM=1 $(BIN)/python -m pytest -n $(LABS) --dist loadgroup tests/slurm_lab $(PYTEST_ARGS)
