@@ -11,8 +11,9 @@ from repro.config import Experiment
 from repro.launch.job import Job
 from repro.launch.progress import Progress
 from repro.results import select
+from repro.results.found import KernelsRan, Provenance, RankResult
 from repro.results.kernels import fallbacks
-from repro.results.schema import MEASURED, ExperimentRecord, KernelsRan, Provenance, RankResult, Record
+from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.store import DISK_FULL, Store
 from repro.suites import Entry, Suite
 

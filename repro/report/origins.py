@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from repro.render import units
-from repro.results.schema import Provenance, Record
+from repro.results.found import Provenance
+from repro.results.schema import Record
 
 
 class Machines:

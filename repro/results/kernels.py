@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from repro.results.schema import KernelsRan, RankResult
+from repro.results.found import KernelsRan, RankResult
 
 
 def of_ranks(results: Sequence[RankResult]) -> KernelsRan:

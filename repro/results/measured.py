@@ -14,19 +14,11 @@ from repro.config import Experiment
 from repro.config.engines import NATIVE
 from repro.measure.statistics import ratio_interval, summary
 from repro.results import kernels, metrics
+from repro.results.found import CheckpointReport, Provenance, RankResult, StepSeries
 from repro.results.metrics import Held, Metrics
 from repro.results.network import NetworkReport
 from repro.results.parts import finite
-from repro.results.schema import (
-    MEASURED,
-    CheckpointReport,
-    ComparisonRecord,
-    ExperimentRecord,
-    Provenance,
-    RankResult,
-    Side,
-    StepSeries,
-)
+from repro.results.schema import MEASURED, ComparisonRecord, ExperimentRecord, Side
 
 _WORST_FIRST = ("oom", "diverged", "error", "ok")
 

@@ -32,7 +32,7 @@ from repro.config import Experiment
 from repro.measure.statistics import ratio_interval
 from repro.models import flops, parameters
 from repro.parallel.pipeline.schedule import build, in_flight
-from repro.results.schema import LayerTraffic, StageReport, TrafficRow
+from repro.results.found import LayerTraffic, StageReport, TrafficRow
 
 Metrics: TypeAlias = dict[str, float]
 STEP_SECONDS = "step_seconds.median"

@@ -15,15 +15,9 @@ from repro.config import Experiment, OperatorSet
 from repro.config.system import System
 from repro.models import flops
 from repro.results import metrics
+from repro.results.found import SimulatedFailure, SimulatedOn, SimulatedRole, StepSeries
 from repro.results.metrics import Held, Metrics
-from repro.results.schema import (
-    SIMULATED,
-    ExperimentRecord,
-    SimulatedFailure,
-    SimulatedOn,
-    SimulatedRole,
-    StepSeries,
-)
+from repro.results.schema import SIMULATED, ExperimentRecord
 
 if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation

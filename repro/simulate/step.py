@@ -11,7 +11,7 @@ from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.host.garbage import uncollected
 from repro.models import flops, parameters
-from repro.results.schema import TrafficRow
+from repro.results.found import TrafficRow
 from repro.simulate.memory.live import Memory, measure
 from repro.simulate.memory.replay import Replay, replay
 from repro.simulate.placement import Placement

@@ -22,8 +22,8 @@ from repro.launch.progress import Progress
 from repro.launch.rank.experiment import Run
 from repro.launch.recorder import Recorder
 from repro.parallel import mesh as meshes
+from repro.results.found import RankResult
 from repro.results.kernels import fallbacks, of_ranks
-from repro.results.schema import RankResult
 from repro.results.store import Store
 from repro.suites import Entry, Suite
 from tests.records import lines

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import Experiment, Layout, Model, Training
+from repro.results.found import RankResult
 from repro.results.measured import comparison_record, experiment_record
-from repro.results.schema import RankResult, Record
+from repro.results.schema import Record
 from repro.results.store import Store
 
 MODEL = Model(name="synthetic", layers=2, hidden=32, heads=2, vocab=256, seq=32)

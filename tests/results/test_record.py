@@ -11,11 +11,12 @@ import pytest
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.enums import ACCOUNTED
 from repro.results import frames
+from repro.results.found import RankResult, TrafficRow
 from repro.results.kernels import fallbacks
 from repro.results.measured import comparison_record, experiment_record, step_seconds
 from repro.results.metrics import UNDISTURBED, Held, allocated, per_layer, work
 from repro.results.network import NetworkReport, RankOnNetwork
-from repro.results.schema import ExperimentRecord, RankResult, TrafficRow
+from repro.results.schema import ExperimentRecord
 from tests.launch.fake_session import _result
 from tests.records import CONDITIONS, changed, made_up
 

@@ -28,8 +28,8 @@ from repro.measure.waiting import StageWaits
 from repro.models import flops
 from repro.models.gpt import Place
 from repro.parallel.mesh import Mesh
+from repro.results.found import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 from repro.results.metrics import per_layer
-from repro.results.schema import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 from repro.train.part import MicroBatch
 
 __all__ = ["Diverged", "Run"]

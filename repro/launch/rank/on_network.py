@@ -16,7 +16,7 @@ from repro.config.network import core_share
 from repro.lab import products
 from repro.launch.job import NETWORK, Job
 from repro.launch.rank.pace import Pace
-from repro.results.schema import RankOnNetwork
+from repro.results.network import RankOnNetwork
 
 COMPUTE_S = 0.6
 ATTEMPTS = 5

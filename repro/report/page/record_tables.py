@@ -6,8 +6,9 @@ from typing import Any
 
 from repro.render import units, words
 from repro.report.verdicts import anchor
+from repro.results.found import SimulatedRole
 from repro.results.metrics import STEP_SECONDS
-from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record, SimulatedRole
+from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record
 from repro.simulate.time.basis import of_record
 
 
