@@ -9,7 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from repro.config import EmulatedNetwork, Experiment, Layout, Model
 from repro.lab import products
+from repro.launch.job import NETWORK, Job
+from repro.launch.local.launch import LocalLaunch, read_json
 from tests.lab.on_networks import TOO_FAST, experiments, most_over_ledger, run, suite
 from tests.launch import runs
 
@@ -48,16 +51,20 @@ def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> 
                 assert 0 < crossing <= sent <= most * crossing + 40_000
 
 
-def test_links_are_as_fast_as_ranks_compute(tmp_path: Path) -> None:
-    """Rates that hold for ranks of half the rate are twice as high here, as far as the machine says twice the same."""
-    half = products.of_a_rank(4) / 2
-    body = '[[experiment]]\nname = "one"\nlayout = { dp = 4 }\n'
-    body += f'network = {{ use = "slow", flops_per_s = {half:.4g} }}\n'
-    code, err = run(suite(tmp_path, body), tmp_path / "results")
-    assert code == 0, err
-    (record,) = experiments(tmp_path / "results")
-    assert record.network is not None
-    assert record.network.rates["node sends"] == pytest.approx([16e6, 16e6], rel=0.3)
+def test_links_are_as_fast_as_ranks_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates that hold for ranks of half the rate are twice as high."""
+    monkeypatch.setattr(products, "of_a_rank", {4: 3e9}.__getitem__)
+    network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, flops_per_s=1.5e9)
+    model = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
+    experiment = Experiment(name="one", model=model, layout=Layout(dp=4), network=network)
+    launched = LocalLaunch(Job(experiments=[experiment]), tmp_path / "logs", target=runs.FAKE)
+    try:
+        launched.start()
+        facts = read_json(launched.folder / NETWORK)
+    finally:
+        launched.close(keep_logs=None)
+    assert facts is not None
+    assert facts["rates"]["node sends"] == pytest.approx([16e6, 16e6], rel=0.05)
 
 
 def test_a_killed_run_leaves_no_process_and_no_network(tmp_path: Path) -> None:
