@@ -257,10 +257,11 @@ def _in_doubt(doubt: Doubt, row: Row, claim: Claim, rule: str) -> tuple[str, str
     def meets(least: float, most: float) -> bool:
         return published.meets(least / unit, most / unit)
 
-    ends = " to ".join(show(end / unit, row.printed) for end in (doubt.least, doubt.most))
+    ends = " to ".join(dict.fromkeys(show(end / unit, row.printed) for end in (doubt.least, doubt.most)))
     if meets(doubt.least, doubt.most):
-        return POSSIBLE, f"{rule}; it lies in {ends}, what unknown inputs leave: {doubt.decided_by(meets)}"
-    return NOT_REPRODUCED, f"{rule}; outside of {ends}, whatever unknown inputs are"
+        left = f"what unknown inputs leave: {doubt.decided_by(meets)}"
+        return POSSIBLE, f"{rule}; the published value lies in {ends}, {left}"
+    return NOT_REPRODUCED, f"{rule}; the published value lies outside of {ends}, whatever unknown inputs are"
 
 
 def _across(rule: Accepted, low: float, high: float) -> bool:

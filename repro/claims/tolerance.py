@@ -112,7 +112,11 @@ def accepted(
         return Accepted(low - slack, high + slack, False, False, "exactly" if not slack else f"{slack:g}")
     digitised = [(low - error, high + error, f"digitised +-{error:g}")] if error else []
     if bound and bound != UP_TO:
-        start, end, why = low - error, high + error, " and ".join([bound, *(w[2] for w in digitised)])
+        start, end, why = (
+            low - error,
+            high + error,
+            " and ".join(["printed bound", *(w[2] for w in digitised)]),
+        )
         if bound in ("under", "at most"):
             return Accepted(float("-inf"), end, False, bound == "under", why)
         return Accepted(start, float("inf"), bound == "over", False, why)

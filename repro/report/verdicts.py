@@ -166,14 +166,19 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
         "value": "not run" if finding.value is None else _value(finding, result),
         "number": "" if finding.value is None else f"{finding.value}",
         "tolerance": finding.reason if at_scale else finding.tolerance,
-        # A rule that was met says no more than the tolerance does; what is missing, or an interval, does.
-        "reason": "" if at_scale or finding.tolerance.endswith(f": {finding.reason}") else finding.reason,
+        "reason": "" if at_scale else _beside_the_rule(finding),
         "expression": finding.expression,
         "verdict": finding.verdict,
         "slug": slug(finding.verdict),
         "sign": SIGNS[finding.verdict],
         "disagrees": finding in result.disagrees,
     }
+
+
+def _beside_the_rule(finding: Finding) -> str:
+    """The reason without the rule, which the tolerance ends with: what is missing, what an interval says."""
+    rule = finding.tolerance.partition(": ")[2]
+    return finding.reason.removeprefix(rule).removeprefix("; ") if rule else finding.reason
 
 
 def _value(finding: Finding, result: RowResult) -> str:

@@ -12,6 +12,7 @@ from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, POSSIBLE, REPRODUCED, ClaimResult, RowResult
 from repro.claims.table import summary, totals, why
 from repro.report.exports.compare import BETTER, SAME, WORSE, _judged
+from repro.report.verdicts import row_view
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
 from tests.claims.made_up import record
@@ -83,6 +84,19 @@ def test_a_published_value_is_possible_where_some_allowed_value_gives_it(
         assert f"{RINGS} decides" in row.reason
     if verdict == NOT_REPRODUCED:
         assert "outside of 8.333 to 20" in row.reason
+
+
+@pytest.mark.parametrize(("published", "bound"), [("15.0", ""), ("20.1", ""), ("19", "over"), ("20", "over")])
+def test_a_miss_says_its_rule_in_words_and_the_page_says_it_once(
+    tmp_path: Path, published: str, bound: str
+) -> None:
+    result = judged(tmp_path, published, simulated("s/a", 10.0, DOUBT), value=rate(), bound=bound)
+    rule, _, rest = only(result).reason.partition("; ")
+    assert rule == ("printed bound" if bound else "15% (throughput)")
+    assert rest.startswith("the published value lies ")
+    (shown,) = row_view(only(result), result.claim)["findings"]
+    assert shown["tolerance"].endswith(f": {rule}")
+    assert shown["reason"] == rest
 
 
 def test_without_an_interval_a_miss_stays_what_it_was(tmp_path: Path) -> None:
