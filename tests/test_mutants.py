@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 from repro.config.files import read_toml
+from tests.mutants.changed import new_files_in_the_index, sources
 from tests.mutants.relevant import ROOT, relevant
 
 SETTINGS = read_toml(ROOT / "tests/mutants/rooms.toml")
@@ -47,3 +49,23 @@ def test_tests_that_share_fixtures_stay_together() -> None:
 def test_what_runs_in_processes_of_its_own_is_answered_for_by_all_tests_of_its_room() -> None:
     tests = ["tests/results/test_schema.py"]
     assert relevant(Path("repro/launch/rank/program.py"), tests) == tests
+
+
+def test_files_that_git_does_not_follow_yet_have_changed(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        name = ["-c", "user.name=one", "-c", "user.email=one@example.org"]
+        return subprocess.check_output(["git", *name, *words], cwd=tmp_path, text=True)
+
+    git("init", "--quiet")
+    for name in ("same.py", "other.py"):
+        (tmp_path / name).write_text("one = 1\n")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "Begin")
+    (tmp_path / "other.py").write_text("one = 2\n")
+    (tmp_path / "new.py").write_text("two = 2\n")
+    assert sources(tmp_path, ["*.py"], None) == [Path("new.py"), Path("other.py"), Path("same.py")]
+    assert sources(tmp_path, ["*.py"], "HEAD") == [Path("new.py"), Path("other.py")]
+    assert "new.py" not in git("diff", "HEAD")
+    with new_files_in_the_index(tmp_path):
+        assert "+two = 2" in git("diff", "HEAD")
+    assert git("status", "--short") == " M other.py\n?? new.py\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,4 @@ def test_ranks_of_unequal_rates_are_refused(facts: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(on_network, "SPREAD", 1.19)
     with pytest.raises(RuntimeError, match=r"1 to 4 GFLOP/s, are 120% of their mean apart and not 119% at"):
         OnNetwork(NETWORK, facts, 0)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0), "the timer would kill the process at its end"

@@ -37,6 +37,8 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
 from repro.config.files import read_toml
+from repro.host.processes import die_with_parent
+from tests.mutants.changed import new_files_in_the_index, sources
 from tests.mutants.relevant import ROOT, relevant
 
 SETTINGS = read_toml(Path(__file__).with_name("rooms.toml"))
@@ -53,18 +55,9 @@ PATIENCE = 4
 """A mutant's tests may take this many times as long as all of the room's take without a fault."""
 
 
-def sources(room: str, base: str | None) -> list[Path]:
-    """Files of a room, relative to the repository; with `base` those that have changed since that commit."""
-    found = {path.relative_to(ROOT) for pattern in ROOMS[room]["files"] for path in ROOT.glob(pattern)}
-    if base:
-        changed = subprocess.check_output(["git", "diff", "--name-only", base], cwd=ROOT, text=True)
-        found &= set(map(Path, changed.splitlines()))
-    return sorted(found)
-
-
 def session(room: str, base: str | None, sample: int | None, seed: int) -> Path:
     """The session of a room's sources as they are now; it is made where there is none yet."""
-    files = sources(room, base)
+    files = sources(ROOT, ROOMS[room]["files"], base)
     key = sha256(repr((files, base, sample, sample and seed, SETTINGS["exclude"])).encode())
     for path in files:
         key.update((ROOT / path).read_bytes())
@@ -76,7 +69,8 @@ def session(room: str, base: str | None, sample: int | None, seed: int) -> Path:
             init(files, work, {})
             OperatorsFilter()._skip_filtered(work, SETTINGS["exclude"])
             if base:
-                GitFilter()._skip_filtered(work, base)
+                with new_files_in_the_index(ROOT):
+                    GitFilter()._skip_filtered(work, base)
             _skip_all_but(work, sample, seed)
         partial.rename(made)
     return made
@@ -129,7 +123,7 @@ def run(room: str, work: WorkDB, workers: int) -> None:
     for number in range(workers):
         trees.put(_copy(BUILD / f"tree-{number}"))
     limit_s = PATIENCE * _without_fault(room, {test for found in tests.values() for test in found})
-    with ProcessPoolExecutor(workers, context, _enter, (trees,)) as pool:
+    with ProcessPoolExecutor(workers, context, _enter, (trees, os.getpid())) as pool:
         waiting = [pool.submit(_try, item, tests[place(item)[0]], limit_s) for item in items]
         for number, done in enumerate(as_completed(waiting), 1):
             work.set_result(*done.result())
@@ -161,7 +155,7 @@ def _without_fault(room: str, tests: set[str]) -> float:
     )
     if done.returncode:
         sys.exit(
-            f"error: the tests of {room} fail without a fault:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            f"error: the tests of {room} fail without a fault, exit code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     seconds = time.monotonic() - began
     known.write_text(json.dumps({"state": state, "seconds": seconds}))
@@ -189,7 +183,8 @@ def _environment(tree: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
 
 
-def _enter(trees: SimpleQueue[str]) -> None:
+def _enter(trees: SimpleQueue[str], runner: int) -> None:
+    die_with_parent(runner)
     os.chdir(trees.get())
     os.environ |= _environment(Path.cwd())
 

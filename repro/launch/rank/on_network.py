@@ -19,7 +19,7 @@ from repro.launch.rank.pace import Pace
 from repro.results.network import RankOnNetwork
 
 COMPUTE_S = 0.6
-ATTEMPTS = 5
+ATTEMPTS = 15
 SPREAD = 0.25
 """Ranks that compute at rates further apart than this fraction of their mean are no equal devices."""
 
@@ -36,17 +36,13 @@ class OnNetwork:
             self._node = f"/proc/{found['nodes'][network.node_of(rank)]}/net/dev"
         self.pace = Pace(core_share(network.world, found["cores"]))
         self.pace.start()
-        for _ in range(ATTEMPTS):  # what else runs here may disturb one of them
-            rates = _compute_rates(network.world, self.pace)
-            apart = (max(rates) - min(rates)) * len(rates) / sum(rates)
-            if apart <= SPREAD:
-                break
-        self._rate = rates[rank]
-        if apart > SPREAD:
-            raise RuntimeError(
-                f"the ranks' compute rates, {min(rates) / 1e9:.3g} to {max(rates) / 1e9:.3g} GFLOP/s, are "
-                f"{apart:.0%} of their mean apart and not {SPREAD:.0%} at most: something else computes here"
-            )
+        try:
+            self._rate = _equal_rates(network.world, self.pace)[rank]
+        except (
+            BaseException
+        ):  # a timer that goes on would kill the rank at its end, and with it what it has to say
+            self.pace.stop()
+            raise
 
     @staticmethod
     @contextmanager
@@ -87,6 +83,19 @@ def _counters(file: str, interface: str) -> list[int]:
             words = fields.split()
             return [int(words[8]), int(words[0])]
     raise OSError(f"{file} has no interface {interface}")
+
+
+def _equal_rates(world: int, pace: Pace) -> list[float]:
+    """The compute rates of all ranks.  Raises `RuntimeError` if they are too far apart."""
+    for _ in range(ATTEMPTS):  # what else runs here may disturb one of them
+        rates = _compute_rates(world, pace)
+        apart = (max(rates) - min(rates)) * len(rates) / sum(rates)
+        if apart <= SPREAD:
+            return rates
+    raise RuntimeError(
+        f"the ranks' compute rates, {min(rates) / 1e9:.3g} to {max(rates) / 1e9:.3g} GFLOP/s, are "
+        f"{apart:.0%} of their mean apart and not {SPREAD:.0%} at most: something else computes here"
+    )
 
 
 def _compute_rates(world: int, pace: Pace) -> list[float]:
