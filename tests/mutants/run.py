@@ -155,7 +155,8 @@ def _without_fault(room: str, tests: set[str]) -> float:
     )
     if done.returncode:
         sys.exit(
-            f"error: the tests of {room} fail without a fault, exit code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            f"error: the tests of {room} fail without a fault, with exit code {done.returncode}:\n"
+            f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     seconds = time.monotonic() - began
     known.write_text(json.dumps({"state": state, "seconds": seconds}))
