@@ -6,7 +6,7 @@ Both sides of a ratio are taken in the same case, so what they have in common ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from repro.claims.expression import ExpressionError, evaluate
@@ -18,7 +18,7 @@ from repro.results.interval import Case, allowed, likely
 
 @dataclass(frozen=True)
 class Doubt:
-    """The values of one expression in all cases, in base units."""
+    """The values of one expression in all cases."""
 
     low: float
     """With `high` the 90 % interval of joint draws, with the best value in it."""
@@ -30,12 +30,26 @@ class Doubt:
     alone: Mapping[str, tuple[float, float]]
     """By unknown, the values at the ends of its range, the one that moves the value most first."""
 
-    def decided_by(self, meets: Callable[[float, float], bool]) -> str:
-        """Which unknown brings the value to what was published, as `meets` says of a least and a most value."""
+    def over(self, size: float) -> Doubt:
+        """Every value in units of `size`."""
+        alone = {key: (low / size, high / size) for key, (low, high) in self.alone.items()}
+        ends = {name: getattr(self, name) / size for name in ("low", "high", "least", "most", "best")}
+        return replace(self, alone=alone, **ends)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By unknown, its part of how far all of them move the value, one at a time; together they are 1."""
+        spans = {key: abs(high - low) for key, (low, high) in self.alone.items()}
+        whole = sum(spans.values()) or 1.0
+        return {key: span / whole for key, span in spans.items()}
+
+    def deciding(self, meets: Callable[[float, float], bool]) -> tuple[str, ...]:
+        """Which unknown alone brings the value to what was published, as `meets` says of a least and a most value;
+        the two that move it most where none does."""
         for key, ends in self.alone.items():
             if meets(*allowed(ends, self.best)):
-                return f"{key} decides"
-        return f"no one alone, {' and '.join(list(self.alone)[:2])} most of all"
+                return (key,)
+        return tuple(list(self.alone)[:2])
 
 
 def doubted(

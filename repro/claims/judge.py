@@ -234,9 +234,10 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
     if evidence.kind == SIMULATED and expected is None:
         doubt = doubted(evidence, row, read, records, functions)
         if doubt is not None:
-            value = _in_unit(Result(float(value.value) * UNITS[row.unit], doubt.low, doubt.high), row.unit)
+            common["doubt"] = doubt = doubt.over(UNITS[row.unit])
+            value = Result(value.value, doubt.low, doubt.high)
             if verdict == NOT_REPRODUCED:
-                verdict, reason = _in_doubt(doubt, row, claim, reason)
+                verdict, reason, common["deciding"] = _in_doubt(doubt, row, claim, reason)
     return Finding(
         verdict=verdict,
         reason=reason,
@@ -249,19 +250,18 @@ def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Findi
     )
 
 
-def _in_doubt(doubt: Doubt, row: Row, claim: Claim, rule: str) -> tuple[str, str]:
-    """The verdict and the reason of a predicted time whose best value misses."""
-    published, unit = stated(row, claim), UNITS[row.unit]
+def _in_doubt(doubt: Doubt, row: Row, claim: Claim, rule: str) -> tuple[str, str, tuple[str, ...]]:
+    """Of a predicted time whose best value misses: the verdict, the reason and the unknowns that decide."""
+    published = stated(row, claim)
     assert published is not None
-
-    def meets(least: float, most: float) -> bool:
-        return published.meets(least / unit, most / unit)
-
-    ends = " to ".join(dict.fromkeys(show(end / unit, row.printed) for end in (doubt.least, doubt.most)))
-    if meets(doubt.least, doubt.most):
-        left = f"what unknown inputs leave: {doubt.decided_by(meets)}"
-        return POSSIBLE, f"{rule}; the published value lies in {ends}, {left}"
-    return NOT_REPRODUCED, f"{rule}; the published value lies outside of {ends}, whatever unknown inputs are"
+    ends = " to ".join(dict.fromkeys(show(end, row.printed) for end in (doubt.least, doubt.most)))
+    if not published.meets(doubt.least, doubt.most):
+        why = f"the published value lies outside of {ends}, whatever unknown inputs are"
+        return NOT_REPRODUCED, f"{rule}; {why}", ()
+    found = doubt.deciding(published.meets)
+    which = f"{found[0]} decides" if len(found) == 1 else f"no one alone, {' and '.join(found)} most of all"
+    why = f"the published value lies in {ends}, what unknown inputs leave: {which}"
+    return POSSIBLE, f"{rule}; {why}", found
 
 
 def _across(rule: Accepted, low: float, high: float) -> bool:

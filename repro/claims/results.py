@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from repro.claims.doubt import Doubt
 from repro.claims.expression import Value
 from repro.claims.ledger import ITSELF, Claim, Row
 
@@ -45,6 +46,10 @@ class Finding:
     """`suite/name` of those that the value comes from, each once; none of a closed form."""
     libraries: tuple[str, ...] = ()
     """What was measured, where it was not this suite's own step: `DeepSpeed 0.19.8`."""
+    doubt: Doubt | None = None
+    """Of a predicted time: what unknown inputs leave of it, in the row's unit."""
+    deciding: tuple[str, ...] = ()
+    """Where it is `possible`: the unknown that brings it to what was published, or the two that move it most."""
 
     @property
     def at(self) -> str:

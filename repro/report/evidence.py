@@ -30,6 +30,7 @@ from repro.results import frames
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.select import of_today, select
 from repro.results.store import Store
+from repro.validate.unknowns import ShoppingList, shopping_list
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -164,6 +165,20 @@ class JudgedStore:
     def provenance(self) -> pd.DataFrame:
         """One row per record of any kind and protocol: its id, where it came from, which source made it."""
         return _frame([_origin(record) for record in self.records])
+
+    @cached_property
+    def shopping_list(self) -> ShoppingList:
+        """The unknowns of systems that move a predicted row, the one that settles most first."""
+        return shopping_list(self.judged, self.records)
+
+    def unknowns(self) -> pd.DataFrame:
+        """One row per unknown: its range, how many rows it moves and settles, what would measure it."""
+        counted = ("rows", "settles", "possible")
+        inputs = [one.as_dict() for one in self.shopping_list.inputs]
+        rows = [
+            {"unknown": one.pop("key"), **one, **{key: len(one[key]) for key in counted}} for one in inputs
+        ]
+        return _frame(rows)
 
     def _matching(self, pattern: str) -> list[Record]:
         return [record for record in self.records if fnmatchcase(record.at, pattern)]

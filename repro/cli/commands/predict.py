@@ -253,10 +253,22 @@ def validate(
             show_default=False,
         ),
     ] = "",
+    unknowns: Annotated[
+        bool,
+        typer.Option(
+            "--unknowns",
+            help="Instead: the unknown numbers of systems that would settle most rows, and what measures them.",
+        ),
+    ] = False,
     ledger: Ledger = None,
     json: Json = False,
 ) -> int:
     """Compare published throughput with what is predicted, by family; and predicted steps with measured ones."""
+    if unknowns:
+        from repro.cli.views.unknowns import command as to_measure
+
+        require(svg is None and not system, "--unknowns", True, says="goes without --svg and --system")
+        return to_measure(results, json, tuple(ledger or ()))
     from repro.cli.views.validate import command
 
     return command(results, json, svg, system, tuple(ledger or ()))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = ("csv", "parquet", "markdown", "latex")
-TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records")
+TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records", "unknowns")
 
 
 def command(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
@@ -59,12 +59,13 @@ def read(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
         "experiments": found.experiments,
         "comparisons": found.comparisons,
         "records": found.provenance,
+        "unknowns": found.unknowns,
     }
     return frames[table]()
 
 
 LONG = (
-    *("title", "reason", "why", "given", "key", "written"),
+    *("source", "how", "title", "reason", "why", "given", "key", "written"),
     *(f"{kind}_{part}" for kind in KINDS for part in ("tolerance", "origin")),
 )
 """Columns that a table for people does without."""

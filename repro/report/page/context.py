@@ -22,6 +22,7 @@ from repro.report.evidence import JudgedStore
 from repro.report.origins import Machines
 from repro.report.page.record_tables import identity, measured_row, simulated_row
 from repro.simulate.time.basis import BASES, of_record
+from repro.validate.unknowns import SHOWN, ShoppingList, by_claim, known_as
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -73,6 +74,7 @@ def context(
         "totals": totals(summary(found.judged)),
         "about": verdicts.by_about(claims),
         "figures": figures,
+        "unknowns": _unknowns(found.shopping_list),
         "measured": lists[0],
         "simulated": lists[1],
         "bases": BASES,
@@ -84,6 +86,22 @@ def context(
         "older": chosen.older,
         "remarks": remarks,
     }
+
+
+def _unknowns(found: ShoppingList) -> dict[str, Any]:
+    """The shopping list as text."""
+    lines = [
+        {
+            **one.as_dict(),
+            "value": known_as(one),
+            "settles": len(one.settles),
+            "moves": len(one.rows),
+            "share": units.percent(one.share),
+            "possible": by_claim(one.possible),
+        }
+        for one in found.inputs[:SHOWN]
+    ]
+    return {"words": found.words, "lines": lines}
 
 
 def render(values: dict[str, Any]) -> str:
