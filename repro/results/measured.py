@@ -195,9 +195,10 @@ def _checkpoints(results: list[RankResult]) -> CheckpointReport | None:
     if not found:
         return None
     writes = zip(*(rank.write_seconds for rank in found), strict=False)
-    since = (_resumed(results[0]) or [0])[-1]
+    resumed = found[0].resumed
+    since = resumed[-1]["step"] if resumed else 0
     return CheckpointReport(
-        resumed=found[0].resumed,
+        resumed=resumed,
         written=found[0].written,
         write_seconds=[max(write) for write in writes],
         failures=[failure for rank in found for failure in rank.failures],

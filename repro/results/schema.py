@@ -227,7 +227,7 @@ def read(document: Mapping[str, Any]) -> Record:
         raise NotARecord("kind: a kind of record, such as experiment")
     record = _KINDS[kind]
     lacking = record.wrong(document)
-    if not lacking and not isinstance(document.get("written"), str):
+    if not lacking and "written" not in document:
         lacking = "written: missing"
     if not lacking and record is ExperimentRecord:
         missing = [key for key in _CONDITIONS if key not in document["experiment"]]

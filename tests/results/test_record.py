@@ -83,8 +83,8 @@ def pipeline(*disturbed: int, steps: int = 5, first_idle: float | None = None) -
     `first_idle`: seconds that it waits in the first step, where they are not as in the others.
     """
     ranks = results()
-    for stage, (busy, idle) in enumerate([(1.0, 0.4), (1.1, 0.22)]):
-        waits = [idle + 0.011 * step for step in range(steps)]
+    for stage, (busy, idle) in enumerate([(2.0, 0.8), (2.2, 0.44)]):
+        waits = [idle + 0.022 * step for step in range(steps)]
         waits[0] = waits[0] if first_idle is None else first_idle
         core = [busy * (0.9 if stage == 0 and step in disturbed else UNDISTURBED) for step in range(steps)]
         ranks[stage]["pipeline"] = {"stage": stage, "in_flight": 2 - stage}
@@ -254,10 +254,17 @@ def test_checkpoints_of_all_ranks_are_one_report(resumed: list[int], times: str)
             "write_seconds": seconds,
             "failures": [{"step": 6, "reason": "no space"}] * rank,
         }
-    report = build(ranks).checkpoints
+    record = build(ranks)
+    report = record.checkpoints
     assert report is not None
+    assert record.metrics.get("resumed_from") == (resumed[-1] if resumed else None)
     assert (report.written, report.write_seconds, report.times) == ([4, 8], [2.0, 4.0], times)
     assert [failure["step"] for failure in report.failures] == [6]
+    assert record.metrics["comm.dp.all_reduce.calls"] == 3
+    for rank in ranks:
+        rank["rounds"] = [[]]
+    without = build(ranks).metrics
+    assert ("comm.dp.all_reduce.calls" in without) != bool(resumed), "one step left is no ordinary one"
 
 
 def test_what_one_block_communicates_is_an_average_of_blocks_and_micro_batches() -> None:

@@ -123,11 +123,23 @@ def test_two_records_of_one_experiment_are_two(tmp_path: Path) -> None:
         ({"wall_s": "1"}, "wall_s: of another type"),
         ({"wall_s": 1, "metrics": []}, "metrics: of another type"),
         ({"series": "none", "metrics": []}, "metrics: of another type"),
+        ({"metrics": {"a": 1, "b": "2", "c": 3}}, r"metrics\.b: of another type"),
+        ({"metrics": {"a": True}}, r"metrics\.a: of another type"),
+        ({"written": 5}, "written: of another type"),
+        ({"evidence": "heard of, by somebody who knows"}, "evidence: 'heard of, by somebod' in"),
     ],
 )
 def test_the_first_key_that_is_of_another_type_is_named(keys: dict[str, Any], wrong: str) -> None:
     with pytest.raises(schema.NotARecord, match=wrong):
         schema.read(line(**keys))
+
+
+def test_a_record_that_nobody_dated_is_none() -> None:
+    undated = {key: value for key, value in line().items() if key != "written"}
+    with pytest.raises(schema.NotARecord, match="written: missing in a record of kind experiment"):
+        schema.read(undated)
+    with pytest.raises(schema.NotARecord, match="wall_s: of another type in"):
+        schema.read(undated | {"wall_s": "1"})
 
 
 @pytest.mark.parametrize("key", ["model", "layout", "system", "engine"])

@@ -189,3 +189,15 @@ def test_a_failed_write_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         store.append(record("c"))
         assert [entry.name for entry in Store(tmp_path).records()] == ["a", "c"]
         assert Store(tmp_path).skipped == []
+
+
+def test_writers_of_one_process_and_second_have_a_file_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda *now: "now")
+    with Store(tmp_path) as one, Store(tmp_path) as two, Store(tmp_path) as three:
+        for number, store in enumerate((one, two, three)):
+            store.append(record(str(number)))
+        files = [store.path for store in (one, two, three)]
+    assert [path.stem.rpartition("-")[2] for path in files if path] == [str(os.getpid()), "1", "2"]
+    assert len(lines(tmp_path)) == 3
