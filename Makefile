@@ -151,7 +151,7 @@ test-gpu: $(INSTALLED_TEST)
 
 bench-gpu: $(INSTALLED_TEST)
 	KERNEL_RECORDS=$(RESULTS) $(BIN)/python -m pytest tests/gpu/test_bandwidth.py -rs --benchmark-only \
-	  --override-ini='addopts=--import-mode=importlib --strict-markers' --override-ini=timeout=600 $(PYTEST_ARGS)
+	  --override-ini='addopts=--import-mode=importlib --strict-markers' $(PYTEST_ARGS)
 
 # mypy sees the packages where an installation has them: kernels/ as repro.kernels.
 check: $(INSTALLED_TEST)

@@ -14,8 +14,13 @@ import pytest
 from repro.lab import ability
 from tests.pool import RankPool
 
-# How long an example takes says more of the machine than of the code.
-hypothesis.settings.register_profile("repro", deadline=None)
+# How long an example takes, or is looked for, says more of the machine than of the code; the same ones every time.
+hypothesis.settings.register_profile(
+    "repro",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
 hypothesis.settings.load_profile("repro")
 
 

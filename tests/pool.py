@@ -14,7 +14,9 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 200.0
+START_S = 60.0
+"""For ranks to begin, and for the word of one that hangs."""
 GRACE_S = 3.0
 """For what the other ranks have to say once one has failed."""
 PRELOADED = [
@@ -73,13 +75,6 @@ def _let_others_finish() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def take_turns_as_usual() -> None:
-    """Undo that in this rank, so that a message which has come is seen at once: for what takes the time of a wait."""
-    for thread in os.listdir("/proc/self/task") if hasattr(os, "SCHED_BATCH") else ():
-        with suppress(OSError):  # it may have ended
-            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
-
-
 def _send(pipe: Any, message: object) -> None:
     """Plain bytes: torch would have `pipe.send` share its tensors through sockets in /tmp, which stay there."""
     pipe.send_bytes(pickle.dumps(message))
@@ -128,7 +123,7 @@ class RankPool:
         silent = dict(zip(self._pipes, range(self.world), strict=True))
         answers: dict[int, Any] = {}
         errors: list[str] = []
-        deadline = time.monotonic() + timeout_s + GRACE_S
+        deadline = time.monotonic() + timeout_s + START_S
         while silent and (ready := wait(list(silent), max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
                 rank = silent.pop(pipe)

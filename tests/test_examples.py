@@ -165,7 +165,6 @@ def test_they_print_what_is_shown(page: Path, folder: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=100,
             env={**ENVIRONMENT, "COLUMNS": "130", "PYTHONPATH": str(ROOT)},
             check=False,
         )

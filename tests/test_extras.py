@@ -46,7 +46,6 @@ def repro(environment: dict[str, str], *arguments: str | Path) -> subprocess.Com
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
     )
 
 

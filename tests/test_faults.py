@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,10 @@ DIVERGED = ("nan:b:1:2", "diverged", "rank 1 at step 2, backward, after all_redu
 def test_one_bad_experiment_costs_the_others_nothing(
     tmp_path: Path, fault: str, outcome: str, says: str, shared: bool
 ) -> None:
-    suite = write_suite(tmp_path, experiments(*"abc", extra='launch = "x"' if shared else ""))
-    results, log = tmp_path / "results", tmp_path / "log"
+    body = experiments(*"abc", extra='launch = "x"' if shared else "")
+    if outcome == "hang":  # no other is called one, however slow it is
+        body = body.replace('name = "b"', 'name = "b"\nlimits.hang_s = 4')
+    suite, results, log = write_suite(tmp_path, body), tmp_path / "results", tmp_path / "log"
     code, out, _ = run(suite, results, FAKE_FAULT=fault, FAKE_LOG=str(log))
     assert code == 1
     assert outcomes(results) == {"a": "ok", "b": outcome, "c": "ok"}
@@ -112,7 +115,7 @@ def test_a_failure_in_a_comparison_leaves_the_rest_comparable(tmp_path: Path) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(tmp_path: Path, number: int) -> None:
-    suite = write_suite(tmp_path, experiments(*"abc", extra='launch = "x"'), limits="hang_s = 60")
+    suite = write_suite(tmp_path, experiments(*"abc", extra='launch = "x"'))
     results, log = tmp_path / "results", tmp_path / "log"
     process = start(suite, results, "--json", FAKE_LOG=str(log), FAKE_HOLD=held(tmp_path, "b"))
     with no_orphans(process):
@@ -130,7 +133,7 @@ def test_interrupted(tmp_path: Path, number: int) -> None:
 
 
 def test_kill_9_of_the_launcher_leaves_no_orphan_and_loses_nothing(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, experiments(*"abc"), limits="hang_s = 60")
+    suite = write_suite(tmp_path, experiments(*"abc"))
     results, log = tmp_path / "results", tmp_path / "log"
     process = start(suite, results, FAKE_LOG=str(log), FAKE_HOLD=held(tmp_path, "b"))
     wait_for(lambda: ran(log) == ["a", "b"] and outcomes(results) == {"a": "ok"})
@@ -162,7 +165,10 @@ def test_a_launcher_that_dies_while_its_ranks_start(tmp_path: Path) -> None:
 def test_two_runs_at_once_share_the_work(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, experiments(*"abcdef"))
     results, log = tmp_path / "results", tmp_path / "log"
-    both = [start(suite, results, FAKE_LOG=str(log), FAKE_STEP_S="0.03") for _ in range(2)]
+    named = {"FAKE_LOG": str(log), "FAKE_HOLD": held(tmp_path, "a"), "FAKE_STEP_S": "0.03"}
+    both = [start(suite, results, **named) for _ in range(2)]
+    wait_for(lambda: len(outcomes(results)) > 0)  # of who has not got the first
+    (tmp_path / "hold" / "a").unlink()
     ends = [finish(process) for process in both]
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert sorted(ran(log)) == list("abcdef"), "each experiment once"
@@ -184,7 +190,7 @@ def test_the_same_experiment_under_another_name_is_not_run_again(tmp_path: Path)
 
 
 def test_a_full_disk_is_an_outcome(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, experiments("a", "b"), limits="hang_s = 60")
+    suite = write_suite(tmp_path, experiments("a", "b"))
     log = tmp_path / "log"
     with small_disk(tmp_path) as disk:
         results = disk / "results"
@@ -217,7 +223,7 @@ def test_progress_says_what_runs_and_what_is_left(tmp_path: Path) -> None:
     code, out, err = run(suite, tmp_path / "results", "--json")
     assert code == 0
     assert json.loads(out)["counts"] == {"ok": 2}
-    assert "start a, 2 ranks (2 left, 0:00 elapsed)" in err
+    assert re.search(r"start a, 2 ranks \(2 left, \d:\d\d elapsed\)", err)
     assert "[2/2] b  ok" in err
     _, out, err = run(suite, tmp_path / "results")
     assert "2 already in the store, 0 to run" in err
@@ -243,7 +249,7 @@ def test_real_ranks_run_out_of_memory_and_diverge(tmp_path: Path) -> None:
         model = "limit-40m"
         limits.memory_bytes = 50_000_000
     """
-    suite, results = write_suite(tmp_path, body, limits="hang_s = 60"), tmp_path / "results"
+    suite, results = write_suite(tmp_path, body), tmp_path / "results"
     code, out, err = run(suite, results, **REAL)
     assert code == 1, err
     assert outcomes(results) == {"well": "ok", "nan": "diverged", "big": "oom"}, out
@@ -252,9 +258,8 @@ def test_real_ranks_run_out_of_memory_and_diverge(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("number", "outcome", "hang_s"), [(signal.SIGKILL, "error", 60), (signal.SIGSTOP, "hang", 5)]
+    ("number", "outcome", "hang_s"), [(signal.SIGKILL, "error", 60), (signal.SIGSTOP, "hang", 10)]
 )
 def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: str, hang_s: int) -> None:
     body = '[[experiment]]\nname = "long"\ntraining.steps = 100000\nlayout.zero = 3'

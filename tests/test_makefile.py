@@ -36,9 +36,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "RESULTS",
     }
     environment = {key: value for key, value in os.environ.items() if key not in variables}
-    return subprocess.run(
-        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run(["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def script(path: Path, text: str) -> Path:
@@ -162,7 +160,7 @@ def test_continuous_integration_runs_every_target_that_it_can(
     for name in ("bash", "dirname"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     done = subprocess.run(
-        [str(ROOT / ".ci/run")], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+        [str(ROOT / ".ci/run")], env={"PATH": str(tmp_path)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     slurm, beside = ([], "") if says else (["slurm-packages"], " test-slurm")
@@ -188,7 +186,6 @@ def test_continuous_integration_stops_at_the_first_failure(tmp_path: Path) -> No
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.returncode == 3
     assert done.stderr == "broken\n"

@@ -35,7 +35,6 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
         env={**ENVIRONMENT, **variables},
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -34,7 +34,7 @@ def test_nothing_stays_in_the_temporary_folder(tmp_path: Path) -> None:
     """Tensors go to the ranks and back, a rank hangs and its pool is killed, and another one starts."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own has too long a name for a socket
         own = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | own, check=True, timeout=100)
+        subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | own, check=True)
         assert os.listdir(folder) == []
 
 
@@ -55,9 +55,9 @@ def test_a_rank_that_hangs_says_where() -> None:
     """With the line that it waits at."""
     with (
         RankPool(1) as pool,
-        pytest.raises(AssertionError, match=r"rank 0 did not answer within 0.5 s(.|\n)*time.sleep"),
+        pytest.raises(AssertionError, match=r"rank 0 did not answer within 2 s(.|\n)*time.sleep"),
     ):
-        pool.run(hang, timeout_s=0.5)
+        pool.run(hang, timeout_s=2)
 
 
 def test_answers_of_a_test_that_was_stopped_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from repro.launch.local import launch
 from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
 
-pytestmark = pytest.mark.timeout(300)
 SMALL_CACHE = "tests.calibrate.small_cache:run_rank"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.checkpoint import files, index
@@ -18,7 +18,7 @@ from repro.config import ConfigError
 from tests.checkpoint.saved import HALF, LAYOUTS, checkpoint, experiment, start, train
 from tests.launch.runs import synced
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=60)
 
 
 @st.composite

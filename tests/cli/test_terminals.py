@@ -32,7 +32,6 @@ def test_any_terminal_will_do(shell: str, code: int, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
     assert len(done.stderr.splitlines()) == (code == 1)
@@ -42,7 +41,5 @@ def test_a_warning_is_a_note_of_one_line() -> None:
     program = (
         "import warnings; from repro import cli; cli.main(['--version']); warnings.warn('slow', stacklevel=1)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == "note: slow\n"

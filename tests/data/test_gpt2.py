@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from repro.config import ConfigError
@@ -38,7 +38,6 @@ def test_known_ids(text: str, ids: list[int]) -> None:
 
 
 @given(st.text())
-@settings(deadline=None)
 def test_any_text_comes_back(text: str) -> None:
     assert decode(encode(text)) == text
 

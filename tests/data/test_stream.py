@@ -27,7 +27,7 @@ def stream(data: str, model: Model = MODEL, **training: int):  # type: ignore[no
 
 @pytest.mark.parametrize("data", ["synthetic", "shakespeare"])
 @given(first=st.integers(0, 2**40), cuts=st.lists(st.integers(0, 7), max_size=6))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_how_samples_are_asked_for_changes_nothing(data: str, first: int, cuts: list[int]) -> None:
     whole = stream(data).samples(first, sum(cuts))
     fresh, parts, at = stream(data), [], first
@@ -53,7 +53,7 @@ def test_samples_are_these_for_good() -> None:
 
 
 @given(length=st.integers(2, 400), seq=st.integers(1, 40), seed=st.integers(0, 1000), epoch=st.integers(0, 5))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_an_epoch_holds_every_window_once(
     tmp_path_factory: pytest.TempPathFactory, length: int, seq: int, seed: int, epoch: int
 ) -> None:

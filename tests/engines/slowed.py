@@ -1,9 +1,9 @@
-"""A step whose passes are long and of known length, and what is seen of its stages' waiting; runs inside rank pools."""
+"""A step whose passes are of told length, and what is seen of its stages' waiting; runs inside rank pools."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,29 +14,30 @@ from repro.engines import build_engine
 from repro.measure.timing import COMPUTING, StepClock
 from repro.measure.waiting import StageWaits
 from repro.parallel import mesh as meshes
-from tests.pool import RankPool, take_turns_as_usual
+from tests.engines.told_time import ToldTime, told_time
+from tests.pool import RankPool
 from tests.training import TINY, micro_batches, tiny
 
 FORWARD_S, BACKWARD_S = 0.04, 0.08
-"""A pass of a block of a tiny model takes a few milliseconds, and then sleeps for so long."""
-STEPS = 3
+"""Of a pass of a block."""
 
 
-def _slow(module: Any, inputs: Any, output: Any) -> None:
+def _slow(time: ToldTime, module: Any, inputs: Any, output: Any) -> None:
     time.sleep(FORWARD_S)
     (output[0] if isinstance(output, tuple) else output).register_hook(lambda _: time.sleep(BACKWARD_S))
 
 
-def busy_and_idle(pool: RankPool, layout: Layout, engine: str) -> tuple[float, float, float]:
-    """Seconds that the busiest rank computed and waited as seen, and waited by the engine's own word: of the shortest
-    step, since what else runs here only adds."""
-    steps = zip(*pool.run(_steps, layout, engine), strict=True)
-    return min((max(ranks) for ranks in steps), key=lambda seconds: seconds[0] + seconds[1])
+def busy_and_idle(pool: RankPool, layout: Layout, engine: str) -> list[tuple[float, float, float]]:
+    """Seconds that each rank computed and waited as seen, and waited by the engine's own word, in its second step."""
+    return pool.run(_second_step, layout, engine)
 
 
-def _steps(layout: Layout, engine: str) -> list[tuple[float, float, float]]:
-    """`busy_and_idle` of this rank in each step after the first."""
-    take_turns_as_usual()
+def _second_step(layout: Layout, engine: str) -> tuple[float, float, float]:
+    with told_time() as time:
+        return _seen(time, layout, engine)
+
+
+def _seen(time: ToldTime, layout: Layout, engine: str) -> tuple[float, float, float]:
     blocks = layout.pp * layout.chunks
     experiment = tiny(layout, replace(TINY, name=f"tiny-{blocks}", layers=blocks), engine)
     built: Any = build_engine(experiment, meshes.distributed(layout, "cpu"), torch.device("cpu"))
@@ -44,26 +45,23 @@ def _steps(layout: Layout, engine: str) -> list[tuple[float, float, float]]:
     for part in getattr(built, parts):
         for module in getattr(part, "model", part).modules():
             if type(module).__name__ in ("Block", "TransformerLayer"):
-                module.register_forward_hook(_slow)
+                module.register_forward_hook(partial(_slow, time))
     batches = micro_batches(experiment, 0, 0)
     built.step(batches, lambda phase: None)
-    found = []
-    for _ in range(STEPS):
-        seen, said = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
-        for clock in (seen, said):
-            clock.begin()
-        with StageWaits(seen.mark) as watch:
+    seen, said = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
+    for clock in (seen, said):
+        clock.begin()
+    with StageWaits(seen.mark) as watch:
 
-            def observe(phase: Phase, watch: Any = watch, said: StepClock = said) -> None:
-                watch(phase)
-                said.mark(phase)
+        def observe(phase: Phase) -> None:
+            watch(phase)
+            said.mark(phase)
 
-            built.step(batches, observe)
-        for clock in (seen, said):
-            clock.mark("end")
-        ((row,), (own,)) = seen.read(), said.read()
-        found.append((sum(row[phase] for phase in COMPUTING), row[Phase.IDLE], own[Phase.IDLE]))
-    return found
+        built.step(batches, observe)
+    for clock in (seen, said):
+        clock.mark("end")
+    ((row,), (own,)) = seen.read(), said.read()
+    return sum(row[phase] for phase in COMPUTING), row[Phase.IDLE], own[Phase.IDLE]
 
 
 PLAIN = Layout(pp=2, micro_batch=1, global_batch=4)

@@ -106,7 +106,7 @@ def test_parameters_are_written_without_autograd() -> None:
     assert torch.equal(copy, master.bfloat16())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     chunk=st.integers(1, 50),

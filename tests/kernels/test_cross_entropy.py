@@ -46,7 +46,7 @@ def parallel_loss(logits: Tensor, targets: Tensor, shards: int) -> tuple[Tensor,
     return loss, torch.cat(parts, 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(1, 20),
     size=st.integers(1, 60),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,7 +44,7 @@ def compare(groups: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
         torch.testing.assert_close(copy, master.to(copy.dtype), rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12)
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from([0, 1, 3, 7, 8, 30, 1029, 8192, 8195]), st.integers(0, 3)),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,7 +39,7 @@ def test_gelu(
     whole_grad()
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 90) | st.sampled_from([8, 64, 264]),
@@ -75,7 +75,7 @@ def test_gelu_far_out_and_not_finite(host: Host) -> None:
     assert torch.equal(y[1, 2:], torch.zeros(2))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(
     kind=st.sampled_from(KINDS[:2]),
     shape=st.tuples(st.integers(1, 4), st.integers(1, 9), st.sampled_from([7, 8, 72])),
@@ -136,7 +136,7 @@ def test_without_dropout_and_refused(host: Host) -> None:
         host.call(cuda_gelu.bias_gelu_backward, x.half(), x, bias)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 10**6),
     vectors=st.integers(1, 7000),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.kernels import layernorm
@@ -54,7 +54,7 @@ def test_forward_and_backward(
     whole_grad()
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(case=st.sampled_from(CASES), rows=st.integers(1, 30), seed=st.integers(0, 99))
 def test_any_number_of_rows(
     host: Host, case: tuple[tuple[int, ...], torch.dtype, torch.dtype, int], rows: int, seed: int

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.kernels.cuda import norm
@@ -19,7 +19,7 @@ SHAPES = st.lists(
     max_size=4,
 )
 KINDS = [torch.float32, torch.float16, torch.bfloat16]
-QUICK = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=10)
 
 
 @QUICK

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.kernels import cross_entropy, softmax
@@ -15,7 +15,7 @@ from repro.kernels.cuda import softmax as cuda_softmax
 from repro.kernels.cuda.program import Unavailable
 from tests.kernels.on_cpu import Host, placed
 
-QUICK = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=8)
 SCORES = [((2, 3, 24, 24), torch.float16, 0), ((19, 19), torch.float32, 0), ((2, 72, 72), torch.bfloat16, 1)]
 """Shape, dtype, and elements by which the scores are off an aligned address."""
 

@@ -43,7 +43,7 @@ def test_elements_are_dropped_where_keep_mask_says() -> None:
     torch.testing.assert_close(y, kept / 0.6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     b=st.integers(1, 5),
     s=st.integers(1, 9),

@@ -54,7 +54,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(bias_gelu, leaves)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.integers(0, 60), f=st.integers(1, 50), seed=st.integers(0, 1000))
 def test_odd_sizes_and_strides(rows: int, f: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

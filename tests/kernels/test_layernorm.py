@@ -66,7 +66,7 @@ def test_gradcheck(plain: bool) -> None:
     assert torch.autograd.gradcheck(lambda *t: layer_norm(*t, plain=plain), leaves)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.integers(0, 40), h=st.integers(1, 70), seed=st.integers(0, 1000))
 def test_odd_sizes_and_strides(rows: int, h: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

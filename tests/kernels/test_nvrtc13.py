@@ -36,7 +36,6 @@ print(json.dumps({"version": compiler.version(), "oldest": compiler.architecture
     not (FOLDER / ".installed").exists(),
     reason="no NVRTC 13 beside the environment: `make test-slow` installs it",
 )
-@pytest.mark.timeout(240)
 def test_every_source_compiles_without_spills() -> None:
     (library,) = FOLDER.glob("nvidia/*/lib/libnvrtc.so.13")
     environment = {
@@ -45,7 +44,7 @@ def test_every_source_compiles_without_spills() -> None:
         "LD_LIBRARY_PATH": str(library.parent),
     }
     command = [sys.executable, "-c", PROGRAM, str(library)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=230)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     document = json.loads(done.stdout)
     assert document["version"][0] == 13

@@ -33,7 +33,7 @@ def scalar_bits(row: int, column: int, key: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     rows=st.lists(st.integers(0, 2**62), min_size=1, max_size=5),
     columns=st.integers(1, 40),
@@ -44,7 +44,7 @@ def test_bits_are_the_documented_integers(rows: list[int], columns: int, key: in
     assert uniform_bits(torch.tensor(rows), columns, key).tolist() == expected
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(start=st.integers(0, 2**62), count=st.integers(1, 30), key=st.integers(0, 2**63 - 1))
 def test_normal_is_the_documented_quantile(start: int, count: int, key: int) -> None:
     words = [scalar_hash(start + i, key) >> 40 for i in range(count)]
@@ -127,7 +127,7 @@ def test_normal_moments_and_independence() -> None:
     assert x.abs().max() < 5.5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(start=st.integers(0, 2**60), count=st.integers(2, 300), data=st.data())
 def test_slices_are_slices(start: int, count: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, count - 1))

@@ -73,7 +73,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda x: causal_softmax(x, 0.7), scores)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     b=st.integers(0, 5),
     s=st.integers(1, 20),

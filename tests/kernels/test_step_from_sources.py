@@ -40,7 +40,6 @@ def sources(session_host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("precision", "kernels"), [("fp16", "fused"), ("bf16", "softmax")], ids=["fp16", "bf16-softmax"]
 )

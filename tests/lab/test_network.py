@@ -59,7 +59,7 @@ def messages(network: RunningNetwork, source: int, target: int, sizes: list[int]
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "ready\n"
         sender = network.facts.command(source, [*command, "+", address, *map(str, sizes)])
-        done = subprocess.run(sender, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(sender, capture_output=True, text=True, check=True)
     finally:
         receiver.kill()
         receiver.communicate()
@@ -199,7 +199,7 @@ def test_who_is_not_root_has_a_network_in_a_user_namespace(tmp_path: Path) -> No
     if not able:
         pytest.skip("no Python here that somebody else may read, packages included")
     done = subprocess.run(
-        [*AS_NOBODY, able[0], "-c", UNPRIVILEGED], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [*AS_NOBODY, able[0], "-c", UNPRIVILEGED], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     if "refused" in done.stdout:

@@ -31,7 +31,7 @@ seq = 16
 """
 
 
-def write_suite(folder: Path, body: str, *, name: str = "faults", limits: str = "hang_s = 2") -> Path:
+def write_suite(folder: Path, body: str, *, name: str = "faults", limits: str = "hang_s = 60") -> Path:
     """A suite in `folder` with a tiny model, two ranks and six steps unless `body` says otherwise."""
     (folder / "tiny.toml").write_text(MODEL)
     path = folder / f"{name}.toml"
@@ -74,7 +74,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 100) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout: float = 250) -> tuple[int, str, str]:
     """Exit code, standard output and standard error."""
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
@@ -114,7 +114,7 @@ def no_orphans(process: subprocess.Popen[str]) -> Iterator[list[psutil.Process]]
     wait_for(lambda: len(ranks_of(process)) == 2)
     ranks = ranks_of(process)
     yield ranks
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     for orphan in alive:
         orphan.kill()
     assert not alive, f"orphans: {alive}"

@@ -6,17 +6,17 @@ import time
 
 import pytest
 
+from repro.launch.rank import pace as module
 from repro.launch.rank.pace import CATCH_UP_S, TICK_S, Pace
 
 SHARE = 0.25
 
 
-def compute(seconds: float) -> float:
-    """Seconds of processor time that the thread got in about so many."""
-    began, end = time.thread_time(), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+def compute(seconds: float) -> None:
+    """Take so many seconds of processor time, however long they last."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
         sum(range(1000))
-    return time.thread_time() - began
 
 
 @pytest.mark.parametrize("by", ["messages", "timer"])
@@ -27,36 +27,63 @@ def test_a_thread_computes_for_its_share_of_the_time_whether_it_waited_before_or
     try:
         spent, computed = 0.0, 0.0
         for _ in range(4):
+            due = time.perf_counter() + 0.2  # from then on it could compute, also if it has no core yet
             time.sleep(0.2)  # as if for a message
-            began = time.perf_counter()
-            computed += compute(0.05)
+            before = time.thread_time()
+            compute(0.05)
+            computed += time.thread_time() - before
             pace.settle()
-            spent += time.perf_counter() - began
+            spent += time.perf_counter() - due
     finally:
         pace.stop()
     # What it was kept from its core for it may make up for, and the kernel's timer comes late.
     assert computed < SHARE * spent + 4 * SHARE * CATCH_UP_S + TICK_S
-    assert computed > 0.02
+
+
+class Clocks:
+    """Clocks of a thread that has its core whenever it wants it, and computes only where it is said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.computed = 0.0
+        self.look_s = 0.0
+        """Of processor time, that a look at how long the thread was kept from its core takes."""
+        self.sleeps: list[float] = []
+        monkeypatch.setattr(module, "time", self)
+        monkeypatch.setattr(module.os, "pread", self.pread)
+
+    def thread_time(self) -> float:
+        return self.computed
+
+    def perf_counter(self) -> float:
+        return self.computed + sum(self.sleeps)
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+
+    def pread(self, descriptor: int, size: int, offset: int) -> bytes:
+        self.computed += self.look_s
+        return b"0 0 0"
 
 
 def test_a_tick_of_the_timer_while_it_sleeps_is_not_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
     pace = Pace(SHARE)
-    sleeps: list[float] = []
 
     def sleep(seconds: float) -> None:
-        sleeps.append(seconds)
+        clocks.sleeps.append(seconds)
         pace.settle()
 
-    monkeypatch.setattr("repro.launch.rank.pace.time.sleep", sleep)
-    compute(0.02)
+    monkeypatch.setattr(clocks, "sleep", sleep)
+    clocks.computed = 0.02
     pace.settle()
-    assert len(sleeps) == 1
+    assert clocks.sleeps == [pytest.approx(0.02 / SHARE - 0.02)]
 
 
-def test_what_a_thread_has_not_computed_it_does_not_pay_for() -> None:
+def test_what_a_thread_has_not_computed_it_does_not_pay_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at the clocks is no computing either: at a thousandth of a core it would be seconds."""
+    clocks = Clocks(monkeypatch)
+    clocks.look_s = 1e-5
     pace = Pace(1e-3)
-    began = time.perf_counter()
     for _ in range(100):
         pace.settle()
-    assert time.perf_counter() - began < 1.0
+    assert clocks.sleeps == []

@@ -10,8 +10,6 @@ import pytest
 from tests.launch.runs import finish, no_orphans, run, start, wait_for, write_suite
 from tests.records import latest, lines
 
-pytestmark = pytest.mark.timeout(300)
-
 EXPERIMENT = """
 [[experiment]]
 name = "a"

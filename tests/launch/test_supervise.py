@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def experiment(name: str, **limits: Any) -> Experiment:
         model=MODEL,
         layout=Layout(dp=2),
         training=Training(steps=6, untimed_steps=1),
-        limits=Limits(**{"hang_s": 2.0, **limits}),
+        limits=Limits(**{"hang_s": 60.0, **limits}),
     )
 
 
@@ -35,12 +36,39 @@ def launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, **limits: Any
 ) -> tuple[Ending, LocalLaunch]:
     monkeypatch.setenv("FAKE_FAULT", fault)
+    if fault.startswith("stop"):
+        limits["hang_s"] = 2.0
     job = Job(experiments=[experiment("a", **limits), experiment("b", **limits)])
     launched = LocalLaunch(job, tmp_path / "logs", target=FAKE)
+    if limits.keys() & {"hang_s", "timeout_s"}:
+        monkeypatch.setattr(supervise, "time", OnceItIsThere(launched))
     launched.start()
     ending = watch(launched)
     assert all(launched.poll(rank) is not None for rank in range(2)), "a rank was not reaped"
     return ending, launched
+
+
+class OnceItIsThere:
+    """A clock that stands until the ranks are where a limit is to be met: however slow they are, none is before."""
+
+    def __init__(self, launched: LocalLaunch):
+        self.launched, self.now = launched, 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if self._there():
+            self.now += seconds
+
+    def _there(self) -> bool:
+        """Whether a rank is stopped and the others wait for it, or all are held in the second step."""
+        positions = [self.launched.position(rank) for rank in range(self.launched.world)]
+        if len({position.sequence for position in positions}) > 1:
+            return False
+        stopped = any(self.launched.stopped(rank) for rank in range(self.launched.world))
+        return stopped or ("FAKE_HOLD" in os.environ and all(position.step == 1 for position in positions))
 
 
 CASES = {
@@ -86,11 +114,12 @@ def test_a_hang_leaves_the_stacks_of_those_who_wait(tmp_path: Path, monkeypatch:
 
 
 def test_a_timeout_ends_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "1")
-    ending, launched = launch(tmp_path, monkeypatch, "", timeout_s=2, hang_s=60)
+    (tmp_path / "a").touch()
+    monkeypatch.setenv("FAKE_HOLD", str(tmp_path))
+    ending, launched = launch(tmp_path, monkeypatch, "", timeout_s=2)
     launched.close(keep_logs=None)
     assert (ending.outcome, ending.experiment) == ("timeout", 0)
-    assert "not done after 2 s (limits.timeout_s)" in ending.reason
+    assert "not done after 2 s (limits.timeout_s) (ranks 0, 1 at step 1, forward" in ending.reason
 
 
 class Scripted:

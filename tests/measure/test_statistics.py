@@ -87,7 +87,7 @@ def test_undefined_bca_falls_back_to_percentile() -> None:
     assert "percentile" in interval_method(pairs)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=9))
 def test_every_sample_gives_finite_ordered_json(pairs: list[tuple[float, float]]) -> None:
     ratio, low, high = ratio_interval(pairs)

@@ -46,4 +46,4 @@ assert "torch" not in sys.modules
 @pytest.mark.parametrize("code", [TRACE, MEMORY, RECORDS], ids=["trace", "memory", "records"])
 def test_what_is_not_imported(code: str) -> None:
     """A trace and the mode that follows memory: no compiler.  Whether a simulated record is up to date: no torch."""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)

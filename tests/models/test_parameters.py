@@ -40,7 +40,7 @@ def test_a_gpt_is_equation_2_and_the_final_norm(name: str) -> None:
     vocab=st.integers(1, 50),
     seq=st.integers(1, 20),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_gpt_counts_what_torch_modules_of_its_sizes_hold(
     layers: int, heads: int, width: int, ffn: int, vocab: int, seq: int
 ) -> None:

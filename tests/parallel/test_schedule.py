@@ -39,7 +39,7 @@ def cases(draw: st.DrawFn, names: tuple[str, ...] = ("gpipe", "1f1b", "interleav
     return name, draw(st.integers(1, 12)), draw(st.integers(1, 30)), 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases(), times, times)
 def test_the_bubble_is_that_of_the_paper_whatever_the_times(
     case: Case, forward: Fraction, backward: Fraction
@@ -54,7 +54,7 @@ def test_bubbles_of_published_layouts() -> None:
     assert bubble(build("interleaved", 4, 8, 2)) == Fraction(3, 16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_every_stage_runs_every_action_once_and_backward_after_forward(case: Case) -> None:
     _, p, m, v = case
@@ -71,14 +71,14 @@ def test_every_stage_runs_every_action_once_and_backward_after_forward(case: Cas
                 assert position[Action(FORWARD, action.micro_batch, action.chunk)] < at
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_all_stages_run_forwards_in_one_order_and_backwards_in_another(case: Case) -> None:
     for kind in (FORWARD, BACKWARD):
         assert len({tuple(a for a in actions if a.kind == kind) for actions in build(*case)}) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), times, times)
 def test_the_timeline_keeps_the_order_and_waits_for_every_input(
     case: Case, forward: Fraction, backward: Fraction
@@ -97,7 +97,7 @@ def test_the_timeline_keeps_the_order_and_waits_for_every_input(
             free = slot.stop
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases(), st.randoms(use_true_random=False), st.booleans())
 def test_it_runs_on_channels_without_tags_whoever_is_scheduled_first(
     case: Case, random: Random, shared: bool
@@ -138,7 +138,7 @@ def run(schedule: Schedule, v: int, random: Random, shared: bool) -> int:
     return done
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(names=("gpipe", "1f1b")))
 def test_in_flight_micro_batches(case: Case) -> None:
     name, p, m, _ = case
@@ -146,7 +146,7 @@ def test_in_flight_micro_batches(case: Case) -> None:
     assert live == [m if name == "gpipe" else min(m, p - stage) for stage in range(p)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(names=("interleaved",)))
 def test_in_flight_chunks_of_micro_batches(case: Case) -> None:
     _, p, m, v = case
@@ -207,6 +207,6 @@ def test_it_needs_no_torch_and_large_schedules_take_seconds() -> None:
         "print(bubble(build('interleaved', 64, 512, 4)), 'torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200
     )
     assert done.stdout.split() == ["63/2048", "False"]

@@ -16,10 +16,7 @@ import pytest
 
 from repro.report.evidence import JudgedStore
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-]  # a page is drawn by one core, which others may share
+pytestmark = pytest.mark.slow
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 

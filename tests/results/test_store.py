@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from repro.results.schema import ExperimentRecord
@@ -41,7 +41,6 @@ def record(name: str, key: str = "k", **more: Any) -> ExperimentRecord:
     return made_up(name, **{"key": key, "written": f"{time.time():020.6f}", **more})
 
 
-@settings(deadline=None)  # every record waits for the disk
 @given(st.lists(contents, max_size=5))
 def test_what_goes_in_comes_out(
     tmp_path_factory: pytest.TempPathFactory, contents: list[dict[str, Any]]

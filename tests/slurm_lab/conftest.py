@@ -14,18 +14,13 @@ import pytest
 
 from tests.slurm_lab.cluster import Lab, remove_abandoned, started
 
-TIMEOUT_S = 600
-"""What a test may take on a machine that is busy with other things; alone the longest takes one minute."""
-
 
 @pytest.hookimpl(tryfirst=True)  # before all tests get their groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test of this folder its time-out, and to any worker."""
+    """Give every test of this folder to any worker."""
     for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-            if not item.get_closest_marker("xdist_group"):
-                item.add_marker(pytest.mark.xdist_group(item.name.split("[")[0]))
+        if item.path.parent == Path(__file__).parent and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.name.split("[")[0]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

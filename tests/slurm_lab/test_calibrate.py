@@ -14,7 +14,7 @@ from repro.systems import load
 from tests.slurm_lab.bench import Bench
 from tests.slurm_lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 
 def command(bench: Bench, output: Path) -> list[str]:

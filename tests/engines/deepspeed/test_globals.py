@@ -85,7 +85,6 @@ def test_one_process_prints_and_writes_nothing(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout + done.stderr == ""

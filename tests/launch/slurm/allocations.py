@@ -128,7 +128,7 @@ class Job:
                 start_new_session=True,
             )
 
-    def wait(self, seconds: float = 40) -> int:
+    def wait(self, seconds: float = 100) -> int:
         """Exit code of the controller."""
         try:
             return self.controller.wait(seconds)
@@ -180,7 +180,7 @@ class Job:
                 return False
             return bool(current["step"] >= step)
 
-        wait_for(there, 60)
+        wait_for(there)
         return self.ranks()
 
     def kill(self) -> None:
@@ -188,7 +188,7 @@ class Job:
         for process in reversed(self._family()):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
-        self.controller.wait(10)
+        self.controller.wait(60)
 
     def log(self) -> str:
         """What the controller printed."""

@@ -20,12 +20,16 @@ from tests.launch.slurm.allocations import PROFILE, Job, Submission
 
 pytestmark = pytest.mark.slow
 
-SLOW = {"FAKE_STEP_S": "0.3"}
-
 
 @pytest.fixture
 def submission(tmp_path: Path) -> Submission:
-    return Submission(tmp_path, write_suite(tmp_path, experiments("a", "b"), limits="hang_s = 4"))
+    return Submission(tmp_path, write_suite(tmp_path, experiments("a", "b")))
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Hold:
+    """Keeps experiments in their second step, so that no test races with them."""
+    return Hold(tmp_path / "hold")
 
 
 @contextmanager
@@ -35,6 +39,22 @@ def running(submission: Submission, **options: object) -> Iterator[Job]:
         yield job
     finally:
         job.kill()
+
+
+class Hold:
+    """The folder of `FAKE_HOLD`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir()
+
+    def __call__(self, *names: str) -> dict[str, str]:
+        """Of these experiments alone: what the controller's environment says of it."""
+        for path in self.folder.iterdir():
+            path.unlink()
+        for name in names:
+            (self.folder / name).touch()
+        return {"FAKE_HOLD": str(self.folder)}
 
 
 def classes(submission: Submission) -> dict[str, str]:
@@ -51,7 +71,7 @@ def gone(ranks: dict[int, psutil.Process]) -> bool:
         except psutil.NoSuchProcess:
             return True
 
-    wait_for(lambda: all(ended(rank) for rank in ranks.values()), 5)
+    wait_for(lambda: all(ended(rank) for rank in ranks.values()))
     return True
 
 
@@ -61,10 +81,10 @@ def test_real_ranks_train_as_locally(tmp_path: Path) -> None:
         experiments("a", "b", extra="layout = { dp = 1, tp = 2 }")
         + '\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]\nrounds = 2'
     )
-    suite = write_suite(tmp_path, body, limits="hang_s = 60")
+    suite = write_suite(tmp_path, body)
     submission = Submission(tmp_path, suite)
     with running(submission, REPRO_RANK_TARGET="repro.launch.rank.session:run_rank") as job:
-        assert job.wait(90) == 0, job.log()
+        assert job.wait() == 0, job.log()
     assert run(suite, tmp_path / "local", fake=False)[0] == 0
     slurm = submission.records()
     local = [
@@ -84,10 +104,10 @@ def test_real_ranks_train_as_locally(tmp_path: Path) -> None:
     assert submission.state["phase"] == "ended"
 
 
-def test_each_rank_knows_its_place(tmp_path: Path) -> None:
+def test_each_rank_knows_its_place(tmp_path: Path, hold: Hold) -> None:
     suite = write_suite(tmp_path, experiments("a", extra="layout = { dp = 4 }"))
     submission = Submission(tmp_path, suite)
-    with running(submission, nodes=2, per_node=2, **SLOW) as job:
+    with running(submission, nodes=2, per_node=2, **hold("a")) as job:
         ranks = job.reach("a")
         assert sorted(ranks) == [0, 1, 2, 3]
         for number, rank in ranks.items():
@@ -131,14 +151,16 @@ def test_files_are_the_users_own_unless_the_profile_says_otherwise(
 
 
 def test_a_case_without_memory_costs_one_case(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, experiments("a", "b"), limits="hang_s = 20, memory_bytes = 50_000_000")
+    suite = write_suite(tmp_path, experiments("a", "b"), limits="hang_s = 60, memory_bytes = 50_000_000")
     submission = Submission(tmp_path, suite)
     with running(submission, FAKE_FAULT="memory:a:1:1") as job:
         assert job.wait() == 0, job.log()
     assert classes(submission) == {"a": "out-of-memory", "b": ""}
 
 
-def test_a_stopped_rank_is_a_hang(submission: Submission) -> None:
+def test_a_stopped_rank_is_a_hang(tmp_path: Path) -> None:
+    body = experiments("a", "b").replace('name = "a"', 'name = "a"\nlimits.hang_s = 4')
+    submission = Submission(tmp_path, write_suite(tmp_path, body))
     with running(submission, FAKE_FAULT="stop:a:1:2") as job:
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "hang", "b": "ok"}
@@ -150,9 +172,9 @@ def test_a_stopped_rank_is_a_hang(submission: Submission) -> None:
     assert "most recent call first" in (logs / "rank-0.err").read_text(), "no stacks of the rank that waits"
 
 
-def test_a_lost_task_is_named_and_the_rest_is_asked_for_again(submission: Submission) -> None:
+def test_a_lost_task_is_named_and_the_rest_is_asked_for_again(submission: Submission, hold: Hold) -> None:
     """A rank whose task is gone can say nothing any more; its node, named, is none to go on with."""
-    with running(submission, **SLOW) as job:
+    with running(submission, **hold("a")) as job:
         ranks = job.reach("a")
         job.tasks()[1].kill()
         assert job.wait() == 255, job.log()
@@ -166,10 +188,10 @@ def test_a_lost_task_is_named_and_the_rest_is_asked_for_again(submission: Submis
     assert submission.outcomes() == {"a": "error", "b": "ok"}, "what failed waits until it is asked for"
 
 
-def test_tasks_that_end_with_the_whole_job_are_no_lost_node(submission: Submission) -> None:
+def test_tasks_that_end_with_the_whole_job_are_no_lost_node(submission: Submission, hold: Hold) -> None:
     """SLURM may end the ranks a moment before it tells the controller, which is to run the case again."""
     submission.says(state="COMPLETING", preempted="None")
-    with running(submission, **SLOW) as job:
+    with running(submission, **hold("a")) as job:
         job.reach("a")
         for task in job.tasks().values():
             task.kill()
@@ -210,14 +232,14 @@ def test_a_step_waits_for_a_slurmctld_that_is_down(submission: Submission) -> No
     )
     srun.write_text(srun.read_text().replace("    options = {}", f"{refuse}    options = {{}}"))
     with running(submission) as job:
-        wait_for(refused.exists, 30)
+        wait_for(refused.exists)
         up.touch()
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
-def test_without_their_controller_tasks_and_ranks_end(submission: Submission) -> None:
-    with running(submission, **SLOW) as job:
+def test_without_their_controller_tasks_and_ranks_end(submission: Submission, hold: Hold) -> None:
+    with running(submission, **hold("a")) as job:
         ranks = {**job.reach("a"), **{2 + number: task for number, task in job.tasks().items()}}
         assert len(ranks) == 4
         job.controller.kill()
@@ -235,9 +257,9 @@ def test_a_port_that_somebody_takes_costs_a_start_and_no_case(submission: Submis
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
-def test_a_stranger_does_no_harm(submission: Submission) -> None:
+def test_a_stranger_does_no_harm(submission: Submission, hold: Hold) -> None:
     """Whoever has no token is cut off, whatever it says."""
-    with running(submission, **SLOW) as job:
+    with running(submission, **hold("a")) as job:
         ranks = job.reach("a")
         (place,) = submission.folder.glob("logs/0/*/launch.json")
         assert place.stat().st_mode & 0o777 == 0o600
@@ -247,12 +269,13 @@ def test_a_stranger_does_no_harm(submission: Submission) -> None:
                 stranger.sendall(words)
                 assert stranger.recv(1) == b""
         assert ranks
+        hold()
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
-def test_preemption_requeues_and_runs_again_only_what_it_met(submission: Submission) -> None:
-    with running(submission, **SLOW) as job:
+def test_preemption_requeues_and_runs_again_only_what_it_met(submission: Submission, hold: Hold) -> None:
+    with running(submission, **hold("b")) as job:
         job.reach("b")
         job.signal(signal.SIGUSR2)
         assert job.wait() == 255, job.log()
@@ -268,7 +291,6 @@ def test_preemption_requeues_and_runs_again_only_what_it_met(submission: Submiss
     assert len(submission.records()) == before + 1, "what was done is not done again"
 
 
-@pytest.mark.timeout(300)
 def test_a_long_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Asked to stop, real ranks write one after the step that they are in; the next start of the job goes on there."""
     long = "training = { steps = 8, untimed_steps = 1, checkpoint_every = 8 }"
@@ -279,19 +301,19 @@ def test_a_long_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     with running(submission, **held) as job:
         job.reach("a", HELD)
         job.signal(signal.SIGUSR2)
-        assert job.wait(90) == 255, job.log()
+        assert job.wait() == 255, job.log()
     assert classes(submission) == {"a": "preempted"}
     with running(submission, restarts=1, **held) as job:
-        assert job.wait(90) == 0, job.log()
+        assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok"}
     record = submission.records()[-1]
     assert len(record["series"]["loss"]) == 8
     assert record["series"]["resumed_from"] == [HELD + 1]
 
 
-def test_a_cancelled_job_is_not_requeued(submission: Submission) -> None:
+def test_a_cancelled_job_is_not_requeued(submission: Submission, hold: Hold) -> None:
     submission.says(state="CANCELLED", preempted="None")
-    with running(submission, **SLOW) as job:
+    with running(submission, **hold("a")) as job:
         job.reach("a")
         job.signal(signal.SIGTERM)
         assert job.wait() == 128 + signal.SIGTERM, job.log()
@@ -311,13 +333,14 @@ def test_wrong_hardware_starts_nothing(tmp_path: Path) -> None:
     assert submission.reasons()["a"].endswith(": not comparable")
 
 
-def test_a_full_disk_is_said(tmp_path: Path) -> None:
+def test_a_full_disk_is_said(tmp_path: Path, hold: Hold) -> None:
     with small_disk(tmp_path) as disk:
         suite = write_suite(tmp_path, experiments("a", "b"))
         submission = Submission(disk, suite)
-        with running(submission, FAKE_RING=str(tmp_path), **SLOW) as job:
+        with running(submission, FAKE_RING=str(tmp_path), **hold("a")) as job:
             job.reach("a")
             fill(disk)
+            hold()
             assert job.wait() == 1, job.log()
         assert submission.outcomes() == {"a": "error"}
         assert "disk full" in submission.reasons()["a"]

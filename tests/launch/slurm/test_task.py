@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from repro.launch.slurm.allocation import entry, task
-from repro.launch.slurm.allocation.launch import free_port
 from repro.launch.slurm.allocation.task import TaskLaunch
 
 LAUNCH = TaskLaunch(
@@ -58,8 +58,10 @@ def test_without_a_controller_a_task_says_so_and_ends(
     monkeypatch.setattr(task.signal, "signal", lambda number, handler: None)
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    replace(LAUNCH, port=free_port("127.0.0.1"), umask=0o022).save(tmp_path)
-    assert task.main([str(tmp_path)]) == 1
+    with socket.socket() as silent:  # has the port, so that nobody else does, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        replace(LAUNCH, port=silent.getsockname()[1], umask=0o022).save(tmp_path)
+        assert task.main([str(tmp_path)]) == 1
     assert "rank 3: no controller at 127.0.0.1" in capsys.readouterr().err
 
 
@@ -75,6 +77,7 @@ def test_after_sigterm_the_signal_to_requeue_is_waited_for(monkeypatch: pytest.M
             return self.asked > 2
 
     follows, never = Stop(), Stop()
+    monkeypatch.setattr(entry, "AGAIN_S", 60.0)
     entry._wait_for(follows)
     assert follows.asked == 3
     monkeypatch.setattr(entry, "AGAIN_S", 0.0)

@@ -129,7 +129,7 @@ class Allocations(RuleBasedStateMachine):
         assert 0 <= it.fragmentation() <= 1
 
 
-Allocations.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Allocations.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestAllocations = Allocations.TestCase
 
 
@@ -146,7 +146,7 @@ def traces(draw: st.DrawFn) -> list[Event]:
     return events
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(events=traces(), options=OPTIONS)
 def test_a_limit_matters_only_below_the_peak(events: list[Event], options: dict) -> None:
     free = replay(events, **options)
@@ -168,7 +168,7 @@ def test_a_limit_matters_only_below_the_peak(events: list[Event], options: dict)
         assert tight.peak_reserved < needed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests=st.lists(SIZES, max_size=40))
 def test_growing_only_an_expandable_segment_wastes_less_than_its_last_granule(requests: list[int]) -> None:
     """So it is never more than a granule of each pool above what plain segments take."""

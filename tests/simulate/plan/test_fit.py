@@ -17,7 +17,7 @@ from repro.simulate.plan.fit import Trial, search
 CONTEXT = systems.load("dgx2").context()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     count=st.integers(1, 300),
     boundary=st.integers(0, 300),

@@ -95,7 +95,7 @@ def by_itself(experiment: Experiment, system: System, traces: list[Trace]) -> St
     return of_seconds(found, step_seconds(experiment, systems, traces, [1.0] * len(cases)).tolist())
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.sampled_from(sorted(LAYOUTS)), st.floats(0, 0.4), st.floats(0, 0.2), st.floats(0.3, 0.9))
 def test_a_wider_range_makes_no_interval_narrower(name: str, down: float, up: float, part: float) -> None:
     experiment, traces = traced(name)

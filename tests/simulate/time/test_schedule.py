@@ -96,7 +96,7 @@ def test_seconds_add_up(name: str) -> None:
     assert phases == pytest.approx(document["step_s"], rel=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(name=st.sampled_from(sorted(LAYOUTS)), factors=st.tuples(*[st.floats(1, 20)] * 3))
 def test_a_faster_machine_is_never_slower(name: str, factors: tuple[float, float, float]) -> None:
     slow = predicted(name, base_system()).step_s
@@ -272,7 +272,7 @@ def test_a_bubble_gives_its_cores_to_those_that_compute() -> None:
 
 
 @given(st.integers(2, 5), st.integers(1, 6), st.floats(1, 8))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_shared_cores_never_do_more_than_they_can(
     p: int, micro_batches: int, oversubscription: float
 ) -> None:
