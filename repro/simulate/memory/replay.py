@@ -24,8 +24,8 @@ class Replay:
     """... and at which most was reserved, both before a failure."""
     phase: str
     """The phase in which the replay ran out of memory, else that in which most was reserved."""
-    out_of_memory: OutOfMemory | None = None
-    failed_at: int = -1
+    out_of_memory: OutOfMemory | None
+    failed_at: int
     """The moment that it could not get past."""
 
     @property

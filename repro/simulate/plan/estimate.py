@@ -179,7 +179,7 @@ def _sent(layout: Layout, rows: dict[Row, float], placement: Placement, role: st
         if group == "embedding" and layout.zero:  # shards of the tied gradients: those of the family's dp
             payload *= dp / layout.dp
         sent = round(payload if op == SEND else RING_PASSES[op] * payload * (size - 1) / size)
-        if size < 2 or not sent:
+        if not sent:  # not by a group of one either
             continue
         link = placement.link_of(group, ranks)
         by_group[group] = by_group.get(group, 0) + sent

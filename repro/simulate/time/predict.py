@@ -81,7 +81,7 @@ class Prediction:
         stage = self.slowest
         exposed, total = sum(stage.exposed.values()), sum(stage.communication.values())
         busy = dict(stage.busy)
-        optimizer = busy.get(OPTIMIZER, 0.0)
+        optimizer = busy[OPTIMIZER]
         compute = sum(busy.values()) - optimizer
         return {
             "step_s": self.step_s,

@@ -51,7 +51,7 @@ def step_seconds(
     """
     layout = experiment.layout
     cost, network = SeveralDevices(systems, layout.precision, factors), SeveralNetworks(systems, layout)
-    return network.lanes(_scheduled(experiment, traces, cost, network).step_s)
+    return network.lanes(_scheduled(experiment, traces, cost, network, systems[0].oversubscription).step_s)
 
 
 def _scheduled(
@@ -59,7 +59,7 @@ def _scheduled(
     traces: list[Trace],
     cost: OperatorCost,
     network: Links,
-    oversubscription: float = 1.0,
+    oversubscription: float,
     record: bool = False,
 ) -> Timeline:
     layout = experiment.layout

@@ -148,6 +148,14 @@ def test_an_expandable_segment_grows_by_granules_where_the_request_then_fits() -
     assert allocator.reserved == (60 + 2) * MIB
 
 
+def test_a_block_that_can_grow_is_taken_last() -> None:
+    """Four MiB before the unmapped end are the tightest by size, and can grow: the twelve in the middle are taken."""
+    allocator = filled(12 * MIB, 4 * MIB, expandable=True)
+    allocator.free(0)
+    allocator.malloc(2, 3 * MIB)
+    assert sizes(allocator) == [[(3 * MIB, 2), (9 * MIB, None), (4 * MIB, 1), (4 * MIB, None)]]
+
+
 def test_an_expandable_segment_gives_back_the_granules_inside_its_free_blocks() -> None:
     allocator = filled(10 * MIB, 70 * MIB, 10 * MIB, 50 * MIB, limit=160 * MIB, expandable=True)
     allocator.free(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro import systems
-from repro.config import ConfigError, Model
+from repro.config import ConfigError, Layout, Model
 from repro.simulate.plan import fit
 from repro.simulate.plan.asked import Asked, limit_of
 from repro.simulate.plan.fit import Trial, search
@@ -120,3 +121,33 @@ def test_bad_questions() -> None:
         limit_of(systems.load("yuan"), None)
     with pytest.raises(ConfigError, match=r"hidden = 64: must be a larger width"):
         fit.simulated(question({"zero": 3}, 10**12, hidden=64))
+
+
+def batches(**layout: Any) -> fit.Question:
+    """The largest micro-batch of twelve samples, in four stages."""
+    shape = Layout(pp=4, dp=2, **({"global_batch": 24} | layout))
+    small = Model(name="small", layers=8, hidden=256, heads=4, vocab=512, seq=64)
+    return fit.Question(
+        small,
+        shape,
+        systems.load("dgx2"),
+        CONTEXT + 10**9,
+        "micro-batch",
+        0,
+        free_batch=False,
+        expandable=False,
+    )
+
+
+def test_a_micro_batch_divides_the_samples_and_stages_the_micro_batches_where_they_are_interleaved() -> None:
+    assert batches().values() == [1, 2, 3, 4, 6, 12]
+    assert batches(schedule="interleaved", chunks=2).values() == [1, 3]
+
+
+def test_a_batch_that_was_not_given_grows_with_the_micro_batch() -> None:
+    """Three micro-batches of a replica, each of so many samples; where it was given it stays."""
+    given = batches(micro_batch=4)
+    tried = replace(given, free_batch=True).experiment(5).layout
+    assert (tried.micro_batch, tried.global_batch, tried.accumulation) == (5, 2 * 3 * 5, 3)
+    tried = given.experiment(6).layout
+    assert (tried.micro_batch, tried.global_batch, tried.accumulation) == (6, 24, 2)

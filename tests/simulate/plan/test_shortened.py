@@ -10,6 +10,8 @@ from repro.config import Layout
 from repro.simulate.plan.closed_form import suggested_width
 from repro.simulate.plan.fit import Trial, _next
 from repro.simulate.plan.steptime import _Edges
+from repro.simulate.plan.widen import _aligned
+from repro.simulate.trace.events import Operator
 
 
 class EightStages:
@@ -71,3 +73,26 @@ def test_where_a_fit_looks_next(found: dict[int, Trial], low: int, high: int, in
 def test_a_width_is_rounded_to_what_divides_into_heads(width: int, suggested: int) -> None:
     """16 bytes for each of 12 h^3 / 64 parameters; 64 up to 512, then 256, 1024, 2048."""
     assert suggested_width(16 * 12 * width**3 // 64 + 1, 1, Layout()) == suggested
+
+
+def operators(names: str) -> list[Operator]:
+    return [Operator(name, 0, 0, 0, (), 2) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "aligned"),
+    [
+        ("abc", "abc", ["a", "b", "c"]),
+        ("abc", "ac", ["a", "", "c"]),
+        ("abc", "axbyyc", ["ax", "byy", "c"]),
+        ("abc", "xabc", ["xa", "b", "c"]),
+        ("ab", "", ["", ""]),
+    ],
+)
+def test_operators_of_two_traces_are_told_apart_by_their_names(
+    narrow: str, wide: str, aligned: list[str]
+) -> None:
+    found = _aligned(operators(narrow), operators(wide))
+    assert [
+        "".join(event.name for event in events if isinstance(event, Operator)) for events in found
+    ] == aligned

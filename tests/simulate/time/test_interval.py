@@ -149,8 +149,9 @@ def test_devices_differ_from_the_one_that_was_measured_and_kernels_without_a_poi
     (kernels,) = (move for move in found.interval.moves if move.key == UNCALIBRATED.key)
     assert kernels.low_s == pytest.approx(found.step_s)
     assert kernels.high_s > found.step_s
-    for point in calibration_points():
-        assert 1 <= efficiency.factor(point) <= UNCALIBRATED.high, point.name
+    factors = [efficiency.factor(point) for point in calibration_points()]
+    assert min(factors) >= 1
+    assert UNCALIBRATED.high - 0.1 < max(factors) <= UNCALIBRATED.high, "it is the largest of them"
 
 
 def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:

@@ -107,6 +107,24 @@ def test_what_gloo_receives_in_is_repeated_too(layout: Layout) -> None:
         assert_same(*both(experiment, role, gloo=True)[:2])
 
 
+def test_what_is_recorded_without_dropout_serves_no_run_with_it() -> None:
+    """Whatever a block does otherwise than the ones before it is recorded anew."""
+    plain = Experiment(name="e", model=MODEL, layout=BASE)
+    others = [
+        replace(plain, training=Training(dropout=0.1)),
+        replace(plain, training=Training(attention_dropout=0.1)),
+        replace(plain, training=Training(seq=16)),
+        *(
+            replace(plain, layout=LAYOUTS[name])
+            for name in ("bf16", "softmax", "unfused", "reference", "zero3")
+        ),
+        replace(plain, layout=replace(BASE, micro_batch=2)),
+    ]
+    for experiment in (plain, *others, plain):
+        whole = trace(experiment, roles(experiment)[0], repeat=False)
+        assert_same(whole, trace(experiment, roles(experiment)[0]))
+
+
 def test_what_is_recorded_serves_other_depths_stages_and_degrees() -> None:
     """`plan` and `fit` ask for the same blocks again and again: then no block of a layout has to run."""
     first = Experiment(name="e", model=MODEL, layout=replace(BASE, dp=2, zero=1, recompute=True))
