@@ -14,13 +14,19 @@ from repro.config import Experiment
 from repro.launch import plan, simulated
 from repro.launch.local.launch import DEVICES
 from repro.launch.run import asked, lacking
-from repro.render import words
+from repro.render import units, words
 from repro.results.schema import SIMULATED, ExperimentRecord
+from repro.results.select import by_key
 from repro.results.store import Store
+from repro.simulate.plan.closed_form import stage_parameters, state_bytes
 from repro.suites import Entry, Suite
+from repro.systems import HERE
+from repro.systems import load as load_system
 
 Took: TypeAlias = dict[tuple[str, str], float]
 """Seconds by suite and name."""
+Traced: TypeAlias = dict[str, ExperimentRecord]
+"""The newest simulation by key."""
 TO_RUN, KNOWN, ELSEWHERE = "to run", "in the store", "not here"
 
 
@@ -40,6 +46,8 @@ class Outlook:
     """Seconds that the newest record of this name took; None without one, and then nothing says how long it takes."""
     limit_s: float
     """Seconds after which a launch is stopped; 0: never."""
+    memory: str = ""
+    """What a device of another system has to hold of it, and whether that fits; empty for the machine at hand."""
 
 
 def outlook(
@@ -49,18 +57,21 @@ def outlook(
     store = Store(results)
     found: list[Outlook] = []
     took = _took(store, evidence)
+    traced = by_key(store.records(), SIMULATED)
     for suite in asked(suites, evidence, system):
         entries = plan.select(suite, only)
         if evidence == SIMULATED:
             if system:
                 entries = simulated.moved(entries, system)
-            found += _simulated(suite, entries, store, rerun, took)
+            found += _simulated(suite, entries, store, rerun, took, traced)
         else:
-            found += _measured(suite, entries, store, rerun, took)
+            found += _measured(suite, entries, store, rerun, took, traced)
     return found
 
 
-def _measured(suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Took) -> Iterable[Outlook]:
+def _measured(
+    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Took, traced: Traced
+) -> Iterable[Outlook]:
     without = {entry.experiment.name: lacking(entry) for entry in entries}
     here = [entry for entry in entries if not without[entry.experiment.name]]
     todo = {e.name for task in plan.tasks(suite, here, store, rerun=rerun) for e in task.experiments}
@@ -68,7 +79,8 @@ def _measured(suite: Suite, entries: list[Entry], store: Store, rerun: bool, too
         name, limit_s = entry.experiment.name, entry.experiment.limits.timeout_s
         steps = entry.experiment.training.steps
         if without[name]:
-            yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", steps, None, limit_s)
+            memory = _memory(entry.experiment, traced)
+            yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", steps, None, limit_s, memory)
         else:
             state, last_s = TO_RUN if name in todo else KNOWN, took.get((suite.name, name))
             yield Outlook(suite.name, name, state, _processes(entry.experiment), steps, last_s, limit_s)
@@ -81,7 +93,7 @@ def _processes(experiment: Experiment) -> str:
 
 
 def _simulated(
-    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Took
+    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Took, traced: Traced
 ) -> Iterable[Outlook]:
     without = {entry.experiment.name: simulated.needs(entry.experiment) for entry in entries}
     can = [entry for entry in entries if not without[entry.experiment.name]]
@@ -94,7 +106,27 @@ def _simulated(
         else:
             state = TO_RUN if name in todo else KNOWN
             where = f"{words.counted(ranks, 'rank')} of {entry.experiment.system}, traced here"
-            yield Outlook(suite.name, name, state, where, 1, took.get((suite.name, name)), 0.0)
+            memory, last_s = _memory(entry.experiment, traced), took.get((suite.name, name))
+            yield Outlook(suite.name, name, state, where, 1, last_s, 0.0, memory)
+
+
+def _memory(experiment: Experiment, traced: Traced) -> str:
+    """Traced where the store has it; else model states in closed form, which is the least that it takes."""
+    if experiment.system in HERE:
+        return ""
+    system = load_system(experiment.system)
+    known = system.device.memory_bytes.value is not None
+    limit = system.allocatable_bytes() if known else None
+    of = "of a size that is not published" if limit is None else f"of {units.size(limit)}"
+    record = traced.get(experiment.key)
+    if record is not None and "memory.peak_bytes" in record.metrics:
+        held = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
+        fits = "" if limit is None else ": fits" if record.outcome == "ok" else ": does not fit"
+        return f"{units.size(held)} {of}, traced{fits}"
+    fullest = max(stage_parameters(experiment.model, experiment.layout).values())
+    states = sum(state_bytes(fullest, experiment.layout).values())
+    fits = "" if limit is None or states <= limit else ": does not fit"
+    return f"states {units.size(states)} {of}{fits}"
 
 
 def _took(store: Store, evidence: str) -> Took:

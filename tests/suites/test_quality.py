@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from repro import suites
+from repro.claims.formulas import gpt_params
 from repro.claims.reader import load as load_ledger
+from repro.config import Experiment
+from repro.launch.outlook import outlook
+from repro.results.schema import MEASURED, SIMULATED
+from repro.results.store import Store
+from tests.records import changed, made_up
 
-SUITE = suites.load(Path(__file__).parents[2] / "suites" / "quality.toml")
+SUITE_FOLDER = Path(__file__).parents[2] / "suites"
+SUITE = suites.load(SUITE_FOLDER / "quality.toml")
 EXPERIMENTS = {entry.experiment.name: entry.experiment for entry in SUITE.entries}
 MEGATRON = {"355M": "quality-355m", "2.5B": "quality-2.5b", "8.3B": "quality-8.3b"}
-TURING = "quality-turing-nlg-17b"
+TURING, YUAN = "quality-turing-nlg-17b", "quality-yuan-245b"
 
 
 def test_every_experiment_writes_checkpoints() -> None:
@@ -32,19 +40,94 @@ def test_megatrons_sizes_and_gpus_are_those_of_table_2(label: str) -> None:
     assert (layout.world, layout.dp, layout.global_batch) == (line["gpus"], 64, 512)
 
 
-@pytest.mark.parametrize("name", [*MEGATRON.values(), TURING])
-def test_recipes_are_the_printed_ones(name: str) -> None:
-    """MEG1 sec. 4.2, as the claim's conditions have it; Turing-NLG's own where somebody printed them."""
-    experiment = EXPERIMENTS[name]
-    training = experiment.training
-    assert (experiment.seq, experiment.layout.global_batch, experiment.layout.precision) == (
-        1024,
-        512,
-        "fp16",
+SETTINGS: dict[str, Callable[[Experiment], float]] = {
+    "learning rate": lambda e: e.training.lr,
+    "smallest learning rate": lambda e: e.training.min_lr,
+    "warm-up": lambda e: e.training.warmup_steps,
+    "iterations": lambda e: e.training.steps,
+    "cosine over": lambda e: e.training.decay_steps,
+    "batch": lambda e: e.layout.global_batch,
+    "sequence": lambda e: e.seq,
+    "weight decay": lambda e: e.training.weight_decay,
+    "gradient clipping": lambda e: e.training.clip,
+    "dropout": lambda e: e.training.dropout,
+    "Adam's beta 1": lambda e: e.training.beta1,
+    "Adam's beta 2": lambda e: e.training.beta2,
+}
+RECIPES = [
+    *((name, "meg1-training-recipe") for name in MEGATRON.values()),
+    (TURING, "tnlg-training-recipe"),
+    (YUAN, "yuan-training-recipe"),
+]
+
+
+def printed(claim: str) -> dict[str, float]:
+    """The numbers of a recipe by their label in the ledger; those of a smaller sibling without its name."""
+    return {
+        row.label.removeprefix("13B: "): row.printed.value if row.printed else float(row.published)  # 1e-5
+        for row in load_ledger().claim(claim).rows
+    }
+
+
+@pytest.mark.parametrize(("name", "claim"), RECIPES)
+def test_every_number_of_a_recipe_is_the_sources(name: str, claim: str) -> None:
+    experiment, numbers = EXPERIMENTS[name], printed(claim)
+    if name == TURING:  # the same but for what is said of it
+        numbers = {**printed("meg1-training-recipe"), **numbers}
+        del numbers["smallest learning rate"]
+    samples = {label: numbers.pop(label) for label in tuple(numbers) if label.startswith("samples")}
+    found = {label: SETTINGS[label](experiment) for label in numbers}
+    assert found == pytest.approx(numbers, rel=1e-12)
+    if samples:
+        parts = (experiment.training.warmup_steps, experiment.training.decay_steps)
+        of = experiment.training.steps / samples["samples"]
+        assert parts == (
+            round(of * samples["samples of warm-up"]),
+            round(of * samples["samples of the cosine"]),
+        )
+    assert experiment.training.schedule == "cosine"
+    assert experiment.layout.precision == "fp16"
+    assert experiment.training.attention_dropout == experiment.training.dropout
+
+
+def test_no_recipe_is_left_out() -> None:
+    assert {name for name, _ in RECIPES} == {name for name in EXPERIMENTS if name.startswith("quality-")}
+
+
+def test_yuans_layout_is_the_one_that_its_rate_is_predicted_for() -> None:
+    yuan = suites.load(SUITE_FOLDER / "yuan.toml").entry("yuan-245b").experiment
+    assert EXPERIMENTS[YUAN].layout == yuan.layout
+
+
+def test_a_dry_run_says_what_recipes_hold_and_of_how_much(tmp_path: Path) -> None:
+    """Model states where nothing was traced: 16 bytes of a rank's parameters, and 4 + 12/64 under ZeRO 1 of 64."""
+    asked = ([SUITE_FOLDER / "quality.toml"], ["quality-*"], tmp_path, False, MEASURED, "")
+    found = {row.name: row.memory for row in outlook(*asked)}
+    width, stage = 16384, 2 * 12 * 16384**2
+    wanted = {
+        "quality-355m": 16 * gpt_params(24, 1024),
+        "quality-2.5b": 16 * gpt_params(54, 1920) / 2,
+        "quality-8.3b": 16 * gpt_params(72, 3072) / 8,
+        TURING: (4 + 12 / 64) * gpt_params(78, 4256) / 4,
+        YUAN: 16 * ((stage + 53248 * width) / 8 + 2048 * width),
+    }
+    assert {name: float(said.split()[1]) for name, said in found.items()} == pytest.approx(
+        {name: size / 1e9 for name, size in wanted.items()}, rel=0.01
     )
-    assert (training.lr, training.steps, training.schedule) == (1.5e-4, 300_000, "cosine")
-    wanted = (3200, 500_000) if name == TURING else (3000, 0)
-    assert (training.warmup_steps, training.decay_steps) == wanted
+    assert found["quality-8.3b"].endswith("of 32.3 GB")  # a V100's 32 GB less its context
+    assert found[YUAN].endswith("of a size that is not published")
+
+
+def test_a_dry_run_says_what_does_not_fit_and_what_was_traced(tmp_path: Path) -> None:
+    entry = suites.load(SUITE_FOLDER / "turing_nlg.toml").entry("megatron-mp4")
+    asked = ([SUITE_FOLDER / "turing_nlg.toml"], ["megatron-mp4"], tmp_path, False, MEASURED, "")
+    (row,) = outlook(*asked)
+    assert row.memory.endswith("GB of 32.7 GB: does not fit")
+    record = changed(made_up("megatron-mp4", suite="turing_nlg"), key=entry.experiment.key, evidence=SIMULATED)
+    with Store(tmp_path) as store:
+        store.append(changed(record, metrics={"memory.peak_bytes": 20e9, "memory.reserved_bytes": 21e9}))
+    (row,) = outlook(*asked)
+    assert row.memory == "21 GB of 32.7 GB, traced: fits"
 
 
 def test_published_quality_is_not_comparable_or_says_what_it_needs() -> None:

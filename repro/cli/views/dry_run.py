@@ -19,10 +19,12 @@ def command(
     if json:
         print_json([asdict(each) for each in found])
         return 0
-    headings = ("experiment", "", "where", "steps", "took last time", "stopped after")
-    rows = table(*headings, left={"experiment", "", "where"}, wrap=("where",))
+    memory = ("memory of a device",) if any(each.memory for each in found) else ()
+    headings = ("experiment", "", "where", *memory, "steps", "took last time", "stopped after")
+    rows = table(*headings, left={"experiment", "", "where", *memory}, wrap=("where", *memory))
     for each in found:
-        rows.add_row(f"{each.suite}/{each.name}", each.state, each.where, *_how_long(each))
+        held = (each.memory,) if memory else ()
+        rows.add_row(f"{each.suite}/{each.name}", each.state, each.where, *held, *_how_long(each))
     console = stdout(WIDE)
     console.print(rows)
     todo = [each for each in found if each.state == TO_RUN]
