@@ -12,6 +12,7 @@ from repro import models
 from repro.claims.expression import Uncertain, Value
 from repro.config import ConfigError, Model
 from repro.config.engines import NATIVE
+from repro.results import curves
 from repro.results.interval import Case, StepInterval
 from repro.results.metrics import STEP_SECONDS, at
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
@@ -169,6 +170,31 @@ class Records:
             """`"rising"` if each of them is above the one before it, else `"not rising"`."""
             return "rising" if all(low < high for low, high in pairwise(values)) else "not rising"
 
+        def losses(experiment: str) -> list[float | None]:
+            """Of every step, of an experiment that ended ok."""
+            record = find(experiment)
+            if record.outcome != "ok" or not record.series.loss:
+                raise Missing(
+                    experiment, _ended(record) if record.outcome != "ok" else "its record has no losses"
+                )
+            return record.series.loss
+
+        def strayed(experiment: str, reference: str, *controls: str) -> Value:
+            """How far a loss curve strays from another, in what `controls` do (`repro.results.curves`)."""
+            curve, *others = map(losses, (experiment, *controls))
+            try:
+                return curves.strayed(curve, losses(reference), others)
+            except ValueError as error:
+                raise Missing(experiment, f"cannot be compared with {reference}: it {error}") from None
+
+        def apart(experiment: str, reference: str) -> Value:
+            """Relative difference of two trainings' mean loss over their last 50 steps."""
+            try:
+                mine, other = curves.end(losses(experiment)), curves.end(losses(reference))
+            except ValueError as error:
+                raise Missing(experiment, f"cannot be compared with {reference}: it {error}") from None
+            return abs(mine - other) / other
+
         def compared(subject: str, baseline: str) -> Value | Uncertain:
             """Throughput of `subject` over `baseline` in one interleaved run, with its 95 % interval."""
             for experiment in (subject, baseline):
@@ -209,6 +235,8 @@ class Records:
             "largest": largest,
             "smallest": smallest,
             "rising": rising,
+            "strayed": strayed,
+            "apart": apart,
             "compared": compared,
         }
 

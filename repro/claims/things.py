@@ -29,6 +29,8 @@ STATES = ("states", "parameters", "gradients", "optimizer")
 BY_LAYOUT = ("peak", "reserved", "used", "activations", "allocated", "cached")
 """`memory.X_bytes` that no formula of sizes gives."""
 CHOOSE = ("outcome", "failure", "largest", "smallest")
+CURVES = ("strayed", "apart")
+"""Of the experiment that they name first; the others are what it is held against."""
 
 
 FAILS, OPEN, HOLDS = range(3)
@@ -89,6 +91,8 @@ def reads(finding: Finding, row: RowResult, result: ClaimResult) -> Iterable[Thi
             found += [("fits", name) for name in experiments]
         elif function == "compared":
             found += [("time", name) for name in experiments]
+        elif function in CURVES:
+            found.append(("loss", experiments[0]))
         elif function == EVALUATED:
             found.append(("score", *texts))
         elif function == "metric" and len(texts) == 2 and not texts[1].startswith("model."):

@@ -73,6 +73,7 @@ IDS = [
     "ds-20b-3x-resources",
     "ds-6b-without-mp",
     "ds-4x-memory",
+    "ds-same-loss",
     "ds-bert-feb20",
     "ds-zero2-may20",
     "ds-zero3-offload-2021",
@@ -126,6 +127,8 @@ IDS = [
     "ds-no-limits",
     "repro-parity",
     "repro-resume",
+    "repro-convergence",
+    "repro-precision",
 ]
 
 

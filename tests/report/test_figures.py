@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import synthetic
 
-from repro.report.figures import communication, comparison, draw_all, loss, measured_states, peak
+from repro.report.figures import communication, comparison, convergence, draw_all, loss, measured_states, peak
 from repro.report.figures.style import CATEGORY, look
 from repro.report.origins import Machines
 from repro.report.page.record_tables import measured_row
@@ -26,7 +26,7 @@ def drawn(module: Any, records: list[Any]) -> Any:
         return module.draw(records)
 
 
-@pytest.mark.parametrize("module", [measured_states, communication, loss, comparison, peak])
+@pytest.mark.parametrize("module", [measured_states, communication, loss, convergence, comparison, peak])
 def test_without_records_nothing_is_drawn_and_the_remedy_is_named(module: Any) -> None:
     drawing = drawn(module, [])
     assert drawing.figure is None
@@ -76,11 +76,6 @@ def test_loss_needs_the_single_process(chosen: Any) -> None:
     assert "10 strategies" in drawing.caption
     without = [r for r in chosen.measured if r.name != loss.SINGLE]
     assert drawn(loss, without).figure is None
-
-
-def test_loss_differences() -> None:
-    assert loss.relative_differences([2.0, 2.2], [2.0, 2.0]) == pytest.approx([0, 0.1])
-    assert loss.relative_differences([None, 2.0], [2.0, 2.0]) == [0]
 
 
 def test_a_missing_loss_does_not_break_the_figure(chosen: Any) -> None:

@@ -123,7 +123,9 @@ def test_a_dry_run_says_what_does_not_fit_and_what_was_traced(tmp_path: Path) ->
     asked = ([SUITE_FOLDER / "turing_nlg.toml"], ["megatron-mp4"], tmp_path, False, MEASURED, "")
     (row,) = outlook(*asked)
     assert row.memory.endswith("GB of 32.7 GB: does not fit")
-    record = changed(made_up("megatron-mp4", suite="turing_nlg"), key=entry.experiment.key, evidence=SIMULATED)
+    record = changed(
+        made_up("megatron-mp4", suite="turing_nlg"), key=entry.experiment.key, evidence=SIMULATED
+    )
     with Store(tmp_path) as store:
         store.append(changed(record, metrics={"memory.peak_bytes": 20e9, "memory.reserved_bytes": 21e9}))
     (row,) = outlook(*asked)

@@ -19,6 +19,7 @@ from repro.report.figures.style import (
     succeeded,
     zero,
 )
+from repro.results.curves import distances
 
 PREFIX, SINGLE = "parity-", "parity-single"
 TITLE = "Loss under every strategy, against one process"
@@ -59,8 +60,7 @@ def draw(records: list[Record]) -> Drawing:
     quiet(left, "y")
 
     for y, record in enumerate(others):
-        differences = relative_differences(record.series.loss or [], reference)
-        drawn = [max(difference, FLOOR) for difference in differences]
+        drawn = [max(d, FLOOR) for d in distances(record.series.loss or [], reference)]
         colour = COLOURS[_kind(record)]
         right.scatter(drawn, [y] * len(drawn), s=14, color=colour, alpha=0.35, linewidths=0)
         if drawn:
@@ -78,7 +78,7 @@ def draw(records: list[Record]) -> Drawing:
     right.set_title("distance from one process (largest outlined)")
     quiet(right, "x")
 
-    differences = [d for r in others for d in relative_differences(r.series.loss or [], reference)]
+    differences = [d for r in others for d in distances(r.series.loss or [], reference)]
     absent = sum(loss is None for r in [single, *others] for loss in r.series.loss or ())
     caption = (
         f"Loss of {single.experiment.model.name} from the same seed, text and global batch over "
@@ -110,12 +110,6 @@ DASHES = {
     "other": (0, (3, 1.25, 1.25, 1.25, 1.25, 1.25)),
 }
 """Curves that lie on each other are told apart by what shows between the dashes."""
-
-
-def relative_differences(losses: list[float | None], reference: list[float | None]) -> list[float]:
-    """|loss - reference| / |reference| of every step that has both; a loss that was NaN has none."""
-    pairs = zip(losses, reference, strict=False)
-    return [abs(loss - right) / abs(right) for loss, right in pairs if loss is not None and right]
 
 
 def _kind(record: Record) -> str:
