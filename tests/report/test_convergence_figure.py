@@ -72,7 +72,10 @@ def test_every_kind_stands_at_its_distance_from_one_process() -> None:
     assert drawing.missing == ""
     assert "convergence/batch-32" not in drawing.records
     assert "5 layouts in fp32 and 1 in 16 bits" in drawing.caption
-    assert "any step: 7.0e-06, of one process with its sums in another order: 2.0e-06" in drawing.caption
+    assert (
+        "any step of an fp32 layout: 7.0e-06, of one process with its sums in another order: 2.0e-06"
+        in drawing.caption
+    )
 
 
 def test_without_one_process_or_its_controls_there_is_no_figure() -> None:

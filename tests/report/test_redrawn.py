@@ -74,7 +74,8 @@ def records() -> tuple[ExperimentRecord, ...]:
     """An invented simulation of every experiment that the ledger reads or a figure shows, but for twins."""
     found = []
     for path in sorted(SUITES.glob("*.toml")):
-        if path.stem in ("smoke", "machine", "kernels", "quality") or path.stem.startswith("windtunnel"):
+        here = ("smoke", "machine", "kernels", "quality", "convergence")
+        if path.stem in here or path.stem.startswith("windtunnel"):
             continue
         suite = load_suite(path)
         for entry in suite.entries:

@@ -65,8 +65,8 @@ def draw(records: Sequence[Record]) -> Drawing:
     steps = len(reference.series.loss or ())
     caption = (
         f"{reference.experiment.model.name} on text for {steps} steps: {len(layouts)} layouts in fp32 and {len(short)} "
-        f"in 16 bits against one process in fp32, relative, root mean squares of {SMOOTH} steps. Largest difference of an "
-        f"fp32 layout at any step: {largest:.1e}, of one process with its sums in another order: {explained:.1e}. "
+        f"in 16 bits against one process in fp32, relative, root mean squares of {SMOOTH} steps. Largest difference at "
+        f"any step of an fp32 layout: {largest:.1e}, of one process with its sums in another order: {explained:.1e}. "
         "Dotted: small faults, which are no rounding."
     )
     missing = "" if layouts and faults and short and seeds else RUN
@@ -104,8 +104,8 @@ def _strays(
     for record in faults:
         values = _smooth(record, reference)
         axes.plot(steps, values, color=INK, lw=1.0, ls=":")
-        where = {"xytext": (2, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5}
-        axes.annotate(FAULTS.get(record.name, record.name), (steps[-1], values[-1]), **where)
+        said, last = FAULTS.get(record.name, record.name), (steps[-1], values[-1])
+        axes.annotate(said, last, (2, 0), textcoords="offset points", va="center", fontsize=7.5)
     axes.set_yscale("log")
     axes.set_title("fp32: distance from one process")
     _finish(axes)
@@ -127,8 +127,8 @@ def _finish(axes: Axes) -> None:
     """A name once for all curves of a kind, below the axes."""
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if handles:
-        below = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.17), "ncols": 1, "fontsize": 8}
-        axes.legend(handles.values(), handles.keys(), **below)
+        shown, below = [*handles.values()], (-0.02, -0.17)
+        axes.legend(shown, [*handles], loc="upper left", bbox_to_anchor=below, fontsize=8)
     axes.set_xlabel("optimizer step")
     quiet(axes, "y")
 
