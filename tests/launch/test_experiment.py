@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
-from repro.launch.rank.experiment import Diverged, Run
+from repro.launch.rank.experiment import Diverged, Run, process_memory
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StepClock
 from repro.models.flops import hardware_flops, model_flops
@@ -52,9 +53,23 @@ def test_a_run_reports_all_that_it_saw() -> None:
     assert states == {"parameters": 4 * psi, "gradients": 4 * psi, "optimizer": 8 * psi}
     assert peak["total"] == sum(size for name, size in peak.items() if name != "total")
     assert peak["activations"] > 0
+    assert result["memory"]["cuda"] == {}
     assert said[0] == (0, "init")
     assert said[-1] == (6, "optimizer")
     assert [phase for step, phase in said if step == 3] == ["forward", "backward"] * 2 + ["optimizer"]
+
+
+def test_of_a_gpu_the_allocators_own_numbers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: said if device.index == 3 else {})
+    told = process_memory(torch.device("cuda", 3))
+    assert told.cuda == {"allocated_peak": 5, "reserved_peak": 7, "retries": 2}
+    none = {"allocated_peak": 0, "reserved_peak": 0, "retries": 0}
+    assert process_memory(torch.device("cuda", 0)).cuda == none, (
+        "before its first tensor a device says nothing"
+    )
+    held = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+    assert told.rss_peak_bytes == pytest.approx(held, rel=0.1)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step() -> None:

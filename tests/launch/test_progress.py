@@ -79,6 +79,7 @@ def test_turns_that_begin_anew_repeat_their_untimed_steps() -> None:
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
+    clock.now = 1000.0
     monkeypatch.setattr(progress.time, "monotonic", clock)
     monkeypatch.setattr(progress, "Course", lambda job: Course(job, clock))
     return clock
@@ -87,10 +88,11 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_without_a_terminal_lines_say_it(lines: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress.Progress(total=12, known=2) as shown:
         shown.launch(job("a"))
-        for lines.now, step in ((3.0, 0), (4.0, 1), (8.0, 2), (16.0, 4)):
+        for seconds, step in ((3, 0), (4, 1), (8, 2), (10, 2), (16, 4)):
+            lines.now = 1000.0 + seconds
             shown.tick(at(0, step))
             shown.tick(at(0, step, Phase.START))
-        lines.now = 75.0
+        lines.now = 1075.0
         shown.tick(at(0, 12, Phase.DONE))
         shown.ended("a", "oom", "too large", 75.0, expected=False)
         shown.elsewhere(1)
@@ -124,12 +126,12 @@ def test_on_a_terminal_every_running_experiment_has_one_line(
     with progress.Progress(total=3, known=0) as shown:
         shown.launch(job("first", "second", compare=True, rounds=2))
         for lines.now, experiment, step in (
-            (0.0, 0, 0),
-            (1.0, 0, 1),
-            (1.5, 0, 2),
-            (2.0, 1, 0),
-            (3.0, 1, 1),
-            (7.0, 1, 2),
+            (1000.0, 0, 0),
+            (1001.0, 0, 1),
+            (1001.5, 0, 2),
+            (1002.0, 1, 0),
+            (1003.0, 1, 1),
+            (1007.0, 1, 2),
         ):
             shown.tick(at(experiment, step))
         everything, first, second = drawn()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from repro.config import Experiment, Layout, Limits, Model, Training
+from repro.config import Experiment, Layout, Training
 from repro.launch import supervise
 from repro.launch.beacon import Position
 from repro.launch.job import Job
@@ -18,18 +18,7 @@ from repro.launch.local.launch import LocalLaunch, environment
 from repro.launch.rank import program as rank_program
 from repro.launch.supervise import Ending, signal_name, watch
 from tests.launch.runs import FAKE
-
-MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
-
-
-def experiment(name: str, **limits: Any) -> Experiment:
-    return Experiment(
-        name=name,
-        model=MODEL,
-        layout=Layout(dp=2),
-        training=Training(steps=6, untimed_steps=1),
-        limits=Limits(**{"hang_s": 60.0, **limits}),
-    )
+from tests.launch.scripted import MODEL, Clock, Scripted, experiment
 
 
 def launch(
@@ -122,44 +111,6 @@ def test_a_timeout_ends_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "not done after 2 s (limits.timeout_s) (ranks 0, 1 at step 1, forward" in ending.reason
 
 
-class Scripted:
-    """A launch whose ranks have ended in ways that real ones do not on request."""
-
-    world = 3
-    job = Job(experiments=[experiment("a")])
-
-    def __init__(self, codes: list[int | None], reports: dict[int, tuple[str, str]]):
-        self.codes, self.reports, self.killed = codes, reports, False
-
-    def poll(self, rank: int) -> int | None:
-        return self.codes[rank]
-
-    def position(self, rank: int) -> Position:
-        return Position(0, 5, "forward", 40 + rank, "all_gather", "tp", 1.0)
-
-    def stopped(self, rank: int) -> bool:
-        return False
-
-    def report(self, rank: int) -> dict[str, Any] | None:
-        if rank not in self.reports:
-            return None
-        outcome, reason = self.reports[rank]
-        return {"rank": rank, "outcome": outcome, "reason": reason}
-
-    def error_text(self, rank: int) -> str:
-        return ""
-
-    def dump_stacks(self) -> None:
-        pass
-
-    def ask_to_stop(self) -> None:
-        self.codes = [5] * self.world
-        self.reports = dict.fromkeys(range(self.world), ("interrupted", "stopped on request"))
-
-    def kill(self) -> None:
-        self.killed = True
-
-
 ECHO = ("error", "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 
 
@@ -216,6 +167,7 @@ PIPELINE = Experiment(
     [
         # (step, phase, sequence) of ranks 0, 1 (stage 0) and 2, 3 (stage 1), which issue more collectives.
         ([(5, "idle", 40), (5, "idle", 40), (5, "forward", 90), (5, "forward", 91)], [2]),
+        ([(5, "forward", 40), (5, "forward", 40), (5, "forward", 90), (5, "forward", 91)], [2]),
         ([(5, "idle", 40), (5, "idle", 40), (5, "backward", 91), (5, "backward", 91)], [2, 3]),
         ([(5, "forward", 40), (5, "forward", 40), (4, "optimizer", 91), (4, "idle", 91)], [2]),
         ([(5, "forward", 41), (5, "forward", 40), (5, "idle", 91), (5, "idle", 91)], [1]),
@@ -233,20 +185,6 @@ def test_interrupted_says_where_it_was() -> None:
     ending = watch(Scripted([None, None, None], {}), interrupted=lambda: "stopped by the user")
     assert ending.outcome == "interrupted"
     assert "rank 1 was at step 5" in ending.reason
-
-
-class Clock:
-    """Time that passes only in sleep."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 100.0
-        monkeypatch.setattr(supervise, "time", self)
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class Timed(Scripted):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from repro.config import ConfigError
+from repro.config.files import read_toml
 from repro.launch.slurm.site import profile
 from repro.launch.slurm.site.limits import UNLIMITED, clock, minutes
 
@@ -18,6 +20,44 @@ def test_ready_profiles_load(path: Path) -> None:
     site = profile.load(path)
     assert site.description
     assert site.ranks_per_node >= 1
+
+
+def test_what_is_left_out_is_as_the_file_to_start_from_has_it() -> None:
+    """But for what that fills in: the system, its GPUs, cores and memory."""
+    written = read_toml(READY[0].with_name("generic.toml"))
+    filled = {"": {"system", "description"}, "slurm": {"gpus_per_node", "cpus_per_task", "memory"}}
+    left_out = asdict(profile.parse({}, file="mine.toml"))
+    for table, keys in {
+        "": written,
+        **{key: written[key] for key in ("slurm", "environment", "storage")},
+    }.items():
+        defaults = left_out[table] if table else left_out
+        for key, value in keys.items():
+            if key not in filled.get(table, ()) and not (table == "" and isinstance(value, dict)):
+                assert defaults[key] == value, key
+    site = profile.parse({}, file="mine.toml")
+    assert (site.system, site.gpus_per_node, site.slurm.tasks_per_node, site.slurm.cpus_per_task) == (
+        "local",
+        0,
+        0,
+        0,
+    )
+    assert (site.ranks_per_node, site.private, site.slurm.signal_delay_s) == (1, True, 90)
+    assert asdict(site.class_of("a")) == {
+        **{"match": "*", "nodes": 0, "time_limit": "", "partition": "", "requeues": None},
+    }
+
+
+@pytest.mark.parametrize("key", ["gpus_per_node", "tasks_per_node", "cpus_per_task", "requeues"])
+def test_a_number_may_be_none_and_not_less(key: str) -> None:
+    for table in ("slurm", "case") if key == "requeues" else ("slurm",):
+        for value in (0, 1):
+            rows = {"match": "x", key: value}
+            profile.parse({"case": [rows]} if table == "case" else {"slurm": {key: value}}, file="f")
+        with pytest.raises(ConfigError, match=f"{key} = -1: must be 0 or more"):
+            profile.parse(
+                {"case": [{"match": "x", key: -1}]} if table == "case" else {"slurm": {key: -1}}, file="f"
+            )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""Launches that end as a test says, on a clock of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from repro.config import Experiment, Layout, Limits, Model, Training
+from repro.launch import supervise
+from repro.launch.beacon import Position
+from repro.launch.job import Job
+
+MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
+
+
+def experiment(name: str, **limits: Any) -> Experiment:
+    return Experiment(
+        name=name,
+        model=MODEL,
+        layout=Layout(dp=2),
+        training=Training(steps=6, untimed_steps=1),
+        limits=Limits(**{"hang_s": 60.0, **limits}),
+    )
+
+
+class Scripted:
+    """A launch whose ranks have ended in ways that real ones do not on request."""
+
+    job = Job(experiments=[experiment("a")])
+
+    def __init__(self, codes: list[int | None], reports: dict[int, tuple[str, str]], text: str = ""):
+        """`text`: what every rank wrote to standard error."""
+        self.codes, self.reports, self.text, self.killed = codes, reports, text, False
+        self.world = len(codes)
+
+    def poll(self, rank: int) -> int | None:
+        return self.codes[rank]
+
+    def position(self, rank: int) -> Position:
+        return Position(0, 5, "forward", 40 + rank, "all_gather", "tp", 1.0)
+
+    def stopped(self, rank: int) -> bool:
+        return False
+
+    def report(self, rank: int) -> dict[str, Any] | None:
+        if rank not in self.reports:
+            return None
+        outcome, reason = self.reports[rank]
+        return {"rank": rank, "outcome": outcome, "reason": reason}
+
+    def error_text(self, rank: int) -> str:
+        return self.text
+
+    def dump_stacks(self) -> None:
+        pass
+
+    def ask_to_stop(self) -> None:
+        self.codes = [5] * self.world
+        self.reports = dict.fromkeys(range(self.world), ("interrupted", "stopped on request"))
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class Clock:
+    """Time that passes only in sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 100.0
+        monkeypatch.setattr(supervise, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds

@@ -1,0 +1,192 @@
+"""When a watched launch is ended, to the tick of a clock of its own, and all that is then said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from repro.launch import supervise
+from repro.launch.beacon import Position
+from repro.launch.job import Job
+from repro.launch.supervise import Ending, watch
+from tests.launch.scripted import Clock, Scripted, experiment
+
+TICK = 1 / 16
+AT = "at step 5, forward, after all_gather #{} on tp"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(supervise, "POLL_S", TICK)  # sums of it are exact
+    return Clock(monkeypatch)
+
+
+class Elsewhere(Scripted):
+    """Ranks of which all are in one place, and some are stopped."""
+
+    def __init__(self, world: int, phase: str = "forward", stopped: int = 0, **limits: float):
+        super().__init__([None] * world, {})
+        self.phase, self.halted = phase, stopped
+        self.job = Job(experiments=[experiment("a", **limits)])
+
+    def position(self, rank: int) -> Position:
+        return Position(0, 5, self.phase, 40, "all_gather", "tp", 1.0)
+
+    def stopped(self, rank: int) -> bool:
+        return rank < self.halted
+
+
+@pytest.mark.parametrize(
+    ("phase", "limits", "after", "said"),
+    [
+        ("forward", {"hang_s": 2.0}, 2.0, "no progress for 2 s (limits.hang_s): rank 0 is " + AT.format(40)),
+        ("start", {"hang_s": 2.0}, supervise.START_S, "no progress for 120 s: rank 0 is at start-up"),
+        ("start", {"hang_s": 200.0}, 200.0, "no progress for 200 s (limits.hang_s): rank 0 is at start-up"),
+        (
+            "forward",
+            {"hang_s": 2.0, "timeout_s": 1.0},
+            1.0,
+            f"not done after 1 s (limits.timeout_s) (rank 0 was {AT.format(40)})",
+        ),
+        ("start", {"hang_s": 0.0, "timeout_s": 500.0}, 500.0, "not done after 500 s (limits.timeout_s) (rank 0 was at start-up)"),
+    ],
+)  # fmt: skip
+def test_a_launch_has_all_of_its_time_and_no_tick_more(
+    clock: Clock, phase: str, limits: dict[str, float], after: float, said: str
+) -> None:
+    ending = watch(Elsewhere(1, phase, **limits))
+    assert (ending.outcome, ending.reason) == ("hang" if "progress" in said else "timeout", said)
+    assert clock.now - 100 == ending.spent_s[0] == after + TICK
+    assert ending.experiment == (-1 if phase == "start" else 0)
+
+
+def test_every_word_of_any_rank_is_progress(clock: Clock) -> None:
+    class Slow(Elsewhere):
+        def position(self, rank: int) -> Position:
+            said = min(clock.now, 103.0) if rank else 1.0
+            return super().position(rank)._replace(seconds=said)
+
+    assert watch(Slow(2, hang_s=2.0)).outcome == "hang"
+    assert clock.now == 103.0 + 2.0 + TICK
+
+
+@pytest.mark.parametrize(
+    ("codes", "reports", "after"),
+    [
+        ([1, None], {0: ("error", "Connection closed by peer")}, supervise.ECHO_S + TICK),
+        ([1, None], {0: ("error", "ValueError")}, supervise.SETTLE_S + TICK),
+        ([1, 1], {0: ("error", "Connection closed by peer"), 1: ("error", "broken pipe")}, 0.0),
+        ([1, 0], {0: ("error", "ValueError")}, 0.0),
+    ],
+)
+def test_a_failure_is_judged_when_all_have_spoken_or_had_the_time_to(
+    clock: Clock, codes: list[int | None], reports: dict[int, tuple[str, str]], after: float
+) -> None:
+    ending = watch(Scripted(codes, reports))
+    assert (ending.outcome, clock.now - 100) == ("error", after)
+    assert ending.reason == f"rank 0 {AT.format(40)}: {reports[0][1]}"
+
+
+def test_who_is_asked_to_stop_has_so_long_for_it(clock: Clock) -> None:
+    class Deaf(Scripted):
+        asked = 0
+
+        def ask_to_stop(self) -> None:
+            self.asked += 1
+
+    made = Deaf([None], {})
+    written = experiment("a", hang_s=50.0)
+    made.job = Job(experiments=[replace(written, training=replace(written.training, checkpoint_every=2))])
+    ticks: list[float] = []
+    ending = watch(
+        made,
+        interrupted=lambda: "stopped by the user",
+        stop_s=lambda: 1.0,
+        tick=lambda position, spent_s: ticks.append(clock.now - 100),
+    )
+    assert (ending.outcome, ending.reason) == (
+        "interrupted",
+        f"stopped by the user (rank 0 was {AT.format(40)})",
+    )
+    assert (made.asked, clock.now - 100) == (1, 1.0)
+    assert ticks == [number * TICK for number in range(16)]
+
+
+def test_of_many_ranks_some_are_named(clock: Clock) -> None:
+    at = AT.format(40)
+    assert watch(Elsewhere(7, stopped=6, hang_s=2.0)).reason == (
+        "no progress for 2 s (limits.hang_s): "
+        + "; ".join(f"rank {rank} is stopped (SIGSTOP or a debugger) {at}" for rank in range(4))
+        + f"; 2 more ranks like it; rank 6 waits {at}"
+    )
+    assert watch(Elsewhere(4, stopped=4, hang_s=2.0)).reason.endswith(f"; rank 3 is stopped (SIGSTOP or a debugger) {at}")
+    for world, names in ((8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7, ...")):
+        assert (
+            watch(Elsewhere(world), interrupted=lambda: "stopped").reason == f"stopped (ranks {names} {at})"
+        )
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "kills", "outcome", "reason"),
+    [
+        (7, "Traceback\nlast words\n", [3], "error", f"rank 0 ended with exit code 7 {AT.format(40)}: last words"),
+        (1, "x" * 400, [3], "error", f"rank 0 ended with exit code 1 {AT.format(40)}: {'x' * 300}"),
+        (1, "", [3], "error", f"rank 0 ended with exit code 1 {AT.format(40)}"),
+        (-9, "", [3, 4], "oom", f"rank 0 was killed by signal 9 (SIGKILL) {AT.format(40)}: the kernel ran out of memory"),
+        (-9, "", [3, 3], "error", f"rank 0 was killed by signal 9 (SIGKILL) {AT.format(40)}"),
+        (-15, "", [3, 4], "error", f"rank 0 was killed by signal 15 (SIGTERM) {AT.format(40)}"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("reports", [{}, {0: ("ok", "")}], ids=["silent", "done before"])
+def test_what_is_said_of_a_rank_that_could_not_say_it(
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    text: str,
+    kills: list[int],
+    outcome: str,
+    reason: str,
+    reports: dict[int, tuple[str, str]],
+) -> None:
+    said = iter(kills)
+    monkeypatch.setattr(supervise, "kernel_oom_kills", lambda: next(said))
+    assert watch(Scripted([code], reports, text)) == Ending(outcome, reason, 0, [0.0])
+
+
+def test_who_was_interrupted_says_for_what(clock: Clock) -> None:
+    stopped = ("interrupted", "stopped on request after step 5")
+    for why, failed, reason in (
+        ("preempted", stopped, f"preempted: rank 0 {AT.format(40)}: {stopped[1]}"),
+        ("", stopped, f"rank 0 {AT.format(40)}: {stopped[1]}"),
+        ("preempted", ("oom", "MemoryError"), f"rank 0 {AT.format(40)}: MemoryError"),
+    ):
+        made = Scripted([5], {0: failed})
+        written = experiment("a")
+        made.job = Job(experiments=[replace(written, training=replace(written.training, checkpoint_every=2))])
+        made.ask_to_stop = lambda: None  # type: ignore[method-assign]
+        assert watch(made, interrupted=lambda why=why: why) == Ending(failed[0], reason, 0, [0.0])  # type: ignore[misc]
+
+
+def test_the_kernel_counts_for_the_group_and_else_for_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "Path", lambda name: tmp_path / name.lstrip("/"))
+    assert supervise.kernel_oom_kills() == 0
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/self/cgroup", "12:memory:/x\n1:name=systemd:/z\n")
+    write("proc/vmstat", "nr_free 7\noom_kill 9\n")
+    assert supervise.kernel_oom_kills() == 9, "groups of the first version have no such count"
+    write("proc/self/cgroup", "12:memory:/x\n0::/a/b\n")
+    assert supervise.kernel_oom_kills() == 9
+    write("sys/fs/cgroup/a/b/memory.events", "low 1\noom 6\noom_kill 5\n")
+    assert supervise.kernel_oom_kills() == 5
+    write("sys/fs/cgroup/a/b/memory.events", "low 1\n")
+    assert supervise.kernel_oom_kills() == 9
+    write("proc/vmstat", "no number of words\n")
+    assert supervise.kernel_oom_kills() == 0
