@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,10 +61,10 @@ class Launch(Protocol):
 class Ending:
     """How a launch ended.  `experiment` is the index of the one that was running, -1 if none had begun."""
 
-    outcome: str = "ok"
-    reason: str = ""
-    experiment: int = -1
-    spent_s: list[float] = field(default_factory=list)
+    outcome: str
+    reason: str
+    experiment: int
+    spent_s: list[float]
     """Wall-clock seconds that each experiment of the job had."""
 
 

@@ -92,7 +92,10 @@ def test_without_a_terminal_lines_say_it(lines: Clock, capsys: pytest.CaptureFix
             lines.now = 1000.0 + seconds
             shown.tick(at(0, step))
             shown.tick(at(0, step, Phase.START))
-        lines.now = 1075.0
+        for seconds in (26.0, 26.5):
+            lines.now = 1000.0 + seconds
+            shown.tick(at(0, 6))
+        lines.now = 1121.0
         shown.tick(at(0, 12, Phase.DONE))
         shown.ended("a", "oom", "too large", 75.0, expected=False)
         shown.elsewhere(1)
@@ -102,13 +105,18 @@ def test_without_a_terminal_lines_say_it(lines: Clock, capsys: pytest.CaptureFix
         "2 already in the store, 12 to run",
         "start a, 1 rank (12 left, 0:00 elapsed)",
         "  a: step 4 of 12, forward, 4 s/step, 0:00:32 left (12 left, 0:16 elapsed)",
+        "  a: step 6 of 12, forward, 4.5 s/step, 0:00:27 left (12 left, 0:26 elapsed)",
         "[ 1/12] a  oom  (not expected)  75 s  too large",
-        "start b and 1 more, compared, 1 rank (10 left, 1:15 elapsed)",
-        "start b and 1 more, 1 rank (10 left, 1:15 elapsed)",
+        "start b and 1 more, compared, 1 rank (10 left, 2:01 elapsed)",
+        "start b and 1 more, 1 rank (10 left, 2:01 elapsed)",
     ]
 
 
-@pytest.mark.parametrize("width", [80, 140])
+LONG = "second-and-more-letters-than-a-line-of-eighty-columns-has-room-for-beside-the-rest"
+SHOWN = {80: "second-and-more-lette…", 140: LONG}
+
+
+@pytest.mark.parametrize("width", SHOWN)
 def test_on_a_terminal_every_running_experiment_has_one_line(
     lines: Clock, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
@@ -121,10 +129,14 @@ def test_on_a_terminal_every_running_experiment_has_one_line(
         page = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
         with page.capture() as text:
             page.print(shown._bars.get_renderable())
-        return [line.rstrip() for line in text.get().splitlines() if line.strip()]
+        found = [line.rstrip() for line in text.get().splitlines() if line.strip()]
+        assert max(map(len, found)) <= width
+        return [" ".join(line.split()) for line in found]
 
     with progress.Progress(total=3, known=0) as shown:
-        shown.launch(job("first", "second", compare=True, rounds=2))
+        shown.launch(job("first", LONG, compare=True, rounds=2))
+        starts = "━━━━━━━━━━━━ 0/? starting"
+        assert drawn() == ["all 0/3 experiments", f"first {starts}", f"{SHOWN[width]} {starts}"]
         for lines.now, experiment, step in (
             (1000.0, 0, 0),
             (1001.0, 0, 1),
@@ -134,20 +146,15 @@ def test_on_a_terminal_every_running_experiment_has_one_line(
             (1007.0, 1, 2),
         ):
             shown.tick(at(experiment, step))
-        everything, first, second = drawn()
-        assert everything.split()[0] == "all"
-        assert first.startswith("first")
-        assert " 2/12 " in first
-        assert "2 steps/s" in first
-        assert "4 s/step" in second
-        assert first.endswith("0:00:45 left")  # ten steps of half a second, and ten of four
-        assert second.endswith("0:00:45 left")
-        assert second.startswith("second")
-        assert max(map(len, drawn())) <= width
+        left = "0:00:45 left"  # ten steps of half a second, and ten of four
+        second = f"{SHOWN[width]} ━━ 2/12 forward 4 s/step {left}"
+        assert drawn() == ["all 0/3 experiments", f"first ━━ 2/12 forward 2 steps/s {left}", second]
         shown.ended("first", "ok", "", 1.0, expected=True)
-        assert [line.split()[0] for line in drawn()] == ["all", "second"]
+        assert drawn() == ["all ━━━━ 1/3 experiments", second]
         shown.tick(at(0, 12, Phase.DONE))
-        assert [line.split()[0] for line in drawn()] == ["all", "second"]
+        assert drawn() == ["all ━━━━ 1/3 experiments", second]
+        shown.elsewhere(1)
+        assert drawn() == ["all ━━━━━━━━ 2/3 experiments", second]
         shown.launch(job("alone", "later"))
         assert [line.split()[0] for line in drawn()] == ["all", "alone"]
         shown.tick(at(1, 0))

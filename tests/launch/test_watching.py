@@ -96,22 +96,20 @@ def test_who_is_asked_to_stop_has_so_long_for_it(clock: Clock) -> None:
         def ask_to_stop(self) -> None:
             self.asked += 1
 
-    made = Deaf([None], {})
+    made = Deaf([None, None], {})
     written = experiment("a", hang_s=50.0)
     made.job = Job(experiments=[replace(written, training=replace(written.training, checkpoint_every=2))])
-    ticks: list[float] = []
+    ticks: list[tuple[float, int]] = []
     ending = watch(
         made,
         interrupted=lambda: "stopped by the user",
         stop_s=lambda: 1.0,
-        tick=lambda position, spent_s: ticks.append(clock.now - 100),
+        tick=lambda position, spent_s: ticks.append((clock.now - 100, position.sequence)),
     )
-    assert (ending.outcome, ending.reason) == (
-        "interrupted",
-        f"stopped by the user (rank 0 was {AT.format(40)})",
-    )
+    both = f"rank 0 was {AT.format(40)}; rank 1 was {AT.format(41)}"
+    assert (ending.outcome, ending.reason) == ("interrupted", f"stopped by the user ({both})")
     assert (made.asked, clock.now - 100) == (1, 1.0)
-    assert ticks == [number * TICK for number in range(16)]
+    assert ticks == [(number * TICK, 40) for number in range(16)], "where rank 0 is"
 
 
 def test_of_many_ranks_some_are_named(clock: Clock) -> None:
@@ -132,7 +130,7 @@ def test_of_many_ranks_some_are_named(clock: Clock) -> None:
     ("code", "text", "kills", "outcome", "reason"),
     [
         (7, "Traceback\nlast words\n", [3], "error", f"rank 0 ended with exit code 7 {AT.format(40)}: last words"),
-        (1, "x" * 400, [3], "error", f"rank 0 ended with exit code 1 {AT.format(40)}: {'x' * 300}"),
+        (1, "x" * 301 + "\n", [3], "error", f"rank 0 ended with exit code 1 {AT.format(40)}: {'x' * 300}"),
         (1, "", [3], "error", f"rank 0 ended with exit code 1 {AT.format(40)}"),
         (-9, "", [3, 4], "oom", f"rank 0 was killed by signal 9 (SIGKILL) {AT.format(40)}: the kernel ran out of memory"),
         (-9, "", [3, 3], "error", f"rank 0 was killed by signal 9 (SIGKILL) {AT.format(40)}"),

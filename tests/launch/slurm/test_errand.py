@@ -166,7 +166,7 @@ def test_the_far_side_says_where_it_ran_and_what_came_of_it(
     monkeypatch.setattr(far.controller, "survey", lambda allocation, folder, stop: (reports, missing))
     monkeypatch.setattr(far.controller, "wrong_hardware", lambda reports, site: wrong)
     monkeypatch.setattr(far, "ClusterLaunch", Launched)
-    monkeypatch.setattr(far.supervise, "watch", lambda launch, interrupted: Ending(outcome, "why"))
+    monkeypatch.setattr(far.supervise, "watch", lambda launch, interrupted: Ending(outcome, "why", 0, []))
     stop = Stop("7")
     said = far._run(tmp_path, "x:y", stop, {"SLURM_JOB_ID": "7"})
     if missing or wrong:

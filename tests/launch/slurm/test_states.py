@@ -61,7 +61,7 @@ class Submitted1:
         )
         self.registry.write(self.submission)
         self.folder = self.registry.path("x")
-        SubmissionWork(suite=suite, bundles=array.bundles).save(self.folder)
+        SubmissionWork(suite=suite, bundles=array.bundles, rerun=False).save(self.folder)
         self.experiments = {entry.experiment.name: entry.experiment for entry in suite.entries}
         slurm.set(jobs={f"12_{i}": JOB for i in range(3)})
 
@@ -123,9 +123,7 @@ def test_cases_that_share_a_launch(
     work = submitted.registry.work(submitted.submission)
     (task,) = work.bundles[0].tasks
     together = replace(task, experiments=(*task.experiments, submitted.experiments["b"]))
-    SubmissionWork(suite=work.suite, bundles=(replace(work.bundles[0], tasks=(together,)),)).save(
-        submitted.folder
-    )
+    replace(work, bundles=(replace(work.bundles[0], tasks=(together,)),)).save(submitted.folder)
     logs = submitted.folder / "logs" / "0" / submitted.experiments["a"].key
     logs.mkdir(parents=True)
     (logs / "rank-0.err").write_text("where both are")

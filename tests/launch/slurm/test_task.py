@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from repro.launch.slurm.allocation import entry, task
+from repro.launch.slurm.allocation.stop import Stop
 from repro.launch.slurm.allocation.task import TaskLaunch
 
 LAUNCH = TaskLaunch(
@@ -63,6 +67,133 @@ def test_without_a_controller_a_task_says_so_and_ends(
         replace(LAUNCH, port=silent.getsockname()[1], umask=0o022).save(tmp_path)
         assert task.main([str(tmp_path)]) == 1
     assert "rank 3: no controller at 127.0.0.1" in capsys.readouterr().err
+
+
+class Rank:
+    """A rank of which there is news three times, then its exit code."""
+
+    code: int | None = None
+
+    def __init__(self, *made_of: Any, code: int | None = None, log: list[Any]):
+        self.log, self.end, self.looks = log, code, 0
+        log.append(("made", *made_of))
+
+    def start(self, environment: dict[str, str]) -> None:
+        self.log.append(("started", environment["RANK"], environment["WORLD_SIZE"]))
+
+    def news(self, now: float) -> Iterator[dict[str, Any]]:
+        self.looks += 1
+        yield {"say": self.looks}
+        if self.looks == 3:
+            self.code = self.end
+
+    def dump_stacks(self) -> None:
+        self.log.append("stacks")
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, 0), (7, 7), (-9, 137), (None, 137)])
+def test_a_task_passes_on_what_it_sees_and_ends_as_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, said: int
+) -> None:
+    """Signals of SLURM's too; without a controller it kills the rank and ends as if it had been killed."""
+    handlers: dict[int, Any] = {}
+    log: list[Any] = []
+
+    class Line:
+        def __init__(self, address: str, port: int, *, token: str, rank: int):
+            self.address, self.open, self.waits = "127.0.0.1", True, 0
+            log.append((address, port, token, rank))
+
+        def send(self, message: dict[str, Any]) -> None:
+            log.append(message)
+
+        def wait(self, seconds: float) -> None:
+            assert seconds == task.POLL_S
+            self.waits += 1
+            if self.waits == 1:
+                for number in (task.stacks.SIGNAL, signal.SIGTERM):
+                    handlers[number](number, None)
+            self.open = self.waits < 4
+
+    monkeypatch.setattr(task.signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(task, "Connection", Line)
+    monkeypatch.setattr(task, "RankProcess", lambda *made_of: Rank(*made_of, code=code, log=log))
+    monkeypatch.setattr(task.os, "umask", log.append)
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "6")
+    replace(LAUNCH, port=99).save(tmp_path)
+    assert task.main([str(tmp_path)]) == said
+    assert set(handlers) == {signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1}
+    more = [] if code is not None else [{"say": 4}]
+    assert log == [
+        0o077,
+        ("127.0.0.1", 99, "secret", 3),
+        ("made", "tcp://127.0.0.1:29500", "cpu", "x:y", tmp_path, 3, 6),
+        ("started", "3", "6"),
+        *({"say": 1}, {"say": 2}, "stacks", {"say": "signal", "number": int(signal.SIGTERM)}, {"say": 3}),
+        *(*more, "closed"),
+    ]
+
+
+class State:
+    """How a bundle stands at its job's end."""
+
+    def __init__(self, folder: Path, open: int):
+        self.path, self.open = folder / "bundle-2.json", open
+        self.path.write_text('{"ended": [{"outcome": "ok"}, {"outcome": "ok"}, {"outcome": "hang"}]}')
+
+
+@pytest.mark.parametrize(
+    ("open", "signals", "end"),
+    [
+        (0, [], None),
+        (0, [signal.SIGUSR2], None),
+        (2, [], None),
+        (2, [signal.SIGUSR2], 128 + signal.SIGUSR2),
+        (2, [signal.SIGTERM], 128 + signal.SIGTERM),
+        (2, [signal.SIGTERM, signal.SIGUSR2], 128 + signal.SIGUSR2),
+    ],
+)
+@pytest.mark.parametrize("takes", [True, False], ids=["submitit", "nobody"])
+def test_a_job_asks_to_be_requeued_for_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open: int, signals: list[int], end: int | None, takes: bool
+) -> None:
+    handed: list[tuple[int, None]] = []
+    waited: list[Any] = []
+    submitits: Any = (lambda number, frame: handed.append((number, frame))) if takes else signal.SIG_DFL
+    handlers: dict[int, Any] = {signal.SIGTERM: "theirs", signal.SIGUSR2: submitits}
+    before = dict(handlers)
+
+    def swap(number: int, handler: Any) -> Any:
+        old, handlers[number] = handlers[number], handler
+        return old
+
+    def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -> State:
+        assert (folder, index, stop._job, stop._restarts) == (tmp_path, 2, "12_3", 4)
+        for number in signals:
+            handlers[number](number, None)
+        return State(tmp_path, open)
+
+    monkeypatch.setattr(entry.signal, "signal", swap)
+    monkeypatch.setattr(entry, "_wait_for", waited.append)
+    monkeypatch.setattr("repro.launch.slurm.allocation.controller.control", control)
+    for name, value in (("ARRAY_JOB_ID", "12"), ("ARRAY_TASK_ID", "3"), ("RESTART_COUNT", "4")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    run = entry.RunBundle(str(tmp_path), 2)
+    if end is None:
+        assert run() == {"ok": 2, "hang": 1}
+    else:
+        with pytest.raises(SystemExit) as left:
+            run()
+        assert left.value.code == end
+    assert handlers == before
+    assert handed == ([(signal.SIGUSR2, None)] if takes and end == 128 + signal.SIGUSR2 else [])
+    assert len(waited) == int(end == 128 + signal.SIGTERM)
+    again = run.checkpoint()
+    assert (again.function, again.args, again.kwargs) == (run, (), {})
 
 
 def test_after_sigterm_the_signal_to_requeue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,11 +55,10 @@ def _run(folder: Path, target: str, stop: Stop, environment: dict[str, str]) -> 
     launch = ClusterLaunch(
         Job.load(folder / JOB), folder / "ranks", allocation, names, target=target, stop=stop
     )
-    ending = supervise.Ending("error")
     try:
         launch.start()
         ending = supervise.watch(launch, interrupted=lambda: stop.reason)
-        answer["results"] = launch.results(0) or []
+        answer |= {"outcome": ending.outcome, "reason": ending.reason, "results": launch.results(0) or []}
     finally:
-        launch.close(keep_logs=None if ending.outcome == "ok" else folder / "ranks")
-    return answer | {"outcome": ending.outcome, "reason": ending.reason}
+        launch.close(keep_logs=None if answer["outcome"] == "ok" else folder / "ranks")
+    return answer

@@ -44,7 +44,7 @@ class SubmissionWork:
     suite: Suite
     """Name, file and entries (experiment, expected outcome) of what was submitted."""
     bundles: tuple[Bundle, ...]
-    rerun: bool = False
+    rerun: bool
     """Whether experiments run although the store knows them."""
 
     def save(self, folder: Path) -> None:

@@ -6,7 +6,6 @@ import json as jsonlib
 import os
 import shutil
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -116,8 +115,7 @@ def submit_array(
     )
     executor.update_parameters(**wanted)
     try:
-        # One function for one element is no array: SLURM's id then has no index.
-        with executor.batch() if len(bundles) > 1 else nullcontext():
+        with executor.batch():  # of one it makes no array: SLURM's id then has no index
             jobs = [executor.submit(RunBundle(submission=str(folder), bundle=bundle)) for bundle in bundles]
     except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
         raise SchedulerError(" ".join(str(error).split())[:400]) from None

@@ -1,0 +1,181 @@
+"""A task and its controller over a real connection: what is heard, who is cut off, and how an end is told."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from repro.launch.slurm.allocation.connection import ENDED, Connection, Listener, Message
+from tests.launch.runs import wait_for
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener("127.0.0.1", token="secret")
+    yield made
+    made.close()
+    made.close()  # a second time does no harm
+
+
+def connected(listener: Listener, rank: int = 3) -> Connection:
+    return Connection("127.0.0.1", listener.port, token="secret", rank=rank)
+
+
+def heard(listener: Listener, until: Callable[[], bool] | None = None, count: int = 0) -> list[tuple[int, Message]]:
+    found: list[tuple[int, Message]] = []
+
+    def enough() -> bool:
+        found.extend(listener.messages())
+        return until() if until else len(found) >= count
+
+    wait_for(enough, 10)
+    return found
+
+
+def test_a_task_is_heard_until_it_ends(listener: Listener) -> None:
+    task = connected(listener)
+    task.send({"say": "position", "at": [1, 2]})
+    task.send({"say": "ended"})
+    assert heard(listener, count=2) == [(3, {"say": "position", "at": [1, 2]}), (3, {"say": "ended"})]
+    assert (task.address, task.open) == ("127.0.0.1", True)
+    assert (listener.here(3), listener.here(0), listener.ended) == (True, False, {})
+    task.wait(0.01)
+    assert task.open, "time has passed, and no more"
+    assert task._socket.gettimeout() is None
+    task._socket.close()
+    assert heard(listener, lambda: bool(listener.ended)) == []
+    assert (listener.here(3), listener.ended) == (True, {3: ENDED})
+
+
+def test_the_controllers_last_word_is_that_it_closes(listener: Listener) -> None:
+    task = connected(listener)
+    heard(listener, lambda: listener.here(3))
+    listener.close()
+    task.wait(10)
+    assert not task.open
+
+    def refused() -> bool:
+        task.send({"say": "x" * 100_000})
+        return not task.open
+
+    task.open = True
+    wait_for(refused, 10)
+
+
+def test_the_kernel_is_asked_to_notice_who_is_silent(listener: Listener) -> None:
+    """After five seconds it looks twice, five seconds apart: fifteen in all, as for what it has sent."""
+    task = connected(listener)
+    heard(listener, lambda: listener.here(3))
+    (other,) = listener._rank_of
+    for sock in (task._socket, other):
+        options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        asked = {name: sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in options}
+        assert asked == dict(zip(options, (5, 5, 2, 15_000), strict=True))
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_lines_may_come_in_pieces_and_together(listener: Listener) -> None:
+    hello = json.dumps({"token": "secret", "rank": 1}).encode()
+    with socket.create_connection(("127.0.0.1", listener.port)) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.sendall(hello[:7])
+        heard(listener, lambda: any(bytes(kept) == hello[:7] for kept in listener._unfinished.values()))
+        raw.sendall(hello[7:] + b'\n{"say": 1}\n{"say": 2}\n{"sa')
+        assert heard(listener, count=2) == [(1, {"say": 1}), (1, {"say": 2})]
+        raw.sendall(b'y": "' + b"x" * (1 << 17) + b'"}\nno json\n')
+        assert heard(listener, count=1) == [(1, {"say": "x" * (1 << 17)})], "ours may say much"
+    assert heard(listener, lambda: bool(listener.ended)) == []
+    assert listener.ended == {1: ENDED}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b'{"token": "guessed", "rank": 0}\n',
+        b'{"rank": 0}\n',
+        b'{"token": "secret"}\n',
+        b'{"token": "secret", "rank": "none"}\n',
+        b"[1]\n",
+        b"x" * ((1 << 16) + 1),
+    ],
+    ids=["http", "another token", "no token", "no rank", "no number", "no table", "too much"],
+)
+def test_a_stranger_is_cut_off(listener: Listener, words: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as raw:
+        raw.sendall(words[: 1 << 16] if len(words) > 1 << 16 else words)
+        if len(words) > 1 << 16:
+            heard(listener, lambda: [len(kept) for kept in listener._unfinished.values()] == [1 << 16])
+            raw.sendall(words[1 << 16 :])
+        raw.settimeout(0.01)
+        gone: list[bool] = []
+
+        def dropped() -> bool:
+            assert listener.messages() == []
+            with suppress(TimeoutError):
+                try:
+                    gone.append(raw.recv(1) == b"")
+                except ConnectionResetError:
+                    gone.append(True)
+            return bool(gone)
+
+        wait_for(dropped, 10)
+    assert gone == [True]
+    assert (listener.ended, listener.here(0), dict(listener._unfinished)) == ({}, False, {})
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ETIMEDOUT, "no answer from it for 15 s"),
+        (errno.EHOSTUNREACH, "no answer from it for 15 s"),
+        (errno.ECONNRESET, "connection lost (Connection reset by peer)"),
+    ],
+)
+def test_how_a_connection_was_lost_is_said(listener: Listener, number: int, said: str) -> None:
+    class Broken(socket.socket):
+        def recv(self, *_: Any) -> bytes:
+            raise OSError(number, os.strerror(number))
+
+    ours, theirs = socket.socketpair()
+    broken = Broken(fileno=ours.detach())
+    listener._selector.register(broken, selectors.EVENT_READ)
+    listener._unfinished[broken], listener._rank_of[broken] = bytearray(), 2
+    with theirs:
+        theirs.sendall(b"x")
+        assert listener.messages() == []
+    assert listener.ended == {2: said}
+    assert broken.fileno() == -1
+
+
+@pytest.mark.parametrize(
+    ("error", "open"),
+    [(TimeoutError("ours"), True), (TimeoutError(errno.ETIMEDOUT, "the kernel's"), False), (OSError(104, "reset"), False)],
+)  # fmt: skip
+def test_a_controller_that_does_not_answer_is_told_from_time_that_passes(
+    listener: Listener, error: OSError, open: bool
+) -> None:
+    class Silent:
+        limits: list[float | None] = []
+
+        def settimeout(self, seconds: float | None) -> None:
+            self.limits.append(seconds)
+
+        def recv(self, count: int) -> bytes:
+            raise error
+
+    task = connected(listener)
+    with task._socket:
+        silent: Any = Silent()
+        task._socket = silent
+        silent.limits.clear()
+        task.wait(0.25)
+        assert (task.open, silent.limits) == (open, [0.25, None])

@@ -1,0 +1,247 @@
+"""What a launch on several nodes makes of what its tasks say, on a clock of its own."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.config import Experiment, Layout
+from repro.launch import stacks
+from repro.launch.job import Job
+from repro.launch.slurm.allocation import launch, rank_child
+from repro.launch.slurm.allocation.connection import ENDED, Message
+from repro.launch.slurm.allocation.launch import ClusterLaunch
+from repro.launch.slurm.allocation.stop import Stop
+from tests.training import TINY
+
+JOB = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=3))])
+
+
+class Clock:
+    """Time that passes only in sleep."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Step:
+    """One `srun`."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self.starts = 1
+        self.ends: list[float] = []
+        self.signals: list[int] = []
+
+    def said(self) -> str:
+        return "Node n2 is not available"
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def end(self, seconds: float) -> None:
+        self.ends.append(seconds)
+
+
+class Listener:
+    """Tasks that have all come, and say what a test lets them."""
+
+    port = 1
+
+    def __init__(self) -> None:
+        self.ended: dict[int, str] = {}
+        self.come = {0, 1, 2}
+        self.said: list[tuple[int, Message]] = []
+        self.open = True
+
+    def messages(self) -> list[tuple[int, Message]]:
+        found, self.said = self.said, []
+        return found
+
+    def here(self, rank: int) -> bool:
+        return rank in self.come
+
+    def close(self) -> None:
+        self.open = False
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(launch, "time", made)
+    return made
+
+
+class Started(ClusterLaunch):
+    """Three ranks on two nodes."""
+
+    step: Step
+    listener: Listener
+
+    def __init__(self, folder: Path):
+        nobody: Any = None
+        self.stop, self.begun = Stop("7"), 0
+        super().__init__(JOB, folder / "logs", nobody, ["n1", "n1", "n2"], target="x:y", stop=self.stop)
+        self.logs.mkdir()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.begun += 1
+        self._ports += 1
+        self._ranks = [launch._Seen() for _ in range(self.world)]
+        self.step, self.listener = Step(), Listener()
+        self._step, self._listener = self.step, self.listener  # type: ignore[assignment]
+
+    def hears(self, rank: int, say: str, **message: Any) -> None:
+        self.listener.said.append((rank, {"say": say, **message}))
+        self._look()
+
+
+@pytest.fixture
+def started(clock: Clock, tmp_path: Path) -> Started:
+    return Started(tmp_path)
+
+
+def place(seconds: float, step: int = 5) -> list[Any]:
+    return [0, step, "forward", 40, "all_gather", "tp", seconds]
+
+
+def test_a_position_is_of_the_time_when_it_was_said_and_only_a_new_word_is_progress(
+    started: Started, clock: Clock
+) -> None:
+    assert [started.position(rank).seconds for rank in range(3)] == [0.0] * 3
+    started.hears(1, "position", at=place(7000.0), age=0.5, stopped=False)
+    clock.now = 130.0
+    started.hears(1, "position", at=place(7000.0, 6), age=30.5, stopped=True)
+    assert (started.position(1).seconds, started.position(1).step) == (99.5, 5)
+    assert [started.stopped(rank) for rank in range(3)] == [False, True, False]
+    started.hears(1, "position", at=place(7030.0, 6), age=0.25, stopped=False)
+    assert (started.position(1).seconds, started.position(1).step, started.stopped(1)) == (129.75, 6, False)
+    assert str(started.position(1)) == "at step 6, forward, after all_gather #40 on tp"
+    assert not started.position(0).begun
+
+
+def test_no_rank_hangs_while_srun_waits_for_slurmctld(started: Started, clock: Clock) -> None:
+    class Restarts(Step):
+        """srun is started again when its exit code is asked for."""
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "code":
+                self.starts += 1
+            return super().__getattribute__(name)
+
+    restarts: Any = Restarts()
+    started._step = restarts
+    started._look()
+    assert [started.position(rank).seconds for rank in range(3)] == [100.0, 0.0, 0.0]
+
+
+def test_results_signals_and_ends_are_kept(started: Started) -> None:
+    for rank in range(3):
+        started.hears(rank, "result", index=1, result={"rank": rank})
+    assert started.results(1) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert started.results(0) is None
+    started.hears(2, "signal", number=int(signal.SIGUSR2))
+    assert not started.stop
+    started.hears(2, "signal", number=int(signal.SIGTERM))
+    assert (started.stop.terminated, started.stop._terminated_node) == (True, "n2")
+    started.hears(3, "ended", code=1, report=None, errors="of nobody")
+    report = {"rank": 0, "outcome": "oom"}
+    started.hears(0, "ended", code=3, report=report, errors="the end")
+    assert [started.poll(rank) for rank in range(3)] == [3, None, None]
+    assert (started.report(0), started.error_text(0), started.error_text(1)) == (report, "the end", "")
+    for rank, number in ((1, errno.ENOSPC), (2, errno.ENOENT)):
+        started.hears(rank, "ended", code=1, report=None, errors="", errno=number, file="/shared/x")
+    full = {"rank": 1, "outcome": "error", "reason": "disk full while starting the ranks: /shared/x"}
+    assert [started.report(rank) for rank in (1, 2)] == [full, None]
+
+
+def test_who_is_gone_is_lost_at_once_or_when_no_signal_came(started: Started, clock: Clock) -> None:
+    started.listener.ended = {2: "no answer from it for 15 s", 1: ENDED}
+    assert [started.poll(rank) for rank in range(3)] == [None, None, 1]
+    clock.now += launch.PATIENCE_S - 0.125
+    assert started.poll(1) is None
+    clock.now += 0.125
+    assert [started.poll(rank) for rank in range(3)] == [None, 1, 1]
+    assert started.report(1) == {"rank": 1, "outcome": "error", "reason": f"lost node n1: {ENDED}"}
+    started.kill()
+    assert (started.step.ends, started.listener.open) == ([launch.REAP_LOST_S], False)
+    started.close(keep_logs=None)
+    assert started.stop._why == f"lost node n1: {ENDED}"
+    assert started.stop.requeue
+    assert not started.logs.exists()
+    started._look()  # there is nobody left to hear
+
+
+def test_a_task_that_did_not_start_is_lost_with_sruns_words(started: Started, clock: Clock) -> None:
+    started.listener.come = {0, 1}
+    assert started.poll(0) is None
+    assert started.poll(2) is None
+    started.step.code = 1
+    assert started.poll(0) is None
+    clock.now += launch.PATIENCE_S
+    assert [started.poll(rank) for rank in range(3)] == [None, None, 1]
+    lost = "lost node n2: its task did not start: Node n2 is not available"
+    assert started.report(2) == {"rank": 2, "outcome": "error", "reason": lost}
+
+
+def test_all_that_runs_is_waited_for_and_its_logs_go_where_they_are_kept(started: Started, tmp_path: Path) -> None:
+    (started.logs / launch.task.FILE).touch()
+    (started.logs / "rank-0.err").touch()
+    started.close(keep_logs=tmp_path / "kept")
+    assert started.step.ends == [launch.REAP_S]
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["rank-0.err"]
+    assert (started.logs.exists(), bool(started.stop)) == (False, False)
+    again = Started(tmp_path)
+    again.close(keep_logs=again.logs)
+    assert again.logs.exists()
+
+
+@pytest.mark.parametrize("voice", ["report", "errors"])
+def test_another_port_is_tried_twice(started: Started, voice: str) -> None:
+    taken = "RuntimeError: EADDRINUSE: address already in use"
+    report = {"rank": 0, "outcome": "error", "reason": taken} if voice == "report" else None
+    end: dict[str, Any] = {"code": 1, "report": report, "errors": taken if voice == "errors" else ""}
+    for code, begun in ((None, 2), (None, 3), (1, 3)):
+        started.hears(0, "ended", **end)
+        assert (started.poll(0), started.begun) == (code, begun)
+
+
+def test_a_port_is_no_reason_for_who_had_begun_or_said_something_else(started: Started) -> None:
+    taken = {"code": 1, "report": None, "errors": "Address already in use"}
+    started.hears(0, "ended", **{**taken, "errors": "KeyError"})
+    assert (started.poll(0), started.begun) == (1, 1)
+    started._begin()
+    started.hears(0, "position", at=place(1.0), age=0.0, stopped=False)
+    started.hears(0, "ended", **taken)
+    assert (started.poll(0), started.begun) == (1, 2)
+    started._begin()
+    started._ports = 1
+    started.hears(1, "ended", **taken)
+    assert [started.poll(0), started.poll(1), started.begun] == [None, 1, 3]
+
+
+def test_stacks_are_waited_for_as_long_as_they_may_come(started: Started, clock: Clock) -> None:
+    started.hears(0, "ended", code=0, report=None, errors="")
+    started.hears(1, "position", at=place(1.0), age=0.0, stopped=True)
+    started.dump_stacks()
+    assert started.step.signals == [stacks.SIGNAL]
+    assert 0 <= clock.now - 100 - (stacks.WAIT_S + rank_child.LOOK_S) < 2 * launch.LOOK_S
+    started.hears(2, "stacks")
+    clock.now = 200.0
+    started.dump_stacks()
+    assert clock.now == 200.0
+    assert (started.logs / "positions.txt").read_text().splitlines() == [
+        "rank 0 on n1: at start-up",
+        "rank 1 on n1: at step 5, forward, after all_gather #40 on tp",
+        "rank 2 on n2: at start-up",
+    ]
