@@ -1,0 +1,218 @@
+"""The task that runs a bundle: what it was given, whom it waits for, what it starts or refuses."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from repro.config import Experiment, Layout
+from repro.launch.plan import Task
+from repro.launch.slurm.allocation import controller
+from repro.launch.slurm.allocation.nodes import NodeReport
+from repro.launch.slurm.allocation.srun_step import Allocation
+from repro.launch.slurm.allocation.stop import Stop
+from repro.launch.slurm.allocation.work import Bundle, SubmissionWork
+from repro.launch.slurm.site.profile import parse
+from repro.suites import Entry, Suite
+from tests.records import lines
+from tests.training import TINY
+
+EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "ab"]
+REPORTS = [NodeReport(node=f"n{task}", node_index=task, local=0, task=task, tasks=2) for task in range(2)]
+SITE = parse({}, file="site.toml")
+
+
+def test_a_job_is_called_as_slurm_does() -> None:
+    one = {"SLURM_JOB_ID": "15"}
+    assert controller.job_of({**one, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}) == "12_3"
+    assert controller.job_of({**one, "SLURM_ARRAY_JOB_ID": "12"}) == "15"
+    assert controller.job_of({**one, "SLURM_ARRAY_TASK_ID": "3"}) == "15"
+    assert controller.job_of({}) == "0"
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted"),
+    [((1024, 4096), (4096, 4096)), ((1024, 1 << 20), (16384, 1 << 20)), ((1024, -1), (16384, -1)), ((16384, -1), None)],
+)  # fmt: skip
+@pytest.mark.parametrize(("private", "umask"), [("true", 0o077), ("false", 0o022)])
+def test_what_slurm_gave_is_taken_from_its_environment_and_the_profile(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: tuple[int, int],
+    wanted: tuple[int, int] | None,
+    private: str,
+    umask: int,
+) -> None:
+    masks: list[int] = []
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(controller.os, "umask", masks.append)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: set_to.append(limit))
+    (tmp_path / "profile.toml").write_text(f'[environment]\ninterface = "lo"\n[storage]\nprivate = {private}\n')
+    given = controller.allocated(tmp_path, {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "4"})
+    assert (given.nodes, given.per_node, given.tasks, given.address) == (3, 4, 12, "127.0.0.1")
+    assert (given.umask, masks) == (umask, [umask])
+    assert set_to == ([] if wanted is None else [wanted])
+    alone = controller.allocated(tmp_path, {})
+    assert (alone.nodes, alone.per_node) == (1, 1)
+
+
+class Looks:
+    """The step that looks at the nodes: tasks write their reports, then srun ends."""
+
+    def __init__(self, reports: list[NodeReport], polls: int):
+        self.reports, self.polls, self.ends = reports, polls, 0
+        self.asked: list[Any] = []
+
+    tasks = 2
+
+    def step(self, tasks: int, module: str, folder: Path) -> Looks:
+        self.asked = [tasks, module, folder]
+        assert list(folder.iterdir()) == [], "nothing of a former start is there"
+        for report in self.reports:
+            (folder / f"report-{report.task}.json").write_text(json.dumps(vars(report)))
+        return self
+
+    @property
+    def code(self) -> int | None:
+        self.polls -= 1
+        return 0 if self.polls < 0 else None
+
+    def end(self, seconds: float) -> None:
+        assert seconds == 0.0
+        self.ends += 1
+
+    def said(self) -> str:
+        return "" if self.polls > 100 else "srun: error: n1 is down"
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_every_node_is_waited_for_and_who_is_silent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(controller, "time", clock)
+    monkeypatch.setattr("submitit.slurm.slurm.SlurmJobEnvironment.hostnames", ["n0", "n1"])
+    folder = tmp_path / "nodes"
+    folder.mkdir()
+    (folder / "report-0.json").touch()
+    whole: Any = Looks(REPORTS, polls=3)
+    assert controller.survey(whole, folder, Stop("7")) == (REPORTS, "")
+    assert whole.asked == [2, "repro.launch.slurm.allocation.nodes", folder]
+    assert (whole.ends, folder.exists(), clock.now) == (1, False, pytest.approx(100 + 3 * controller.LOOK_S))
+    half: Any = Looks(REPORTS[:1], polls=0)
+    lost = "lost node n1: 1 of 2 tasks started: srun: error: n1 is down"
+    assert controller.survey(half, folder, Stop("7")) == (REPORTS[:1], lost)
+    clock.now = 100.0
+    never: Any = Looks([], polls=10**6)
+    lost = "lost node n0, n1: 0 of 2 tasks started: no word for 300 s"
+    assert controller.survey(never, folder, Stop("7")) == ([], lost)
+    assert controller.BOOT_S <= clock.now - 100 < controller.BOOT_S + 2 * controller.LOOK_S
+    stopped, clock.now = Stop("7"), 100.0
+    stopped.give_up("enough")
+    assert controller.survey(Looks(REPORTS, polls=10**6), folder, stopped)[1] == ""  # type: ignore[arg-type]
+    assert clock.now == 100.0
+    monkeypatch.setattr("submitit.slurm.slurm.SlurmJobEnvironment.hostnames", ["n0"])
+    assert controller._missing(REPORTS[:1], 2, "x") == "lost node of the allocation: 1 of 2 tasks started: x"
+
+
+@pytest.fixture
+def submission(tmp_path: Path) -> Path:
+    folder = tmp_path / "results" / "jobs" / "test"
+    folder.mkdir(parents=True)
+    suite = Suite(name="s", file="s.toml", entries=tuple(Entry(experiment=e, expect="ok") for e in EXPERIMENTS))
+    bundles = [Bundle(index=index, tasks=(Task(experiments=tuple(EXPERIMENTS)),)) for index in range(2)]
+    SubmissionWork(suite=suite, bundles=tuple(bundles), rerun=True).save(folder)
+    return folder
+
+
+ENVIRONMENT = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
+
+
+@pytest.mark.parametrize(
+    ("missing", "wrong", "stopped", "found"),
+    [
+        ("", "", False, "ran"),
+        ("lost node n2", "", False, "lost node n2"),
+        ("lost node n2", "", True, ""),
+        ("", "wrong hardware: x", False, "wrong hardware: x"),
+        ("", "wrong hardware: x", True, "wrong hardware: x"),
+    ],
+)
+def test_a_bundle_runs_where_its_nodes_are_there_and_right(
+    submission: Path, monkeypatch: pytest.MonkeyPatch, missing: str, wrong: str, stopped: bool, found: str
+) -> None:
+    ran: list[Any] = []
+    allocation = Allocation(nodes=2, per_node=1, site=SITE, address="127.0.0.1", umask=0)
+
+    class Runs:
+        def __init__(self, recorder: Any, progress: Any, interrupt: Stop, launcher: Any, *, rerun: bool):
+            ran.append((launcher.logs, launcher._nodes, launcher._allocation, rerun, interrupt))
+            self.state = progress
+
+        def run(self, tasks: list[Task]) -> None:
+            ran.append([experiment.name for task in tasks for experiment in task.experiments])
+            for name in ran[-1]:
+                self.state.ended(name, "ok", "", 1.0, expected=True)
+
+    def survey(given: Allocation, folder: Path, stop: Stop) -> tuple[list[NodeReport], str]:
+        assert (given, folder, stop.delay_s) == (allocation, submission / "nodes-7-2", SITE.slurm.signal_delay_s)
+        return (REPORTS[:1], missing) if missing else (REPORTS, "")
+
+    monkeypatch.setattr(controller, "allocated", lambda folder, environment: allocation)
+    monkeypatch.setattr(controller, "survey", survey)
+    monkeypatch.setattr(controller, "wrong_hardware", lambda reports, site: wrong)
+    monkeypatch.setattr(controller, "Runner", Runs)
+    stop = Stop("7")
+    stop.delay_s = 1.0
+    if stopped:
+        stop.give_up("enough")
+    state = controller.control(submission, 1, stop, ENVIRONMENT)
+    said = json.loads(state.path.read_text())
+    assert (state.path.name, said["bundle"], said["job"], said["restarts"]) == ("bundle-1.json", 1, "7", 2)
+    records = lines(submission.parents[1])
+    if found == "ran":
+        assert ran == [(submission / "logs" / "1", ["n0", "n1"], allocation, True, stop), ["a", "b"]]
+        assert (said["nodes"], said["phase"], said["stopped"], records) == (["n0", "n1"], "ended", None, [])
+        return
+    assert ran == []
+    assert said["nodes"] == []
+    names = ["a", "b"] if found else []
+    assert [(r["name"], r["outcome"], r["reason"]) for r in records] == [(n, "error", found) for n in names]
+    assert all(r["provenance"]["slurm"]["job_id"] == "7" for r in records)
+    assert said["phase"] == ("ended" if found else "stopped")
+    assert said["stopped"] == (None if found else {"signal": "", "reason": "enough"})
+
+
+def test_what_breaks_is_said_in_the_bundles_file(submission: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(controller, "allocated", lambda folder, environment: SimpleNamespace(site=SITE))
+    monkeypatch.setattr(controller, "survey", broken)
+    with pytest.raises(KeyError):
+        controller.control(submission, 0, Stop("7"), {})
+    said = json.loads((submission / "bundle-0.json").read_text())
+    assert (said["phase"], said["stopped"]["reason"], said["job"], said["restarts"]) == ("stopped", "KeyError: 'x'", "0", 0)
+
+
+def test_hardware_is_looked_at_where_the_profile_names_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(controller.nodes, "mismatch", lambda *given: asked.append(given) or "wrong")
+    assert controller.wrong_hardware(REPORTS, SITE) == ""
+    dgx2 = parse({"system": "dgx2", "slurm": {"gpus_per_node": 4}}, file="f")
+    assert controller.wrong_hardware(REPORTS, dgx2) == "wrong"
+    ((reports, system, gpus),) = asked
+    assert (reports, system.name, gpus) == (REPORTS, "dgx2", 4)

@@ -1,0 +1,128 @@
+"""What SLURM ends a job for, by what it answers, on a clock of its own."""
+
+from __future__ import annotations
+
+import signal
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from repro.launch.slurm.allocation import stop
+from repro.launch.slurm.allocation.stop import ACCOUNTED_S, EARLY_S, SIGNALS
+
+NOW = 1_800_000_000.0
+
+
+class Slurm:
+    """Answers by command, the last of several for ever; time passes in sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str | list[str]):
+        self.answers = {name: [said] if isinstance(said, str) else said for name, said in answers.items()}
+        self.asked: list[list[str]] = []
+        self.now, self.sleeps = 100.0, 0
+        monkeypatch.setattr(stop, "_said", self._said)
+        monkeypatch.setattr(stop, "time", self)
+
+    def _said(self, command: list[str]) -> str:
+        self.asked.append(command)
+        said = self.answers.get(command[0], [""])
+        return said.pop(0) if len(said) > 1 else said[0]
+
+    def time(self) -> float:
+        return NOW
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.sleeps += 1
+
+
+def at(seconds: float) -> str:
+    return datetime.fromtimestamp(NOW + seconds).isoformat()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (f"JobState=RUNNING StartTime={at(-600)} EndTime={at(60 + EARLY_S)}", "preempted"),
+        (f"JobState=RUNNING StartTime={at(-600)} EndTime={at(59 + EARLY_S)}", "time limit"),
+        (f"JobState=RUNNING StartTime={at(-600)} PreemptTime={at(-601)} EndTime={at(0)}", "time limit"),
+        (f"JobState=RUNNING StartTime={at(-600)} PreemptTime={at(-600)} EndTime={at(0)}", "preempted"),
+        ("JobState=CANCELLED", "cancelled"),
+        ("JobState=BOOT_FAIL", "node failure"),
+        ("JobState=PREEMPTED", "preempted"),
+        ("JobState=SUSPENDED", "preempted"),
+        ("JobState=TIMEOUT", "time limit"),
+        ("JobState=DEADLINE", "time limit"),
+        ("JobState=COMPLETING Reason=Preempted Restarts=2", "preempted"),
+        ("JobState=COMPLETING Reason=NonZeroExitCode", "cancelled"),
+    ],
+)
+def test_what_a_job_is_ended_for(monkeypatch: pytest.MonkeyPatch, said: str, expected: str) -> None:
+    slurm = Slurm(monkeypatch, scontrol=said)
+    assert stop.meaning("12_3", 60.0, 2) == expected
+    assert slurm.asked == [["scontrol", "show", "job", "-o", "12_3"]]
+
+
+RESTARTED = f"JobState=COMPLETING Reason=None Restarts=2 StartTime={at(-60)}"
+
+
+def test_the_accounting_is_waited_for_until_it_knows_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    first, both = "PREEMPTED\nPENDING\nRUNNING\n", "PREEMPTED\nREQUEUED\n"
+    slurm = Slurm(monkeypatch, scontrol=RESTARTED, sacct=[first, first, both], sinfo="n1 mixed\nn2 idle")
+    assert stop.meaning("7", 60.0, 1) == "preempted, or requeued by hand"
+    assert (slurm.sleeps, slurm.now) == (2, pytest.approx(100.0 + 2 * ACCOUNTED_S / 10))
+    assert slurm.asked[1:3] == [
+        ["sacct", "-n", "-X", "-P", "-D", "-j", "7", "-o", "State"],
+        ["sinfo", "-h", "-N", "-n", "n[1-2]", "-o", "%N %T"],
+    ]
+    never = Slurm(monkeypatch, scontrol=RESTARTED, sacct=first, sinfo="")
+    assert stop.meaning("7", 60.0, 1) == "node failure, or requeued by hand"
+    assert never.sleeps in (10, 11)
+    silent = Slurm(monkeypatch, scontrol=RESTARTED, sacct="")
+    assert stop.meaning("7", 60.0, 1) == "node failure, or requeued by hand"
+    assert silent.sleeps == 0, "without an accounting there is nothing to wait for"
+    nodes = "n3 down*\nn1 failing\nn2 mixed\nn3 down*"
+    down = Slurm(monkeypatch, scontrol=RESTARTED, sacct=first, sinfo=nodes)
+    assert stop.meaning("7", 60.0, 1) == "node failure of n1, n3"
+    assert down.sleeps == 0
+    monkeypatch.delenv("SLURM_JOB_NODELIST")
+    unknown = Slurm(monkeypatch, scontrol=RESTARTED, sacct=both.replace("REQUEUED", "NODE_FAIL"), sinfo=nodes)
+    assert stop.meaning("7", 60.0, 1) == "node failure"
+    assert "sinfo" not in [command[0] for command in unknown.asked]
+
+
+def test_a_command_that_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stop._said(["echo", "a", "b"]) == "a b\n"
+    assert stop._said(["false"]) == ""
+    assert stop._said(["/nowhere/at/all"]) == ""
+    monkeypatch.setattr(stop, "ASK_S", 0.05)
+    assert stop._said(["sleep", "20"]) == ""
+
+
+def test_what_starts_meanwhile_does_not_hear_slurms_signals() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with stop.blocked():
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before | set(SIGNALS)
+        blocked = next(line for line in stop._said(["cat", "/proc/self/status"]).splitlines() if "SigBlk" in line)
+        assert all(int(blocked.split()[1], 16) >> number - 1 & 1 for number in SIGNALS)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def test_a_reason_of_our_own_is_said_and_asks_for_another_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(monkeypatch, scontrol="JobState=CANCELLED")
+    own = stop.Stop("7")
+    assert (own.reason, own.signal, own.requeue, own.terminated) == ("", "", False, False)
+    own.give_up("lost node n2")
+    own.give_up("lost node n3")
+    assert (bool(own), own.reason, own.signal, own.requeue) == (True, "lost node n2", "", True)
+    assert slurm.asked == []
+    theirs = stop.Stop("7")
+    theirs.terminate("n2")
+    reason = "stopped by SLURM (SIGTERM): cancelled"
+    assert (theirs.reason, theirs.reason, theirs.terminated, theirs.requeue) == (reason, reason, True, False)
+    assert len(slurm.asked) == 1, "SLURM is asked once"

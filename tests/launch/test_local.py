@@ -1,0 +1,137 @@
+"""What this machine can run, and a launch's own files, without starting a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from repro import engines
+from repro.config import EmulatedNetwork, Experiment, Layout
+from repro.config.sizes import RANKS_PER_CORE
+from repro.lab import ability
+from repro.launch import rank_process, stacks
+from repro.launch.job import Job
+from repro.launch.local import launch
+from repro.launch.local.launch import LocalLaunch
+from tests.training import TINY
+
+
+def experiment(world: int, system: str = "local", **keys: Any) -> Experiment:
+    return Experiment(name="a", model=TINY, layout=Layout(dp=world), system=system, **keys)
+
+
+def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "cuda_devices", lambda: 2)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 2)
+    monkeypatch.setattr(engines, "missing", lambda engine: "" if engine == "native" else f"engine {engine}")
+    monkeypatch.setattr(ability, "missing", lambda: "namespaces")
+    most, why = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
+    needs = launch.needs
+    assert needs(experiment(2, "dgx2")) == "2 GPUs of system dgx2"
+    assert [needs(experiment(world, "local-gpu")) for world in (2, 3)] == [
+        *("", "3 GPUs of system local-gpu, and 2 are visible here")
+    ]
+    too_many = f"{most + 1} processes, and this machine takes {most} ({RANKS_PER_CORE.value} a core: {why})"
+    assert [needs(experiment(world)) for world in (most, most + 1)] == ["", too_many]
+    assert needs(experiment(1, engine="torch")) == "engine torch"
+    network = EmulatedNetwork(nodes=2, ranks_per_node=1, between=1e6)
+    assert needs(experiment(2, network=network)) == "namespaces"
+
+
+def test_devices_are_those_that_a_rank_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, count in (("", 0), ("-1", 0), ("0", 1), ("3, 5,", 2), ("GPU-1,GPU-2,GPU-3", 3)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert launch.cuda_devices() == count
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+    def absent() -> None:
+        raise RuntimeError
+
+    driver = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 4, NVMLError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert launch.cuda_devices() == 4
+    driver.nvmlInit = absent
+    assert launch.cuda_devices() == 0
+
+
+def test_a_rank_of_one_machine_and_of_an_emulated_node_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: set(range(8)))
+    before = dict(os.environ)
+    place = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    own = {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo", **place}
+    assert launch.environment(2, 3) == before | own
+    assert launch.environment(2, 3, limited=True) == before | own | {"MALLOC_MMAP_THRESHOLD_": "262144"}
+    assert launch._on_node(2, 5) == {
+        **{"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    }
+
+
+class Ranks(LocalLaunch):
+    """Three ranks that were never started: the second has ended, the third is stopped."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(launch, "work_parent", lambda: folder)
+        super().__init__(Job(experiments=[experiment(3)]), folder / "logs")
+        self.logs.mkdir()
+        self.now, self.looks, self.writes_at = 100.0, 0, 0
+        self.signals: list[int] = []
+        monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._passes))
+        for rank in range(3):
+            rank_process.errors_file(self.logs, rank).write_text("a former one (most recent call first)\n")
+
+    def _passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.looks += 1
+        if self.looks == self.writes_at:
+            with rank_process.errors_file(self.logs, 0).open("a") as file:
+                file.write("File x (most recent call first)\n")
+
+    def _signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def poll(self, rank: int) -> int | None:
+        return 1 if rank == 1 else None
+
+    def stopped(self, rank: int) -> bool:
+        return rank == 2
+
+
+def test_stacks_are_waited_for_of_those_who_could_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(tmp_path, monkeypatch)
+    ranks.writes_at = 3
+    ranks.dump_stacks()
+    assert (ranks.signals, ranks.looks) == ([stacks.SIGNAL], 3)
+    ranks.writes_at, ranks.now = 0, 200.0
+    ranks.dump_stacks()
+    assert stacks.WAIT_S <= ranks.now - 200.0 < stacks.WAIT_S + 2 * launch.LOOK_S
+    ranks.close(keep_logs=None)
+    assert ranks.signals[-1] == signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_and_results_are_files_of_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(tmp_path, monkeypatch)
+    assert (ranks.report(0), ranks.results(0)) == (None, None)
+    (ranks.folder / "rank-0.json").write_text('{"rank": 0, "outcome": "ok"}')
+    for rank in range(3):
+        assert ranks.results(1) is None
+        (ranks.folder / f"finished-1-{rank}.json").write_text(f'{{"rank": {rank}}}')
+    assert ranks.report(0) == {"rank": 0, "outcome": "ok"}
+    assert ranks.results(1) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert Job.load(ranks.folder / "job.json") == replace(ranks.job)
+    rank_process.errors_file(ranks.logs, 0).write_text("x" * 5000 + "the end")
+    assert ranks.error_text(0) == "x" * (rank_process.ERROR_BYTES - 7) + "the end"
+    ranks.ask_to_stop()
+    assert (ranks.folder / "stop").exists()
+    ranks.close(keep_logs=ranks.logs)
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert ranks.error_text(7) == ""
