@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from contextlib import nullcontext
@@ -10,10 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from repro import systems
 from repro.config import ConfigError, Experiment, Layout, Model
+from repro.host.resources import usable_cores
 from repro.launch.failures import CLASSES, failure
 from repro.launch.plan import Task
 from repro.launch.rank.device import cuda_index
@@ -53,6 +56,7 @@ def test_the_right_nodes_are_right(bound: bool) -> None:
         ("dgx-a100-40gb", ("NVIDIA A100-SXM4-40GB", 42_405_855_232, "8.0")),
         ("dgx-h100", ("NVIDIA H100 80GB HBM3", 85_520_809_984, "9.0")),
         ("dgx1-v100-16gb", ("Tesla V100-SXM2-16GB", 16_944_988_160, "7.0")),
+        ("dgx2", ("NVIDIA V100-SXM3-32GB", 34_057_748_480, "7.0")),
         ("lowbw-v100", ("Tesla V100-PCIE-16GB", 16_945_512_448, "7.0")),
         ("yuan", ("NVIDIA A100-SXM4-80GB", 85_198_897_152, "8.0")),
     ],
@@ -153,6 +157,76 @@ def test_provenance_has_no_addresses_and_groups_equal_nodes() -> None:
     assert (said["job_id"], said["array_task"], said["nodes"]) == ("12", "3", ["n1", "n2"])
     assert [kind["nodes"] for kind in said["hardware"]] == [["n1", "n2"]]
     assert "me" not in said.values()
+
+
+def test_all_that_a_record_says_of_its_nodes() -> None:
+    environment = {
+        **{"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_CLUSTER_NAME": "c", "SLURM_JOB_PARTITION": "p"},
+    }
+    gpu = {**card(*V100, 1), "driver": "550", "max_sm_mhz": 1597, "memory_mhz": 958, "power_limit_w": 350}
+    told = {"processor": "Xeon", "cores": 6, "memory_bytes": 10**9, "links": {"nvlinks": [6]}}
+    reports = [
+        NodeReport(node=name, node_index=index, local=local, task=index + local, tasks=3, gpus=[gpu], **told)
+        for name, index, local in (("n1", 0, 0), ("n1", 0, 1), ("n2", 1, 0))
+    ]
+    known = {key: gpu[key] for key in ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")}
+    what = {"processor": "Xeon", "cores_per_task": 6, "memory_bytes": 10**9, "gpus": [known], "links": {"nvlinks": [6]}}
+    assert place(reports, environment) == {
+        **{"job_id": "7", "array_task": "", "restarts": 2, "cluster": "c", "partition": "p"},
+        **{"nodes": ["n1", "n2"], "tasks_per_node": 2, "switches": {}},
+        "hardware": [{"nodes": ["n1"], "tasks": 2, **what}, {"nodes": ["n2"], "tasks": 1, **what}],
+    }
+    bare = place(reports[:1], {})
+    assert [bare[key] for key in ("job_id", "restarts", "cluster", "partition", "tasks_per_node")] == ["", 0, "", "", 1]
+
+
+def test_a_task_sees_the_gpus_that_cuda_would_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids: list[Any] = [b"GPU-aa1", "GPU-aa2", "GPU-b"]
+
+    class Driver:
+        def nvmlDeviceGetCount(self) -> int:
+            return len(uuids)
+
+        def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+            return index
+
+        def nvmlDeviceGetUUID(self, handle: int) -> Any:
+            return uuids[handle]
+
+    monkeypatch.setattr("repro.measure.provenance.nvml", lambda: nullcontext(Driver()))
+    monkeypatch.setattr("repro.measure.provenance.gpus", lambda: [{"name": f"card {i}"} for i in range(3)])
+
+    def seen(visible: str | None) -> list[str]:
+        found = nodes.visible_gpus(visible)
+        assert all(gpu["name"] == f"card {['GPU-aa1', 'GPU-aa2', 'GPU-b'].index(gpu['uuid'])}" for gpu in found)
+        return [gpu["uuid"] for gpu in found]
+
+    assert seen(None) == ["GPU-aa1", "GPU-aa2", "GPU-b"]
+    assert seen("") == []
+    assert seen("2, 0,") == ["GPU-b", "GPU-aa1"]
+    assert seen("1,3,0") == ["GPU-aa2"], "CUDA stops at the first that it does not know"
+    assert seen("GPU-aa2,GPU-b,GPU-c,0") == ["GPU-aa2", "GPU-b"]
+    assert seen("GPU-a") == ["GPU-aa1"]
+    monkeypatch.setattr("repro.measure.provenance.nvml", lambda: nullcontext(None))
+    assert seen(None) == []
+
+
+def test_a_task_of_no_slurm_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = nodes.report({}, gpus=False)
+    assert (seen.node, seen.node_index, seen.local, seen.task, seen.tasks) == (socket.gethostname(), 0, 0, 0, 1)
+    assert (seen.pid, seen.memory_bytes) == (os.getpid(), psutil.virtual_memory().total)
+    assert seen.cores == usable_cores()
+    assert seen.processor
+
+
+def test_a_cards_memory_may_differ_by_what_drivers_take() -> None:
+    """Eight percent of 32 GB either way."""
+    dgx2 = systems.load("dgx2")
+    whole = dgx2.device.memory_bytes.known("memory", system="dgx2")
+    for part, other in ((1.0, False), (0.921, False), (1.079, False), (0.919, True), (1.081, True)):
+        assert differs(card(V100[0], round(part * whole), "7.0", 0), dgx2) == other
+    assert differs(card(V100[0], V100[1], "7.2", 0), dgx2)
+    assert not differs({"name": V100[0], "memory_bytes": None}, dgx2)
 
 
 def test_switches_are_what_slurm_says() -> None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from repro.config import ConfigError
-from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError, _gpus, check_partition, expand
+from repro.launch.slurm.site import scheduler
+from repro.launch.slurm.site.limits import UNLIMITED
+from repro.launch.slurm.site.scheduler import (
+    JobState,
+    Partition,
+    Scheduler,
+    SchedulerError,
+    _gpus,
+    check_partition,
+    expand,
+)
 from tests.launch.slurm.conftest import FakeSlurm
 
 JOB = {"state": "RUNNING", "reason": "None", "nodes": "n[1-2]", "exit": "0:0"}
@@ -44,23 +54,6 @@ def test_how_a_job_ended_is_asked_of_the_accounting_and_of_one_that_runs_it_is_n
     assert slurm.calls("sacct") == []
     assert Scheduler().jobs(["12_1"])["12_1"].exit_code == "7:0"
     assert len(slurm.calls("sacct")) == 1
-
-
-def test_without_accounting_the_controller_is_asked_and_that_is_said(slurm: FakeSlurm) -> None:
-    ended = {**JOB, "state": "NODE_FAIL", "exit": "0:9"}
-    slurm.set(jobs={"12_0": ended, "12_1": {**ended, "forgotten": True}}, accounting=False)
-    scheduler = Scheduler()
-    found = scheduler.jobs(["12_0", "12_1"])
-    assert found["12_0"].state == "NODE_FAIL"
-    assert "12_1" not in found
-    assert "no accounting" in scheduler.warnings[0]
-
-
-def test_partitions(slurm: FakeSlurm) -> None:
-    slurm.set(partitions=["debug*|up|2:00:00|3|gpu:v100:16(S:0-1)|96", "debug*|up|2:00:00|1|(null)|48+"])
-    debug = Scheduler().partitions()["debug"]
-    assert (debug.default, debug.nodes, debug.gpus, debug.gpu_types) == (True, 4, 16, ("v100",))
-    assert (debug.limit_min, debug.cores) == (120, 48)
 
 
 @pytest.mark.parametrize(
@@ -108,3 +101,92 @@ def test_a_command_that_fails_or_is_missing_says_so(
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SchedulerError, match="squeue: not found"):
         Scheduler().jobs(["12"])
+
+
+class Says:
+    """SLURM's commands in this process, and what they were asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str | None):
+        self.answers = answers
+        self.asked: list[list[str]] = []
+        monkeypatch.setattr(scheduler, "call", self._call)
+
+    def _call(self, command: list[str], timeout_s: float = 0.0) -> str:
+        self.asked.append(command)
+        said = self.answers[command[0]]
+        if said is None:
+            raise SchedulerError(f"{command[0]}: disabled")
+        return said
+
+
+def test_all_that_is_said_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: "me")
+    queue = "12_0|PENDING|Resources|\n12_1|RUNNING|None|n[1-2]\nan|odd|line\n99|RUNNING|None|n9\n"
+    sacct = "12_[2-3]|CANCELLED by 1000|None|None assigned|0:15\n12_4||Unknown|n3|1:0\nodd|line\n98|FAILED|x|n|1:0\n"
+    says = Says(monkeypatch, squeue=queue, sacct=sacct)
+    cancelled = JobState(state="CANCELLED", exit_code="0:15")
+    found = Scheduler().jobs([f"12_{index}" for index in range(6)])
+    assert found == {
+        "12_0": JobState(state="PENDING", reason="Resources"),
+        "12_1": JobState(state="RUNNING", nodes="n[1-2]"),
+        "12_2": cancelled,
+        "12_3": cancelled,
+        "12_4": JobState(state="UNKNOWN", nodes="n3", exit_code="1:0"),
+    }
+    assert [(found[f"12_{i}"].live, found[f"12_{i}"].waiting) for i in range(3)] == [
+        *((True, True), (True, False), (False, False))
+    ]
+    assert says.asked == [
+        ["squeue", "-h", "-r", "-t", "all", "-u", "me", "-o", "%i|%T|%r|%N"],
+        ["sacct", "-n", "-X", "-P", "-o", "JobID,State,Reason,NodeList,ExitCode", "-j", "12"],
+    ]
+
+
+def test_what_the_controller_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = (
+        "No jobs here\n"
+        "JobId=13 ArrayJobId=12 ArrayTaskId=1 JobState=FAILED Reason=NonZeroExitCode NodeList=n1 ExitCode=1:0 Restarts=3\n"
+        "JobId=14 ArrayJobId=12 ArrayTaskId=2-3 Reason=None NodeList=(null)\n"
+        "JobId=15 JobState=TIMEOUT Reason=TimeLimit NodeList=n2 ExitCode=0:0\nJobId=16 JobState=FAILED\n"
+    )
+    says = Says(monkeypatch, squeue="", sacct=None, scontrol=scontrol)
+    asked = Scheduler()
+    assert asked.jobs(["12_1", "12_2", "15", "17"]) == {
+        "12_1": JobState(state="FAILED", reason="NonZeroExitCode", nodes="n1", exit_code="1:0", restarts=3),
+        "12_2": JobState(state="UNKNOWN"),
+        "15": JobState(state="TIMEOUT", reason="TimeLimit", nodes="n2", exit_code="0:0"),
+    }
+    assert says.asked[-1] == ["scontrol", "show", "job", "-o"]
+    assert asked.warnings == [
+        "no accounting on this cluster (sacct: disabled): how a job ended is known for a few minutes only,"
+        " and by what it wrote itself"
+    ]
+
+
+def test_all_that_is_said_of_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["a*|up|2:00:00|3|gpu:v100:8,gpu:k80:2|96", "a*|up|2:00:00|1|gpu:v100:4|48+", "b|down|infinite|2|gpu:2|16"]
+    says = Says(monkeypatch, sinfo="\n".join(lines))
+    words = {"name": "a", "default": True, "available": True, "limit_min": 120.0, "nodes": 4, "cores": 48}
+    assert Scheduler().partitions() == {
+        "a": Partition(**words, gpus=10, gpu_types=("k80", "v100")),
+        "b": Partition(
+            **{"name": "b", "default": False, "available": False, "limit_min": UNLIMITED, "nodes": 2, "cores": 16},
+            **{"gpus": 2, "gpu_types": ()},
+        ),
+    }
+    assert says.asked == [["sinfo", "-h", "-o", "%P|%a|%l|%D|%G|%c"]]
+
+
+def test_how_a_command_fails() -> None:
+    assert scheduler.call(["sh", "-c", "echo a; echo b >&2"]) == "a\n"
+    for script, said in (
+        ("exit 3", "sh: exit code 3"),
+        ("echo 'no   such\njob' >&2; echo out; exit 1", "sh: no such job"),
+        ("echo out; exit 1", "sh: out"),
+        (f"printf '{'x' * 301}'; exit 1", "sh: " + "x" * 300),
+    ):
+        with pytest.raises(SchedulerError) as failed:
+            scheduler.call(["sh", "-c", script])
+        assert str(failed.value) == said
+    with pytest.raises(SchedulerError, match=r"sleep: no answer in 0.05 s: is slurmctld up\?"):
+        scheduler.call(["sleep", "20"], timeout_s=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -306,6 +307,105 @@ def test_few_names_are_all_shown_and_of_many_the_nearest() -> None:
     names = [f"case-{i}" for i in range(500)]
     assert logs.some("case-77x", names).startswith("case-77, ")
     assert logs.some("case-77x", names).endswith(" (8 of 500)")
+
+
+def test_what_collect_says_to_people(submitted: Submitted1, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submitted.record("a", "hang", "rank 1 is behind")
+    submitted.slurm.job("12_1", state="NODE_FAIL", reason="NodeDown")
+    results = ["--results", str(submitted.results)]
+    mine = tmp_path / "mine"
+    assert cli.main(["collect", *results, "--into", str(mine)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "a: hang: rank 1 is behind",
+        "b: node-failure: node failure, on n1, NodeDown",
+        "node n1 is named in 1 failure: `repro submit --exclude n1` keeps away from it",
+        "0 of 3 cases done, 1 still wait or run; 1 lost or cancelled ones recorded now",
+        f"2 records in {submitted.results}/records",
+        f"2 of them are new in {mine}/records",
+    ]
+    for name in "abc":
+        submitted.record(name, "ok")
+    assert cli.main(["collect", *results]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "3 of 3 cases done; 0 lost or cancelled ones recorded now",
+        f"5 records in {submitted.results}/records",
+    ]
+    assert cli.main(["collect", "--results", str(tmp_path / "none")]) == 2
+    assert "a folder that `repro submit` has used" in capsys.readouterr().err
+
+
+def test_what_logs_prints(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:
+    results = ["--results", str(submitted.results)]
+
+    def printed(*asked: str) -> list[str]:
+        assert cli.main(["logs", *asked, *results]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert printed("b") == ["no log: job 12_1 of b"]
+    assert printed("b", "--rank", "0") == ["no log: rank 0 of b (logs are kept while it runs, and of failures)"]
+    (submitted.folder / "submitit").mkdir()
+    for end, text in (("out", "fine\n\n"), ("err", "x" * 8000)):
+        (submitted.folder / "submitit" / f"12_1_0_log.{end}").write_text(text)
+    ranks = submitted.folder / "logs" / "1" / submitted.experiments["b"].key
+    ranks.mkdir(parents=True)
+    for rank in (10, 9, 0):
+        (ranks / f"rank-{rank}.err").write_text(f"error {rank}")
+    (ranks / "rank-0.out").write_text("out 0")
+    job = submitted.folder / "submitit" / "12_1_0_log"
+    assert printed("b") == [f"==> {job}.err", "x" * 8000, f"==> {job}.out", "fine", "ranks: 0, 9, 10; --rank R shows one"]
+    assert printed("b", "--rank", "0") == [f"==> {ranks}/rank-0.out", "out 0", f"==> {ranks}/rank-0.err", "error 0"]
+    (submitted.folder / "submitit" / "12_1_0_log.err").write_text("x" * 8001)
+    assert printed("b")[:2] == [f"==> {job}.err (last 8000 of 8001 bytes)", "x" * 8000]
+    for rank in ("2", "-1"):
+        assert cli.main(["logs", "b", f"--rank={rank}", *results]) == 2
+        assert "0 to 1" in capsys.readouterr().err
+
+
+def test_all_that_is_known_of_a_case(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was never said is empty or none."""
+    submitted.slurm.job("12_0", state="PENDING", reason="JobHeldUser", nodes="")
+    case = {"submission": "x", "suite": "faults", "job_state": "PENDING", "nodes": "", "restarts": 0}
+    assert submitted.status(capsys)["a"] == {
+        **case,
+        **{"name": "a", "key": submitted.experiments["a"].key, "bundle": 0, "job": "12_0", "state": "pending"},
+        "detail": "JobHeldUser, `scontrol release 12_0` lets it start",
+        **{"outcome": "", "recorded": False, "failure": ""},
+    }
+    words = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12", "state": "done"}
+    empty = dict.fromkeys(("detail", "outcome", "job_state", "nodes", "failure"), "")
+    assert CaseState(**words).as_dict() == {**words, **empty, "restarts": 0, "recorded": False}  # type: ignore[arg-type]
+    submitted.says(0, restarts=3, nodes=["n4", "n5"], phase="running", current={"names": ["a"], "case": "a"})
+    submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="")
+    found = submitted.status(capsys)["a"]
+    assert (found["restarts"], found["nodes"], found["detail"]) == (3, "n4,n5", "step 0 of 0, ")
+
+
+def test_a_case_that_stopped_itself_and_did_not_start_again_says_both(
+    submitted: Submitted1, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted.record("a", "interrupted", "preempted at step 3")
+    submitted.slurm.job("12_0", state="TIMEOUT", reason="None")
+    limit = "the job reached its time limit (slurm.time_limit of the profile), on n1"
+    found = submitted.status(capsys)["a"]
+    assert (found["state"], found["outcome"]) == ("lost", "interrupted")
+    assert found["detail"] == f"preempted at step 3; {limit}"
+    submitted.slurm.set(jobs={})
+    assert submitted.status(capsys)["a"]["detail"] == "preempted at step 3"
+
+
+def test_a_submissions_name_sorts_by_time_and_says_what_it_is(submitted: Submitted1) -> None:
+    made = submitted.registry.new_id("a suite: of / signs" + "x" * 60)
+    time, clean, digits = re.fullmatch(r"(\d{8}T\d{6}Z)-(.{40})-([0-9a-f]+)", made).groups()  # type: ignore[union-attr]
+    assert clean == "a-suite-of-signs" + "x" * 24
+    assert len(digits) == 4
+    at = datetime.strptime(time, "%Y%m%dT%H%M%SZ").replace(tzinfo=timezone.utc)
+    assert abs((datetime.now(timezone.utc) - at).total_seconds()) < 60
+    array = submitted.submission.arrays[0]
+    assert submitted.submission.jobs() == {0: "12_0", 1: "12_1", 2: "12_2"}
+    assert replace(array, bundles=[4]).element(0) == "12"
+    waiting = replace(submitted.submission, arrays=[array, replace(array, bundles=[3, 4], job_id="")])
+    assert waiting.jobs() == {0: "12_0", 1: "12_1", 2: "12_2", 3: "", 4: ""}
+    assert waiting.with_job(1, "13").jobs() == {0: "12_0", 1: "12_1", 2: "12_2", 3: "13_0", 4: "13_1"}
 
 
 def test_damage_is_one_line(submitted: Submitted1, capsys: pytest.CaptureFixture[str]) -> None:
