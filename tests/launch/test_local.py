@@ -61,7 +61,9 @@ def test_devices_are_those_that_a_rank_would_see(monkeypatch: pytest.MonkeyPatch
     assert launch.cuda_devices() == 0
 
 
-def test_a_rank_of_one_machine_and_of_an_emulated_node_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_one_machine_and_of_an_emulated_node_knows_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: set(range(8)))
@@ -71,7 +73,10 @@ def test_a_rank_of_one_machine_and_of_an_emulated_node_knows_its_place(monkeypat
     assert launch.environment(2, 3) == before | own
     assert launch.environment(2, 3, limited=True) == before | own | {"MALLOC_MMAP_THRESHOLD_": "262144"}
     assert launch._on_node(2, 5) == {
-        **{"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
     }
 
 
@@ -105,7 +110,9 @@ class Ranks(LocalLaunch):
         return rank == 2
 
 
-def test_stacks_are_waited_for_of_those_who_could_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_are_waited_for_of_those_who_could_write_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = Ranks(tmp_path, monkeypatch)
     ranks.writes_at = 3
     ranks.dump_stacks()
@@ -118,7 +125,9 @@ def test_stacks_are_waited_for_of_those_who_could_write_them(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_report_and_results_are_files_of_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_and_results_are_files_of_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = Ranks(tmp_path, monkeypatch)
     assert (ranks.report(0), ranks.results(0)) == (None, None)
     (ranks.folder / "rank-0.json").write_text('{"rank": 0, "outcome": "ok"}')

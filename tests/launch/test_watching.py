@@ -14,6 +14,8 @@ from repro.launch.supervise import Ending, watch
 from tests.launch.scripted import Clock, Scripted, experiment
 
 TICK = 1 / 16
+KILLED = "rank 0 was killed by signal 9 (SIGKILL)"
+STARTS = "rank 0 was at start-up"
 AT = "at step 5, forward, after all_gather #{} on tp"
 
 
@@ -50,7 +52,7 @@ class Elsewhere(Scripted):
             1.0,
             f"not done after 1 s (limits.timeout_s) (rank 0 was {AT.format(40)})",
         ),
-        ("start", {"hang_s": 0.0, "timeout_s": 500.0}, 500.0, "not done after 500 s (limits.timeout_s) (rank 0 was at start-up)"),
+        ("start", {"hang_s": 0.0, "timeout_s": 500.0}, 500.0, f"not done after 500 s (limits.timeout_s) ({STARTS})"),
     ],
 )  # fmt: skip
 def test_a_launch_has_all_of_its_time_and_no_tick_more(
@@ -119,7 +121,9 @@ def test_of_many_ranks_some_are_named(clock: Clock) -> None:
         + "; ".join(f"rank {rank} is stopped (SIGSTOP or a debugger) {at}" for rank in range(4))
         + f"; 2 more ranks like it; rank 6 waits {at}"
     )
-    assert watch(Elsewhere(4, stopped=4, hang_s=2.0)).reason.endswith(f"; rank 3 is stopped (SIGSTOP or a debugger) {at}")
+    assert watch(Elsewhere(4, stopped=4, hang_s=2.0)).reason.endswith(
+        f"; rank 3 is stopped (SIGSTOP or a debugger) {at}"
+    )
     for world, names in ((8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7, ...")):
         assert (
             watch(Elsewhere(world), interrupted=lambda: "stopped").reason == f"stopped (ranks {names} {at})"
@@ -132,7 +136,7 @@ def test_of_many_ranks_some_are_named(clock: Clock) -> None:
         (7, "Traceback\nlast words\n", [3], "error", f"rank 0 ended with exit code 7 {AT.format(40)}: last words"),
         (1, "x" * 301 + "\n", [3], "error", f"rank 0 ended with exit code 1 {AT.format(40)}: {'x' * 300}"),
         (1, "", [3], "error", f"rank 0 ended with exit code 1 {AT.format(40)}"),
-        (-9, "", [3, 4], "oom", f"rank 0 was killed by signal 9 (SIGKILL) {AT.format(40)}: the kernel ran out of memory"),
+        (-9, "", [3, 4], "oom", f"{KILLED} {AT.format(40)}: the kernel ran out of memory"),
         (-9, "", [3, 3], "error", f"rank 0 was killed by signal 9 (SIGKILL) {AT.format(40)}"),
         (-15, "", [3, 4], "error", f"rank 0 was killed by signal 15 (SIGTERM) {AT.format(40)}"),
     ],

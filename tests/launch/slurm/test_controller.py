@@ -53,7 +53,9 @@ def test_what_slurm_gave_is_taken_from_its_environment_and_the_profile(
     monkeypatch.setattr(controller.os, "umask", masks.append)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: set_to.append(limit))
-    (tmp_path / "profile.toml").write_text(f'[environment]\ninterface = "lo"\n[storage]\nprivate = {private}\n')
+    (tmp_path / "profile.toml").write_text(
+        f'[environment]\ninterface = "lo"\n[storage]\nprivate = {private}\n'
+    )
     given = controller.allocated(tmp_path, {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "4"})
     assert (given.nodes, given.per_node, given.tasks, given.address) == (3, 4, 12, "127.0.0.1")
     assert (given.umask, masks) == (umask, [umask])
@@ -101,7 +103,9 @@ class Clock:
         self.now += seconds
 
 
-def test_every_node_is_waited_for_and_who_is_silent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_node_is_waited_for_and_who_is_silent_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     monkeypatch.setattr(controller, "time", clock)
     monkeypatch.setattr("submitit.slurm.slurm.SlurmJobEnvironment.hostnames", ["n0", "n1"])
@@ -132,7 +136,9 @@ def test_every_node_is_waited_for_and_who_is_silent_is_named(tmp_path: Path, mon
 def submission(tmp_path: Path) -> Path:
     folder = tmp_path / "results" / "jobs" / "test"
     folder.mkdir(parents=True)
-    suite = Suite(name="s", file="s.toml", entries=tuple(Entry(experiment=e, expect="ok") for e in EXPERIMENTS))
+    suite = Suite(
+        name="s", file="s.toml", entries=tuple(Entry(experiment=e, expect="ok") for e in EXPERIMENTS)
+    )
     bundles = [Bundle(index=index, tasks=(Task(experiments=tuple(EXPERIMENTS)),)) for index in range(2)]
     SubmissionWork(suite=suite, bundles=tuple(bundles), rerun=True).save(folder)
     return folder
@@ -168,7 +174,11 @@ def test_a_bundle_runs_where_its_nodes_are_there_and_right(
                 self.state.ended(name, "ok", "", 1.0, expected=True)
 
     def survey(given: Allocation, folder: Path, stop: Stop) -> tuple[list[NodeReport], str]:
-        assert (given, folder, stop.delay_s) == (allocation, submission / "nodes-7-2", SITE.slurm.signal_delay_s)
+        assert (given, folder, stop.delay_s) == (
+            allocation,
+            submission / "nodes-7-2",
+            SITE.slurm.signal_delay_s,
+        )
         return (REPORTS[:1], missing) if missing else (REPORTS, "")
 
     monkeypatch.setattr(controller, "allocated", lambda folder, environment: allocation)
@@ -205,7 +215,12 @@ def test_what_breaks_is_said_in_the_bundles_file(submission: Path, monkeypatch: 
     with pytest.raises(KeyError):
         controller.control(submission, 0, Stop("7"), {})
     said = json.loads((submission / "bundle-0.json").read_text())
-    assert (said["phase"], said["stopped"]["reason"], said["job"], said["restarts"]) == ("stopped", "KeyError: 'x'", "0", 0)
+    assert (said["phase"], said["stopped"]["reason"], said["job"], said["restarts"]) == (
+        "stopped",
+        "KeyError: 'x'",
+        "0",
+        0,
+    )
 
 
 def test_hardware_is_looked_at_where_the_profile_names_some(monkeypatch: pytest.MonkeyPatch) -> None:

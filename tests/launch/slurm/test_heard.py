@@ -194,7 +194,9 @@ def test_a_task_that_did_not_start_is_lost_with_sruns_words(started: Started, cl
     assert started.report(2) == {"rank": 2, "outcome": "error", "reason": lost}
 
 
-def test_all_that_runs_is_waited_for_and_its_logs_go_where_they_are_kept(started: Started, tmp_path: Path) -> None:
+def test_all_that_runs_is_waited_for_and_its_logs_go_where_they_are_kept(
+    started: Started, tmp_path: Path
+) -> None:
     (started.logs / launch.task.FILE).touch()
     (started.logs / "rank-0.err").touch()
     started.close(keep_logs=tmp_path / "kept")

@@ -161,7 +161,10 @@ def test_provenance_has_no_addresses_and_groups_equal_nodes() -> None:
 
 def test_all_that_a_record_says_of_its_nodes() -> None:
     environment = {
-        **{"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_CLUSTER_NAME": "c", "SLURM_JOB_PARTITION": "p"},
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": "2",
+        "SLURM_CLUSTER_NAME": "c",
+        "SLURM_JOB_PARTITION": "p",
     }
     gpu = {**card(*V100, 1), "driver": "550", "max_sm_mhz": 1597, "memory_mhz": 958, "power_limit_w": 350}
     told = {"processor": "Xeon", "cores": 6, "memory_bytes": 10**9, "links": {"nvlinks": [6]}}
@@ -169,15 +172,36 @@ def test_all_that_a_record_says_of_its_nodes() -> None:
         NodeReport(node=name, node_index=index, local=local, task=index + local, tasks=3, gpus=[gpu], **told)
         for name, index, local in (("n1", 0, 0), ("n1", 0, 1), ("n2", 1, 0))
     ]
-    known = {key: gpu[key] for key in ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")}
-    what = {"processor": "Xeon", "cores_per_task": 6, "memory_bytes": 10**9, "gpus": [known], "links": {"nvlinks": [6]}}
+    known = {
+        key: gpu[key]
+        for key in ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")
+    }
+    what = {
+        "processor": "Xeon",
+        "cores_per_task": 6,
+        "memory_bytes": 10**9,
+        "gpus": [known],
+        "links": {"nvlinks": [6]},
+    }
     assert place(reports, environment) == {
-        **{"job_id": "7", "array_task": "", "restarts": 2, "cluster": "c", "partition": "p"},
-        **{"nodes": ["n1", "n2"], "tasks_per_node": 2, "switches": {}},
+        "job_id": "7",
+        "array_task": "",
+        "restarts": 2,
+        "cluster": "c",
+        "partition": "p",
+        "nodes": ["n1", "n2"],
+        "tasks_per_node": 2,
+        "switches": {},
         "hardware": [{"nodes": ["n1"], "tasks": 2, **what}, {"nodes": ["n2"], "tasks": 1, **what}],
     }
     bare = place(reports[:1], {})
-    assert [bare[key] for key in ("job_id", "restarts", "cluster", "partition", "tasks_per_node")] == ["", 0, "", "", 1]
+    assert [bare[key] for key in ("job_id", "restarts", "cluster", "partition", "tasks_per_node")] == [
+        "",
+        0,
+        "",
+        "",
+        1,
+    ]
 
 
 def test_a_task_sees_the_gpus_that_cuda_would_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +222,9 @@ def test_a_task_sees_the_gpus_that_cuda_would_show_it(monkeypatch: pytest.Monkey
 
     def seen(visible: str | None) -> list[str]:
         found = nodes.visible_gpus(visible)
-        assert all(gpu["name"] == f"card {['GPU-aa1', 'GPU-aa2', 'GPU-b'].index(gpu['uuid'])}" for gpu in found)
+        assert all(
+            gpu["name"] == f"card {['GPU-aa1', 'GPU-aa2', 'GPU-b'].index(gpu['uuid'])}" for gpu in found
+        )
         return [gpu["uuid"] for gpu in found]
 
     assert seen(None) == ["GPU-aa1", "GPU-aa2", "GPU-b"]
@@ -213,7 +239,13 @@ def test_a_task_sees_the_gpus_that_cuda_would_show_it(monkeypatch: pytest.Monkey
 
 def test_a_task_of_no_slurm_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = nodes.report({}, gpus=False)
-    assert (seen.node, seen.node_index, seen.local, seen.task, seen.tasks) == (socket.gethostname(), 0, 0, 0, 1)
+    assert (seen.node, seen.node_index, seen.local, seen.task, seen.tasks) == (
+        socket.gethostname(),
+        0,
+        0,
+        0,
+        1,
+    )
     assert (seen.pid, seen.memory_bytes) == (os.getpid(), psutil.virtual_memory().total)
     assert seen.cores == usable_cores()
     assert seen.processor

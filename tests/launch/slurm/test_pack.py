@@ -42,9 +42,7 @@ def test_one_array_for_each_shape_and_work_comes_back_as_it_was_written(tmp_path
     }
     assert shapes == {(2, 2): [["d4", "e4"]], (2, 1): [["c"]], (1, 2): [["a", "f", "b"]]}
     assert [b.index for array in found for b in array.bundles] == [0, 1, 2]
-    work = SubmissionWork(
-        suite=suite, bundles=tuple(b for array in found for b in array.bundles), rerun=True
-    )
+    work = SubmissionWork(suite=suite, bundles=tuple(b for array in found for b in array.bundles), rerun=True)
     work.save(tmp_path)
     again = SubmissionWork.load(tmp_path)
     assert (again.bundles, again.rerun) == (work.bundles, True)

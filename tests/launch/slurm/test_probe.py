@@ -17,11 +17,21 @@ from repro.launch.slurm.submission import probe
 SRUN = ["srun", "-N", "2", "--ntasks-per-node=1", "--time=5", "--job-name=repro-doctor"]
 EVERY: dict[str, Any] = {
     "slurm": {
-        **{"partition": "gpu", "account": "lab", "qos": "long", "constraint": "nvlink", "exclude": ["n3", "n4"]},
-        **{"gpus_per_node": 8, "gpu_type": "v100", "gpu_request": "gres", "options": {"mail_type": "END"}},
+        "partition": "gpu",
+        "account": "lab",
+        "qos": "long",
+        "constraint": "nvlink",
+        "exclude": ["n3", "n4"],
+        "gpus_per_node": 8,
+        "gpu_type": "v100",
+        "gpu_request": "gres",
+        "options": {"mail_type": "END"},
     },
     "environment": {
-        **{"modules": ["cuda"], "python": "/opt/my python", "container": "i.sqsh", "container_mounts": "/data"},
+        "modules": ["cuda"],
+        "python": "/opt/my python",
+        "container": "i.sqsh",
+        "container_mounts": "/data",
     },
 }
 
@@ -38,7 +48,12 @@ def site(**tables: Any) -> Profile:
             EVERY,
             [
                 *("--partition=gpu", "--account=lab", "--qos=long", "--constraint=nvlink", "--exclude=n3,n4"),
-                *("--container-image=i.sqsh", "--container-mounts=/data", "--mail-type=END", "--gres=gpu:v100:8"),
+                *(
+                    "--container-image=i.sqsh",
+                    "--container-mounts=/data",
+                    "--mail-type=END",
+                    "--gres=gpu:v100:8",
+                ),
             ],
             "/opt/my python",
         ),
@@ -83,7 +98,9 @@ def answer(host: str, **more: Any) -> dict[str, Any]:
 
 def judged(seen: list[dict[str, Any]], **tables: Any) -> dict[str, tuple[Any, ...]]:
     found = [(c.name, c.state, c.found, c.enables, c.fatal) for c in probe.judge(site(**tables), seen)]
-    return {f"{name} {place}" if name == "GPUs there" else name: row for place, (name, *row) in enumerate(found)}  # type: ignore[misc]
+    return {
+        f"{name} {place}" if name == "GPUs there" else name: row for place, (name, *row) in enumerate(found)
+    }  # type: ignore[misc]
 
 
 DGX2: dict[str, Any] = {"system": "dgx2", "slurm": {"gpus_per_node": 16}}
@@ -116,7 +133,12 @@ def test_nodes_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
             *("change environment.interface", True),
         ],
         "torch": [
-            *("limited", "n1: torch 2.6; n2: torch missing", "2.6 is here: set environment.python or setup", False),
+            *(
+                "limited",
+                "n1: torch 2.6; n2: torch missing",
+                "2.6 is here: set environment.python or setup",
+                False,
+            ),
         ],
         "GPUs there 4": ["yes", "n1: 16 x Tesla V100-SXM3-32GB", "what the profile's system has", False],
         "GPUs there 5": ["no", "n2: 0 x none", "slurm.gpus_per_node is 16", True],
@@ -124,7 +146,12 @@ def test_nodes_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     without = judged([answer("n1")])
     assert without["interface"] == [
-        *("limited", "environment.interface is empty; nodes have ib0 10.0.0.1, ib1", "NCCL and gloo choose", False),
+        *(
+            "limited",
+            "environment.interface is empty; nodes have ib0 10.0.0.1, ib1",
+            "NCCL and gloo choose",
+            False,
+        ),
     ]
     assert set(without) == {"nodes", "shared folder", "interface", "torch"}, "no GPUs were promised"
     anywhere = judged([answer("n1", gpus=[{"name": "any"}] * 2)], slurm={"gpus_per_node": 2})

@@ -44,7 +44,11 @@ def test_what_is_left_out_is_as_the_file_to_start_from_has_it() -> None:
     )
     assert (site.ranks_per_node, site.private, site.slurm.signal_delay_s) == (1, True, 90)
     assert asdict(site.class_of("a")) == {
-        **{"match": "*", "nodes": 0, "time_limit": "", "partition": "", "requeues": None},
+        "match": "*",
+        "nodes": 0,
+        "time_limit": "",
+        "partition": "",
+        "requeues": None,
     }
 
 

@@ -77,7 +77,13 @@ def test_where_it_is_is_news_now_and_then_and_when_it_begins_another_experiment(
     rank.start({"RANK": "1"})
     ((command, how),) = rank.commands
     (folder,) = rank.work.iterdir()
-    words = {"--rank": "1", "--device": "cpu", "--rendezvous": "tcp://n1:5", "--target": "x:y", "--folder": str(folder)}
+    words = {
+        "--rank": "1",
+        "--device": "cpu",
+        "--rendezvous": "tcp://n1:5",
+        "--target": "x:y",
+        "--folder": str(folder),
+    }
     assert {key: command[command.index(key) + 1] for key in words} == words
     assert (how["env"], how["start_new_session"], how["stdin"]) == ({"RANK": "1"}, True, subprocess.DEVNULL)
     assert (how["stdout"].name, how["stderr"].name) == (f"{rank.logs}/rank-1.out", f"{rank.logs}/rank-1.err")
@@ -170,7 +176,11 @@ def test_what_keeps_it_from_starting_is_the_news(rank: Rank, monkeypatch: pytest
     reason = "not started: OSError: [Errno 28] No space left on device: '/dev/shm/x'"
     assert rank.said(50.0) == [
         {
-            **{"say": "ended", "code": 1, "errors": "", "errno": errno.ENOSPC, "file": "/dev/shm/x"},
+            "say": "ended",
+            "code": 1,
+            "errors": "",
+            "errno": errno.ENOSPC,
+            "file": "/dev/shm/x",
             "report": {"rank": 1, "outcome": "error", "reason": reason},
         }
     ]

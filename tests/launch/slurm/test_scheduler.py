@@ -145,7 +145,8 @@ def test_all_that_is_said_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_controller_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = (
         "No jobs here\n"
-        "JobId=13 ArrayJobId=12 ArrayTaskId=1 JobState=FAILED Reason=NonZeroExitCode NodeList=n1 ExitCode=1:0 Restarts=3\n"
+        "JobId=13 ArrayJobId=12 ArrayTaskId=1 JobState=FAILED Reason=NonZeroExitCode NodeList=n1 ExitCode=1:0"
+        " Restarts=3\n"
         "JobId=14 ArrayJobId=12 ArrayTaskId=2-3 Reason=None NodeList=(null)\n"
         "JobId=15 JobState=TIMEOUT Reason=TimeLimit NodeList=n2 ExitCode=0:0\nJobId=16 JobState=FAILED\n"
     )
@@ -164,14 +165,24 @@ def test_what_the_controller_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_that_is_said_of_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ["a*|up|2:00:00|3|gpu:v100:8,gpu:k80:2|96", "a*|up|2:00:00|1|gpu:v100:4|48+", "b|down|infinite|2|gpu:2|16"]
+    lines = [
+        "a*|up|2:00:00|3|gpu:v100:8,gpu:k80:2|96",
+        "a*|up|2:00:00|1|gpu:v100:4|48+",
+        "b|down|infinite|2|gpu:2|16",
+    ]
     says = Says(monkeypatch, sinfo="\n".join(lines))
     words = {"name": "a", "default": True, "available": True, "limit_min": 120.0, "nodes": 4, "cores": 48}
     assert Scheduler().partitions() == {
         "a": Partition(**words, gpus=10, gpu_types=("k80", "v100")),
         "b": Partition(
-            **{"name": "b", "default": False, "available": False, "limit_min": UNLIMITED, "nodes": 2, "cores": 16},
-            **{"gpus": 2, "gpu_types": ()},
+            name="b",
+            default=False,
+            available=False,
+            limit_min=UNLIMITED,
+            nodes=2,
+            cores=16,
+            gpus=2,
+            gpu_types=(),
         ),
     }
     assert says.asked == [["sinfo", "-h", "-o", "%P|%a|%l|%D|%G|%c"]]

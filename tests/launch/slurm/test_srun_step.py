@@ -18,7 +18,14 @@ from tests.launch.runs import wait_for
 def test_a_step_is_asked_for(tasks: int, nodes: int) -> None:
     asked = srun_step.command(parse({}, file="f"), tasks, 2, ["module", "folder"])
     assert asked == [
-        *("srun", "--overlap", "--relative=0", f"--nodes={nodes}", f"--ntasks={tasks}", "--distribution=plane=2"),
+        *(
+            "srun",
+            "--overlap",
+            "--relative=0",
+            f"--nodes={nodes}",
+            f"--ntasks={tasks}",
+            "--distribution=plane=2",
+        ),
         *("--kill-on-bad-exit=0", "--wait=0", sys.executable, "-m", "module", "folder"),
     ]
 

@@ -309,7 +309,9 @@ def test_few_names_are_all_shown_and_of_many_the_nearest() -> None:
     assert logs.some("case-77x", names).endswith(" (8 of 500)")
 
 
-def test_what_collect_says_to_people(submitted: Submitted1, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_collect_says_to_people(
+    submitted: Submitted1, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     submitted.record("a", "hang", "rank 1 is behind")
     submitted.slurm.job("12_1", state="NODE_FAIL", reason="NodeDown")
     results = ["--results", str(submitted.results)]
@@ -342,7 +344,9 @@ def test_what_logs_prints(submitted: Submitted1, capsys: pytest.CaptureFixture[s
         return capsys.readouterr().out.splitlines()
 
     assert printed("b") == ["no log: job 12_1 of b"]
-    assert printed("b", "--rank", "0") == ["no log: rank 0 of b (logs are kept while it runs, and of failures)"]
+    assert printed("b", "--rank", "0") == [
+        "no log: rank 0 of b (logs are kept while it runs, and of failures)"
+    ]
     (submitted.folder / "submitit").mkdir()
     for end, text in (("out", "fine\n\n"), ("err", "x" * 8000)):
         (submitted.folder / "submitit" / f"12_1_0_log.{end}").write_text(text)
@@ -352,8 +356,19 @@ def test_what_logs_prints(submitted: Submitted1, capsys: pytest.CaptureFixture[s
         (ranks / f"rank-{rank}.err").write_text(f"error {rank}")
     (ranks / "rank-0.out").write_text("out 0")
     job = submitted.folder / "submitit" / "12_1_0_log"
-    assert printed("b") == [f"==> {job}.err", "x" * 8000, f"==> {job}.out", "fine", "ranks: 0, 9, 10; --rank R shows one"]
-    assert printed("b", "--rank", "0") == [f"==> {ranks}/rank-0.out", "out 0", f"==> {ranks}/rank-0.err", "error 0"]
+    assert printed("b") == [
+        f"==> {job}.err",
+        "x" * 8000,
+        f"==> {job}.out",
+        "fine",
+        "ranks: 0, 9, 10; --rank R shows one",
+    ]
+    assert printed("b", "--rank", "0") == [
+        f"==> {ranks}/rank-0.out",
+        "out 0",
+        f"==> {ranks}/rank-0.err",
+        "error 0",
+    ]
     (submitted.folder / "submitit" / "12_1_0_log.err").write_text("x" * 8001)
     assert printed("b")[:2] == [f"==> {job}.err (last 8000 of 8001 bytes)", "x" * 8000]
     for rank in ("2", "-1"):
@@ -367,11 +382,25 @@ def test_all_that_is_known_of_a_case(submitted: Submitted1, capsys: pytest.Captu
     case = {"submission": "x", "suite": "faults", "job_state": "PENDING", "nodes": "", "restarts": 0}
     assert submitted.status(capsys)["a"] == {
         **case,
-        **{"name": "a", "key": submitted.experiments["a"].key, "bundle": 0, "job": "12_0", "state": "pending"},
+        "name": "a",
+        "key": submitted.experiments["a"].key,
+        "bundle": 0,
+        "job": "12_0",
+        "state": "pending",
         "detail": "JobHeldUser, `scontrol release 12_0` lets it start",
-        **{"outcome": "", "recorded": False, "failure": ""},
+        "outcome": "",
+        "recorded": False,
+        "failure": "",
     }
-    words = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12", "state": "done"}
+    words = {
+        "submission": "x",
+        "suite": "s",
+        "name": "a",
+        "key": "k",
+        "bundle": 0,
+        "job": "12",
+        "state": "done",
+    }
     empty = dict.fromkeys(("detail", "outcome", "job_state", "nodes", "failure"), "")
     assert CaseState(**words).as_dict() == {**words, **empty, "restarts": 0, "recorded": False}  # type: ignore[arg-type]
     submitted.says(0, restarts=3, nodes=["n4", "n5"], phase="running", current={"names": ["a"], "case": "a"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
@@ -108,7 +107,9 @@ def test_what_starts_meanwhile_does_not_hear_slurms_signals() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with stop.blocked():
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before | set(SIGNALS)
-        blocked = next(line for line in stop._said(["cat", "/proc/self/status"]).splitlines() if "SigBlk" in line)
+        blocked = next(
+            line for line in stop._said(["cat", "/proc/self/status"]).splitlines() if "SigBlk" in line
+        )
         assert all(int(blocked.split()[1], 16) >> number - 1 & 1 for number in SIGNALS)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 

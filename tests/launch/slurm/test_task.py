@@ -159,7 +159,12 @@ class State:
 )
 @pytest.mark.parametrize("takes", [True, False], ids=["submitit", "nobody"])
 def test_a_job_asks_to_be_requeued_for_what_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open: int, signals: list[int], end: int | None, takes: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    open: int,
+    signals: list[int],
+    end: int | None,
+    takes: bool,
 ) -> None:
     handed: list[tuple[int, None]] = []
     waited: list[Any] = []
