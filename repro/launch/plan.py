@@ -38,7 +38,7 @@ def select(suite: Suite, only: list[str]) -> list[Entry]:
     return [entry for entry in suite.entries if any(fnmatchcase(entry.experiment.name, g) for g in only)]
 
 
-def tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool = False) -> list[Task]:
+def tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool) -> list[Task]:
     """What the store lacks of `entries`, in the order of the file."""
     todo: list[Task] = []
     compared: set[str] = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 from repro.launch.locks import Locks
@@ -16,6 +18,15 @@ def test_a_key_is_held_until_it_is_let_go_of(tmp_path: Path) -> None:
     mine.release()
     assert theirs.take(["a", "b"])
     assert not mine.take(["b"])
+
+
+def test_others_of_the_store_may_look_at_a_lock(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert Locks(tmp_path).take(["a"])
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "locks" / "a").stat().st_mode) == 0o644
 
 
 def test_who_takes_a_key_of_a_killed_run_removes_its_files(tmp_path: Path) -> None:

@@ -74,7 +74,6 @@ class Run:
         self.tracker = MemoryTracker() if watched else None
         with self.tracker or nullcontext():
             self.engine = build_engine(experiment, mesh, device)
-        self.init_peak = self.tracker.peak["total"] if self.tracker else 0
         self.checkpoints: CheckpointManager | None = None
         self.resumed: list[dict[str, Any]] = []
         """Where each start of this training but the first went on from."""
@@ -196,7 +195,8 @@ class Run:
         return True
 
     def _watched_step(self, tracker: MemoryTracker) -> None:
-        """A step under the eyes of `tracker`."""
+        """A step under the eyes of `tracker`, which has seen the initialisation."""
+        init_peak = tracker.peak["total"]
 
         def observe(phase: Phase) -> None:
             if phase == Phase.OPTIMIZER:
@@ -217,7 +217,7 @@ class Run:
             peak=tracker.peak,
             most=most,
             peak_phase=tracker.peak_phase,
-            init_peak_bytes=self.init_peak,
+            init_peak_bytes=init_peak,
         )
 
     @contextmanager

@@ -39,7 +39,7 @@ class Submitted1:
     def __init__(self, folder: Path, site: Path, slurm: FakeSlurm):
         self.results, self.slurm = folder / "results", slurm
         suite = suites.load(write_suite(folder, experiments("a", "b", "c")))
-        tasks = plan.tasks(suite, list(suite.entries), Store(self.results))
+        tasks = plan.tasks(suite, list(suite.entries), Store(self.results), rerun=False)
         (array,) = arrays(tasks, profile.load(site))
         self.registry = Registry(self.results)
         row = Submitted(
