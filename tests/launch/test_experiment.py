@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
+from repro.launch.rank import experiment as experiment_module
 from repro.launch.rank.experiment import Diverged, Run, process_memory
+from repro.launch.rank.series import Series
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StepClock
+from repro.measure.waiting import StageWaits
 from repro.models.flops import hardware_flops, model_flops
 from repro.parallel import mesh as meshes
+from repro.parallel.zero.optimizer import Norms
 from repro.train.learning_rate import learning_rate
 from tests.training import tiny
 
@@ -70,6 +76,72 @@ def test_of_a_gpu_the_allocators_own_numbers_are_kept(monkeypatch: pytest.Monkey
     )
     held = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     assert told.rss_peak_bytes == pytest.approx(held, rel=0.1)
+
+
+def test_what_is_sent_is_counted_on_the_last_step_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = start(tiny(Layout(), steps=8, untimed_steps=1))
+    run.prelude()
+    resets: list[int] = []
+    monkeypatch.setattr(run.mesh.ledger, "reset", lambda: resets.append(run.index))
+    monkeypatch.setattr(run.mesh.ledger, "rows", lambda: resets.append(run.index) or [])
+    run.steps(3)
+    run.steps(2)
+    assert resets == [3, 4, 5, 6]
+    assert run.left == 2
+    monkeypatch.setattr(experiment_module, "CollectiveWatch", None)  # the ledger counts what our engine sends
+    with run._counting():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("layout", "engine", "known", "by_stages"),
+    [
+        (Layout(), "native", False, False),
+        (Layout(pp=2, global_batch=2), "native", True, False),
+        (Layout(pp=2, dp=2, global_batch=4), "native", True, False),
+        (Layout(pp=2, global_batch=2), "torch", True, True),
+        (Layout(pp=2, dp=2, global_batch=4), "torch", False, False),
+        (Layout(pp=2, tp=2, global_batch=2), "torch", False, False),
+        (Layout(dp=2), "torch", False, False),
+    ],
+)
+def test_for_whom_a_rank_waits_is_known_of_our_engine_and_of_stages_alone(
+    layout: Layout, engine: str, known: bool, by_stages: bool
+) -> None:
+    run: Any = object.__new__(Run)
+    run.experiment = SimpleNamespace(layout=layout, engine=engine)
+    run.clock = StepClock(torch.device("cpu"))
+    assert run._waits_are_known == known
+    assert isinstance(run._clocked(), StageWaits) == by_stages
+
+
+def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
+    def norms(loss: float, gradient: float, overflow: bool) -> Norms:
+        found = {"loss": loss, "gradient": gradient, "overflow": float(overflow)}
+        return Norms(**{name: torch.tensor(value) for name, value in found.items()})
+
+    series = Series()
+    series.norms = [norms(1.0, 2.0, False)] + [norms(1.0, math.inf, True)] * 49 + [norms(3.0, 4.0, False)]
+    series.scales = [torch.tensor(8.0)] * 2
+    series.read(fp16=True)
+    assert (series.loss, series.loss_scale) == ([1.0] * 50 + [3.0], [8.0, 8.0])
+    assert series.grad_norm == [2.0] + [None] * 49 + [4.0]
+    assert series.skipped == list(range(1, 50))
+    assert (series.norms, series.scales) == ([], [])
+    series.norms = [norms(1.0, math.inf, True)] * 49
+    series.read(fp16=True)
+    series.norms = [norms(1.0, math.inf, True)]
+    with pytest.raises(Diverged, match="^50 steps in a row overflowed, up to step 100$"):
+        series.read(fp16=True)
+    for found, fp16, said in (
+        ((math.nan, 1.0, True), False, "loss is nan at step 0"),
+        ((1.0, math.inf, True), False, "gradient norm is inf at step 0"),
+        ((math.inf, math.nan, False), True, "loss is inf at step 0"),
+    ):
+        other = Series()
+        other.norms = [norms(*found)]
+        with pytest.raises(Diverged, match=f"^{said}$"):
+            other.read(fp16)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step() -> None:

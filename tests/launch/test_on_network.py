@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from repro.config import EmulatedNetwork
 from repro.launch.rank import on_network
@@ -39,6 +42,84 @@ def test_bytes_are_a_steps_and_a_nodes_first_rank_speaks_for_it(facts: Path) -> 
         assert said.facts == (json.loads(facts.read_text()) if known else None)
         assert said.compute_flops_per_s == (1 + rank) * 1e9
         assert said.core_share == 0.75 * 2 / 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rank", "files"),
+    [
+        (2, 0, ["/proc/self/net/dev", "/proc/11/net/dev"]),
+        (2, 1, ["/proc/self/net/dev"]),
+        (2, 2, ["/proc/self/net/dev", "/proc/12/net/dev"]),
+        (1, 0, ["/proc/self/net/dev"]),
+    ],
+)
+def test_bytes_are_counted_where_they_leave_a_rank_and_its_node(
+    facts: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, rank: int, files: list[str]
+) -> None:
+    links = {"between": 1e6} if nodes > 1 else {"within": 1e6}
+    seen = OnNetwork(EmulatedNetwork(nodes=nodes, ranks_per_node=2, **links), facts, rank)
+    seen.pace.stop()
+    read: list[str] = []
+
+    class File:
+        def __init__(self, name: str):
+            self.name = name
+
+        def read_text(self) -> str:
+            read.append(self.name)
+            own = (
+                "  eth0: 10 1 2 3 4 5 6 7 20 8\n" if "self" in self.name else "uplink:30 1 2 3 4 5 6 7 40 8\n"
+            )
+            return "Inter-| Receive | Transmit\n    lo: 1 1 1 1 1 1 1 1 1 1\n" + own
+
+    monkeypatch.setattr(on_network, "Path", File)
+    assert seen.counters() == [20, 10, 40, 30][: 2 * len(files)]
+    assert read == files
+    with pytest.raises(OSError, match="/proc/self/net/dev has no interface eth1"):
+        on_network._counters("/proc/self/net/dev", "eth1")
+
+
+def test_rates_are_of_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is held to its share has the time of that too."""
+    clock = SimpleNamespace(now=5.0, perf_counter=lambda: clock.now)
+    done: list[Any] = []
+
+    def flop_in(seconds: float, timer: Any) -> float:
+        assert (seconds, timer) == (on_network.COMPUTE_S, clock.perf_counter)
+        done.append("computed")
+        clock.now += 0.5
+        return 8e9
+
+    def settle() -> None:
+        clock.now += 1.5
+
+    def all_gather(rates: list[torch.Tensor], mine: torch.Tensor) -> None:
+        for rank, rate in enumerate(rates):
+            rate.copy_(mine * (1 + rank))
+
+    monkeypatch.setattr(on_network, "time", clock)
+    monkeypatch.setattr(on_network.products, "flop_in", flop_in)
+    monkeypatch.setattr(on_network.dist, "barrier", lambda: done.append("all there"))
+    monkeypatch.setattr(on_network.dist, "all_gather", all_gather)
+    pace: Any = SimpleNamespace(settle=settle)
+    assert on_network._compute_rates(3, pace) == [4e9, 8e9, 12e9]
+    assert done == ["all there", "computed"]
+
+
+def test_ranks_have_some_attempts_to_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def rates(world: int, pace: object) -> list[float]:
+        tries.append(world)
+        return [1.0, 1.0] if len(tries) == on_network.ATTEMPTS else [1.0, 2.0]
+
+    monkeypatch.setattr(on_network, "_compute_rates", rates)
+    nobody: Any = None
+    assert on_network._equal_rates(2, nobody) == [1.0, 1.0]
+    assert len(tries) == on_network.ATTEMPTS
+    with pytest.raises(RuntimeError):
+        on_network._equal_rates(2, nobody)
+    assert len(tries) == 2 * on_network.ATTEMPTS
 
 
 def test_ranks_of_unequal_rates_are_refused(facts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

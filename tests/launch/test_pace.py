@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
@@ -41,10 +42,11 @@ def test_a_thread_computes_for_its_share_of_the_time_whether_it_waited_before_or
 
 
 class Clocks:
-    """Clocks of a thread that has its core whenever it wants it, and computes only where it is said."""
+    """Clocks of a thread that computes, and is kept from its core, only where it is said."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.computed = 0.0
+        self.computed = self.kept = self.longer = 0.0
+        """`longer`: than it was asked to, a sleep takes."""
         self.look_s = 0.0
         """Of processor time, that a look at how long the thread was kept from its core takes."""
         self.sleeps: list[float] = []
@@ -55,14 +57,14 @@ class Clocks:
         return self.computed
 
     def perf_counter(self) -> float:
-        return self.computed + sum(self.sleeps)
+        return self.computed + sum(self.sleeps) + len(self.sleeps) * self.longer
 
     def sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)
 
     def pread(self, descriptor: int, size: int, offset: int) -> bytes:
         self.computed += self.look_s
-        return b"0 0 0"
+        return f"{self.computed * 1e9:.0f} {self.kept * 1e9:.0f} 7".encode()
 
 
 def test_a_tick_of_the_timer_while_it_sleeps_is_not_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +79,39 @@ def test_a_tick_of_the_timer_while_it_sleeps_is_not_paid_for_again(monkeypatch: 
     clocks.computed = 0.02
     pace.settle()
     assert clocks.sleeps == [pytest.approx(0.02 / SHARE - 0.02)]
+
+
+def test_it_sleeps_for_what_its_share_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    pace = Pace(SHARE)
+
+    def settles(computed: float, kept: float = 0.0) -> list[float]:
+        clocks.computed += computed
+        clocks.kept += kept
+        clocks.sleeps.clear()
+        pace.settle()
+        return clocks.sleeps
+
+    assert settles(0.1) == pytest.approx([0.3])
+    assert settles(0.0) == []
+    assert settles(0.1, kept=0.2) == pytest.approx([0.1]), "others have computed for so long"
+    clocks.longer = 0.015
+    assert settles(0.1) == pytest.approx([0.3])
+    clocks.longer = 0.0
+    assert settles(0.1) == pytest.approx([0.285]), "what it slept too long it gets back"
+    assert settles(0.1, kept=10.0) == []
+    assert settles(0.1) == pytest.approx([0.3 - CATCH_UP_S]), "and of what it was kept from this at most"
+
+
+def test_the_timer_is_of_processor_time_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(module.signal, "signal", lambda *given: asked.append(given))
+    monkeypatch.setattr(module.signal, "setitimer", lambda *given: asked.append(given))
+    pace = Pace(SHARE)
+    pace.start()
+    assert asked == [(signal.SIGVTALRM, pace._tick), (signal.ITIMER_VIRTUAL, TICK_S, TICK_S)]
+    pace.stop()
+    assert asked[2:] == [(signal.ITIMER_VIRTUAL, 0), (signal.SIGVTALRM, signal.SIG_IGN)]
 
 
 def test_what_a_thread_has_not_computed_it_does_not_pay_for(monkeypatch: pytest.MonkeyPatch) -> None:

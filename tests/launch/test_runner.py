@@ -200,7 +200,9 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
 
     monkeypatch.setattr(Runner, "_run", run)
     monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(runner.plan, "lacking", lambda task, store: [] if task.experiments[0] is A else [task])
+    monkeypatch.setattr(
+        runner.plan, "lacking", lambda task, store: [] if task.experiments[0] is A else [task]
+    )
     shared: Any = Shared()
     anyone: Any = told
     Runner(anyone, anyone, interrupt, shared, rerun=False).run([Task(experiments=(e,)) for e in (A, B, C)])
