@@ -131,7 +131,7 @@ def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
     series.norms = [norms(1.0, math.inf, True)] * 49
     series.read(fp16=True)
     series.norms = [norms(1.0, math.inf, True)]
-    with pytest.raises(Diverged, match="^50 steps in a row overflowed, up to step 100$"):
+    with pytest.raises(Diverged, match=r"^50 steps in a row overflowed, up to step 100$"):
         series.read(fp16=True)
     for found, fp16, said in (
         ((math.nan, 1.0, True), False, "loss is nan at step 0"),
