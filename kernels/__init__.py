@@ -11,9 +11,12 @@ from repro.kernels.cuda.dispatch import ran
 from repro.kernels.dropout import bias_dropout_residual
 from repro.kernels.flops import cost
 from repro.kernels.gelu import bias_gelu
+from repro.kernels.glu import swiglu
 from repro.kernels.layernorm import layer_norm
 from repro.kernels.norm import norm_squared
 from repro.kernels.random import derive_key, keep_mask, normal, normal_at, uniform_bits
+from repro.kernels.rmsnorm import rms_norm
+from repro.kernels.rope import rotary
 from repro.kernels.softmax import causal_softmax
 
 __all__ = [
@@ -33,5 +36,8 @@ __all__ = [
     "normal",
     "normal_at",
     "ran",
+    "rms_norm",
+    "rotary",
+    "swiglu",
     "uniform_bits",
 ]

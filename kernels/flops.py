@@ -14,14 +14,30 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from repro.kernels import adamw, cross_entropy, dropout, gelu, layernorm, norm, softmax
+from repro.kernels import (
+    adamw,
+    cross_entropy,
+    dropout,
+    gelu,
+    glu,
+    layernorm,
+    norm,
+    rmsnorm,
+    rope,
+    softmax,
+)
 from repro.kernels.library import Cost, Operand
 
 FORMULAS: dict[str, Callable[..., Cost]] = {
     "layer_norm": layernorm.forward_cost,
     "layer_norm_backward": layernorm.backward_cost,
+    "rms_norm": rmsnorm.forward_cost,
+    "rms_norm_backward": rmsnorm.backward_cost,
     "bias_gelu": gelu.forward_cost,
     "bias_gelu_backward": gelu.backward_cost,
+    "swiglu": glu.forward_cost,
+    "swiglu_backward": glu.backward_cost,
+    "rotary": rope.cost,
     "bias_dropout_residual": dropout.forward_cost,
     "bias_dropout_residual_backward": dropout.backward_cost,
     "causal_softmax": softmax.forward_cost,

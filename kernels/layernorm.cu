@@ -1,7 +1,7 @@
 // Layer norm, a row a block. A thread holds ITEMS groups of WIDTH elements of the row in registers, so that the row is
 // read once; statistics are fp32 and the variance is that of the differences from the mean.
-// TYPE: of rows; WEIGHT: of weight and bias; BACKWARD: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= columns, which
-// WIDTH divides.
+// TYPE: of rows; WEIGHT: of weight and bias; CENTRED: 1, or 0 for the root mean square without mean and bias;
+// BACKWARD: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= columns, which WIDTH divides.
 #include "block.cuh"
 #include "memory.cuh"
 
@@ -15,7 +15,7 @@ struct Arguments {
   const WEIGHT* bias;
   float* mean;
   float* rstd;
-  float* partials;  // [2, blocks, columns]: what each block adds to the gradients of weight and bias
+  float* partials;  // [1 + CENTRED, blocks, columns]: what each block adds to the gradients of weight and bias
   long long rows;
   int columns;
   float epsilon;
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
 #pragma unroll
       for (int k = 0; k < V; ++k) sum += values[i][k];
     }
-    float mean = reduce<Add>(sum) / (float)a.columns;
+    const float mean = CENTRED ? reduce<Add>(sum) / (float)a.columns : 0.0f;
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -50,15 +50,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     }
     float rstd = rsqrtf(reduce<Add>(squares) / (float)a.columns + a.epsilon);
     if (threadIdx.x == 0) {
-      a.mean[row] = mean;
+      if (CENTRED) a.mean[row] = mean;
       a.rstd[row] = rstd;
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (column(i) >= a.columns) continue;
-      float weight[V], bias[V];
+      float weight[V], bias[V] = {};
       load(weight, a.weight + column(i));
-      load(bias, a.bias + column(i));
+      if (CENTRED) load(bias, a.bias + column(i));
 #pragma unroll
       for (int k = 0; k < V; ++k) values[i][k] = values[i][k] * rstd * weight[k] + bias[k];
       store(a.y + row * a.columns + column(i), values[i]);
@@ -66,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
   }
 }
 #else
-// dx = rstd (g w - mean(g w) - xhat mean(g w xhat)). A block takes many rows and keeps its sums over them for the
+// dx = rstd (g w - mean(g w) - xhat mean(g w xhat)), without mean(g w) if not CENTRED. A block takes many rows and keeps its sums over them for the
 // gradients of weight and bias in registers: grad and x are read once, and `column_sums` adds up few partial sums.
 extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ Arguments a) {
   float dweight[ITEMS][V] = {}, dbias[ITEMS][V] = {};
   for (long long row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const long long start = row * a.columns;
-    const float mean = a.mean[row], rstd = a.rstd[row];
+    const float mean = CENTRED ? a.mean[row] : 0.0f, rstd = a.rstd[row];
     float xhat[ITEMS][V], grad[ITEMS][V];
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
       }
     }
     reduce<Add>(sums);
-    const float of_grad = sums[0] / (float)a.columns, of_product = sums[1] / (float)a.columns;
+    const float of_grad = CENTRED ? sums[0] / (float)a.columns : 0.0f, of_product = sums[1] / (float)a.columns;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (column(i) >= a.columns) continue;
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
   for (int i = 0; i < ITEMS; ++i) {
     if (column(i) >= a.columns) continue;
     store(of_weight + column(i), dweight[i]);
-    store(of_bias + column(i), dbias[i]);
+    if (CENTRED) store(of_bias + column(i), dbias[i]);
   }
 }
 #endif

@@ -146,6 +146,80 @@ def _bias_gelu() -> list[Case]:
     )
 
 
+def _rms_norm() -> list[Case]:
+    return _both(
+        "RMS norm",
+        0.8,
+        _rows(4096),
+        ("x", "weight"),
+        {
+            OURS: lambda i: kernels.rms_norm(i["x"], i["weight"]),
+            PLAIN: lambda i: kernels.rms_norm(i["x"], i["weight"], plain=True),
+            EAGER: lambda i: F.rms_norm(i["x"], i["weight"].shape, i["weight"], 1e-5),
+        },
+        (
+            lambda i: moved("rms_norm", i["x"], i["weight"]),
+            lambda i: moved("rms_norm_backward", i["grad"], i["x"], _statistics(i["x"]), i["weight"]),
+        ),
+    )
+
+
+def _swiglu() -> list[Case]:
+    def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+        shape = (8, max(4, 1024 // shrink), max(8, 8192 // shrink))
+        x = _random(device, dtype, *shape[:-1], 2 * shape[-1])
+        return {"x": x.requires_grad_(), "grad": _random(device, dtype, *shape)}
+
+    def eager(i: Inputs) -> Tensor:
+        gate, up = i["x"].chunk(2, -1)
+        return F.silu(gate) * up
+
+    return _both(
+        "SwiGLU",
+        0.9,
+        inputs,
+        ("x",),
+        {
+            OURS: lambda i: kernels.swiglu(i["x"]),
+            PLAIN: lambda i: kernels.swiglu(i["x"], plain=True),
+            EAGER: eager,
+        },
+        (lambda i: moved("swiglu", i["x"]), lambda i: moved("swiglu_backward", i["grad"], i["x"])),
+    )
+
+
+def _rotary() -> list[Case]:
+    """All heads of 128, turned whole."""
+
+    def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+        x, grad = (_random(device, dtype, 8, max(4, 1024 // shrink), 4096) for _ in range(2))
+        return {"x": x.requires_grad_(), "grad": grad}
+
+    def eager(i: Inputs) -> Tensor:
+        x = i["x"].unflatten(-1, (32, 128))
+        exponent = torch.arange(0, 128, 2, device=x.device) / 128
+        angles = torch.outer(torch.arange(x.shape[1], device=x.device), 10000.0**-exponent)[:, None, :]
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+
+    def nbytes(i: Inputs) -> int:
+        return moved("rotary", i["x"], 32, 128, 128)
+
+    return _both(
+        "rotary positions",
+        0.8,
+        inputs,
+        ("x",),
+        {
+            OURS: lambda i: kernels.rotary(i["x"], 32, 128, 128),
+            PLAIN: lambda i: kernels.rotary(i["x"], 32, 128, 128, plain=True),
+            EAGER: eager,
+        },
+        (nbytes, nbytes),
+    )
+
+
 def _dropout() -> list[Case]:
     def ours(i: Inputs, plain: bool = False) -> Tensor:
         place = (0.1, 7, 0, i["seq"], 0, True)
@@ -297,7 +371,10 @@ def cases() -> list[Case]:
         _adamw(),
         _norm(),
         *_layer_norm(),
+        *_rms_norm(),
         *_bias_gelu(),
+        *_swiglu(),
+        *_rotary(),
         *_dropout(),
         *_softmax(),
         _cross_entropy(),

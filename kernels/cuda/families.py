@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from repro.kernels.cuda import adamw, columns, cross_entropy, dropout, gelu, layernorm, norm, softmax
+from repro.kernels.cuda import (
+    adamw,
+    columns,
+    cross_entropy,
+    dropout,
+    gelu,
+    glu,
+    layernorm,
+    norm,
+    rope,
+    softmax,
+)
 from repro.kernels.cuda.program import Program
 
 FAMILIES = {
     "adamw": adamw,
     "norm": norm,
-    "layer norm": layernorm,
+    "layer norm and RMS norm": layernorm,
     "bias and GELU": gelu,
+    "SwiGLU": glu,
+    "rotary positions": rope,
     "bias, dropout and residual": dropout,
     "causal softmax": softmax,
     "cross-entropy": cross_entropy,

@@ -1,4 +1,4 @@
-"""Binding of `layernorm.cu`."""
+"""Binding of `layernorm.cu`, which is layer norm and root mean square norm."""
 
 from __future__ import annotations
 
@@ -16,81 +16,118 @@ BLOCKS_FORWARD, THREADS_BACKWARD = 64, 1024
 
 
 @cache
-def program(kind: str, weight: str, columns: int, width: int, backward: bool) -> Program:
-    """For rows of so many columns, read by `width` elements at once.
+def program(
+    kind: str, weight: str, columns: int, width: int, backward: bool, centred: bool = True
+) -> Program:
+    """For rows of so many columns, read by `width` elements at once; `centred`: with mean and bias.
 
     In backward a thread also holds two sums for each element of its own, hence half as many.
     """
     most, threads = (16, 512) if backward else (32, 1024)
     shape = sums.row_shape(columns, width, most, threads)
     if shape is None:
-        name = "layer_norm_backward" if backward else "layer_norm"
+        name = ("layer_norm" if centred else "rms_norm") + ("_backward" if backward else "")
         raise Unavailable(f"{name} holds rows of up to {most * threads} columns, not {columns}")
     types = (("TYPE", kind), ("WEIGHT", weight))
-    definitions = (*types, ("BACKWARD", int(backward)), ("WIDTH", width), ("ITEMS", shape[1]))
+    kinds = (("CENTRED", int(centred)), ("BACKWARD", int(backward)))
+    definitions = (*types, *kinds, ("WIDTH", width), ("ITEMS", shape[1]))
     kernel = "backward" if backward else "forward"
     return Program("layernorm", definitions, struct.Struct("@8Pqif"), (kernel,), shape[0])
 
 
 def examples() -> list[Program]:
-    """Turing-NLG 17B in bf16, Megatron 8.3B in fp16, and long rows in fp32."""
+    """Turing-NLG 17B in bf16, Megatron 8.3B in fp16, and long rows in fp32; the root mean square of Llama 70B."""
     usual = [
-        ("bfloat16", "bfloat16", 4256, 8),
-        ("half", "float", 3072, 8),
-        ("float", "float", 8192, 4),
+        ("bfloat16", "bfloat16", 4256, 8, True),
+        ("half", "float", 3072, 8, True),
+        ("float", "float", 8192, 4, True),
+        ("bfloat16", "bfloat16", 8192, 8, False),
     ]
     return [
-        program(kind, weight, columns, width, backward)
-        for kind, weight, columns, width in usual
+        program(kind, weight, columns, width, backward, centred)
+        for kind, weight, columns, width, centred in usual
         for backward in (False, True)
     ]
 
 
-def _program(x: Tensor, weight: Tensor, others: list[Tensor], *, backward: bool) -> Program:
+def _program(x: Tensor, weight: Tensor, others: list[Tensor], *, backward: bool, centred: bool) -> Program:
     columns, width = x.shape[-1], 16 // x.element_size()
     whole = aligned(columns, [x, weight, *others], width)
-    return program(type_of(x), type_of(weight), columns, width if whole else 1, backward)
+    return program(type_of(x), type_of(weight), columns, width if whole else 1, backward, centred)
 
 
 def layer_norm(
     on: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and rstd."""
-    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
     if bias.dtype != weight.dtype:
         raise Unavailable("layer_norm needs weight and bias of one dtype")
+    mean = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    y, rstd = _forward(on, x, weight, eps, bias.contiguous(), mean)
+    return y, mean, rstd
+
+
+def rms_norm(on: KernelLauncher, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y and rstd."""
+    return _forward(on, x, weight, eps, None, None)
+
+
+def _forward(
+    on: KernelLauncher, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None, mean: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    x, weight = x.contiguous(), weight.contiguous()
     *shape, columns = x.shape
     y = torch.empty_like(x)
-    mean = x.new_empty(*shape, 1, dtype=torch.float32)
-    rstd = torch.empty_like(mean)
+    rstd = x.new_empty(*shape, 1, dtype=torch.float32)
     if size := x.numel():
-        kind = _program(x, weight, [bias, y], backward=False)
-        pointers = (x.data_ptr(), 0, y.data_ptr(), weight.data_ptr(), bias.data_ptr())
+        others = [y] if bias is None else [bias, y]
+        kind = _program(x, weight, others, backward=False, centred=bias is not None)
+        pointers = (x.data_ptr(), 0, y.data_ptr(), weight.data_ptr(), _pointer(bias))
         rows = size // columns
-        ends = (mean.data_ptr(), rstd.data_ptr(), 0, rows, columns, eps)
+        ends = (_pointer(mean), rstd.data_ptr(), 0, rows, columns, eps)
         blocks = min(rows, BLOCKS_FORWARD * on.processors)
         on.load(kind).launch("forward", blocks, kind.arguments.pack(*pointers, *ends))
-    return y, mean, rstd
+    return y, rstd
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def layer_norm_backward(
     on: KernelLauncher, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias."""
-    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
-    if grad.dtype != x.dtype or mean.dtype != torch.float32:
-        raise Unavailable("layer_norm_backward needs a gradient of the dtype of x and statistics in fp32")
-    mean, rstd = mean.contiguous(), rstd.contiguous()
+    dx, (dweight, dbias) = _backward(on, grad, x, mean.contiguous(), rstd, weight)
+    return dx, dweight, dbias
+
+
+def rms_norm_backward(
+    on: KernelLauncher, grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dx and dweight."""
+    dx, (dweight,) = _backward(on, grad, x, None, rstd, weight)
+    return dx, dweight
+
+
+def _backward(
+    on: KernelLauncher, grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """dx, and of weight and bias (of weight alone where there is no mean) the gradients."""
+    name, vectors = ("rms_norm", 1) if mean is None else ("layer_norm", 2)
+    grad, x, weight, rstd = grad.contiguous(), x.contiguous(), weight.contiguous(), rstd.contiguous()
+    if grad.dtype != x.dtype or rstd.dtype != torch.float32:
+        raise Unavailable(f"{name}_backward needs a gradient of the dtype of x and statistics in fp32")
     dx, columns = torch.empty_like(x), x.shape[-1]
     if not x.numel():
-        return dx, torch.zeros_like(weight), torch.zeros_like(weight)
-    kind = _program(x, weight, [grad, dx], backward=True)
+        return dx, tuple(torch.zeros_like(weight) for _ in range(vectors))
+    kind = _program(x, weight, [grad, dx], backward=True, centred=mean is not None)
     loaded, rows = on.load(kind), x.numel() // columns
     adding = on.load(sums.program(type_of(weight)))
     blocks = min(rows, max(1, THREADS_BACKWARD // kind.threads) * on.processors)
-    partials = mean.new_empty(2, blocks, columns)
+    partials = rstd.new_empty(vectors, blocks, columns)
     pointers = (x.data_ptr(), grad.data_ptr(), dx.data_ptr(), weight.data_ptr(), 0)
-    ends = (mean.data_ptr(), rstd.data_ptr(), partials.data_ptr(), rows, columns, 0.0)
+    ends = (_pointer(mean), rstd.data_ptr(), partials.data_ptr(), rows, columns, 0.0)
     loaded.launch("backward", blocks, kind.arguments.pack(*pointers, *ends))
-    dweight, dbias = sums.column_sums(adding, partials, weight.dtype).unbind()
-    return dx, dweight, dbias
+    found = sums.column_sums(adding, partials, weight.dtype)
+    return dx, found.unbind() if vectors > 1 else (found,)

@@ -159,7 +159,9 @@ static inline unsigned __float_as_uint(float value) {
 
 static inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
 
-#define __expf(value) expf(value)  // glibc declares a function of this name
+#define __expf(value) expf(value)  // glibc declares functions of these names
+#define __sinf(value) sinf(value)
+#define __cosf(value) cosf(value)
 
 static inline float __fdividef(float a, float b) { return a / b; }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from repro.kernels import cost
-from repro.kernels.cuda import adamw, cross_entropy, dropout, gelu, layernorm, norm, softmax
+from repro.kernels.cuda import adamw, cross_entropy, dropout, gelu, glu, layernorm, norm, rope, softmax
 from tests.kernels.on_cpu import COMPILER, HEADER, Host
 
 ACCESS = np.dtype([("address", np.uint64), ("size", np.uint32), ("write", np.uint32)])
@@ -77,6 +77,14 @@ SAMPLES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
         layernorm.layer_norm_backward,
         lambda: (sixteen(*ROWS), sixteen(*ROWS), wide(3, 40, 1), wide(3, 40, 1), sixteen(64)),
     ),
+    "rms_norm": (layernorm.rms_norm, lambda: (sixteen(*ROWS), sixteen(64), 1e-5)),
+    "rms_norm_backward": (
+        layernorm.rms_norm_backward,
+        lambda: (sixteen(*ROWS), sixteen(*ROWS), wide(3, 40, 1), sixteen(64)),
+    ),
+    "swiglu": (glu.swiglu, lambda: (sixteen(*ROWS),)),
+    "swiglu_backward": (glu.swiglu_backward, lambda: (sixteen(3, 40, 32), sixteen(*ROWS))),
+    "rotary": (rope.rotary, lambda: (sixteen(3, 40, 96), 2, 32, 16, 1e4, False)),
     "bias_gelu": (gelu.bias_gelu, lambda: (sixteen(*ROWS), sixteen(64))),
     "bias_gelu_backward": (gelu.bias_gelu_backward, lambda: (sixteen(*ROWS), sixteen(*ROWS), sixteen(64))),
     "bias_dropout_residual": (

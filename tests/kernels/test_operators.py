@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import repro.kernels as kernels
-from repro.kernels import cost, cross_entropy, dropout, softmax
+from repro.kernels import cost, cross_entropy, dropout, glu, rmsnorm, softmax
 from repro.kernels.flops import FORMULAS
 from repro.kernels.library import Cost
 
@@ -32,6 +32,11 @@ def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...
     return {
         "layer_norm": (x, h, h, 1e-5),
         "layer_norm_backward": (x, x, wide(2, 3, 1), wide(2, 3, 1), h),
+        "rms_norm": (x, h, 1e-5),
+        "rms_norm_backward": (x, x, wide(2, 3, 1), h),
+        "swiglu": (x,),
+        "swiglu_backward": (tensor(2, 3, 4), x),
+        "rotary": (tensor(2, 3, 18), 2, 6, 4, 100.0, True),
         "bias_gelu": (x, h),
         "bias_gelu_backward": (x, x, h),
         "bias_dropout_residual": (x, h, x, 0.3, 7, 1, 4, 1),
@@ -98,6 +103,7 @@ class Names(TorchDispatchMode):
     ("name", "call"),
     [
         ("layer_norm", lambda x, h: kernels.layer_norm(x, h, h)),
+        ("rms_norm", lambda x, h: kernels.rms_norm(x, h)),
         ("bias_gelu", lambda x, h: kernels.bias_gelu(x, h)),
         ("bias_dropout_residual", lambda x, h: kernels.bias_dropout_residual(x, h, x, 0.2, 1, 0, 3, 0, True)),
     ],
@@ -139,6 +145,14 @@ def test_costs_by_hand() -> None:
     assert cost("layer_norm_backward", row, row, statistic, statistic, (8,)) == Cost(
         14 * 48, 4 * (2 * 48 + 2 * 6 + 8), 4 * (48 + 2 * 8)
     )
+    assert cost("rms_norm", (2, 3, 8), (8,)) == Cost(4 * 48 + 3 * 6, 4 * 56, 4 * 48 + 4 * 6)
+    assert cost("rms_norm_backward", row, row, statistic, (8,)) == Cost(
+        9 * 48, 4 * (2 * 48 + 6 + 8), 4 * (48 + 8)
+    )
+    assert cost("swiglu", (4, 16), itemsize=2) == Cost(3 * 32, 2 * 64, 2 * 32)
+    assert cost("swiglu_backward", (4, 8), (4, 16), itemsize=2) == Cost(8 * 32, 2 * 96, 2 * 64)
+    # Of three heads of 6 two are turned, 4 elements of each.
+    assert cost("rotary", (2, 5, 18), 2, 6, 4) == Cost(3 * 10 * 8, 4 * 180, 4 * 180)
     assert cost("bias_gelu_backward", (4, 8), (4, 8), (8,), itemsize=2) == Cost(17 * 32, 2 * 72, 2 * 40)
     assert cost("bias_dropout_residual_backward", (1, 2, 8), True) == Cost(32, 64, 64 + 4 * 8)
     targets = torch.empty(4, dtype=torch.int64, device="meta")
@@ -171,6 +185,9 @@ class Largest(TorchDispatchMode):
         (cross_entropy._backward, ("rows", "row", "sums", "targets", 0, "row")),
         (softmax._forward, ("squares", 0.5)),
         (softmax._backward, ("squares", "squares", 0.5)),
+        (rmsnorm._forward, ("rows", "bias", 1e-5)),
+        (rmsnorm._backward, ("rows", "rows", "row", "bias")),
+        (glu._forward, ("rows",)),
         (dropout._forward, ("samples", "bias", "samples", 0.3, 7, 0, 15, 0)),
         (dropout._backward, ("samples", True, 0.3, 7, 0, 15, 0)),
     ],

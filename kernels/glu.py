@@ -1,0 +1,93 @@
+"""Gated linear unit with SiLU: y = silu(gate) * up, the halves of one tensor [..., 2 f] (2002.05202)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from repro.kernels.cuda import glu as cuda
+from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+
+
+def reference(x: Tensor) -> Tensor:
+    """The definition, in the dtype of the argument."""
+    gate, up = x.chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1, x.shape[-1])
+
+
+def _forward(x: Tensor) -> Tensor:
+    y = _forward_shape(x)
+    given, out, wide = _rows(x), _rows(y), accumulation_dtype(x.dtype)
+    for first, last in row_chunks(given.shape[0], given.shape[1], x.device):
+        gate, up = given[first:last].to(wide).chunk(2, -1)
+        out[first:last].copy_(torch.sigmoid(gate).mul_(gate).mul_(up))
+    return y
+
+
+def _forward_shape(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _backward(grad: Tensor, x: Tensor) -> Tensor:
+    dx = _backward_shape(grad, x)
+    grads, given, out, wide = _rows(grad), _rows(x), _rows(dx), accumulation_dtype(x.dtype)
+    for first, last in row_chunks(given.shape[0], given.shape[1], x.device):
+        slope = grads[first:last].to(wide)
+        gate, up = given[first:last].to(wide).chunk(2, -1)
+        dgate, dup = out[first:last].chunk(2, -1)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        dup.copy_(slope * silu)
+        # silu' = sigmoid + silu (1 - sigmoid)
+        dgate.copy_(sigmoid.addcmul(silu, 1 - sigmoid).mul_(up).mul_(slope))
+    return dx
+
+
+def _backward_shape(grad: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+forward_operator = operator("swiglu(Tensor x) -> Tensor", _forward, _forward_shape, cuda.swiglu)
+backward_operator = operator(
+    "swiglu_backward(Tensor grad, Tensor x) -> Tensor", _backward, _backward_shape, cuda.swiglu_backward
+)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plain: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.plain = plain
+        return (_forward if plain else forward_operator)(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (_backward if ctx.plain else backward_operator)(grad, *ctx.saved_tensors), None
+
+
+def swiglu(x: Tensor, *, plain: bool = False) -> Tensor:
+    """y [..., f] in the dtype of x [..., 2 f], whose first half is the gate. Saved for backward: x, nothing else.
+
+    `plain`: by torch's operators on every device. Raises ValueError where there are no halves.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"swiglu of {list(x.shape)} needs an even last dimension: gate and up")
+    return _SwiGlu.apply(x, plain)
+
+
+def forward_cost(x: Operand) -> Cost:
+    """3 per element of the result: sigmoid 1, its product with the gate 1, with up 1."""
+    return Cost(3 * x.numel // 2, x.nbytes, x.nbytes // 2)
+
+
+def backward_cost(grad: Operand, x: Operand) -> Cost:
+    """8 per element of the gradient: sigmoid 1, silu 1, of up 1, the slope 3, times up and the gradient 2."""
+    return Cost(8 * grad.numel, grad.nbytes + x.nbytes, x.nbytes)

@@ -1,0 +1,107 @@
+"""Root mean square normalisation over the last dimension: y = x * rstd * weight, the statistic in fp32 (1910.07467)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from repro.kernels.cuda import layernorm as cuda
+from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+
+
+def reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """The definition, in the dtype of the arguments."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1, x.shape[-1])
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    y, rstd = _forward_shape(x, weight, eps)
+    given, out, statistics, wide = _rows(x), _rows(y), rstd.view(-1, 1), weight.to(rstd.dtype)
+    for first, last in row_chunks(given.shape[0], given.shape[1], x.device):
+        rows = given[first:last].to(wide.dtype)
+        scale = rows.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        statistics[first:last].copy_(scale)
+        out[first:last].copy_((rows * scale).mul_(wide))
+    return y, rstd
+
+
+def _forward_shape(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
+
+
+def _backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    dx, wide = x.new_empty(x.shape), weight.to(rstd.dtype)
+    grads, given, out, statistics = _rows(grad), _rows(x), _rows(dx), rstd.reshape(-1, 1)
+    dweight = torch.zeros_like(wide)
+    for first, last in row_chunks(given.shape[0], given.shape[1], x.device):
+        scale, slope = statistics[first:last], grads[first:last].to(wide.dtype)
+        xhat = given[first:last].to(wide.dtype) * scale
+        dweight += (slope * xhat).sum(0)
+        slope = slope * wide
+        mean = (slope * xhat).mean(-1, keepdim=True)
+        out[first:last].copy_(slope.addcmul_(xhat, mean, value=-1).mul_(scale))
+    return dx, dweight.to(weight.dtype)
+
+
+def _backward_shape(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight)
+
+
+forward_operator = operator(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)",
+    _forward,
+    _forward_shape,
+    cuda.rms_norm,
+)
+backward_operator = operator(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor weight) -> (Tensor dx, Tensor dweight)",
+    _backward,
+    _backward_shape,
+    cuda.rms_norm_backward,
+)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, plain: bool) -> Tensor:
+        y, rstd = (_forward if plain else forward_operator)(x, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.plain = plain
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*(_backward if ctx.plain else backward_operator)(grad, *ctx.saved_tensors), None, None)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = False) -> Tensor:
+    """y [..., h] in the dtype of x [..., h]; weight is [h] of any floating dtype.
+
+    Saved for backward: x, weight, and rstd of every row ([..., 1], fp32; fp64 for fp64 x).  `plain`: by torch's
+    operators on every device.  Raises ValueError when the sizes do not agree.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm of {list(x.shape)} needs a weight of {list(x.shape[-1:])}, not {list(weight.shape)}"
+        )
+    return _RmsNorm.apply(x, weight, eps, plain)
+
+
+def forward_cost(x: Operand, weight: Operand, *_: object) -> Cost:
+    """4 per element: square and sum 2, normalise 1, weight 1; 3 per row. The statistic is 4 bytes."""
+    rows = x.numel // max(1, weight.numel)
+    return Cost(4 * x.numel + 3 * rows, x.nbytes + weight.nbytes, x.nbytes + 4 * rows)
+
+
+def backward_cost(grad: Operand, x: Operand, rstd: Operand, weight: Operand) -> Cost:
+    """9 per element: xhat 1, dweight 2, grad * weight 1, its row sum 2, dx 3."""
+    read = grad.nbytes + x.nbytes + rstd.nbytes + weight.nbytes
+    return Cost(9 * x.numel, read, x.nbytes + weight.nbytes)

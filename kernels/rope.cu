@@ -1,0 +1,67 @@
+// Rotary positions: a thread makes the sine and cosine of V pairs of one token once and turns them in all its heads.
+// Elements behind `turned` pairs, and heads behind `heads`, are copied.
+// TYPE: of all; WIDTH: elements that a thread takes at once, which divides half of what is turned and what is not.
+#include "memory.cuh"
+
+constexpr int V = WIDTH;
+constexpr float INVERSE_TURN = 0.15915494309189535f, TURN = 6.28125f, TURN_REST = 1.9353071795864769e-3f;
+
+struct Arguments {
+  const TYPE* x;
+  TYPE* y;
+  long long tokens;  // of all samples
+  int sequence;      // tokens of a sample
+  int all_heads;
+  int heads;
+  int head_width;
+  int pairs;     // of a head that are turned
+  float octaves; // log2 of the base over the pairs
+  float sign;    // -1 turns back
+};
+static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
+
+extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_constant__ Arguments a) {
+  const int of_pairs = a.pairs / V, of_rest = (a.head_width - 2 * a.pairs) / V, vectors = of_pairs + of_rest;
+  const long long all = a.tokens * vectors, stride = (long long)gridDim.x * THREADS;
+  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < all; i += stride) {
+    const long long token = i / vectors, start = token * a.all_heads * a.head_width;
+    const int vector = (int)(i % vectors);
+    if (vector >= of_pairs) {
+      const long long at = start + 2 * a.pairs + (vector - of_pairs) * V;
+      for (int head = 0; head < a.all_heads; ++head) {
+        float rest[V];
+        load(rest, a.x + at + head * a.head_width);
+        store(a.y + at + head * a.head_width, rest);
+      }
+      continue;
+    }
+    const float position = (float)(token % a.sequence);
+    float cosine[V], sine[V];
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const float angle = position * exp2f(-a.octaves * (float)(vector * V + k));
+      // Less whole turns, in two parts of which the first is short: what is left is exact to fp32.
+      const float turns = rintf(angle * INVERSE_TURN);
+      const float left = fmaf(-turns, TURN_REST, fmaf(-turns, TURN, angle));
+      cosine[k] = __cosf(left);
+      sine[k] = a.sign * __sinf(left);
+    }
+    const long long at = start + vector * V;
+    for (int head = 0; head < a.all_heads; ++head) {
+      const long long place = at + head * a.head_width;
+      float first[V], second[V];
+      load(first, a.x + place);
+      load(second, a.x + place + a.pairs);
+      if (head < a.heads) {
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+          const float turned = first[k] * cosine[k] - second[k] * sine[k];
+          second[k] = second[k] * cosine[k] + first[k] * sine[k];
+          first[k] = turned;
+        }
+      }
+      store(a.y + place, first);
+      store(a.y + place + a.pairs, second);
+    }
+  }
+}

@@ -1,0 +1,98 @@
+"""Rotary positions (2104.09864): pairs of a head's elements are turned by an angle that grows with the position.
+
+Element i of the first half of a head's first `width` elements is paired with element i of the second half, as in
+GPT-NeoX and in Hugging Face's Llama; position s turns it by s * base^(-2i/width).  What is behind stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from repro.kernels.cuda import rope as cuda
+from repro.kernels.library import Cost, Operand, accumulation_dtype, operator
+
+
+def _angles(s: int, width: int, base: float, device: torch.device) -> Tensor:
+    """[s, width/2], fp64."""
+    exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
+    return torch.outer(torch.arange(s, dtype=torch.float64, device=device), base**-exponent)
+
+
+def reference(x: Tensor, heads: int, head_width: int, width: int, base: float) -> Tensor:
+    """The definition, in the dtype of x: pairs as complex numbers, times e^(i angle)."""
+    b, s, _ = x.shape
+    turning, others = x.view(b, s, -1, head_width).split([heads, x.shape[-1] // head_width - heads], 2)
+    first, second, rest = turning.split([width // 2, width // 2, head_width - width], -1)
+    angles = _angles(s, width, base, x.device)[:, None, :].to(x.dtype)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([torch.cat([turned.real, turned.imag, rest], -1), others], 2).view(x.shape)
+
+
+def _rotary(x: Tensor, heads: int, head_width: int, width: int, base: float, inverse: bool) -> Tensor:
+    b, s, _ = x.shape
+    y = x.contiguous().clone()
+    angles = _angles(s, width, base, x.device)[:, None, :]
+    wide = accumulation_dtype(x.dtype)
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+    if inverse:
+        sin = -sin
+    for sample in y.view(b, s, -1, head_width).unbind(0):
+        first, second = sample[:, :heads, :width].to(wide, copy=True).chunk(2, -1)
+        sample[:, :heads, : width // 2].copy_((first * cos).addcmul_(second, sin, value=-1))
+        sample[:, :heads, width // 2 : width].copy_((second * cos).addcmul_(first, sin))
+    return y
+
+
+def _shape(x: Tensor, heads: int, head_width: int, width: int, base: float, inverse: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+rotary_operator = operator(
+    "rotary(Tensor x, int heads, int head_width, int width, float base, bool inverse) -> Tensor",
+    _rotary,
+    _shape,
+    cuda.rotary,
+)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, heads: int, head_width: int, width: int, base: float, plain: bool
+    ) -> Tensor:
+        ctx.how, ctx.plain = (heads, head_width, width, base), plain
+        return (_rotary if plain else rotary_operator)(x, heads, head_width, width, base, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        heads, head_width, width, base = ctx.how
+        turned = (_rotary if ctx.plain else rotary_operator)(grad, heads, head_width, width, base, True)
+        return turned, None, None, None, None, None
+
+
+def rotary(
+    x: Tensor, heads: int, head_width: int, width: int, base: float = 10000.0, *, plain: bool = False
+) -> Tensor:
+    """y like x [b, s, n * head_width], whose position s is its index: the first `heads` of n heads are turned.
+
+    Of each the first `width` elements, an even number; the rest is copied. Nothing is saved for backward, which turns
+    back.  `plain`: by torch's operators on every device. Raises ValueError when the sizes do not agree.
+    """
+    whole = x.shape[-1] % head_width == 0 and heads * head_width <= x.shape[-1]
+    if x.dim() != 3 or not whole or width % 2 or not 0 < width <= head_width:
+        raise ValueError(
+            f"rotary of {list(x.shape)} needs [b, s, n * {head_width}] with n >= {heads} and an even width "
+            f"up to {head_width}, not {width}"
+        )
+    return _Rotary.apply(x, heads, head_width, width, base, plain)
+
+
+def cost(x: Operand, heads: int, head_width: int, width: int, *_: object) -> Cost:
+    """3 per turned element: two products and a sum. Angles are made on the way."""
+    turned = x.numel * heads * width // x.shape[-1]
+    return Cost(3 * turned, x.nbytes, x.nbytes)

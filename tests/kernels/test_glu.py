@@ -1,0 +1,70 @@
+"""SwiGLU and its CUDA source, run on the CPU, against the reference in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from repro.kernels import swiglu
+from repro.kernels.cuda import glu as binding
+from repro.kernels.cuda.program import Unavailable
+from repro.kernels.glu import reference
+from tests.kernels.on_cpu import Host, placed
+from tests.kernels.test_layernorm import with_gradients
+
+Close = Callable[..., None]
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 40), (7, 6), (0, 4)])
+@pytest.mark.parametrize("plain", [False, True])
+def test_forward_and_backward(shape: tuple[int, ...], plain: bool, dtype: torch.dtype, close: Close) -> None:
+    x, grad = (torch.randn(shape) * 3).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
+    actual = with_gradients(lambda t: swiglu(t, plain=plain), grad, x)
+    for a, e in zip(actual, with_gradients(reference, grad.double(), x.double()), strict=True):
+        assert a.dtype == dtype
+        close(a, e, roundings=2)
+
+
+def test_the_gate_is_the_first_half() -> None:
+    gate, up = torch.randn(3, 4), torch.randn(3, 4)
+    torch.testing.assert_close(swiglu(torch.cat([gate, up], -1)), torch.nn.functional.silu(gate) * up)
+
+
+def test_gradcheck_and_halves() -> None:
+    assert torch.autograd.gradcheck(swiglu, torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True))
+    with pytest.raises(ValueError, match=r"swiglu of \[2, 3\] needs an even last dimension"):
+        swiglu(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "offset"),
+    [
+        ((5, 3, 80), torch.bfloat16, 0),
+        ((1200, 16), torch.float16, 0),
+        ((7, 26), torch.float32, 0),
+        ((6, 32), torch.float32, 1),
+    ],
+)
+def test_the_cuda_source(
+    host: Host, shape: tuple[int, ...], kind: torch.dtype, offset: int, close: Close
+) -> None:
+    x, whole = placed((4 * torch.randn(shape)).to(kind), offset)
+    grad = torch.randn(*shape[:-1], shape[-1] // 2).to(kind)
+    wide = x.double().requires_grad_()
+    expected = reference(wide)
+    close(host.call(binding.swiglu, x), expected)
+    (slope,) = torch.autograd.grad(expected, wide, grad.double())
+    close(host.call(binding.swiglu_backward, grad, x), slope)
+    whole()
+
+
+def test_the_cuda_source_at_the_ends(host: Host) -> None:
+    x = torch.tensor([[-1e30, -200.0, 200.0, float("nan"), 1.0, 1.0, 1.0, 1.0]])
+    y = host.call(binding.swiglu, x)
+    assert y[0, :3].tolist() == [0, 0, 200]
+    assert y[0, 3].isnan()
+    assert host.call(binding.swiglu, torch.ones(0, 8)).shape == (0, 4)
+    with pytest.raises(Unavailable, match="gradient of the dtype of x"):
+        host.call(binding.swiglu_backward, torch.ones(2, 4).half(), torch.ones(2, 8))

@@ -1,0 +1,92 @@
+"""Root mean square norm and its CUDA source, run on the CPU, against the reference in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from repro.kernels import rms_norm
+from repro.kernels.cuda import layernorm as binding
+from repro.kernels.cuda.program import Unavailable
+from repro.kernels.rmsnorm import reference
+from tests.kernels.on_cpu import Host, placed
+from tests.kernels.test_layernorm import with_gradients
+
+Close = Callable[..., None]
+
+
+@pytest.mark.parametrize("shape", [(4, 7, 64), (3, 33), (0, 8)])
+@pytest.mark.parametrize("plain", [False, True])
+def test_forward_and_backward(shape: tuple[int, ...], plain: bool, dtype: torch.dtype, close: Close) -> None:
+    x = (torch.randn(shape) * 3 + 1).to(dtype)
+    weight, grad = torch.randn(shape[-1]).to(dtype), torch.randn(shape).to(dtype)
+    actual = with_gradients(lambda *t: rms_norm(*t, plain=plain), grad, x, weight)
+    expected = with_gradients(reference, grad.double(), x.double(), weight.double())
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == dtype
+        close(a, e, roundings=2)
+
+
+def test_it_is_torchs_own() -> None:
+    x, weight = torch.randn(5, 24), torch.randn(24)
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-3), torch.nn.functional.rms_norm(x, (24,), weight, 1e-3)
+    )
+
+
+def test_a_strided_gradient_and_gradcheck() -> None:
+    x, grad = torch.randn(12, 5).t(), torch.randn(12, 5).t()
+    weight = torch.randn(12)
+    actual = with_gradients(rms_norm, grad, x, weight)
+    for a, e in zip(actual, with_gradients(rms_norm, grad.contiguous(), x.contiguous(), weight), strict=True):
+        torch.testing.assert_close(a, e)
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 2, 5), (5,))]
+    assert torch.autograd.gradcheck(rms_norm, leaves)
+
+
+def test_sizes_that_do_not_agree() -> None:
+    with pytest.raises(ValueError, match=r"rms_norm of \[2, 3\] needs a weight of \[3\], not \[4\]"):
+        rms_norm(torch.ones(2, 3), torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "weights", "offset"),
+    [
+        ((5, 3, 136), torch.bfloat16, torch.bfloat16, 0),
+        ((7, 1600), torch.float16, torch.float32, 0),
+        ((41, 64), torch.float32, torch.float32, 1),
+    ],
+)
+def test_the_cuda_source(
+    host: Host,
+    shape: tuple[int, ...],
+    kind: torch.dtype,
+    weights: torch.dtype,
+    offset: int,
+    close: Close,
+) -> None:
+    x, whole = placed((3 * torch.randn(shape) + 5).to(kind), offset)
+    grad, weight = torch.randn(shape).to(kind), torch.randn(shape[-1]).to(weights)
+    wide = [t.double().requires_grad_() for t in (x, weight)]
+    expected = reference(*wide, eps=0.5)
+    y, rstd = host.call(binding.rms_norm, x, weight, 0.5)
+    close(y, expected, 2)
+    close(rstd, (wide[0].square().mean(-1, keepdim=True) + 0.5).rsqrt(), 2)
+    slopes = torch.autograd.grad(expected, wide, grad.double())
+    found = host.call(binding.rms_norm_backward, grad, x, rstd, weight)
+    for actual, slope in zip(found, slopes, strict=True):
+        close(actual, slope, 8 if actual.dtype == torch.float32 else 2)
+    whole()
+
+
+def test_the_cuda_source_refuses(host: Host) -> None:
+    assert host.call(binding.rms_norm, torch.ones(0, 8), torch.ones(8), 1e-5)[1].shape == (0, 1)
+    empty = [torch.ones(0, 8)] * 2
+    assert host.call(binding.rms_norm_backward, *empty, torch.ones(0, 1), torch.ones(8))[1].shape == (8,)
+    with pytest.raises(Unavailable, match="rms_norm_backward holds rows of up to 8192 columns, not 12288"):
+        binding.program("half", "half", 12288, 8, True, False)
+    with pytest.raises(Unavailable, match="rms_norm_backward needs a gradient of the dtype of x"):
+        host.call(binding.rms_norm_backward, empty[0].half(), empty[1], torch.ones(0, 1), torch.ones(8))
+    assert not host.launched

@@ -1,0 +1,102 @@
+"""Rotary positions and their CUDA source, run on the CPU, against complex numbers in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from repro.kernels import rotary
+from repro.kernels.cuda import rope as binding
+from repro.kernels.rope import reference
+from tests.kernels.on_cpu import Host, placed
+from tests.kernels.test_layernorm import with_gradients
+
+Close = Callable[..., None]
+CASES = [
+    # Samples, tokens, heads in all; heads that are turned, head width, turned width, base.
+    (2, 9, 6, (4, 16, 16, 10000.0)),
+    (1, 40, 3, (3, 10, 4, 100.0)),
+    (3, 5, 2, (1, 32, 16, 500000.0)),
+]
+
+
+@pytest.mark.parametrize(("b", "s", "n", "how"), CASES)
+@pytest.mark.parametrize("plain", [False, True])
+def test_forward_and_backward(
+    b: int,
+    s: int,
+    n: int,
+    how: tuple[int, int, int, float],
+    plain: bool,
+    dtype: torch.dtype,
+    close: Close,
+) -> None:
+    x, grad = (torch.randn(b, s, n * how[1]).to(dtype) for _ in range(2))
+    actual = with_gradients(lambda t: rotary(t, *how, plain=plain), grad, x)
+    expected = with_gradients(lambda t: reference(t, *how), grad.double(), x.double())
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == dtype
+        close(a, e, roundings=2)
+
+
+def test_scores_depend_on_the_distance_alone() -> None:
+    """What rotary positions are for (2104.09864 sec. 3.1), and by hand: position 1, pair 0 turns by one radian."""
+    one = torch.randn(1, 1, 8, dtype=torch.float64).expand(1, 12, 8)
+    q, k = rotary(one, 1, 8, 8), rotary(one.flip(-1), 1, 8, 8)
+    scores = (q @ k.transpose(1, 2))[0]
+    for distance in (-3, 0, 5):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    turned = rotary(torch.tensor([[[0.0, 0, 0, 0], [1.0, 0, 0, 0]]]), 1, 4, 4)
+    torch.testing.assert_close(
+        turned[0, 1], torch.tensor([1.0, 0, 1.0, 0]) * torch.tensor([0.5403, 0, 0.8415, 0]), atol=1e-4, rtol=0
+    )
+
+
+def test_nothing_is_saved_and_gradcheck() -> None:
+    saved: list[torch.Size] = []
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        rotary(x, 1, 4, 4)
+    assert not saved
+    assert torch.autograd.gradcheck(lambda t: rotary(t, 1, 4, 2), x)
+
+
+@pytest.mark.parametrize("how", [(3, 4, 4), (1, 4, 3), (1, 4, 6), (1, 3, 2)])
+def test_sizes_that_do_not_agree(how: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"rotary of \[1, 2, 8\] needs"):
+        rotary(torch.ones(1, 2, 8), *how)
+
+
+@pytest.mark.parametrize(("b", "s", "n", "how"), CASES)
+@pytest.mark.parametrize(("kind", "offset"), [(torch.bfloat16, 0), (torch.float16, 1), (torch.float32, 0)])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_the_cuda_source(
+    host: Host,
+    b: int,
+    s: int,
+    n: int,
+    how: tuple[int, int, int, float],
+    kind: torch.dtype,
+    offset: int,
+    inverse: bool,
+    close: Close,
+) -> None:
+    x, whole = placed(torch.randn(b, s, n * how[1]).to(kind), offset)
+    wide = x.double().requires_grad_()
+    expected = reference(wide, *how)
+    if inverse:  # the transpose of a turn
+        (expected,) = torch.autograd.grad(expected, wide, x.double())
+    close(host.call(binding.rotary, x, *how, inverse), expected, 2)
+    whole()
+
+
+def test_the_cuda_source_far_from_the_first_token(host: Host) -> None:
+    """Angles of hundreds of turns: within the rounding of the angle itself, 2^-24 of 20,000."""
+    x = torch.randn(1, 20_000, 2)
+    found = host.call(binding.rotary, x, 1, 2, 2, 10000.0, False)
+    expected = reference(x.double(), 1, 2, 2, 10000.0)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-3)
+    assert host.call(binding.rotary, x[:0], 1, 2, 2, 10000.0, False).shape == (0, 20_000, 2)
