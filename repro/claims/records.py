@@ -252,7 +252,8 @@ def _sizes(model: Mapping[str, Any]) -> tuple[Any, ...] | None:
         known = Model(**{**model, "name": "like"})
     except (ConfigError, TypeError):
         return None
-    return known.layers, known.hidden, known.heads, known.head_width, known.ffn_width, known.seq
+    sizes = (known.layers, known.hidden, known.heads, known.head_width, known.ffn_width, known.seq)
+    return (*sizes, known.departures())
 
 
 _FOLLOWS = {

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from repro.config.errors import ConfigError
 from repro.config.layout import Layout
+from repro.config.model import Model
 from repro.config.operator_set import OperatorSet
 from repro.config.training import Training
 
@@ -139,8 +140,18 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
 """By engine: what it runs in general, but not together."""
 
 
-def check(engine: str, layout: Layout, training: Training) -> None:
-    """Raise `ConfigError` for a layout or a training that the engine has nothing to execute with."""
+OWN_MODEL = ("torch", "megatron")
+"""Engines that run a GPT-2 of their own; `deepspeed` runs the suite's module, whatever its layers are."""
+
+
+def check(engine: str, layout: Layout, training: Training, model: Model) -> None:
+    """Raise `ConfigError` for a layout, a training or a model that the engine has nothing to execute with."""
+    for key, value in model.departures().items() if engine in OWN_MODEL else ():
+        right = f"as in GPT-2 with engine {engine}, whose model is one"
+        raise ConfigError(key, value, right, where="model")
+    if engine == "deepspeed" and layout.tp > model.key_heads:
+        right = f"at most kv_heads = {model.key_heads} with engine {engine}, which does not add gradients up over tp"
+        raise ConfigError("tp", layout.tp, right, where="layout")
 
     def refuse(key: str, right: str) -> None:
         where, of = ("layout", layout) if hasattr(layout, key) else ("training", training)

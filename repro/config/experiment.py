@@ -10,7 +10,7 @@ from typing import Any
 from repro.config import engines
 from repro.config.errors import ConfigError, require
 from repro.config.layout import Layout
-from repro.config.model import Model
+from repro.config.model import DEPARTURES, Model
 from repro.config.network import EmulatedNetwork
 from repro.config.operator_set import OperatorSet
 from repro.config.sizes import TENSOR_BYTES, at_most
@@ -75,7 +75,7 @@ class Experiment:
         except ConfigError as error:
             raise error.within(where="layout") from None
         at_most("bytes of a layer's largest tensor", self._largest_tensor(), TENSOR_BYTES)
-        engines.check(self.engine, self.layout, self.training)
+        engines.check(self.engine, self.layout, self.training, self.model)
         if self.layout.sp:
             require(
                 self.seq % self.layout.tp == 0,
@@ -100,8 +100,9 @@ class Experiment:
     def _largest_tensor(self) -> int:
         """Bytes of it in fp32, of a micro-batch and before anything is split: activations, scores or a matrix."""
         model = self.model
-        inner, tokens = 3 * model.heads * model.head_width, self.layout.micro_batch * self.seq
-        widest = max(inner, model.ffn_width, model.vocab, model.heads * self.seq)
+        inner = (model.heads + 2 * model.key_heads) * model.head_width
+        ffn, tokens = (model.mlp_matrices - 1) * model.ffn_width, self.layout.micro_batch * self.seq
+        widest = max(inner, ffn, model.vocab, model.heads * self.seq)
         return 4 * max(tokens, model.hidden) * widest
 
     @property
@@ -151,8 +152,12 @@ class Experiment:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON data; `from_dict` is the way back."""
-        return asdict(self)
+        """Plain JSON data; `from_dict` is the way back.  Of a model's layer it names what is not as in GPT-2."""
+        data, given = asdict(self), self.model.departures()
+        data["model"] = {
+            key: value for key, value in data["model"].items() if key in given or key not in DEPARTURES
+        }
+        return data
 
 
 def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> dict[str, Any]:

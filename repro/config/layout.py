@@ -293,6 +293,14 @@ class Layout:
         for key, what in (("heads", "heads"), ("ffn_width", "ffn"), ("vocab", "vocab")):
             size = getattr(model, key)
             require(size % self.tp == 0, "tp", self.tp, f"a divisor of {what} = {size} ({model.name})")
+        keys = model.key_heads
+        what = f"a divisor or a multiple of kv_heads = {keys} ({model.name})"
+        require(keys % self.tp == 0 or self.tp % keys == 0, "tp", self.tp, what)
+        other = next(iter(model.departures()), "")
+        what = (
+            f"fused, reference or softmax: the software of 2019 has no {other} = {getattr(model, other, '')}"
+        )
+        require(not other or self.kernels is not OperatorSet.UNFUSED, "kernels", self.kernels, what)
         require(
             not self.sp or model.seq % self.tp == 0,
             "sp",

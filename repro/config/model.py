@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from repro.config import sizes
 from repro.config.errors import require
 from repro.config.sizes import at_most
 
 ARCHITECTURES = ("gpt", "bert", "t5")
+VARIANTS = {
+    "norm": ("layer", "rms"),
+    "positions": ("learned", "rotary", "alibi"),
+    "mlp": ("gelu", "gelu-erf", "swiglu"),
+    "biases": ("all", "qkv", "none"),
+    "blocks": ("sequential", "parallel", "parallel-one-norm"),
+}
+"""What keys of a layer can say, GPT-2's first."""
+DEPARTURES = (
+    *VARIANTS,
+    *("norm_eps", "embedding_norm", "rotary_base", "rotary_fraction", "kv_heads", "tied"),
+)
+"""Keys that make a model another one than GPT-2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +40,37 @@ class Model:
     vocab: int
     """Rows of the token embedding V, padding included."""
     seq: int
-    """Longest sequence s, the rows of the learned position embedding."""
+    """Longest sequence s; where positions are learned, the rows of their embedding."""
     ffn: int = 0
     """Width of the MLP; 0 means 4h."""
     architecture: str = "gpt"
-    """`gpt` (decoder-only, pre-LayerNorm, tied embedding), `bert` or `t5` (counted only)."""
+    """`gpt` (decoder-only, norms first; GPT-2 unless the keys from `norm` on say otherwise), `bert` or `t5`
+    (counted only)."""
     head_dim: int = 0
     """Width of one head where it is not hidden/heads (T5-11B); 0 means hidden/heads."""
+    norm: str = "layer"
+    """`layer` (mean and variance, weight and bias) or `rms` (root mean square, weight alone; 1910.07467)."""
+    norm_eps: float = 1e-5
+    """What is added to the variance or to the mean square."""
+    embedding_norm: bool = False
+    """A norm after the token embedding (BLOOM)."""
+    positions: str = "learned"
+    """`learned` (an embedding), `rotary` (2104.09864; halves of a head are paired) or `alibi` (2108.12409)."""
+    rotary_base: float = 10000.0
+    """Slowest of the rotary wavelengths over 2 pi, rope theta."""
+    rotary_fraction: float = 1.0
+    """Part of a head that is turned (GPT-NeoX 20B: 0.25)."""
+    mlp: str = "gelu"
+    """`gelu` (tanh approximation), `gelu-erf` (exact) or `swiglu` (gate and up, two matrices of `ffn`; 2002.05202)."""
+    kv_heads: int = 0
+    """Heads of keys and values, each shared by heads/kv_heads queries (2305.13245); 0: as many as heads."""
+    biases: str = "all"
+    """Of linear layers: `all`, `qkv` (query, key and value alone: Qwen2) or `none`."""
+    tied: bool = True
+    """Whether the logits' matrix is the token embedding."""
+    blocks: str = "sequential"
+    """`sequential`, or attention and MLP side by side on x (one sum over tp): `parallel` with a norm each (GPT-NeoX),
+    `parallel-one-norm` (Falcon 7B)."""
     decoder_layers: int = 0
     """Blocks of the decoder (`t5` only)."""
     published_name: str = ""
@@ -50,19 +88,34 @@ class Model:
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
         for key in ("ffn", "head_dim", "decoder_layers", "published_params"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
-        require(
-            self.architecture in ARCHITECTURES,
-            "architecture",
-            self.architecture,
-            f"one of {', '.join(ARCHITECTURES)}",
-        )
+        for key, known in (("architecture", ARCHITECTURES), *VARIANTS.items()):
+            require(getattr(self, key) in known, key, getattr(self, key), f"one of {', '.join(known)}")
         require(
             bool(self.head_dim) or self.hidden % self.heads == 0,
             "heads",
             self.heads,
             f"a divisor of hidden = {self.hidden} (or give head_dim)",
         )
+        self._check_variants()
         self._check_sizes()
+
+    def _check_variants(self) -> None:
+        for key, value in self.departures().items():
+            right = f"left out: a {self.architecture} is only counted, as published"
+            require(self.architecture == "gpt", key, value, right)
+        heads = self.heads
+        whole = 0 <= self.kv_heads <= heads and heads % self.key_heads == 0
+        require(whole, "kv_heads", self.kv_heads, f"a divisor of heads = {heads}, or 0 for as many")
+        require(self.norm_eps > 0, "norm_eps", self.norm_eps, "more than 0")
+        rotary = self.positions == "rotary"
+        for key, most in (("rotary_base", float("inf")), ("rotary_fraction", 1.0)):
+            value = getattr(self, key)
+            right = "left out unless positions = rotary"
+            require(rotary or key not in self.departures(), key, value, right)
+            require(0 < value <= most, key, value, "more than 0" + (" and at most 1" if most == 1 else ""))
+        right = f"a part of the head's {self.head_width} elements that is an even number of at least 2"
+        even = self.rotary_width >= 2 and self.rotary_width % 2 == 0
+        require(not rotary or even, "rotary_fraction", self.rotary_fraction, right)
 
     def _check_sizes(self) -> None:
         for keys, limit in (
@@ -73,7 +126,7 @@ class Model:
         ):
             for key in keys:
                 at_most(key, getattr(self, key), limit)
-        matrices = 4 * self.heads * self.head_width + 2 * self.ffn_width
+        matrices = 2 * (self.heads + self.key_heads) * self.head_width + self.mlp_matrices * self.ffn_width
         blocks = (self.layers + self.decoder_layers) * matrices
         at_most("parameters", (blocks + self.vocab + self.seq) * self.hidden, sizes.PARAMETERS)
 
@@ -86,3 +139,23 @@ class Model:
     def head_width(self) -> int:
         """Width of one attention head."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of hidden x ffn of an MLP: up and down, and the gate."""
+        return 3 if self.mlp == "swiglu" else 2
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of a head that rotary positions turn."""
+        return int(self.head_width * self.rotary_fraction)
+
+    def departures(self) -> dict[str, Any]:
+        """What of a layer, of positions and of the head is not as in GPT-2, by key."""
+        own = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.name in DEPARTURES}
+        return {key: value for key, (value, default) in own.items() if value != default}

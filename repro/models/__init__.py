@@ -1,8 +1,9 @@
 """The one model of the suite, and the model files: every model that a claim names, and small ones for one CPU.
 
-`gpt` is the module, `init` its weights, `operator_sets` a layer as each of them runs it; `parameters`, `flops`
-and `states` count without torch.  A file holds one family: `[[model]]` tables, and a `[defaults]` table with what
-they share. A person's own file may also be one model with its keys at the top; its name is then the file's.
+`gpt` is the module, `layer` one of its layers, `init` its weights, `operator_sets` a layer's operators by year;
+`parameters`, `flops` and `states` count without torch.  A file holds one family: `[[model]]` tables, and a
+`[defaults]` table with what they share. A person's own file may also be one model with its keys at the top; its name
+is then the file's.
 `train` and higher levels import it.
 """
 
@@ -24,7 +25,7 @@ __all__ = ["FILES", "is_file", "load", "names"]
 FILES = Path(__file__).parent / "files"
 """Where the packaged model files are."""
 
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
 def names() -> list[str]:
@@ -110,7 +111,7 @@ def _model(table: dict[str, Any], path: Path) -> Model:
     plain = all(
         key in fields
         and isinstance(value, fields[key])
-        and not isinstance(value, bool)
+        and isinstance(value, bool) == (fields[key] == (bool,))
         and (not isinstance(value, float) or math.isfinite(value))
         for key, value in table.items()
     )

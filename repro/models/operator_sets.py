@@ -35,6 +35,31 @@ def past(s: int, like: Tensor) -> Tensor:
     return torch.ones(1, 1, s, s, dtype=like.dtype, device=like.device).tril_()
 
 
+def slopes(heads: int) -> list[float]:
+    """ALiBi's of all heads (2108.12409 sec. 3): powers of 2^(-8/n); beyond the largest power of two n every other one
+    of the next."""
+
+    def powers(n: int) -> list[float]:
+        return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
+
+    n = 2 ** int(math.log2(heads))
+    return [*powers(n), *powers(2 * n)[::2]][:heads]
+
+
+def alibi(heads: int, own: range, s: int, like: Tensor) -> Tensor:
+    """What ALiBi adds to the scores of the `own` of so many heads, future keys out: [1, len(own), s, s] like `like`.
+
+    Slope times (key - query): near the query the numbers are small, and exact in 16 bits.
+    """
+    at = torch.arange(s, device=like.device)
+    distance = (at[None, :] - at[:, None]).to(torch.float32)
+    distance.masked_fill_(distance > 0, float("-inf"))
+    bias = torch.empty(1, len(own), s, s, dtype=like.dtype, device=like.device)
+    for i, slope in enumerate(slopes(heads)[own.start : own.stop]):
+        bias[0, i].copy_(distance * slope)
+    return bias
+
+
 @dataclass(frozen=True)
 class WeightDropout:
     """Dropout of attention weights [b, a/t, s, s], the same elements under every layout and operator set."""
@@ -77,28 +102,52 @@ def attention(
     dropout: WeightDropout | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, causal, on [b, a/t, s, d]; `mask` from `past` where it is unfused."""
+    """softmax(q k^T / sqrt(d)) v, causal, on q [b, a/t, s, d] and k, v of as many heads, or of a divisor of them.
+
+    `mask`: from `past` where it is unfused, else from `alibi` or None.
+    """
     if not operators.writes_scores:
-        return kernels.causal_attention(q, k, v) if dropout is None else _explicit(q, k, v, dropout)
+        return (
+            kernels.causal_attention(q, k, v, mask) if dropout is None else _explicit(q, k, v, dropout, mask)
+        )
     if operators is OperatorSet.SOFTMAX:
-        return _softmax(q, k, v, dropout)
+        return _softmax(q, k, v, dropout, mask)
     assert mask is not None
     return _unfused(q, k, v, dropout, mask)
 
 
-def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout) -> Tensor:
+def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Tensor | None) -> Tensor:
     """Written out in fp32, since no fused attention draws its dropout from counters."""
     s, d = q.shape[-2:]
     future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.transpose(-1, -2)) / math.sqrt(d)
-    weights = scores.float().masked_fill(future, float("-inf")).softmax(-1).to(q.dtype)
-    return (weights * dropout.keep(weights) / (1 - dropout.p)) @ v
+    scores = _by_keys(q, k.transpose(-1, -2)) / math.sqrt(d)
+    weights = (
+        (scores.float() if mask is None else scores.float() + mask)
+        .masked_fill(future, float("-inf"))
+        .softmax(-1)
+        .to(q.dtype)
+    )
+    return _by_keys(weights * dropout.keep(weights) / (1 - dropout.p), v)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None) -> Tensor:
+def _by_keys(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y on [b, a, ...] and [b, a/g, ...]: g heads in a row have one y, whose products are one."""
+    b, a, s, _ = x.shape
+    if y.shape[1] == a:
+        return x @ y
+    return (x.reshape(b, y.shape[1], -1, x.shape[-1]) @ y).view(b, a, s, -1)
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor | None) -> Tensor:
     """The scores pass through memory 4 times in forward and 7 times in backward; one copy of them is kept."""
-    weights = kernels.causal_softmax(q @ k.transpose(-1, -2), 1 / math.sqrt(q.shape[-1]))
-    return (weights if dropout is None else dropout(weights)) @ v
+    weights = kernels.causal_softmax(_scores(q, k, mask), 1 / math.sqrt(q.shape[-1]))
+    return _by_keys(weights if dropout is None else dropout(weights), v)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """q k^T, and beside it the bias as it is before the scale."""
+    products = _by_keys(q, k.transpose(-1, -2))
+    return products if mask is None else torch.add(products, mask, alpha=math.sqrt(q.shape[-1]))
 
 
 def _unfused(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor) -> Tensor:

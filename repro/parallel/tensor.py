@@ -5,11 +5,13 @@ some heads, or some of the MLP's hidden units), the second by rows, so that one 
 direction is all the communication there is.  With `sp` that all-reduce becomes a reduce-scatter along
 the sequence and an all-gather, and what lies between the pairs is split along the sequence.
 
-A parameter knows the dimension along which it is split (`parameter.split`), or is a duplicate.
+A parameter knows the dimension along which it is split (`parameter.split`), or is a duplicate: the same on all ranks.
+Of a duplicate whose uses differ by rank each has a part of the gradient (`parameter.partial`), to be summed over tp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,43 +63,50 @@ def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x w^T + b.  With a tp group, w is split by rows (columns of w^T) and x is Megatron's f:
+    """y = x w^T + b for each of some w.  With a tp group, w is split by rows (columns of w^T) and x is Megatron's f:
 
-    backward starts the sum of the input's gradient over tp and computes the weight's meanwhile.
+    backward starts the sum of the input's gradient over tp and computes the weights' meanwhile.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group | None, sp: bool, purpose: str
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.sp, ctx.purpose, ctx.has_bias = tp, sp, purpose, bias is not None
+        ctx: Any, x: Tensor, tp: Group | None, sp: bool, purpose: str, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[::2], parameters[1::2]
+        ctx.save_for_backward(x, *weights)
+        ctx.tp, ctx.sp, ctx.purpose = tp, sp, purpose
+        ctx.has_bias = [bias is not None for bias in biases]
         if sp and tp is not None:
             x, work = gather_sequence(x, tp, purpose)
             work.wait()
-        return F.linear(x, weight.flatten(0, -2), bias)
+        pairs = zip(weights, biases, strict=True)
+        return tuple(F.linear(x, w.flatten(0, -2), bias) for w, bias in pairs if w is not None)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         tp: Group | None = ctx.tp
-        gradient = gradients[0].contiguous()
+        gradients = tuple(gradient.contiguous() for gradient in gradients)
         work = gathered = Work()
         if tp is not None and ctx.sp:
             # The whole input was not kept; it is gathered again under the first matrix product.
             x, gathered = gather_sequence(x, tp, ctx.purpose)
-        dx = gradient.matmul(weight.flatten(0, -2))
+        dx = gradients[0].matmul(weights[0].flatten(0, -2))
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            dx = torch.addmm(dx.flatten(0, -2), gradient.flatten(0, -2), weight.flatten(0, -2)).view(dx.shape)
         if tp is not None:
             if ctx.sp:
                 dx, work = scatter_sequence(dx, tp, ctx.purpose)
             else:
                 work = tp.all_reduce(dx, SUM, ctx.purpose)
         gathered.wait()
-        rows = gradient.flatten(0, -2)
-        dw = weight_gradient(weight, rows, x.flatten(0, -2))
-        db = rows.sum(0) if ctx.has_bias else None
+        found: list[Tensor | None] = []
+        for gradient, weight, has_bias in zip(gradients, weights, ctx.has_bias, strict=True):
+            rows = gradient.flatten(0, -2)
+            dw = weight_gradient(weight, rows, x.flatten(0, -2))
+            found += [dw, rows.sum(0) if has_bias else None]
         work.wait()
-        return dx, dw, db, None, None, None
+        return dx, None, None, None, *found
 
 
 class _ReduceOutput(torch.autograd.Function):
@@ -128,16 +137,38 @@ def reduce_output(x: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
     return x if tp.size == 1 else _ReduceOutput.apply(x, tp, sp, purpose)
 
 
+Column = tuple[Tensor, Tensor | None]
+"""A rank's rows of a weight [..., h], and its part of the bias."""
+
+
+def column_linears(
+    x: Tensor, columns: Sequence[Column], tp: Group, sp: bool, purpose: str
+) -> tuple[Tensor, ...]:
+    """x [b, s, h] (`sp`: [b, s/t, h]) times the rank's rows of each weight, plus bias: [b, s, o/t] each.
+
+    However many there are, x is gathered once and its gradient summed once.
+    """
+    parameters = [tensor for column in columns for tensor in column]
+    found: tuple[Tensor, ...] = _Linear.apply(x, tp if tp.size > 1 else None, sp, purpose, *parameters)
+    return found
+
+
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sp: bool, purpose: str
 ) -> Tensor:
-    """x [b, s, h] (`sp`: [b, s/t, h]) times the rank's rows of `weight` [..., h], plus bias: [b, s, o/t]."""
-    return _Linear.apply(x, weight, bias, tp if tp.size > 1 else None, sp, purpose)
+    """`column_linears` of one weight."""
+    return column_linears(x, [(weight, bias)], tp, sp, purpose)[0]
+
+
+def row_products(x: Tensor, weight: Tensor) -> Tensor:
+    """x [b, s, i/t] times the rank's columns of `weight` [o, i/t], no bias: [b, s, o], for `reduce_output` to sum."""
+    found: tuple[Tensor, ...] = _Linear.apply(x, None, False, "", weight, None)
+    return found[0]
 
 
 def row_linear(x: Tensor, weight: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
-    """x [b, s, i/t] times the rank's columns of `weight` [o, i/t], summed over tp (no bias): [b, s, o]."""
-    return reduce_output(_Linear.apply(x, weight, None, None, False, purpose), tp, sp, purpose)
+    """`row_products`, summed over tp."""
+    return reduce_output(row_products(x, weight), tp, sp, purpose)
 
 
 def split_parameter(

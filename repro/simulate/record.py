@@ -59,7 +59,7 @@ def simulated_record(
         reason=simulation.reason,
         metrics=found,
         series=_series(experiment, simulation, system),
-        flops_formula=flops.FORMULA,
+        flops_formula=flops.formula(experiment.model),
         comm=traffic[0],
         comm_per_layer=per_layer,
         roles=[_role(experiment, role) for role in roles],

@@ -140,7 +140,7 @@ class Simulation:
                 "model": flops.model_flops(e.model, e.seq, e.layout.global_batch),
                 "hardware": flops.hardware_flops(e.model, e.seq, e.layout.global_batch, e.layout.recompute),
                 "operators_of_busiest_rank": max(role.operator_flops for role in self.roles),
-                "formula": flops.FORMULA,
+                "formula": flops.formula(e.model),
             },
             "time": None if self.time is None or not self.fits else self.time.as_dict(),
             "no_time": self.no_time if self.fits else NO_STEP,

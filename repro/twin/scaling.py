@@ -65,6 +65,9 @@ def model_of(original: Model, seq: int, *, name: str, width: int, layers: int, t
     `seq`: tokens of a sample of the original; the twin's are h'/h of that, in a multiple of `tp`.  Heads: as near to
     h'/h of the original's as `tp` and the width allow.  Raises `ConfigError`.
     """
+    other = next(iter(original.departures()), "")
+    right = f"of GPT-2's layer, of which the rules of similarity are; {original.name} has another {other}"
+    require(not other, "model", original.name, right)
     require(width % tp == 0, "--width", width, f"a multiple of tp = {tp}")
     k = width / original.hidden
     tokens = max(tp, tp * round(k * seq / tp))

@@ -19,10 +19,13 @@ from torch import Tensor
 
 from repro.config import ConfigError, Layout, Model, Training
 from repro.models.gpt import GPT
+from repro.models.layer import KEYS_AND_VALUES
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.flat_parameters import InitialValues
 
 TOKENS = "embed.tokens"
+PADDED = (TOKENS, "head.output")
+"""Whose rows are tokens, of which there may be more than a file has: padding."""
 
 
 class Place(NamedTuple):
@@ -67,9 +70,12 @@ class Source(ABC):
 
     def values(self, names: Sequence[str], rank: int, ranks: int, vocab: int) -> InitialValues:
         """What fills a rank's parameters of these `names`; the vocabulary is padded to `vocab`."""
+        replicated = KEYS_AND_VALUES if ranks > self.model.key_heads else ()
 
         def read(i: int, start: int, stop: int) -> Tensor:
-            rows = vocab if names[i] == TOKENS else 0
+            rows = vocab if names[i] in PADDED else 0
+            if names[i].endswith(replicated):
+                return self.elements(names[i], start, stop)
             return self.elements(names[i], start, stop, rank, ranks, rows)
 
         return read

@@ -21,6 +21,7 @@ from repro.launch.interrupt import Stopped
 from repro.launch.rank.checkpoints import ABOUT
 from tests.checkpoint.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
 from tests.launch.runs import fill, small_disk
+from tests.parallel.test_architectures import FAMILIES
 from tests.pool import RankPool, forks
 from tests.training import TINY
 
@@ -83,7 +84,25 @@ def test_any_layout_reads_what_any_layout_wrote(
     uninterrupted: list[float],
 ) -> None:
     """Bit for bit, and the losses go on as if one process had taken all steps."""
-    wrote, reads = experiment(LAYOUTS[first]), experiment(LAYOUTS[then])
+    hand_over(experiment(LAYOUTS[first]), experiment(LAYOUTS[then]), tmp_path, request, uninterrupted)
+
+
+@pytest.mark.parametrize(("first", "then"), [("tp4", "dp2-z3"), ("dp1", "tp4"), ("tp4", "tp2-pp2")])
+def test_keys_on_more_ranks_than_they_have_heads(
+    first: str, then: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Whole on all ranks of one layout, split by the other."""
+    model = replace(FAMILIES["llama"], biases="qkv")
+    layouts = {**LAYOUTS, "tp4": Layout(tp=4, micro_batch=2, global_batch=4)}
+    losses = train(experiment(LAYOUTS["dp1"], every=0, model=model), Path())["loss"]
+    wrote, reads = (experiment(layouts[name], model=model) for name in (first, then))
+    hand_over(wrote, reads, tmp_path, request, losses)
+
+
+def hand_over(
+    wrote: Experiment, reads: Experiment, tmp_path: Path, request: pytest.FixtureRequest, losses: list[float]
+) -> None:
+    """Train, read and write again, and train on: `losses` are those of one process that nobody stops."""
     on(wrote.layout, request)(train, wrote, tmp_path, HALF)
     written = whole(checkpoint(tmp_path, wrote))
     assert on(reads.layout, request)(pass_on, reads, tmp_path) == HALF
@@ -95,7 +114,7 @@ def test_any_layout_reads_what_any_layout_wrote(
     result = on(reads.layout, request)(train, reads, tmp_path)
     assert [start["step"] for start in result["checkpoints"]["resumed"]] == [HALF]
     assert result["checkpoints"]["resumed"][0]["key"] == wrote.key
-    assert result["loss"] == pytest.approx(uninterrupted, rel=1e-6)
+    assert result["loss"] == pytest.approx(losses, rel=1e-6)
     assert sum(map(len, result["rounds"])) == WHOLE - HALF - 1, "times of the last start only"
 
 

@@ -9,6 +9,7 @@ from repro.config import Layout
 from repro.kernels.cuda.families import FAMILIES
 from repro.launch.rank.experiment import Run
 from repro.parallel import mesh as meshes
+from tests.parallel.test_architectures import FAMILIES as LAYERS
 from tests.parallel.test_parity import BATCH, alone
 from tests.training import tiny, train
 
@@ -38,6 +39,14 @@ def test_fp32_is_what_a_cpu_trains(kernels: str, training: dict[str, float]) -> 
     """Dropout drops the same elements on both."""
     found = train(tiny(Layout(micro_batch=BATCH, kernels=kernels), **training), "cuda")
     torch.testing.assert_close(found.loss, alone(**training).loss, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("training", [{}, DROPOUT], ids=["", "dropout"])
+@pytest.mark.parametrize("family", ["llama", "neox", "bloom", "falcon"])
+def test_other_layers_are_what_a_cpu_trains(family: str, training: dict[str, float]) -> None:
+    model = LAYERS[family]
+    found = train(tiny(Layout(micro_batch=BATCH), model, **training), "cuda")
+    torch.testing.assert_close(found.loss, alone(model=model, **training).loss, rtol=1e-4, atol=0.0)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])

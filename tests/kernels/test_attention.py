@@ -7,6 +7,7 @@ import torch
 
 from repro.kernels import causal_attention
 from repro.kernels.attention import reference
+from repro.models.operator_sets import alibi, slopes
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 4), (2, 3, 7, 8), (1, 2, 33, 16)])
@@ -22,6 +23,36 @@ def test_equals_its_definition(shape: tuple[int, ...]) -> None:
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 6])
+@pytest.mark.parametrize("biased", [False, True])
+def test_shared_keys_and_a_bias(keys: int, biased: bool) -> None:
+    """ALiBi's bias, and heads of keys that as many queries in a row use: of the definition, and on meta."""
+    torch.manual_seed(0)
+    shapes = [(2, heads, 9, 4) for heads in (6, keys, keys)]
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    bias = alibi(6, range(6), 9, given[0]) if biased else None
+    found, expected = causal_attention(*given, bias), reference(*given, bias)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(shapes[0], dtype=torch.float64)
+    mine = torch.autograd.grad(found, given, upstream)
+    for a, b in zip(mine, torch.autograd.grad(expected, given, upstream), strict=True):
+        torch.testing.assert_close(a, b)
+    shapes_only = [torch.empty_like(x, device="meta", dtype=torch.float16).requires_grad_() for x in given]
+    on_meta = causal_attention(*shapes_only, None if bias is None else bias.half().to("meta"))
+    assert on_meta.shape == found.shape
+    gradients = torch.autograd.grad(on_meta, shapes_only, torch.empty_like(on_meta))
+    assert [x.shape for x in gradients] == [x.shape for x in given]
+
+
+def test_alibi_by_hand() -> None:
+    """2108.12409 sec. 3: of 8 heads 1/2 to 1/256; of 3 those of 2, and the first of 4."""
+    assert slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]
+    inf = float("inf")
+    own = alibi(8, range(1, 2), 3, torch.empty(0, dtype=torch.float16))
+    assert own.tolist() == [[[[0, -inf, -inf], [-0.25, 0, -inf], [-0.5, -0.25, 0]]]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -14,11 +14,14 @@ from repro.config import Layout
 from repro.kernels.cuda import dispatch
 from tests.kernels.bindings import BINDINGS
 from tests.kernels.on_cpu import Host
+from tests.parallel.test_architectures import FAMILIES
 from tests.training import TINY, tiny, train
 
 SMALL = replace(TINY, name="two", layers=2)
 SCORES = {"causal_softmax", "causal_softmax_backward"}
 """What only the operator set `softmax` calls."""
+GPT2 = {"layer_norm", "layer_norm_backward", "bias_gelu", "bias_gelu_backward"}
+LLAMA = {"rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rotary"}
 
 
 @pytest.fixture
@@ -41,20 +44,24 @@ def sources(session_host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("precision", "kernels"), [("fp16", "fused"), ("bf16", "softmax")], ids=["fp16", "bf16-softmax"]
+    ("precision", "kernels", "layer"),
+    [("fp16", "fused", GPT2), ("bf16", "softmax", GPT2), ("bf16", "fused", LLAMA)],
+    ids=["fp16", "bf16-softmax", "bf16-llama"],
 )
 def test_it_trains_as_torchs_operators_do(
-    precision: str, kernels: str, request: pytest.FixtureRequest
+    precision: str, kernels: str, layer: set[str], request: pytest.FixtureRequest
 ) -> None:
     """Loss scaling, clipping, dropout, recomputation; within a few roundings after three updates."""
     layout = Layout(micro_batch=2, global_batch=4, precision=precision, kernels=kernels, recompute=True)
     dropouts = {"dropout": 0.1, "attention_dropout": 0.1 if kernels == "softmax" else 0.0}
-    experiment = tiny(layout, SMALL, steps=4, **dropouts)
+    model = SMALL if layer is GPT2 else FAMILIES["llama"]
+    experiment = tiny(layout, model, steps=4, **dropouts)
     expected = train(experiment)
     request.getfixturevalue("sources")
     found = train(experiment)
     ran = dispatch.ran()
-    assert {name for name, _ in ran} == set(BINDINGS) - (SCORES if kernels == "fused" else set())
+    others = (GPT2 | LLAMA) - layer | (SCORES if kernels == "fused" else set())
+    assert {name for name, _ in ran} == set(BINDINGS) - others
     assert {how for _, how in ran} == {"cuda"}
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     torch.testing.assert_close(found.loss, expected.loss, rtol=4 * unit, atol=0.0)

@@ -16,6 +16,7 @@ from repro.models.states import states_bytes
 from repro.parallel import mesh as meshes
 from repro.simulate.memory.live import measure
 from repro.simulate.trace.roles import roles, trace
+from tests.parallel.test_architectures import FAMILIES
 from tests.pool import RankPool
 from tests.training import micro_batches, tiny
 
@@ -76,10 +77,32 @@ def really(experiment: Experiment) -> dict[str, Any]:
     }
 
 
+OTHERS = {
+    "llama-z3": ("llama", replace(BASE, dp=2, zero=3, recompute=True)),
+    "llama-tp2-sp": ("llama", replace(BASE, tp=2, sp=True)),
+    "llama-tp4": ("llama", replace(BASE, tp=4)),
+    "falcon-tp2-z2": ("falcon", replace(BASE, tp=2, dp=2, zero=2, recompute=True)),
+    "neox-pp2": ("neox", replace(BASE, pp=2, zero=1)),
+    "bloom-tp2": ("bloom", replace(BASE, tp=2)),
+}
+"""Layers that are not GPT-2's."""
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_three_ways_equal(request: pytest.FixtureRequest, name: str) -> None:
-    layout = LAYOUTS[name]
-    experiment = tiny(layout, MODEL, steps=2, untimed_steps=1)
+    agree(request, tiny(LAYOUTS[name], MODEL, steps=2, untimed_steps=1))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_three_ways_equal_of_other_layers(request: pytest.FixtureRequest, name: str) -> None:
+    family, layout = OTHERS[name]
+    model = replace(FAMILIES[family], hidden=MODEL.hidden, layers=MODEL.layers, seq=MODEL.seq)
+    agree(request, tiny(layout, model, steps=2, untimed_steps=1))
+
+
+def agree(request: pytest.FixtureRequest, experiment: Experiment) -> None:
+    """A real run's states, peak and messages are those of its trace, its states those of the paper."""
+    layout = experiment.layout
     pool: RankPool = request.getfixturevalue({2: "two", 4: "four"}[layout.world])
     found = pool.run(really, experiment)
     for role in roles(experiment):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from repro.config import Layout, Model
+from repro.config import ConfigError, Layout, Model
 from repro.config.layout import ELEMENT_BYTES
 from repro.models import flops
 from repro.parallel.ledger import RING_PASSES
@@ -91,3 +91,9 @@ def test_stages_keep_compute_over_messages() -> None:
     original = ratio(12288, 96, before, 1e14, 1e10)
     assert ratio(384, 4, after, 1e10, 1e10 * factor) == pytest.approx(original)
     assert scale.pp_link(before, Layout(), (96, 4)) == 0
+
+
+def test_other_layers_have_other_ratios() -> None:
+    model = Model(name="llama", layers=2, hidden=64, heads=8, vocab=64, seq=32, norm="rms", kv_heads=2)
+    with pytest.raises(ConfigError, match=r"model = 'llama': must be of GPT-2's layer.* another norm"):
+        model_of(model, 32, name="twin", width=32, layers=2, tp=1)

@@ -50,12 +50,12 @@ def describe(model: Model) -> dict[str, Any]:
         "hardware_flops_per_token_recompute": (
             flops.hardware_flops(model, model.seq, 1, True) // model.seq if gpt else None
         ),
-        "flops_formula": flops.FORMULA if gpt else "",
+        "flops_formula": flops.formula(model) if gpt else "",
     }
 
 
 def _print_all(models: list[Model]) -> None:
-    headings = ("model", "layers", "hidden", "heads", "vocab", "parameters", "published", "states\nGB")
+    headings = ("model", "layers", "hidden", "heads", "vocab", "parameters", "printed", "states\nGB")
     rows = table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
     for model in models:
         psi = total(model)
@@ -70,7 +70,7 @@ def _print_all(models: list[Model]) -> None:
     console = stdout()
     console.print(rows)
     console.print(
-        "\nparameters: exact, from the sizes; published: as the source prints them.\n"
+        "\nparameters: exact, from the sizes; printed: as the source has them.\n"
         "states: 16 bytes a parameter (mixed-precision Adam, one device); GB = 1e9 bytes.\n"
         "`repro models NAME` shows one model by part and by ZeRO stage."
     )
@@ -93,6 +93,9 @@ def _print_one(model: Model) -> None:
         f"{_layers(model)} layers, hidden {model.hidden}, {model.heads} heads of width {model.head_width}, "
         f"MLP {model.ffn_width},\nvocabulary {model.vocab}, sequence {model.seq}\n"
     )
+    if other := model.departures():
+        keys = ", ".join(f"{key} {value}" for key, value in other.items())
+        console.print(f"Not as in GPT-2: {keys}\n", markup=False)
     parts = table("part", "parameters", "share")
     for part, size in count(model).items():
         parts.add_row(part.replace("_", " "), f"{size:,}", units.percent(size / psi))
@@ -108,7 +111,7 @@ def _print_one(model: Model) -> None:
         plain = flops.model_flops(model, model.seq, 1) / model.seq
         repeated = flops.hardware_flops(model, model.seq, 1, True) / model.seq
         console.print(f"\n{units.flop(plain)} per token, {units.flop(repeated)} with recomputation")
-        console.print(flops.FORMULA.replace("; ", ";\n"))
+        console.print(flops.formula(model).replace("; ", ";\n"))
     for label, text in (("source", model.source), ("note", model.note)):
         if text:
             console.print(f"{label}: {text}", markup=False)

@@ -69,9 +69,9 @@ def _zero(model: Model, layout: Layout) -> dict[str, Any]:
         # limit of what is live, every module of the pass gathers a further block ahead.
         block = _block(model) // layout.tp
         found["stage3_prefetch_bucket_size"] = block
-        found["stage3_max_live_parameters"] = 2 * block + model.hidden * (
-            model.vocab // layout.tp + model.seq
-        )
+        parts = parameters.count(model)
+        ends = parts["token_embedding"] // layout.tp + parts.get("position_embedding", 0)
+        found["stage3_max_live_parameters"] = 2 * block + ends
         found["stage3_max_reuse_distance"] = 0
         found["stage3_param_persistence_threshold"] = _PERSISTED_PER_HIDDEN * model.hidden
     return found
@@ -79,4 +79,5 @@ def _zero(model: Model, layout: Layout) -> dict[str, Any]:
 
 def _block(model: Model) -> int:
     """Elements of the matrices of one block, all tp ranks together."""
-    return model.hidden * (4 * model.heads * model.head_width + 2 * model.ffn_width)
+    inner = 2 * (model.heads + model.key_heads) * model.head_width
+    return model.hidden * (inner + model.mlp_matrices * model.ffn_width)

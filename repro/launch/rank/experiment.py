@@ -288,7 +288,7 @@ class Run:
             samples_per_step=samples,
             model_flops_per_step=flops.model_flops(e.model, e.seq, samples),
             hardware_flops_per_step=flops.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
-            flops_formula=flops.FORMULA,
+            flops_formula=flops.formula(e.model),
             parameters=self.engine.local_parameters(),
             padding=self.engine.padding(),
         )

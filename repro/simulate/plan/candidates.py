@@ -90,7 +90,9 @@ def tensor_degrees(request: Request) -> list[int]:
         per_node = request.gpus
     model, found, tp = request.model, [], 1
     while tp <= min(request.gpus, per_node):
-        if all(size % tp == 0 for size in (model.heads, model.ffn_width, model.vocab)):
+        keys = model.key_heads
+        shared = keys % tp == 0 or tp % keys == 0
+        if shared and all(size % tp == 0 for size in (model.heads, model.ffn_width, model.vocab)):
             found.append(tp)
         tp *= 2
     return found

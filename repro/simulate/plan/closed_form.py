@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from repro.config import Layout, Model
-from repro.models.parameters import count
+from repro.models import parameters
 from repro.models.states import K
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -29,21 +29,25 @@ def state_bytes(parameters: float, layout: Layout) -> dict[str, float]:
 
 @cache
 def _layer(model: Model, tp: int) -> float:
-    """Parameters of one layer on one tp rank: matrices are split, so are biases but those of rows' sums."""
-    one = replace(model, layers=1)
-    parts = count(one)
-    whole = 4 * model.hidden + 2 * model.hidden  # two norms; the biases after the row-split matrices
-    return (parts["attention"] + parts["mlp"] - 2 * model.hidden) / tp + whole
+    """Parameters of one layer on one tp rank: matrices are split, so are biases but those of rows' sums.
+
+    Keys and values of fewer heads than ranks are on all of them.
+    """
+    parts = parameters.count(replace(model, layers=1))
+    whole = parameters.row_biases(model)
+    whole += parameters.keys_and_values(model) if tp > model.key_heads else 0
+    return (parts["attention"] + parts["mlp"] - whole) / tp + whole + parameters.layer_norms(model)
 
 
 def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
     """Parameters of one rank of the first and of the last stage, or of `all` without a pipeline."""
     tp, per_stage = layout.tp, model.layers / layout.pp
-    tokens, positions, norm = model.vocab * model.hidden / tp, model.seq * model.hidden, 2 * model.hidden
+    tokens, norm = model.vocab * model.hidden / tp, parameters.norm(model)
     layers = per_stage * _layer(model, tp)
+    first = tokens + parameters.count(model).get("position_embedding", 0) + model.embedding_norm * norm
     if layout.pp == 1:
-        return {ALL: layers + tokens + positions + norm}
-    return {FIRST: layers + tokens + positions, LAST: layers + tokens + norm}
+        return {ALL: layers + first + norm + (0 if model.tied else tokens)}
+    return {FIRST: layers + first, LAST: layers + tokens + norm}
 
 
 def ruled_out(model: Model, layout: Layout, limit: int) -> tuple[str, dict[str, float]] | None:

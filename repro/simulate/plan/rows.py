@@ -138,7 +138,7 @@ def document(request: Request, row: PlanRow) -> dict[str, Any]:
         "flops": {
             "model": flops.model_flops(model, request.seq, layout.global_batch),
             "hardware": flops.hardware_flops(model, request.seq, layout.global_batch, layout.recompute),
-            "formula": flops.FORMULA,
+            "formula": flops.formula(model),
         },
         "bubble": row.bubble,
         "ideal_s": row.ideal_s,

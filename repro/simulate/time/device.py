@@ -16,6 +16,8 @@ from repro.simulate.trace.events import Operator
 
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 ATTENTION = "aten._scaled_dot_product_"
+BIASED_ATTENTION = "aten._scaled_dot_product_efficient_"
+"""Reads a bias as large as the scores, which is where ALiBi masks the future."""
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Rows and columns of the result that one thread block makes: those of cuBLAS's and CUTLASS's half-precision
 kernels from Volta on."""
@@ -92,9 +94,11 @@ class DeviceCost:
         return moved / self.bandwidth
 
     def _attention(self, operator: Operator) -> float:
-        """A fused kernel: arithmetic, or the operands if they take longer.  Half of the square is masked."""
+        """A fused kernel: arithmetic, or the operands if they take longer.  Half of the square is masked, and left out
+        but where the mask is in a bias."""
         rate = self.peak * ATTENTION_EFFICIENCY
-        return max(operator.flops / 2 / rate, self._moved(operator))
+        work = operator.flops if operator.name.startswith(BIASED_ATTENTION) else operator.flops / 2
+        return max(work / rate, self._moved(operator))
 
     def _on_ordinary_cores(self, operator: Operator) -> bool:
         """Whether a product of half precision has sizes that this device's tensor cores do not take."""

@@ -52,7 +52,7 @@ class Prediction:
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s of one device under `repro.models.flops.FORMULA`, recomputation counted."""
+        """FLOP/s of one device under `repro.models.flops.formula`, recomputation counted."""
         e, layout = self.experiment, self.experiment.layout
         work = flops.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
         return work / self.step_s / layout.world
@@ -89,7 +89,7 @@ class Prediction:
             "samples_per_s": self.samples_per_s,
             "flops_per_device": self.flops_per_device,
             "mfu": self.utilisation,
-            "formula": flops.FORMULA,
+            "formula": flops.formula(self.experiment.model),
             "rests_on": self.rests_on,
             "generation": self.generation.name if self.generation is not None else "",
             "factor": self.factor,

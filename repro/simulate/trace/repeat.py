@@ -134,7 +134,7 @@ class _Block:
         self.after, self.before, self.reducer = after, before, reducer
 
     def forward(self, x: Tensor, place: Place, mask: Tensor | None = None) -> Tensor:
-        """As `repro.models.gpt.Block.forward`."""
+        """As `repro.models.layer.Block.forward`."""
         kind = Kind(self.after, self.before, torch.is_grad_enabled())
         recording = self.repeats.recordings.setdefault(kind, Recording())
         inputs = [x] if mask is None else [x, mask]
@@ -227,6 +227,7 @@ def recordings_of(experiment: Experiment, gloo: bool) -> dict[Kind, Recording]:
     layout, training, model = experiment.layout, experiment.training, experiment.model
     return recordings(
         (model.hidden, model.heads, model.head_width, model.ffn_width, experiment.seq),
+        tuple(model.departures().items()),
         (layout.tp, layout.tp_overlap, layout.sp, layout.micro_batch, layout.recompute, layout.zero == 3),
         (layout.kernels, layout.precision, training.dropout > 0, training.attention_dropout > 0, gloo),
     )

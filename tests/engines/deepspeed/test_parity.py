@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from repro.config import Layout
+from repro.config import Layout, Model
+from tests.parallel.test_architectures import FAMILIES
 from tests.pool import RankPool
 from tests.training import LEARNING, Trained, smallest, tiny, train
 
@@ -37,9 +38,11 @@ def compare(found: list[Trained], expected: list[Trained], rtol: float) -> None:
         assert (mine - other).norm() <= rtol * mine.norm()
 
 
-def both(pool: RankPool, layout: Layout, **training: Any) -> tuple[list[Trained], list[Trained]]:
+def both(
+    pool: RankPool, layout: Layout, model: Model | None = None, **training: Any
+) -> tuple[list[Trained], list[Trained]]:
     """What DeepSpeed's ranks saw and what ours did."""
-    model = smallest(layout)
+    model = model or smallest(layout)
     plain = replace(layout, offload_optimizer=False)
     theirs, ours = (
         pool.run(train, tiny(spread, model, engine, **training))
@@ -57,6 +60,20 @@ def test_twenty_steps_have_our_losses(two: RankPool, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", VARIED.values(), ids=VARIED)
 def test_nothing_else_changes_them(two: RankPool, layout: Layout) -> None:
     compare(*both(two, layout, **LEARNING), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", PLAIN[3]),
+        ("bloom", VARIED["z3-accumulate"]),
+        ("falcon", PLAIN[2]),
+        ("llama", Layout(tp=2, zero=1, micro_batch=8)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"tp{value.tp}-z{value.zero}",
+)
+def test_other_layers_than_gpt2s(two: RankPool, family: str, layout: Layout) -> None:
+    compare(*both(two, layout, FAMILIES[family], **LEARNING), 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

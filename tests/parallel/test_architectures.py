@@ -1,0 +1,181 @@
+"""Layers that are not GPT-2's: every layout trains them as one process does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from repro.config import ConfigError, Layout
+from repro.models.parameters import total
+from tests.parallel.test_parity import BATCH, alone, assert_same, name_of
+from tests.pool import RankPool
+from tests.training import TINY, Trained, tiny, train
+
+LLAMA: dict[str, Any] = {
+    "norm": "rms",
+    "norm_eps": 1e-6,
+    "positions": "rotary",
+    "mlp": "swiglu",
+    "ffn": 48,
+    "kv_heads": 2,
+    "biases": "none",
+    "tied": False,
+}
+NEOX = {"positions": "rotary", "rotary_fraction": 0.25, "blocks": "parallel", "tied": False}
+BLOOM = {"positions": "alibi", "embedding_norm": True}
+FALCON = {
+    "positions": "rotary",
+    "kv_heads": 1,
+    "biases": "none",
+    "blocks": "parallel-one-norm",
+    "mlp": "gelu-erf",
+}
+FAMILIES = {
+    name: replace(TINY, name=name, layers=2, **keys)
+    for name, keys in {
+        "llama": LLAMA,
+        "qwen": {**LLAMA, "biases": "qkv", "tied": True},
+        "neox": NEOX,
+        "bloom": BLOOM,
+        "falcon": FALCON,
+        # What no family is: biases of SwiGLU, of shared keys, a GELU without, ALiBi on shared keys.
+        "biased": {**LLAMA, "biases": "all", "norm": "layer"},
+        "plain": {"biases": "none", "positions": "alibi", "kv_heads": 2},
+    }.items()
+}
+FAST: dict[str, Any] = {"steps": 5, "lr": 6e-3, "warmup_steps": 1, "eps": 1e-5}
+TWO = [
+    Layout(tp=2, micro_batch=4, global_batch=BATCH),
+    Layout(tp=2, sp=True, micro_batch=BATCH, recompute=True),
+    Layout(dp=2, zero=1, micro_batch=4, recompute=True),
+    Layout(dp=2, zero=3, micro_batch=4, recompute=True),
+]
+EVERYTHING = Layout(tp=2, dp=2, zero=2, sp=True, micro_batch=4, global_batch=BATCH, recompute=True)
+REPLICATED = [Layout(tp=4, micro_batch=4, global_batch=BATCH), Layout(tp=4, sp=True, micro_batch=BATCH)]
+"""More ranks than heads of keys and values."""
+
+
+def check(pool: RankPool, layout: Layout, family: str, **more: float) -> None:
+    model, training = FAMILIES[family], {**FAST, **more}
+    expected = alone(model=model, **training)
+    assert expected.loss[-1] < 0.97 * expected.loss[0], "the run must learn, or parity shows little"
+    assert sum(p.numel() for p in expected.parameters.values()) == total(model)
+    # Sums in another order are most of a small bias's distance, when dropout takes part.
+    parameters = 3e-5 if training.get("dropout") else 1e-5
+    assert_same(pool.run(train, tiny(layout, model, **training)), expected, 1e-5, parameters)
+
+
+@pytest.mark.parametrize("layout", TWO, ids=name_of)
+@pytest.mark.parametrize("family", ["llama", "neox", "bloom", "falcon"])
+def test_two_ranks(two: RankPool, layout: Layout, family: str) -> None:
+    check(two, layout, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_at_once(four: RankPool, family: str) -> None:
+    check(four, EVERYTHING, family, dropout=0.1, attention_dropout=0.1)
+
+
+@pytest.mark.parametrize("layout", REPLICATED, ids=name_of)
+@pytest.mark.parametrize("family", ["llama", "falcon", "biased", "plain"])
+def test_keys_on_more_ranks_than_they_have_heads(four: RankPool, layout: Layout, family: str) -> None:
+    check(four, layout, family)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_replicated_keys_under_zero(four: RankPool, family: str) -> None:
+    """Falcon's one key head on two ranks, and a pipeline of stages with a head of its own."""
+    model = replace(FAMILIES[family], kv_heads=1)
+    layout = Layout(tp=2, dp=2, zero=3, micro_batch=4, recompute=True)
+    assert_same(four.run(train, tiny(layout, model, **FAST)), alone(model=model, **FAST), 1e-5, 1e-5)
+
+
+def of_all_stages(found: list[Trained]) -> Trained:
+    """The last stage's view, with the parameters of all."""
+    parameters = {name: value for trained in found for name, value in trained.parameters.items()}
+    return replace(found[-1], parameters=parameters)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pipelines(two: RankPool, family: str) -> None:
+    layout = Layout(pp=2, zero=1, micro_batch=2, global_batch=BATCH)
+    found = of_all_stages(two.run(train, tiny(layout, FAMILIES[family], **FAST)))
+    assert_same([found], alone(model=FAMILIES[family], **FAST), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_that_are_written(family: str) -> None:
+    """Megatron-LM's operators of 2020, with and without dropout, make the same of them."""
+    layout = Layout(micro_batch=BATCH, kernels="softmax")
+    for more in ({}, {"dropout": 0.1, "attention_dropout": 0.1}):
+        training = {**FAST, "steps": 4, **more}
+        expected = alone(model=FAMILIES[family], **training)
+        assert_same([train(tiny(layout, FAMILIES[family], **training))], expected, 1e-5, 1e-5)
+
+
+def test_each_key_changes_what_is_trained() -> None:
+    """A key that nobody reads would pass every comparison of layouts."""
+    keys: dict[str, Any] = {"positions": "rotary", "kv_heads": 2, "mlp": "swiglu", "biases": "qkv"}
+    base = replace(TINY, name="keys", layers=1, **keys)
+    others: dict[str, Any] = {
+        "norm": "rms",
+        "norm_eps": 1e-2,
+        "embedding_norm": True,
+        "positions": "alibi",
+        "rotary_base": 50.0,
+        "rotary_fraction": 0.5,
+        "mlp": "gelu-erf",
+        "kv_heads": 1,
+        "biases": "none",
+        "tied": False,
+        "blocks": "parallel",
+    }
+    training: dict[str, Any] = {"steps": 2, "lr": 1e-2, "warmup_steps": 0, "untimed_steps": 1}
+    models = [base, *(replace(base, **{key: value}) for key, value in others.items())]
+    models += [replace(base, mlp="gelu"), replace(base, positions="learned"), replace(base, biases="all")]
+    models += [replace(base, blocks="parallel-one-norm"), replace(base, kv_heads=0)]
+    losses = [alone(model=model, **training).loss[-1] for model in models]
+    assert len({f"{loss:.7f}" for loss in losses}) == len(losses)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("family", ["llama", "bloom", "falcon"])
+def test_sixteen_bits(two: RankPool, family: str, precision: str) -> None:
+    unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
+    model = FAMILIES[family]
+    layout = Layout(tp=2, sp=True, micro_batch=BATCH, precision=precision)
+    found = two.run(train, tiny(layout, model, **FAST))
+    torch.testing.assert_close(found[0].loss, alone(precision, model, **FAST).loss, rtol=4 * unit, atol=0.0)
+    wide = alone(model=model, **FAST).loss
+    torch.testing.assert_close(found[0].loss, wide, rtol=16 * unit, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "engine", "says"),
+    [
+        (
+            "llama",
+            {"kernels": "unfused"},
+            "native",
+            "kernels = 'unfused': must be fused, reference or softmax: the software of 2019",
+        ),
+        ("bloom", {}, "torch", "embedding_norm = true: must be as in GPT-2 with engine torch"),
+        ("neox", {}, "megatron", "positions = 'rotary': must be as in GPT-2 with engine megatron"),
+        ("llama", {"tp": 4}, "deepspeed", "tp = 4: must be at most kv_heads = 2 with engine deepspeed"),
+    ],
+)
+def test_what_is_refused(family: str, layout: dict[str, Any], engine: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as error:
+        tiny(Layout(**layout), FAMILIES[family], engine, dropout=0, attention_dropout=0)
+    assert "\n" not in str(error.value)
+
+
+def test_heads_that_no_split_has() -> None:
+    model = replace(TINY, heads=12, hidden=48, kv_heads=3)
+    Layout(tp=3).check(model)
+    Layout(tp=6).check(model)
+    with pytest.raises(ConfigError, match="tp = 2: must be a divisor or a multiple of kv_heads = 3"):
+        Layout(tp=2).check(model)
