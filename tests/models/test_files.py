@@ -119,9 +119,61 @@ TABLES = {
     "flash-2.7b": (32, 2560, 20, (1,)),
 }
 
+OTHERS = {
+    # name: layers, hidden, heads, heads of keys, MLP, vocabulary.  2307.09288 Table 1 and config.json of the releases.
+    "llama2-7b": (32, 4096, 32, 32, 11008, 32000),
+    "llama2-13b": (40, 5120, 40, 40, 13824, 32000),
+    "llama2-70b": (80, 8192, 64, 8, 28672, 32000),
+    # 2407.21783 Table 3.
+    "llama3-8b": (32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": (80, 8192, 64, 8, 28672, 128256),
+    "llama3-405b": (126, 16384, 128, 8, 53248, 128256),
+    # 2310.06825 Table 1.
+    "mistral-7b": (32, 4096, 32, 8, 14336, 32000),
+    # 2412.15115 Table 1, and config.json.
+    "qwen2.5-0.5b": (24, 896, 14, 2, 4864, 151936),
+    "qwen2.5-1.5b": (28, 1536, 12, 2, 8960, 151936),
+    "qwen2.5-3b": (36, 2048, 16, 2, 11008, 151936),
+    "qwen2.5-7b": (28, 3584, 28, 4, 18944, 152064),
+    "qwen2.5-14b": (48, 5120, 40, 8, 13824, 152064),
+    "qwen2.5-32b": (64, 5120, 40, 8, 27648, 152064),
+    "qwen2.5-72b": (80, 8192, 64, 8, 29568, 152064),
+    # 2204.06745 sec. 2, 2211.05100 Table 3, config.json of Falcon.
+    "gpt-neox-20b": (44, 6144, 64, 64, 24576, 50432),
+    "bloom-176b": (70, 14336, 112, 112, 57344, 250880),
+    "falcon-7b": (32, 4544, 71, 1, 18176, 65024),
+    "falcon-40b": (60, 8192, 128, 8, 32768, 65024),
+}
+"""Models whose layer is not GPT-2's."""
+
 
 def test_every_model_is_here_once() -> None:
-    assert sorted(names()) == sorted({*TABLES, *SMALL, "bert-large", "t5-11b"})
+    assert sorted(names()) == sorted({*TABLES, *OTHERS, *SMALL, "bert-large", "t5-11b"})
+    assert {name for name in names() if load(name).departures()} == set(OTHERS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_shapes_of_other_layers_are_the_printed_ones(name: str) -> None:
+    m = load(name)
+    assert (m.layers, m.hidden, m.heads, m.key_heads, m.ffn_width, m.vocab) == OTHERS[name]
+
+
+def test_a_choice_that_does_not_go_with_another_is_refused() -> None:
+    good = {"name": "m", "layers": 1, "hidden": 24, "heads": 4, "vocab": 8, "seq": 8}
+    for key, value, said in (
+        ("norm", "batch", "norm = 'batch': must be one of layer, rms"),
+        ("kv_heads", 3, "kv_heads = 3: must be a divisor of heads = 4"),
+        ("norm_eps", 0.0, "norm_eps = 0.0: must be more than 0"),
+        ("rotary_base", 5.0, "rotary_base = 5.0: must be left out unless positions = rotary"),
+        ("architecture", "bert", "norm = 'rms': must be left out: a bert is only counted"),
+    ):
+        more = {"norm": "rms"} if key == "architecture" else {}
+        with pytest.raises(ConfigError) as caught:
+            Model(**{**good, **more, key: value})
+        assert str(caught.value).startswith(said)
+    for fraction in (0.5, 0.1, 1.5):
+        with pytest.raises(ConfigError, match="rotary_fraction"):
+            Model(**good, positions="rotary", rotary_fraction=fraction)
 
 
 @pytest.mark.parametrize("name", names())
@@ -224,7 +276,7 @@ def test_unknown_names_and_missing_files() -> None:
     with pytest.raises(ConfigError, match=r"did you mean .*zero-100b"):
         load("zero-100")
     with pytest.raises(ConfigError, match="repro models"):
-        load("llama")
+        load("chinchilla")
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         load("nowhere.toml")
 

@@ -12,8 +12,8 @@ from repro.config import ConfigError, Model
 from repro.models import load, names
 from repro.models.flops import hardware_flops, layers_forward, logits_forward, model_flops
 
-GPTS = [name for name in names() if load(name).architecture == "gpt" and not load(name).ffn]
-"""With an MLP of 4h, as the equation has it."""
+GPTS = [n for n in names() if (m := load(n)).architecture == "gpt" and not m.ffn and not m.departures()]
+"""GPT-2's layer with an MLP of 4h, as the equation has it."""
 
 
 @pytest.mark.parametrize("name", GPTS)
@@ -64,6 +64,15 @@ def test_torch_counts_the_same_products(ffn: int, head_dim: int) -> None:
         logits = x @ torch.empty(h, model.vocab, requires_grad=True)
         logits.sum().backward()
     assert counter.get_total_flops() == model_flops(model, s, samples)
+
+
+def test_shared_keys_and_a_gate_by_hand() -> None:
+    """Llama 2 70B: products with q and out, with k and v an eighth as wide, three matrices of the MLP, a head."""
+    model = load("llama2-70b")
+    h, f, s = 8192, 28672, 4096
+    per_token = 2 * (2 * h * h + 2 * h * h // 8 + 3 * h * f) + 4 * s * h
+    assert layers_forward(model, s, 3) == 80 * 3 * s * per_token
+    assert model_flops(model, s, 3) == 3 * 3 * s * (80 * per_token + 2 * h * 32000)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Traces, counts and times of layers that are not GPT-2's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from repro import models, systems
+from repro.config import Experiment, Layout
+from repro.models import flops
+from repro.simulate.plan.closed_form import stage_parameters
+from repro.simulate.step import simulate
+from repro.simulate.time.device import ATTENTION, MATMULS
+from repro.simulate.trace.roles import roles, trace
+from tests.parallel.test_architectures import FAMILIES
+from tests.simulate.trace.test_repeat import assert_same, both
+
+BASE = Layout(micro_batch=2, global_batch=16, precision="bf16")
+LAYOUTS = {
+    "sp": replace(BASE, tp=2, sp=True, recompute=True),
+    "zero3": replace(BASE, dp=2, zero=3),
+    "stages": replace(BASE, pp=2, dp=2, zero=1, recompute=True),
+    "softmax": replace(BASE, kernels="softmax", tp=4),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "bloom", "falcon"])
+def test_blocks_repeat_each_other(family: str, layout: Layout) -> None:
+    experiment = Experiment(name="e", model=replace(FAMILIES[family], layers=8), layout=layout)
+    for role in roles(experiment):
+        assert_same(*both(experiment, role)[:2])
+
+
+def test_recordings_of_one_layer_are_not_anothers() -> None:
+    """Two models of the same sizes, traced one after the other in a process."""
+    names = []
+    for family in ("neox", "bloom"):
+        experiment = Experiment(name="e", model=replace(FAMILIES[family], layers=4), layout=BASE)
+        names.append({operator.name for _, operator in trace(experiment, roles(experiment)[0]).operators()})
+    assert "repro.rotary" in names[0] - names[1]
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_closed_form_is_what_is_traced(family: str, degrees: tuple[int, int]) -> None:
+    tp, pp = degrees
+    model, layout = FAMILIES[family], replace(BASE, tp=tp, pp=pp)
+    found = stage_parameters(model, layout)
+    for role in roles(experiment := Experiment(name="e", model=model, layout=layout)):
+        assert found[role.name] == trace(experiment, role).parameters
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_of_a_trace_are_the_counted_ones(family: str) -> None:
+    """And one more with the keys than the equation has: fused attention makes the scores again in backward."""
+    model = FAMILIES[family]
+    experiment = Experiment(name="e", model=model, layout=BASE)
+    products = sum(
+        times * operator.flops
+        for times, operator in trace(experiment, roles(experiment)[0]).operators()
+        if operator.name in MATMULS or operator.name.startswith(ATTENTION)
+    )
+    again = 2 * model.layers * BASE.global_batch * model.seq**2 * model.heads * model.head_width
+    assert products == flops.model_flops(model, model.seq, BASE.global_batch) + again
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama3-70b", {"tp": 8, "pp": 4, "dp": 2, "zero": 1, "sp": True}),
+        ("bloom-176b", {"tp": 8, "pp": 7, "dp": 1, "recompute": True}),
+    ],
+)
+def test_full_scale(name: str, keys: dict[str, int]) -> None:
+    """It is traced, fits or not, and takes longer than its arithmetic at peak, by less than ten times."""
+    model, system = models.load(name), systems.load("dgx-h100")
+    layout = Layout(**keys, micro_batch=1, global_batch=keys["dp"] * 16, precision="bf16")
+    found = simulate(Experiment(name=name, model=model, layout=layout, system="dgx-h100"), system, time=True)
+    assert found.time is not None
+    work = flops.hardware_flops(model, model.seq, layout.global_batch, layout.recompute) / layout.world
+    least = work / system.peak("bf16")
+    assert least < found.time.step_s < 10 * least
