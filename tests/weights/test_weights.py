@@ -214,10 +214,13 @@ def test_a_stand_in_is_never_the_thing(tmp_path: Path) -> None:
         ({"drop": "transformer.h.1.mlp.c_fc.weight"}, r"lacks h\.1\.mlp\.c_fc\.weight"),
         ({"add": "transformer.h.9.ln_1.bias"}, r"has what our GPT has not: h\.9\.ln_1\.bias"),
         ({"cut": "transformer.wpe.weight"}, r"wpe\.weight is \[11, 24\] where \[12, 24\] is right"),
-        ({"head": "lm_head.weight"}, r"lm_head\.weight: is another matrix than wte"),
-        ({"config": {"activation_function": "gelu"}}, r"activation_function = 'gelu': must be gelu_new"),
-        ({"config": {"layer_norm_epsilon": 1e-6}}, r"layer_norm_epsilon = 1e-06: must be 1e-05"),
-        ({"config": {"model_type": "llama"}}, r"model_type = 'llama'"),
+        ({"head": "lm_head.weight"}, r"lm_head\.weight: is another matrix than the token"),
+        (
+            {"config": {"activation_function": "relu"}},
+            r"activation_function = 'relu': must be one of gelu_new",
+        ),
+        ({"config": {"scale_attn_weights": False}}, r"scale_attn_weights = false: must be True"),
+        ({"config": {"model_type": "opt"}}, r"model_type = 'opt'"),
     ],
 )
 def test_what_is_not_our_gpt_is_told_in_one_line(
