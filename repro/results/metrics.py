@@ -215,9 +215,10 @@ def bubble(stages: Sequence[StageReport], *, cores: bool) -> Metrics:
         "pipeline.in_flight": max(stage.in_flight for stage in stages),
         "pipeline.undisturbed_steps": len(pairs),
     }
-    ratio, low, high = ratio_interval(pairs, seed=0) if pairs else (0.0, None, None)
-    if low is not None and high is not None:
-        metrics |= {"pipeline.bubble": ratio, "pipeline.bubble.low": low, "pipeline.bubble.high": high}
+    if pairs:
+        ratio, low, high = ratio_interval(pairs, seed=0)
+        if low is not None and high is not None:
+            metrics |= {"pipeline.bubble": ratio, "pipeline.bubble.low": low, "pipeline.bubble.high": high}
     return metrics
 
 

@@ -104,6 +104,14 @@ def test_the_bubble_is_what_the_busiest_rank_waits() -> None:
     assert not any(name.startswith("pipeline") for name in build(results()).metrics)
 
 
+def test_stages_that_stop_a_step_apart_have_the_bubble_of_the_steps_of_both() -> None:
+    ranks = results()
+    for stage, steps in enumerate((5, 4)):
+        times = {"idle_s": [0.2] * steps, "busy_s": [1.0] * steps, "core_s": [1.0] * steps}
+        ranks[stage]["pipeline"] = {"stage": stage, "in_flight": 1, **times}
+    assert build(ranks).metrics["pipeline.undisturbed_steps"] == 4
+
+
 def test_a_step_in_which_a_rank_had_no_core_has_no_bubble_to_speak_of() -> None:
     assert pipeline(0, 1)["pipeline.bubble"] == pytest.approx(0.2 + 3 * 0.01)
     nothing = pipeline(0, 1, 2, 3, 4)

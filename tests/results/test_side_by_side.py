@@ -19,7 +19,7 @@ NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
 
 def one(
     name: str,
-    rate: float = 1.0,
+    rate: float | None = 1.0,
     *,
     model: Model = SMALL,
     network: EmulatedNetwork | None = None,
@@ -27,7 +27,9 @@ def one(
 ) -> Record:
     layout = Layout() if network is None else Layout(dp=2)
     conditions = Experiment(name=name, model=model, layout=layout, network=network).as_dict()
-    return made_up(name, experiment=conditions, metrics={"tokens_per_s": rate}, **keys)
+    return made_up(
+        name, experiment=conditions, metrics={} if rate is None else {"tokens_per_s": rate}, **keys
+    )
 
 
 def turns(subject: str, baseline: str, suite: str = "s") -> ComparisonRecord:
@@ -44,6 +46,8 @@ def store() -> Selection:
             one("b", 2.0),
             one("a", 3.0),
             one("d", 2.0),
+            one("slow", 0.5),
+            one("no speed", None),
             one("large", 9.0, model=LARGE),
             one("emulated", network=NETWORK),
             one("a", evidence="simulated"),
@@ -73,7 +77,7 @@ def test_groups_are_in_order_and_so_is_what_is_in_them() -> None:
     """The smallest model first, of each the fastest, of equals by name; what took turns did run."""
     assert shown(groups(store())) == [
         ("r", "measured", ["a", "c"], [("a", "c")]),
-        ("s", "measured", ["a", "b", "d", "large"], [("a", "b")]),
+        ("s", "measured", ["a", "b", "d", "slow", "no speed", "large"], [("a", "b")]),
         ("s", "emulated", ["emulated"], []),
         ("s", "simulated", ["a", "b"], []),
     ]
