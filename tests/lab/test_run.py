@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -70,15 +69,13 @@ def test_links_are_as_fast_as_ranks_compute(tmp_path: Path, monkeypatch: pytest.
 def test_a_killed_run_leaves_no_process_and_no_network(tmp_path: Path) -> None:
     body = '[[experiment]]\nname = "long"\nnetwork = "slow"\nlayout = { dp = 4 }\ntraining.steps = 2000\n'
     process = runs.start(suite(tmp_path, body), tmp_path / "results", fake=False)
-    children: list[psutil.Process] = []
-    end = time.monotonic() + 60
-    while time.monotonic() < end and len(children) < 4 + 1 + 7:  # ranks, the keeper, what holds namespaces
-        time.sleep(0.1)
-        children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) >= 12
+    started = psutil.Process(process.pid)
+    # Ranks, the keeper, what holds namespaces.
+    runs.wait_for(lambda: len(started.children(recursive=True)) >= 4 + 1 + 7)
+    children = started.children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 

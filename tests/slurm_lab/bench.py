@@ -138,7 +138,7 @@ class Bench:
                     return True
             return False
 
-        self.lab.wait_for(f"step {step} of {name}", there, 180)
+        self.lab.wait_for(f"step {step} of {name}", there)
 
     def bundles(self) -> list[dict[str, Any]]:
         """What allocations have written about themselves."""

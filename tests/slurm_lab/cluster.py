@@ -52,7 +52,7 @@ class Lab:
         return inherited | self.settings | own
 
     def script(
-        self, *arguments: str, timeout: float = 180, check: bool = True
+        self, *arguments: str, timeout: float = 300, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """`slurm/lab ARGUMENTS`; a failure shows what it said."""
         done = subprocess.run(
@@ -65,12 +65,12 @@ class Lab:
         return done
 
     def run(
-        self, command: Sequence[str | Path], timeout: float = 180, check: bool = True
+        self, command: Sequence[str | Path], timeout: float = 300, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """A command where users log in."""
         return self.script("exec", *map(str, command), timeout=timeout, check=check)
 
-    def node(self, number: int, command: Sequence[str], timeout: float = 180, check: bool = True) -> str:
+    def node(self, number: int, command: Sequence[str], timeout: float = 300, check: bool = True) -> str:
         """What a command on node n`number` prints."""
         return self.script("node", str(number), *command, timeout=timeout, check=check).stdout
 
@@ -91,7 +91,7 @@ class Lab:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=30)
+            process.communicate(timeout=300)
 
     def rate(self, rate: str, *nodes: int) -> None:
         """Limit every link, or those of `nodes`: "100mbit", "none"."""
@@ -132,7 +132,7 @@ class Lab:
         words = self.run(["scontrol", "show", what, name, "-o"]).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, what: str, true: Callable[[], T], timeout: float = 180, every: float = 0.25) -> T:
+    def wait_for(self, what: str, true: Callable[[], T], timeout: float = 300, every: float = 0.25) -> T:
         """What `true` returns as soon as it is not empty; after `timeout` seconds the test fails and says why."""
         end = time.monotonic() + timeout
         while True:
@@ -144,7 +144,7 @@ class Lab:
                 raise AssertionError(f"not after {timeout} s: {what}\n{queue}")
             time.sleep(every)
 
-    def settle(self, timeout: float = 180) -> None:
+    def settle(self, timeout: float = 300) -> None:
         """Cancel every job and wait until all nodes are idle with their links up and unlimited."""
         self.run(["scancel", "--user=root"])
         self.wait_for("an empty queue", lambda: not self.jobs(), timeout)
@@ -160,11 +160,11 @@ def _default_interrupt() -> None:
 def started(suffix: str, **settings: str) -> Iterator[Lab]:
     """A lab, up; it is taken down whatever happens."""
     lab = Lab(Path(f"/tmp/{FOLDER}{os.getpid()}{suffix}"), f"t{os.getpid()}{suffix}", settings)
-    lab.script("up", timeout=240)
+    lab.script("up")
     try:
         yield lab
     finally:
-        lab.script("down", timeout=180)
+        lab.script("down")
 
 
 def remove_abandoned() -> None:

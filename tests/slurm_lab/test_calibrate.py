@@ -30,10 +30,10 @@ def bench(lab: Lab, tmp_path: Path) -> Bench:
 
 @pytest.mark.xdist_group("cores")
 def test_a_slow_network_is_measured_as_one(lab: Lab, bench: Bench, tmp_path: Path) -> None:
-    """A link of 1 Gbit/s is 0.125 GB/s, but for the first megabytes of a burst; memory is far faster."""
-    lab.rate("1gbit")
+    """A link of 400 Mbit/s is 0.05 GB/s, but for what passes at once; memory is far faster, also of busy cores."""
+    lab.rate("400mbit")
     try:
-        lab.run(command(bench, tmp_path / "two.toml"), timeout=280)
+        lab.run(command(bench, tmp_path / "two.toml"), timeout=500)
     finally:
         lab.rate("none")
     system = load(tmp_path / "two.toml")
@@ -41,7 +41,7 @@ def test_a_slow_network_is_measured_as_one(lab: Lab, bench: Bench, tmp_path: Pat
     network, memory = system.links["inter-node"].bandwidth.value, system.links["memory"].bandwidth.value
     assert network is not None
     assert memory is not None
-    assert 0.06e9 < network < 0.16e9
+    assert 0.025e9 < network < 0.064e9
     assert memory > 2 * network
     made = system.provenance
     assert made is not None
@@ -57,7 +57,7 @@ def test_a_job_that_dies_is_one_line(lab: Lab, bench: Bench, tmp_path: Path) -> 
     with lab.background(["exec"], command(bench, tmp_path / "dead.toml")) as process:
         lab.wait_for("a running job", lab.running)
         lab.run(["scancel", "--user=root"])
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=300)[0]
     assert process.returncode == 1
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, said
@@ -70,7 +70,7 @@ def test_ctrl_c_cancels_the_job(lab: Lab, bench: Bench, tmp_path: Path) -> None:
     with lab.background(["exec"], command(bench, tmp_path / "stopped.toml")) as process:
         lab.wait_for("a running job", lab.running)
         os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         assert process.returncode == 130
         assert lab.jobs() == []
     assert not (tmp_path / "stopped.toml").exists()

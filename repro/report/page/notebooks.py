@@ -20,7 +20,7 @@ from repro.report.page.context import TEMPLATES, template
 
 FOLDER = ROOT / "reports"
 CELL_S = 300
-"""A cell that takes longer is stopped."""
+"""A cell that takes longer is stopped, and so is a kernel that takes as long to start."""
 AT_ONCE = 2
 """Kernels that run side by side."""
 PACKAGES = "needs jupytext, nbclient, nbconvert and ipykernel: pip install -e '.[notebooks]'"
@@ -91,6 +91,8 @@ async def execute(path: Path, results: Path) -> Any:
     client = NotebookClient(
         notebook,
         timeout=CELL_S,
+        startup_timeout=CELL_S,
+        iopub_timeout=CELL_S,
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
     )
