@@ -261,7 +261,7 @@ def test_a_kill_in_mid_write_leaves_the_checkpoint_before(
     killed = experiment(LAYOUTS["dp1"], every=HALF - 1, steps=WHOLE)
     process = forks().Process(target=dies, args=(killed, tmp_path, moment))
     process.start()
-    process.join(60)
+    process.join(250)
     assert process.exitcode == -signal.SIGKILL
     root = tmp_path / killed.key
     assert index.complete(root) == [HALF - 1]

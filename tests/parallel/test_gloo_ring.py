@@ -107,7 +107,7 @@ def thread_of_a_ring_ends() -> tuple[int, bool]:
     del ring
     gc.collect()
     for thread in started:
-        thread.join(10)
+        thread.join(60)
     return len(started), any(thread.is_alive() for thread in started)
 
 

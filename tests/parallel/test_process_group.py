@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.pool import RankPool, forks
 def train_on_the_cpu(group: str, port: int, rank: int) -> None:
     """A step of a rank that a launcher has started, on a machine with GPUs of which its module uses none."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     torch.cuda.is_available = lambda: True
     if group == "group":
         dist.init_process_group("cpu:gloo")
@@ -37,14 +37,13 @@ def train_on_the_cpu(group: str, port: int, rank: int) -> None:
 
 @pytest.mark.parametrize("group", ["group", "none"])
 def test_a_module_on_the_cpu_uses_gloo(group: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the launcher's
     context = forks()
-    ranks = [context.Process(target=train_on_the_cpu, args=(group, port, rank)) for rank in range(2)]
+    ranks = [context.Process(target=train_on_the_cpu, args=(group, store.port, rank)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(250)
         rank.kill()
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
@@ -87,7 +86,7 @@ def test_another_default_group_has_groups_of_its_own(tmp_path: Path) -> None:
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(250)
         rank.kill()
     assert [rank.exitcode for rank in ranks] == [0] * 4
 
