@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,15 @@ from repro import cli
 from repro.config import ConfigError, Layout, Model
 from repro.launch import fit as measured
 from repro.launch.beacon import Beacon, Lookout
+from repro.launch.interrupt import Interrupt
+from repro.launch.job import Job
 from repro.launch.rank import trial
+from repro.launch.supervise import Ending
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.simulate.memory.live import measure
 from repro.simulate.plan.asked import Asked
+from repro.simulate.plan.fit import Trial
 from repro.simulate.trace.roles import PipelineRole, trace
 from tests.training import tiny
 
@@ -107,6 +112,79 @@ def test_a_process_may_take_what_was_asked_for() -> None:
 def test_what_cannot_be_tried_is_said(wrong: Asked, as_rank: int | None, of: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         measured.trials_of(wrong, None, SIZES, "layers", as_rank, of)
+
+
+def test_as_many_processes_as_there_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured.launch, "cuda_devices", lambda: 2)
+    monkeypatch.setattr(measured.launch, "usable_cores", lambda: 1)
+    most = measured.launch.most_ranks().value
+    assert measured.trials_of(asked("local-gpu", 2), None, SIZES, "layers", None, 1).question.layout.world == 2
+    with pytest.raises(ConfigError, match="gpus = 3: must be at most the 2 CUDA devices that are visible here"):
+        measured.trials_of(asked("local-gpu", 3), None, SIZES, "layers", None, 1)
+    assert measured.trials_of(asked(gpus=most), None, SIZES, "layers", None, 1).question.layout.world == most
+    with pytest.raises(ConfigError, match=f"gpus = {most + 1}: must be at most {most}"):
+        measured.trials_of(asked(gpus=most + 1), None, SIZES, "layers", None, 1)
+
+
+@pytest.mark.parametrize(("as_rank", "of"), [(None, 1), (0, 4)])
+def test_a_trial_is_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int) -> None:
+    trials = measured.trials_of(asked(), None, SIZES, "layers", as_rank, of)
+    jobs: list[Job] = []
+    end, memories = Ending("ok", "", 0, [1.0]), [{"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}}]
+
+    def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[Ending, list[dict[str, Any]]]:
+        assert target == trial.TARGET
+        jobs.append(job)
+        return end, [{"memory": memory} for memory in memories]
+
+    monkeypatch.setattr(measured, "run_once", run_once)
+    interrupt = Interrupt()
+    memories.append({"rss_peak_bytes": 4, "cuda": {"reserved_peak": 7, "retries": 0}})
+    most: dict[str, Any] = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "retries": 1}}
+    assert trials._attempt(2, interrupt) == Trial(2, "ok", 7, "", "", {"memory_of_process": most})
+    (job,) = jobs
+    (tried,) = job.experiments
+    assert (job.as_rank, job.world) == (-1 if as_rank is None else 0, 1)
+    assert (tried.model.layers, tried.system, tried.limits.memory_bytes) == (2, "local", 60_000_000)
+    assert (tried.training.steps, tried.training.untimed_steps, tried.seq) == (2, 1, 64)
+    assert (tried.limits.timeout_s, tried.limits.hang_s) == (600.0, 120.0)
+    memories[:] = [{"rss_peak_bytes": 5, "cuda": {}}]
+    end = Ending("oom", "rank 0: MemoryError", 0, [1.0])
+    bare: dict[str, Any] = {"memory_of_process": {"rss_peak_bytes": 5, "cuda": {}}}
+    assert trials._attempt(2, interrupt) == Trial(2, "oom", None, "allocation", end.reason, bare)
+    memories.clear()
+    end = Ending("hang", "no progress", 0, [1.0])
+    assert trials._attempt(2, interrupt) == Trial(2, "hang", None, "hang", end.reason, {"memory_of_process": {}})
+    interrupt.signal = 2
+    assert trials._attempt(3, interrupt) == Trial(3, "interrupted", None)
+    assert len(jobs) == 3
+
+
+@pytest.mark.parametrize(("as_rank", "evidence"), [(None, "measured"), (2, "measured (one rank of 4)")])
+def test_the_search_begins_where_the_simulation_says(
+    monkeypatch: pytest.MonkeyPatch, as_rank: int | None, evidence: str
+) -> None:
+    trials = measured.trials_of(asked(), None, SIZES, "layers", as_rank, 4 if as_rank else 1)
+    guess = SimpleNamespace(largest=Trial(3, "ok", 1), first_failing=Trial(4, "oom", None))
+    begun: list[Any] = []
+    answer: Any = object()
+    monkeypatch.setattr(measured.fit, "simulated", lambda question: guess)
+    monkeypatch.setattr(measured.fit, "search", lambda *given: begun.append(given) or answer)
+    assert trials.run(Interrupt()) is answer
+    ((values, attempt, limit, start),) = begun
+    assert (list(values), limit, start) == (list(trials.question.values()), 60_000_000, [3, 4])
+    guess.largest = None
+    trials.run(Interrupt())
+    assert begun[1][3] == [4]
+    monkeypatch.setattr(trials, "_attempt", lambda value, interrupt: value)
+    assert attempt(5) == 5
+    told = {"traces": 3, "trace_seconds": 1.0, "largest": {"layers": 3}}
+    monkeypatch.setattr(measured.fit, "document", lambda question, found: dict(told) if found is answer else {})
+    assert trials.document(answer, 1.26) == {
+        **{"largest": {"layers": 3}, "evidence": evidence, "allocator_limit_bytes": 60_000_000, "seconds": 1.3},
+    }
+    trials.limit = None
+    assert trials.limit_bytes == 0
 
 
 GIB = 2**30

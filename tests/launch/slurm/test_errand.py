@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,9 @@ def test_the_far_side_says_where_it_ran_and_what_came_of_it(
     monkeypatch.setattr(far, "ClusterLaunch", Launched)
     monkeypatch.setattr(far.supervise, "watch", lambda launch, interrupted: Ending(outcome, "why", 0, []))
     stop = Stop("7")
+    monkeypatch.setattr(far.os, "getloadavg", lambda: (1.2345, 9.0, 9.0))
     said = far._run(tmp_path, "x:y", stop, {"SLURM_JOB_ID": "7"})
+    assert said["load"] == 1.23
     if missing or wrong:
         assert (said["outcome"], said["reason"], said["results"]) == ("error", missing or wrong, [])
         assert ("place" in said) == (not missing)
@@ -186,5 +188,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     job = Job(experiments=JOB.experiments * 2, rounds=3, compare=True, apart=True, checkpoints="c", as_rank=1)
     job.save(tmp_path / "job.json")
     assert asdict(Job.load(tmp_path / "job.json")) == asdict(job)
-    assert (job.world, JOB.world) == (1, 2), "one process is one rank of them"
+    assert (job.world, replace(job, as_rank=0).world, JOB.world) == (1, 1, 2), "one process is one rank of them"
+    with pytest.raises(AssertionError):
+        replace(job, rounds=0)
     assert json.loads((tmp_path / "job.json").read_text())["rounds"] == 3
