@@ -118,8 +118,12 @@ def test_as_many_processes_as_there_are_devices(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(measured.launch, "cuda_devices", lambda: 2)
     monkeypatch.setattr(measured.launch, "usable_cores", lambda: 1)
     most = measured.launch.most_ranks().value
-    assert measured.trials_of(asked("local-gpu", 2), None, SIZES, "layers", None, 1).question.layout.world == 2
-    with pytest.raises(ConfigError, match="gpus = 3: must be at most the 2 CUDA devices that are visible here"):
+    assert (
+        measured.trials_of(asked("local-gpu", 2), None, SIZES, "layers", None, 1).question.layout.world == 2
+    )
+    with pytest.raises(
+        ConfigError, match="gpus = 3: must be at most the 2 CUDA devices that are visible here"
+    ):
         measured.trials_of(asked("local-gpu", 3), None, SIZES, "layers", None, 1)
     assert measured.trials_of(asked(gpus=most), None, SIZES, "layers", None, 1).question.layout.world == most
     with pytest.raises(ConfigError, match=f"gpus = {most + 1}: must be at most {most}"):
@@ -127,10 +131,15 @@ def test_as_many_processes_as_there_are_devices(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("as_rank", "of"), [(None, 1), (0, 4)])
-def test_a_trial_is_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int) -> None:
+def test_a_trial_is_a_launch_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int
+) -> None:
     trials = measured.trials_of(asked(), None, SIZES, "layers", as_rank, of)
     jobs: list[Job] = []
-    end, memories = Ending("ok", "", 0, [1.0]), [{"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}}]
+    end, memories = (
+        Ending("ok", "", 0, [1.0]),
+        [{"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}}],
+    )
 
     def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[Ending, list[dict[str, Any]]]:
         assert target == trial.TARGET
@@ -154,7 +163,9 @@ def test_a_trial_is_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch, as_rank
     assert trials._attempt(2, interrupt) == Trial(2, "oom", None, "allocation", end.reason, bare)
     memories.clear()
     end = Ending("hang", "no progress", 0, [1.0])
-    assert trials._attempt(2, interrupt) == Trial(2, "hang", None, "hang", end.reason, {"memory_of_process": {}})
+    assert trials._attempt(2, interrupt) == Trial(
+        2, "hang", None, "hang", end.reason, {"memory_of_process": {}}
+    )
     interrupt.signal = 2
     assert trials._attempt(3, interrupt) == Trial(3, "interrupted", None)
     assert len(jobs) == 3
@@ -179,9 +190,14 @@ def test_the_search_begins_where_the_simulation_says(
     monkeypatch.setattr(trials, "_attempt", lambda value, interrupt: value)
     assert attempt(5) == 5
     told = {"traces": 3, "trace_seconds": 1.0, "largest": {"layers": 3}}
-    monkeypatch.setattr(measured.fit, "document", lambda question, found: dict(told) if found is answer else {})
+    monkeypatch.setattr(
+        measured.fit, "document", lambda question, found: dict(told) if found is answer else {}
+    )
     assert trials.document(answer, 1.26) == {
-        **{"largest": {"layers": 3}, "evidence": evidence, "allocator_limit_bytes": 60_000_000, "seconds": 1.3},
+        "largest": {"layers": 3},
+        "evidence": evidence,
+        "allocator_limit_bytes": 60_000_000,
+        "seconds": 1.3,
     }
     trials.limit = None
     assert trials.limit_bytes == 0

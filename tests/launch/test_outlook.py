@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from repro import cli, engines
 from repro.config import ConfigError
+from repro.launch.outlook import outlook
 from repro.results.store import Store
 from repro.suites import load, packaged
+from tests.launch.runs import experiments, write_suite
 from tests.records import changed, made_up
 
 OTHER = '[suite]\nname = "o"\n[[experiment]]\nname = "far"\nmodel = "gpt2-1.5b"\nsystem = "dgx2"\nlayout.dp = 16\n'
+
+
+TORCH = '[[experiment]]\nname = "torch"\nengine = "torch"\nlayout.zero = 1\n'
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, object]]:
@@ -45,6 +51,41 @@ def test_what_would_run_where_and_how_long(tmp_path: Path, capsys: pytest.Captur
     assert {row["suite"] for row in both} == {"smoke", "o"}
     assert both[-1]["where"] == "16 ranks of dgx2, traced here"
     assert sorted(results.rglob("*")) == before
+
+
+def test_all_that_is_foreseen_of_each(tmp_path: Path) -> None:
+    body = experiments("a", "known") + experiments("far", extra='system = "dgx2"\nlayout.dp = 16\n')
+    suite = write_suite(tmp_path, body + TORCH, limits="timeout_s = 7")
+    keys = {entry.experiment.name: entry.experiment.key for entry in load(suite).entries}
+    with Store(tmp_path / "results") as store:
+        for evidence, seconds in (("measured", 3.0), ("simulated", 4.0)):
+            record = made_up("known", suite="faults", key=keys["known"], evidence=evidence, wall_s=seconds)
+            store.append(record)
+
+    def seen(evidence: str, system: str = "", rerun: bool = False) -> list[tuple[object, ...]]:
+        return [
+            astuple(row)[1:7] for row in outlook([suite], [], tmp_path / "results", rerun, evidence, system)
+        ]
+
+    hint = "needs 16 GPUs of system dgx2; `--evidence simulated` traces it here"
+    far = ("far", "not here", hint, 6, None, 7.0)
+    a, known = (
+        ("a", "to run", "2 ranks here", 6, None, 7.0),
+        ("known", "in the store", "2 ranks here", 6, 3.0, 7.0),
+    )
+    torch = ("torch", "to run", "2 ranks here", 6, None, 7.0)
+    assert seen("measured") == [a, known, far, torch]
+    assert seen("measured", rerun=True)[1] == ("known", "to run", *known[2:])
+    of = "2 ranks of local, traced here"
+    native = "needs engine native: only the suite's own step can be traced"
+    assert seen("simulated") == [
+        ("a", "to run", of, 1, None, 0.0),
+        ("known", "to run", of, 1, 4.0, 0.0),  # that record is of no system of today
+        ("far", "to run", "16 ranks of dgx2, traced here", 1, None, 0.0),
+        ("torch", "not here", native, 1, None, 0.0),
+    ]
+    moved = seen("simulated", "selene")
+    assert moved[0] == ("a@selene", "to run", "2 ranks of selene, traced here", 1, None, 0.0)
 
 
 def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import Any
 
 from cosmic_ray.commands.init import init
 from cosmic_ray.mutating import mutate_and_test, mutate_code
@@ -205,9 +206,17 @@ def verdict(item: WorkItem, result: WorkResult) -> str:
     return "timed out" if result.output == "timeout" else "noticed"
 
 
-def _is(known: dict[str, str], file: str, before: str, after: str) -> bool:
-    """Whether the fault puts `to` in the place of `from` in a line of `file` (of any, where none is named)."""
-    there = known.get("file", file) == file and known["from"] in before
+def _is(known: dict[str, Any], file: str, before: str, after: str) -> bool:
+    """Whether the fault is what `known` says of a line of `file` (of any, where none is named).
+
+    It puts `to` in the place of `from`, or gives one of `constants` another value above zero.
+    """
+    there = known.get("file", file) == file
+    if "constants" in known:
+        name, _, value = after.partition(" = ")
+        named = name in known["constants"] and before.startswith(f"{name} = ")
+        return there and named and not value.strip().startswith(("-", "0"))
+    there = there and known["from"] in before
     return there and "".join(before.replace(known["from"], known["to"], 1).split()) == "".join(after.split())
 
 

@@ -188,7 +188,9 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     job = Job(experiments=JOB.experiments * 2, rounds=3, compare=True, apart=True, checkpoints="c", as_rank=1)
     job.save(tmp_path / "job.json")
     assert asdict(Job.load(tmp_path / "job.json")) == asdict(job)
-    assert (job.world, replace(job, as_rank=0).world, JOB.world) == (1, 1, 2), "one process is one rank of them"
+    assert (job.world, replace(job, as_rank=0).world, JOB.world) == (1, 1, 2), (
+        "one process is one rank of them"
+    )
     with pytest.raises(AssertionError):
         replace(job, rounds=0)
     assert json.loads((tmp_path / "job.json").read_text())["rounds"] == 3

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from repro.config import Experiment, Layout
+from repro.config.enums import Phase
 from repro.launch import stacks
+from repro.launch.beacon import Position
 from repro.launch.job import Job
 from repro.launch.slurm.allocation import launch, rank_child
 from repro.launch.slurm.allocation.connection import ENDED, Message
@@ -118,7 +120,7 @@ def place(seconds: float, step: int = 5) -> list[Any]:
 def test_a_position_is_of_the_time_when_it_was_said_and_only_a_new_word_is_progress(
     started: Started, clock: Clock
 ) -> None:
-    assert [started.position(rank).seconds for rank in range(3)] == [0.0] * 3
+    assert [started.position(rank) for rank in range(3)] == [Position(0, 0, Phase.START, 0, "", "", 0.0)] * 3
     started.hears(1, "position", at=place(7000.0), age=0.5, stopped=False)
     clock.now = 130.0
     started.hears(1, "position", at=place(7000.0, 6), age=30.5, stopped=True)

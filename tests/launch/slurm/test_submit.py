@@ -20,6 +20,8 @@ from repro.launch.slurm.allocation import srun_step
 from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.following.registry import Registry
 from repro.launch.slurm.site import profile
+from repro.launch.slurm.submission import script
+from repro.launch.slurm.submission.pack import Array, ArrayShape
 from repro.results.measured import experiment_record
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
@@ -203,6 +205,37 @@ def test_all_that_a_profile_says_is_in_the_script(
         assert word in ranks
     assert ranks[-4:] == ["/opt/python", "-m", "module", "folder"]
     assert "torchrun" not in text
+
+
+def test_what_a_profile_leaves_out_is_not_asked_for() -> None:
+    def asked(time_min: float, ranks: int = 2, **slurm: Any) -> dict[str, Any]:
+        shape = ArrayShape(nodes=3, tasks_per_node=ranks, time_min=time_min, partition="")
+        return script.parameters(
+            Array(shape=shape, bundles=()), profile.parse({"slurm": slurm}, file="f"), "name"
+        )
+
+    controller = ["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"]
+    common = {
+        "job_name": "name",
+        "nodes": 3,
+        "ntasks_per_node": 2,
+        "time": 1,
+        "signal_delay_s": 90,
+        "array_parallelism": 4,
+        "setup": ["umask 077"],
+        "srun_args": controller,
+        "exclusive": True,
+        "additional_parameters": {"requeue": True, "distribution": "block"},
+    }
+    assert asked(0.5) == common, "no job is of no minute, which SLURM takes for no limit"
+    assert asked(1.9) == common
+    assert asked(2.0) == common | {"time": 2}
+    gpus = {"gpus_per_node": 4, "gpu_type": "a100"}
+    assert asked(1.0, **gpus) == common | {"gpus_per_node": "a100:4"}
+    assert asked(1.0, **gpus, gpu_request="gres") == common | {"gres": "gpu:a100:4"}
+    assert asked(1.0, **gpus, gpu_request="none") == common
+    shared = {key: value for key, value in common.items() if key != "exclusive"}
+    assert asked(1.0, **gpus, exclusive=False) == shared | {"gpus_per_node": "a100:2"}, "what the ranks use"
 
 
 def test_a_job_starts_again_as_often_as_the_profile_says(

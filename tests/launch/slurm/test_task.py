@@ -173,7 +173,7 @@ def test_a_job_asks_to_be_requeued_for_what_is_left(
     before = dict(handlers)
 
     def swap(number: int, handler: Any) -> Any:
-        old, handlers[number] = handlers[number], handler
+        old, handlers[number] = handlers.get(number), handler
         return old
 
     def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -> State:
