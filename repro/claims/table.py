@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from repro.claims.doubt import Doubt
 from repro.claims.ledger import COUNT, ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
 from repro.claims.results import (
     BAD,
@@ -272,7 +273,18 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "verdict": finding.verdict,
         "reason": finding.reason,
         "expression": finding.expression,
+        "moved_by": _moved(finding.doubt),
     }
+
+
+MOVES = 5
+"""Unknowns of a predicted value, those that move it most."""
+
+
+def _moved(doubt: Doubt | None) -> list[dict[str, Any]]:
+    """What it is at both ends of an unknown's range, all others at their best values."""
+    alone = {} if doubt is None else doubt.alone
+    return [{"key": key, "low": low, "high": high} for key, (low, high) in list(alone.items())[:MOVES]]
 
 
 def _json(value: Any) -> Any:

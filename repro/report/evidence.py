@@ -30,6 +30,7 @@ from repro.results import frames
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.select import of_today, select
 from repro.results.store import Store
+from repro.validate.implied import Implied, implied
 from repro.validate.unknowns import ShoppingList, shopping_list
 
 if TYPE_CHECKING:
@@ -170,6 +171,11 @@ class JudgedStore:
     def shopping_list(self) -> ShoppingList:
         """The unknowns of systems that move a predicted row, the one that settles most first."""
         return shopping_list(self.judged, self.records)
+
+    @cached_property
+    def implied(self) -> list[Implied]:
+        """What the published values need of each unknown, those with most rows first."""
+        return implied(self.judged, self.records)
 
     def unknowns(self) -> pd.DataFrame:
         """One row per unknown: its range, how many rows it moves and settles, what would measure it."""

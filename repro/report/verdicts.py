@@ -16,9 +16,11 @@ from repro.claims.results import (
     POSSIBLE,
     REPRODUCED,
 )
+from repro.render import units
 
 if TYPE_CHECKING:
     from repro.claims.commands import Catalogue
+    from repro.claims.doubt import Doubt
     from repro.claims.ledger import Claim, Ledger
     from repro.claims.results import ClaimResult, Finding, RowResult
     from repro.claims.table import Line
@@ -172,7 +174,39 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
         "slug": slug(finding.verdict),
         "sign": SIGNS[finding.verdict],
         "disagrees": finding in result.disagrees,
+        "tornado": tornado(finding.doubt) if finding.doubt is not None else [],
     }
+
+
+BARS = 5
+"""Unknowns of a tornado, those that move the value most."""
+
+
+def tornado(doubt: Doubt) -> list[dict[str, Any]]:
+    """What each unknown alone makes of a value: a bar from one end to the other, as parts of the widest span of all.
+
+    `left` and `width` in percent; `best`: where the value at the best numbers lies.
+    """
+    shown = list(doubt.alone.items())[:BARS]
+    ends = [end for _, pair in shown for end in pair] + [doubt.best]
+    start, whole = min(ends), (max(ends) - min(ends)) or 1.0
+
+    def place(value: float) -> float:
+        return round(100 * (value - start) / whole, 1)
+
+    return [
+        {
+            "key": key,
+            "least": units.number(min(low, high)),
+            "most": units.number(max(low, high)),
+            "ends": f"{units.number(low)} at the low end of its range, {units.number(high)} at the high end",
+            "left": place(min(low, high, doubt.best)),
+            "width": round(place(max(low, high, doubt.best)) - place(min(low, high, doubt.best)), 1),
+            "best": place(doubt.best),
+            "share": units.percent(doubt.shares[key]),
+        }
+        for key, (low, high) in shown
+    ]
 
 
 def _beside_the_rule(finding: Finding) -> str:

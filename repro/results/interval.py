@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from math import exp, log
+from typing import Any, NamedTuple, TypeAlias
 
 from repro.measure.statistics import quantile
 from repro.results.parts import RecordPart
@@ -13,7 +15,14 @@ ENDS = (0.05, 0.95)
 """Quantiles of the joint draws between which a 90 % interval lies."""
 
 
-Case: TypeAlias = int | tuple[str, bool]
+class Other(NamedTuple):
+    """One unknown alone at some value, in its range or not, that its curve reaches."""
+
+    key: str
+    value: float
+
+
+Case: TypeAlias = int | tuple[str, bool] | Other
 """The number of a joint draw; or the key of an unknown that is alone at an end of its range, True at the high one."""
 
 
@@ -28,6 +37,17 @@ class Sensitivity(RecordPart):
     high: float
     low_s: float
     high_s: float
+    curve: list[list[float]] | None = None
+    """[value, seconds] in the range and around it, by value; None where it moves the step by little."""
+
+    def at(self, value: float) -> float:
+        """Seconds of a step with another value, on straight lines between logarithms of the curve's points."""
+        points = [(log(x), log(y)) for x, y in self.curve or ()]
+        place = log(value)
+        after = min(max(bisect_left(points, (place,)), 1), len(points) - 1)
+        (left, low), (right, high) = points[after - 1], points[after]
+        part = min(1.0, max(0.0, (place - left) / (right - left)))
+        return exp(low + part * (high - low))
 
     @property
     def span(self) -> float:
@@ -65,6 +85,8 @@ class StepInterval(RecordPart):
             return self.draws[case]
         key, end = case
         move = next((move for move in self.moves if move.key == key), None)
+        if isinstance(case, Other):
+            return best if move is None or not move.curve else move.at(case.value)
         return best if move is None else move.high_s if end else move.low_s
 
     def cases(self) -> Iterator[float]:

@@ -82,7 +82,7 @@ def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
 
     point = calibration_point_of(kernels, system)
     run = point and (point.rate, point.experiment(models.load(point.model)).key, systems.load(point.system))
-    numbers = system, run, uncertain(system, point)
+    numbers = system, run, {one: one.around for one in uncertain(system, point)}
     return SimulatedOn(
         system=system.name,
         memory_bytes=system.device.memory_bytes.value,

@@ -16,12 +16,18 @@ from repro.config.links import KEYS
 from repro.config.quantity import Quantity
 from repro.config.system import System
 
+PER_RANGE = 4
+"""Steps of a search from one end of a range to the other."""
 DRAWS = 64
 """Joint draws of all unknowns."""
 WHOLE = ("rings", "adapters", "switch", "multiprocessors", "devices_per_node", "nodes")
 """Last words of keys that count something."""
+FRACTIONS = ("efficiency", "matmul_efficiency", "memory_efficiency", "overlap_cost")
+"""Last words of keys that are at most 1."""
 LOW, BEST, HIGH = 0.0, 0.5, 1.0
 """Quantiles of the ends of a range and of the value that is used."""
+REACH = 4.0
+"""How many times below the low end the quantile -1 is, and above the high end 2, where values are searched for."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +65,35 @@ class Unknown:
     """With the reasons for both ends."""
 
     def at(self, quantile: float) -> float:
-        """The value at `quantile`: half of the draws lie on either side of the best value."""
+        """The value at `quantile`: half of the draws lie on either side of the best value.
+
+        -1 to 0 and 1 to 2 lie outside of the range, up to `REACH` times.
+        """
         exact = {LOW: self.low, BEST: self.best, HIGH: self.high}
         if quantile in exact:
             return exact[quantile]
-        if quantile < BEST:
+        what = self.key.rpartition(".")[2]
+        if quantile < LOW:
+            value = self.low * REACH**quantile
+        elif quantile > HIGH:
+            value = self.high * REACH ** (quantile - HIGH)
+            value = min(value, 1.0) if what in FRACTIONS else value
+        elif quantile < BEST:
             value = self.low + (self.best - self.low) * quantile / BEST
         else:
             value = self.best + (self.high - self.best) * (quantile - BEST) / (HIGH - BEST)
-        return float(round(value)) if self.key.rpartition(".")[2] in WHOLE else value
+        return max(1.0, float(round(value))) if what in WHOLE else value
+
+    @property
+    def around(self) -> dict[float, float]:
+        """Values in the range and around it, rising, each with its quantile; of what is counted every whole one in the
+        range."""
+        quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
+        if self.key.rpartition(".")[2] in WHOLE:
+            for side, best in ((self.low, LOW), (self.high, HIGH)):
+                steps = round(abs(side - self.best))
+                quantiles += [BEST + (best - BEST) * step / steps for step in range(1, steps)]
+        return {self.at(quantile): quantile for quantile in sorted(quantiles)}
 
 
 def unknowns(system: System) -> tuple[Unknown, ...]:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import exp
 from statistics import median
 
 from repro.claims.allowed import stated
 from repro.claims.published import UNITS
 from repro.claims.results import ClaimResult, Finding, RowResult
+from repro.claims.tolerance import Accepted
 from repro.results.metrics import DEVICE_FLOPS_PER_S
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.results.select import select
 from repro.simulate.time.basis import of_record, weakest
+from repro.validate.conformal import Residual, margins, score
 
 RATE, RATIO = "rate", "ratio"
 TIMED = ("step_seconds", "samples_per_s", "flops_per_s")
@@ -69,6 +72,25 @@ class Point:
     left_out: str = ""
     """Why it enters no statistics; empty if it does."""
     note: str = ""
+    stated: Accepted | None = None
+    """The published value with its own error."""
+    reports: frozenset[str] = frozenset()
+    """Keys of the sources that its claim cites."""
+    margin: float | None = None
+    """What the model's error in other reports' rows adds to the logarithm of the interval on either side; None where
+    these are too few, and of what enters no statistics."""
+
+    @property
+    def wider(self) -> tuple[float, float] | None:
+        """The interval with that error; None without one."""
+        if self.margin is None:
+            return None
+        return self.low * exp(-self.margin), self.high * exp(self.margin)
+
+    @property
+    def holds_wider(self) -> bool:
+        """Whether the published value, with its own error, lies in `wider`."""
+        return self.wider is not None and self.stated is not None and self.stated.meets(*self.wider)
 
     @property
     def error(self) -> float:
@@ -99,7 +121,11 @@ class Family:
     close: int
     """Points within 25 %."""
     held: int
-    """Points whose published value lies in the 90 % interval."""
+    """Points whose published value lies in the 90 % interval that inputs leave."""
+    wider: int
+    """Points that have an interval with the model's error in other reports' rows."""
+    held_wider: int
+    """Those of them whose published value lies in it."""
 
 
 def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Point]:
@@ -113,7 +139,27 @@ def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Poi
                     point = _point(result, row, finding, seen)
                     if point is not None:
                         found.append(point)
-    return _once(found)
+    return _with_margins(_once(found))
+
+
+def _with_margins(found: list[Point]) -> list[Point]:
+    """Those that count with what other reports' rows say of the model's error."""
+    counted = [point for point in found if not point.left_out]
+    residuals = [
+        Residual(
+            point.kind, point.reports, frozenset(point.runs), score(point.low, point.high, point.published)
+        )
+        for point in counted
+    ]
+    margin = {id(point): one for point, one in zip(counted, margins(residuals), strict=True)}
+    return [replace(point, margin=margin.get(id(point))) for point in found]
+
+
+def claims(found: Sequence[Point]) -> list[Family]:
+    """The points that count, by claim: of a figure, or of a table."""
+    counted = [point for point in found if not point.left_out]
+    names = dict.fromkeys(point.claim for point in counted)
+    return [_family(name, [point for point in counted if point.claim == name]) for name in names]
 
 
 def families(found: Sequence[Point]) -> list[Family]:
@@ -133,6 +179,8 @@ def _family(name: str, group: Sequence[Point]) -> Family:
         worst=max(group, key=lambda point: abs(point.error)),
         close=sum(abs(point.error) <= CLOSE for point in group),
         held=sum(point.holds for point in group),
+        wider=sum(point.margin is not None for point in group),
+        held_wider=sum(point.holds_wider for point in group),
     )
 
 
@@ -166,6 +214,8 @@ def _point(
         low=low,
         high=high,
         holds=published_as is not None and published_as.meets(low, high),
+        stated=published_as,
+        reports=frozenset(text.partition(" ")[0] for text in result.claim.source),
         factor=published / predicted if unit in TIMES else predicted / published,
         runs=runs,
         certainty=row.row.certainty,

@@ -10,7 +10,7 @@ import pytest
 from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, POSSIBLE, REPRODUCED, ClaimResult, RowResult
-from repro.claims.table import summary, totals, why
+from repro.claims.table import as_dict, summary, totals, why
 from repro.report.exports.compare import BETTER, SAME, WORSE, _judged
 from repro.report.verdicts import row_view
 from repro.results.interval import Sensitivity, StepInterval
@@ -151,3 +151,34 @@ def test_to_become_possible_is_better_than_a_miss_and_worse_than_a_success() -> 
     assert _judged(REPRODUCED, POSSIBLE) == WORSE == _judged(POSSIBLE, NOT_REPRODUCED)
     assert _judged(NOT_REPRODUCED, POSSIBLE) == BETTER == _judged(POSSIBLE, REPRODUCED)
     assert _judged(POSSIBLE, POSSIBLE) == SAME == _judged(NOT_COMPARABLE, POSSIBLE)
+
+
+def test_a_tornado_has_the_unknowns_that_move_a_value_most_as_parts_of_the_widest_span(
+    tmp_path: Path,
+) -> None:
+    """Rings: 10 to 20/s; launch: 10.1 to 9.09/s; so all bars lie between 9.09 and 20."""
+    result = judged(tmp_path, "15.0", simulated("s/a", 10.0, DOUBT), value=rate())
+    (finding,) = only(result).findings
+    (shown,) = row_view(only(result), result.claim)["findings"]
+    rings, launch = shown["tornado"]
+    assert (rings["key"], launch["key"]) == (RINGS, LAUNCH)
+    whole = 20 - 100 / 11
+    assert rings["left"] == rings["best"] == pytest.approx(100 * (10 - 100 / 11) / whole, abs=0.1)
+    assert rings["left"] + rings["width"] == pytest.approx(100)
+    assert launch["left"] == 0
+    assert launch["width"] == pytest.approx(100 * (100 / 9.9 - 100 / 11) / whole, abs=0.1)
+    spans = 10, 100 / 9.9 - 100 / 11
+    assert rings["share"] == f"{100 * spans[0] / sum(spans):.1f} %"
+    assert (rings["least"], rings["most"], launch["least"]) == ("10", "20", "9.09")
+    assert launch["ends"] == "10.1 at the low end of its range, 9.09 at the high end"
+    document = as_dict(result, load(tmp_path))["rows"][0]["evidence"][0]
+    assert [(move["key"], move["low"]) for move in document["moved_by"]] == [
+        (RINGS, 10.0),
+        (LAUNCH, 100 / 9.9),
+    ]
+    assert finding.deciding == (RINGS,)
+
+
+def test_a_certain_value_has_no_tornado(tmp_path: Path) -> None:
+    result = judged(tmp_path, "15.0", simulated("s/a", 10.0), value=rate())
+    assert row_view(only(result), result.claim)["findings"][0]["tornado"] == []

@@ -210,6 +210,24 @@ def test_a_measurement_takes_the_bar_and_the_simulation_stays_visible() -> None:
     assert words == ["published", "measured", "simulated, beside measured"]
 
 
+def test_what_unknown_inputs_decide_is_a_prediction_with_its_interval() -> None:
+    """20 % off and possible; the interval from -40 % to beyond the axis is cut at +-30 %."""
+    ours = Ours(
+        kind=SIMULATED, value=12.0, low=6.0, high=20.0, agrees=None, runs=("s/a",), fits=True, possible=True
+    )
+    value = Value(at="8B", published=read("10"), error=0.0, metric="", unit="", ours=(ours,), remedy=())
+    with look():
+        figure, axes = canvas(2.0)
+        marks.error(axes, marks.slot(0, 0, 1), value, "#0072b2", 0.3)
+        marks.legend(figure, {"a": "#0072b2"}, [value], dots=False)
+    assert [text.get_text() for text in axes.texts] == ["+20%?"]
+    ends = [tuple(line.get_ydata()) for line in axes.lines]
+    assert ends[0] == (0, pytest.approx(0.2))
+    assert ends[1] == pytest.approx((-0.3, 0.3))
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["published", "simulated", "?: possible, unknown inputs decide"]
+
+
 def test_a_step_that_does_not_fit_says_so(ledger: Ledger) -> None:
     simulated = [replace(r, outcome="oom") if r.name == "fig4-13b-zero" else r for r in records()]
     drawing = alone("zero-fig4", ledger, simulated)

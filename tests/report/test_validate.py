@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from repro.simulate.time.basis import BASES, PUBLISHED
 from repro.simulate.time.basis import BOUND as UPPER_BOUND
 from repro.systems import load as load_system
 from repro.validate import machine as validate_machine
+from repro.validate.conformal import margin, score
 from repro.validate.published import (
     A100_MEGATRON,
     BOUND,
@@ -34,6 +36,7 @@ from repro.validate.published import (
     V100_MEGATRON,
     V100_ZERO,
     Point,
+    claims,
     families,
     points,
 )
@@ -228,6 +231,54 @@ def test_the_picture_shows_what_counts() -> None:
     with look():
         assert troubles(drawing.figure) == []
     assert validation.draw([]).missing == validation.RUN
+
+
+def test_the_picture_has_an_upright_line_for_each_interval() -> None:
+    """In TFLOP/s of a device, also of a step that was published in seconds, where the longest is the slowest."""
+    (rate,) = counted(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
+    (time,) = counted(record("yuan", "yuan-245b", 100e12, samples=3360 / 50)).values()
+    drawn = validation.draw([replace(rate, low=30.0, high=44.0), replace(time, low=40.0, high=80.0)])
+    assert drawn.figure is not None
+    upright = [
+        sorted(line.get_ydata()) for line in drawn.figure.axes[0].lines if len(set(line.get_xdata())) == 1
+    ]
+    assert upright == [pytest.approx([30, 44]), pytest.approx([100 * 50 / 80, 100 * 50 / 40])]
+
+
+def test_a_margin_is_of_other_reports_and_verdicts_know_nothing_of_it() -> None:
+    """Two reports of ten rows: each row gets the margin of the other, and rows that do not count none."""
+    names = [
+        f"table1-{size}"
+        for size in ("1.7b", "3.6b", "7.5b", "18.4b", "39.1b", "76.1b", "145.6b", "310.1b", "529.6b", "1t")
+    ]
+    others = [
+        f"fig2-{size}-zero" for size in ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")
+    ]
+    records_ = [record("megatron_2021", name, 150e12) for name in names]
+    records_ += [record("zero_throughput", name, 30e12) for name in others]
+    seen = found(*records_)
+    rates = [point for point in seen if point.kind == RATE and not point.left_out]
+    assert (
+        {"MEG2" in point.reports for point in rates}
+        == {"ZERO3" in point.reports for point in rates}
+        == {True, False}
+    )
+    for point in rates:
+        scores = [
+            score(other.low, other.high, other.published)
+            for other in rates
+            if not other.reports & point.reports and not set(other.runs) & set(point.runs)
+        ]
+        assert point.margin == margin(scores)
+        assert point.margin is not None
+        assert point.wider == pytest.approx((point.low * exp(-point.margin), point.high * exp(point.margin)))
+    assert len({point.margin for point in rates}) == 2
+    assert all(point.margin is None for point in seen if point.left_out)
+    alone = found(*records_[: len(names)])
+    assert all(point.margin is None for point in alone), "no other report"
+    (family,) = (one for one in families(seen) if one.name == "all rates")
+    assert (family.wider, family.held_wider) == (len(rates), sum(point.holds_wider for point in rates))
+    assert sum(claim.points for claim in claims(seen)) == sum(not point.left_out for point in seen)
 
 
 def test_measured_runs_are_predicted_on_a_system_file(

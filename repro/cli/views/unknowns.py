@@ -14,6 +14,8 @@ from repro.validate.unknowns import SHOWN, Input, ShoppingList, by_claim, known_
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from repro.validate.implied import Implied
+
 
 def command(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
     """List the unknowns of what the store `results` predicts; 0.  `own`: ledger files beside the packaged ones."""
@@ -23,9 +25,11 @@ def command(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
     seen = evidence.read(results, own)
     say(seen.torn)
     if json:
-        print_json(seen.shopping_list.as_dict())
+        print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
     else:
-        show(seen.shopping_list, stdout(WIDE))
+        console = stdout(WIDE)
+        show(seen.shopping_list, console)
+        show_implied(seen.implied, console)
     return 0
 
 
@@ -58,6 +62,27 @@ def show(found: ShoppingList, console: Console) -> None:
         console.print(
             f"{few} more carry less than {units.percent(LEAST)} of the width each: --json has them."
         )
+
+
+def show_implied(found: Sequence[Implied], console: Console) -> None:
+    """What the rows need of each unknown, those that contradict each other first."""
+    from rich.text import Text
+
+    if not found:
+        return
+    console.print()
+    console.print(Text("What the sources imply, all other unknowns at their best values", style="bold cyan"))
+    grid = table("unknown", "of", "what its rows need", left=3, wrap=("what its rows need",), below=1)
+    for one in sorted(found, key=lambda one: one.contradiction is None):
+        grid.add_row(one.key, one.system, one.words)
+    console.print(grid)
+    console.print(NOT_TOLD, style="dim", markup=False)
+
+
+NOT_TOLD = (
+    "Where no single value serves all rows, their sources contradict each other or the model is wrong for some of "
+    "them: which of the two cannot be told from them."
+)
 
 
 def _facts(one: Input, found: ShoppingList) -> object:

@@ -16,6 +16,7 @@ from repro.report.figures import (
     convergence,
     degrees,
     engines,
+    implied,
     link_traffic,
     loss,
     maps,
@@ -36,6 +37,7 @@ from repro.report.figures.values import View
 if TYPE_CHECKING:
     from repro.claims.results import ClaimResult
     from repro.results.schema import ComparisonRecord
+    from repro.validate.implied import Implied
     from repro.validate.published import Point
 
 
@@ -45,12 +47,13 @@ def draw_all(
     simulated: Sequence[Record] = (),
     points: Sequence[Point] = (),
     judged: Sequence[ClaimResult] = (),
+    needs: Sequence[Implied] = (),
 ) -> list[Drawing]:
     """Every figure, in the order of the page; one without records has no picture and says what to run.
 
     `simulated` records have figures of their own: no picture mixes them with what was measured, but the one that
     compares the two.  `points`: published values with their predictions.  `judged`: the ledger; without it no
-    figure of a source is redrawn.
+    figure of a source is redrawn.  `needs`: what published values need of unknowns.
     """
     found = list(simulated)
     view = View(judged, found) if judged else None
@@ -69,7 +72,7 @@ def draw_all(
         ]
         if view:
             drawings += _of_sources(view, found)
-        return [*drawings, maps.draw(found), validation.draw(points)]
+        return [*drawings, implied.draw(needs), maps.draw(found), validation.draw(points)]
 
 
 def _of_sources(view: View, simulated: list[Record]) -> list[Drawing]:

@@ -50,9 +50,7 @@ def bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> Non
         )
     if ours:
         axes.bar(right, ours.value / size, half, zorder=2, **_fill(ours, colour))
-        if ours.high > ours.low:
-            spread_of = [[(ours.value - ours.low) / size], [(ours.high - ours.value) / size]]
-            axes.errorbar(right, ours.value / size, spread_of, color=INK, lw=0.9, capsize=1.5, zorder=4)
+        _interval(axes, right, ours, size)
         if not ours.fits:
             _cross(axes, right, ours.value / size)
     elif printed and not value.of("analytic"):
@@ -82,6 +80,7 @@ def points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> N
         axes.scatter(
             right, ours.value / size, s=40, marker="s", facecolor=face, edgecolor=edge, lw=1.4, zorder=3
         )
+        _interval(axes, right, ours, size)
         if not ours.fits:
             _cross(axes, right, ours.value / size)
     elif printed:
@@ -107,14 +106,17 @@ def error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> flo
         return 0.0
     off = ours.value / printed.value - 1
     shown = max(-far, min(far, off))
-    calibrates = ours.agrees is None
+    calibrates = ours.agrees is None and not ours.possible
     axes.plot([at.middle, at.middle], [0, shown], color=GREY if calibrates else colour, lw=1.6, zorder=2)
+    if ours.high > ours.low:  # beyond the axis it is cut
+        ends = [max(-far, min(far, end / printed.value - 1)) for end in (ours.low, ours.high)]
+        axes.plot([at.middle, at.middle], ends, color=INK, lw=5, alpha=0.18, solid_capstyle="butt", zorder=1)
     face = colour if ours.agrees else "white"
     edge = GREY if calibrates else colour
     axes.scatter(at.middle, shown, s=26, facecolor=face, edgecolor=edge, lw=1.4, zorder=3)
     words = (
         "cal." if calibrates else f"{off:+.0%}".replace("-", "−").replace("−0%", "0%").replace("+0%", "0%")
-    )
+    ) + "?" * ours.possible
     above = shown >= 0
     axes.annotate(
         words,
@@ -164,13 +166,17 @@ def legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, 
                 [], [], marker="x", color=VERMILION, markersize=6, label="does not fit, simulated", **plain
             )
         )
-    if any(value.published and value.predicted and value.predicted.agrees is None for value in values):
+    compared = [value.predicted for value in values if value.published and value.predicted]
+    if any(ours.possible for ours in compared):
+        words = "?: possible, unknown inputs decide"
+        handles.append(Line2D([], [], marker="o", color=MUTED, mfc="white", label=words, **plain))
+    if any(ours.agrees is None and not ours.possible for ours in compared):
         handles.append(
             Line2D(
                 [], [], marker="o", color=GREY, mfc="white", label="cal.: calibrates, no prediction", **plain
             )
         )
-    elif any(value.predicted and value.predicted.agrees is False for value in values):
+    elif any(ours.agrees is False for ours in compared):
         handles.append(
             Line2D([], [], marker="o", color=MUTED, mfc="white", label="beyond the tolerance", **plain)
         )
@@ -194,6 +200,13 @@ def legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, 
         handlelength=1.6,
         handler_map={tuple: HandlerTuple(ndivide=None)},
     )
+
+
+def _interval(axes: Axes, x: float, ours: Ours, size: float) -> None:
+    """Of the evidence, where it has one."""
+    if ours.high > ours.low:
+        spread = [[(ours.value - ours.low) / size], [(ours.high - ours.value) / size]]
+        axes.errorbar(x, ours.value / size, spread, color=INK, lw=0.9, capsize=1.5, zorder=4)
 
 
 def _fill(ours: Ours, colour: str) -> dict[str, Any]:

@@ -220,6 +220,10 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
         parts.append(
             f"{', '.join(kinds).capitalize()}: {accepted} of {len(compared)} values lie within the ledger's tolerance."
         )
+    if any(
+        v.predicted.kind == SIMULATED and v.predicted.high > v.predicted.low for v in compared if v.predicted
+    ):
+        parts.append("Whiskers, and pale bands below: the 90 % interval that unknown inputs leave of ours.")
     lacking = len(printed) - len(compared)
     if printed and lacking:
         parts.append(f"{lacking} of {len(printed)} published values have nothing of ours beside them.")

@@ -30,6 +30,7 @@ from repro.validate.published import (
     OTHER,
     RATE,
     RATIO,
+    TIMES,
     V100_MEGATRON,
     V100_ZERO,
     YUAN,
@@ -75,6 +76,9 @@ def draw(found: Sequence[Point]) -> Drawing:
             axes.set_visible(False)
             continue
         frame = pd.DataFrame([_place(point) for point in group], columns=["published", "predicted"])
+        for point in group:
+            x, _ = _place(point)
+            axes.plot([x, x], _span(point), color=look[point.family][0], lw=0.9, alpha=0.55, zorder=2.5)
         frame["family"] = [point.family for point in group]
         dots(axes, frame, "family", look, s=28, alpha=0.85, lw=0, zorder=3)
         _frame(axes, [_place(point) for point in group], what)
@@ -99,6 +103,15 @@ def _place(point: Point) -> tuple[float, float]:
         predicted = point.device_flops / units.TERA
         return predicted / point.factor, predicted
     return point.published * UNITS[point.unit], point.predicted * UNITS[point.unit]
+
+
+def _span(point: Point) -> tuple[float, float]:
+    """The interval that inputs leave of what `_place` has as predicted."""
+    _, predicted = _place(point)
+    low, high = predicted * point.low / point.predicted, predicted * point.high / point.predicted
+    if point.unit in TIMES:  # the rate of the longest time is the least
+        low, high = predicted * point.predicted / point.high, predicted * point.predicted / point.low
+    return low, high
 
 
 def _frame(axes: Axes, at: Sequence[tuple[float, float]], what: str) -> None:
@@ -158,6 +171,7 @@ def _caption(found: Sequence[Point]) -> str:
     ]
     return (
         "Simulated, not measured: each dot is a run that a source published, predicted from its model, layout, batch, "
-        "software and machine. Bands: 10 and 25 %. Points that calibrate the time model are left out, and so are "
+        "software and machine; upright lines are the 90 % intervals that unknown inputs leave. Bands: 10 and 25 %. "
+        "Points that calibrate the time model are left out, and so are "
         f"bounds and means. {counted(point.rests_on for point in found if not point.left_out)} {'; '.join(parts)}."
     )

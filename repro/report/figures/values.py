@@ -16,7 +16,7 @@ from repro.claims.judge import experiments, how_to_run
 from repro.claims.ledger import PUBLISHED_SCALE
 from repro.claims.published import UNITS, Printed
 from repro.claims.records import Missing, Records
-from repro.claims.results import BAD, GOOD, ClaimResult, Finding, RowResult
+from repro.claims.results import BAD, GOOD, POSSIBLE, ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
 from repro.report.figures.style import Record
 from repro.results.schema import SIMULATED
@@ -42,6 +42,8 @@ class Ours:
     """`suite/name` of the records behind it."""
     fits: bool
     """Whether all of them fit their devices when simulated."""
+    possible: bool = False
+    """Whether it misses, and unknown inputs decide."""
     rests_on: str = ""
     """Of a predicted time or rate, one of `repro.simulate.time.basis.BASES`; else empty."""
 
@@ -163,6 +165,7 @@ class View:
             high=float(value if finding.high is None else finding.high),
             agrees=finding.verdict in GOOD if finding.verdict in (*GOOD, *BAD) else None,
             runs=finding.experiments,
+            possible=finding.verdict == POSSIBLE,
             # Where what fits is the question, some runs must not.
             fits=finding.kind != SIMULATED
             or bool(parse(finding.expression).calls & _CHOOSE)

@@ -65,7 +65,9 @@ def build(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Pa
     found = evidence.read(results, own)
     chosen = select(found.records)
     points = published.points(found.judged, found.records)
-    drawings = draw_all(chosen.measured, chosen.comparisons, chosen.simulated, points, found.judged)
+    drawings = draw_all(
+        chosen.measured, chosen.comparisons, chosen.simulated, points, found.judged, found.implied
+    )
     remarks = _remarks(found, chosen)
     counts = summary(found.judged)["verdicts"]
 

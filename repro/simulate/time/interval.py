@@ -9,6 +9,7 @@ are as much nearer to it, and what the point fixes is not doubted twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 from repro.config import Experiment
@@ -23,6 +24,8 @@ from repro.systems.unknowns import HIGH, JOINT, LOW, Case, Unknown, drawn
 
 DIGITS = 7
 """That are kept of seconds."""
+MOVES = 0.01
+"""Part of a step that an unknown moves at least whose seconds are looked for outside of its range as well."""
 
 
 def interval(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval | None:
@@ -32,8 +35,21 @@ def interval(experiment: Experiment, system: System, traces: list[Trace]) -> Ste
     if not found:
         return None
     cases = all_cases(found)
-    systems, factors = at(system, generation, cases)
-    return of_seconds(found, step_seconds(experiment, systems, traces, factors).tolist())
+    around = [Case(one.key, quantile) for one in found for quantile in one.around.values()]
+    systems, factors = at(system, generation, (*cases, *around))
+    seconds = step_seconds(experiment, systems, traces, factors).tolist()
+    made, rest = of_seconds(found, seconds[: len(cases)]), iter(seconds[len(cases) :])
+    curves = {one.key: [[_rounded(value), _rounded(next(rest))] for value in one.around] for one in found}
+    return replace(made, moves=[_curved(move, curves[move.key]) for move in made.moves])
+
+
+def _curved(move: Sensitivity, curve: list[list[float]]) -> Sensitivity:
+    much = move.span > MOVES * min(move.low_s, move.high_s)
+    return replace(move, curve=curve) if much else move
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.{DIGITS}g}")
 
 
 def all_cases(found: Sequence[Unknown]) -> tuple[Case, ...]:
@@ -53,7 +69,7 @@ def at(
 
 def of_seconds(found: Sequence[Unknown], seconds: Sequence[float]) -> StepInterval:
     """The interval from the seconds in `all_cases(found)`."""
-    rounded = iter([float(f"{one:.{DIGITS}g}") for one in seconds])
+    rounded = iter(map(_rounded, seconds))
     moves = [
         Sensitivity(
             key=one.key, low=one.low, best=one.best, high=one.high, low_s=next(rounded), high_s=next(rounded)

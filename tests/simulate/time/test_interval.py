@@ -162,3 +162,42 @@ def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
     assert most / least == pytest.approx(39.5 / 38.5)
     number = Quantity(value=39e12, low=38.5e12, high=39.5e12, source=rounded.source)
     assert rounded.rate.best == number.value
+
+
+@pytest.mark.parametrize("name", ["zero1", "tp"])
+def test_a_curve_goes_through_the_range_and_says_what_a_step_takes_with_any_value(name: str) -> None:
+    """At each point of it what a step on that system takes; in a range's middle and beyond it as well."""
+    experiment, traces = traced(name)
+    system = load("dgx2")
+    found = interval(experiment, system, traces)
+    assert found is not None
+    curved = {move.key: move for move in found.moves if move.curve}
+    assert "device.time.pace" in curved
+    for move in curved.values():
+        values = [value for value, _ in move.curve or ()]
+        assert values == sorted(set(values))
+        assert {move.low, move.best, move.high} <= set(values)
+        assert move.at(move.low) == pytest.approx(move.low_s, rel=1e-6)
+        assert move.at(move.high) == pytest.approx(move.high_s, rel=1e-6)
+    if name == "zero1":  # which meets over nodes for long enough
+        rings = curved["links.inter-node.rings"]
+        assert {1, 2, 3, 4, 5, 6, 7, 8} <= {value for value, _ in rings.curve or ()}
+    pace = curved["device.time.pace"]
+    assert min(pace.curve or [[0]])[0] == pytest.approx(0.92 / 4)
+    for value in (0.7, 1.0, 1.3):
+        (other,) = [with_values(system, {"device.time.pace": value})]
+        alone = predict(experiment, other, traces).step_s
+        assert pace.at(value) == pytest.approx(alone, rel=1e-2), value
+
+
+def test_what_is_searched_stays_a_number_that_a_system_can_have() -> None:
+    for name in ("dgx2", "selene", "lowbw-v100"):
+        system = load(name)
+        for one in unknowns(system):
+            values = list(one.around)
+            assert values == sorted(values)
+            for value in (values[0], values[-1]):
+                with_values(system, {one.key: value})
+            assert values[0] <= one.low
+            assert values[-1] >= one.high
+            assert [one.at(quantile) for quantile in one.around.values()] == values
