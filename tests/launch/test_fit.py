@@ -216,7 +216,8 @@ TORCH = (
     [
         (TORCH.format(asked="2.00 GiB", held="29.00 GiB"), "cuda", "fragmentation"),
         (TORCH.format(asked="2.00 GiB", held="31.00 GiB"), "cuda", "allocation"),
-        (TORCH.format(asked="512.00 MiB", held="31.00 GiB"), "cuda", "fragmentation"),
+        (TORCH.format(asked="1000.00 MiB", held="31.00 GiB"), "cuda", "fragmentation"),
+        (TORCH.format(asked="900.00 KiB", held="32767.00 MiB"), "cuda", "fragmentation"),
         ("rank 0 at step 0, init: OutOfMemoryError: something new", "cuda", "allocation"),
         ("rank 3 at step 0, init: killed by SIGKILL; the kernel ran out of memory", "cuda", "host memory"),
         ("rank 3 at step 0, init: RuntimeError: DefaultCPUAllocator: can't allocate memory", "cuda", "host memory"),

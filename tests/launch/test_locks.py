@@ -23,10 +23,10 @@ def test_a_key_is_held_until_it_is_let_go_of(tmp_path: Path) -> None:
 def test_others_of_the_store_may_look_at_a_lock(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        assert Locks(tmp_path).take(["a"])
+        assert Locks(tmp_path / "new" / "store").take(["a"])
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "locks" / "a").stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "new" / "store" / "locks" / "a").stat().st_mode) == 0o644
 
 
 def test_who_takes_a_key_of_a_killed_run_removes_its_files(tmp_path: Path) -> None:

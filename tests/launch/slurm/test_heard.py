@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from repro.launch.slurm.allocation import launch, rank_child
 from repro.launch.slurm.allocation.connection import ENDED, Message
 from repro.launch.slurm.allocation.launch import ClusterLaunch
 from repro.launch.slurm.allocation.stop import Stop
+from repro.launch.slurm.site.profile import parse
 from tests.training import TINY
 
 JOB = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=3))])
@@ -111,6 +113,35 @@ class Started(ClusterLaunch):
 @pytest.fixture
 def started(clock: Clock, tmp_path: Path) -> Started:
     return Started(tmp_path)
+
+
+def test_all_that_tasks_are_told(tmp_path: Path) -> None:
+    environment = {"interface": "ib0", "variables": {"NCCL_IB_HCA": "mlx5"}}
+    allocation: Any = SimpleNamespace(
+        address="127.0.0.1",
+        per_node=2,
+        umask=0o077,
+        step=lambda *given: given,
+        site=parse({"environment": environment}, file="f"),
+    )
+    made = ClusterLaunch(JOB, tmp_path / "logs", allocation, ["n1", "n1", "n2"], target="x:y", stop=Stop("7"))
+    made.start()
+    told = launch.task.TaskLaunch.load(made.logs)
+    assert made._listener is not None
+    assert (told.address, told.port, told.token) == ("127.0.0.1", made._listener.port, made._listener._token)
+    assert (told.per_node, told.device, told.target, told.limited, told.umask) == (
+        2,
+        "cpu",
+        "x:y",
+        False,
+        0o077,
+    )
+    assert (told.interface, told.variables) == ("ib0", {"NCCL_IB_HCA": "mlx5"})
+    assert 0 < told.rendezvous != told.port
+    assert len(told.token) == 32
+    assert (made._ports, made._step) == (1, (3, launch.task.__name__, made.logs))
+    assert Job.load(made.logs / rank_child.JOB) == JOB
+    made._listener.close()
 
 
 def place(seconds: float, step: int = 5) -> list[Any]:

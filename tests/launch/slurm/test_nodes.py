@@ -101,6 +101,13 @@ def test_on_a_shared_node_a_task_has_the_gpu_of_its_place() -> None:
     )
 
 
+def test_two_tasks_without_a_gpu_want_the_whole_node() -> None:
+    bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=2)]
+    assert mismatch(bare, systems.load("dgx2"), 16) == (
+        "wrong hardware: node n1 has no GPU where dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
+    )
+
+
 def test_a_memory_that_nobody_published_tells_no_cards_apart() -> None:
     """The names still do."""
     system = systems.load("dgx2")
