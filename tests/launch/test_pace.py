@@ -63,6 +63,7 @@ class Clocks:
         self.sleeps.append(seconds)
 
     def pread(self, descriptor: int, size: int, offset: int) -> bytes:
+        assert offset == 0
         self.computed += self.look_s
         return f"{self.computed * 1e9:.0f} {self.kept * 1e9:.0f} 7".encode()
 

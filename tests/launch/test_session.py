@@ -22,18 +22,24 @@ PAIR = [
 
 
 class Silent:
-    """A beacon that nobody looks at."""
+    """A beacon of which only what is handed in is looked at."""
+
+    def __init__(self) -> None:
+        self.handed: dict[int, dict[str, Any]] = {}
 
     def phase(self, index: int, step: int, phase: str) -> None: ...
     def collective(self, sequence: int, op: str, group: str) -> None: ...
-    def finished(self, index: int, result: dict[str, Any]) -> None: ...
+    def finished(self, index: int, result: dict[str, Any]) -> None:
+        self.handed[index] = result
 
 
 def compared(experiments: list[Experiment], apart: bool) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     job = Job(experiments=experiments, rounds=3, compare=True, apart=apart)
     beacon: Any = Silent()
-    return session.run_rank(job, rank=0, world=1, device="cpu", rendezvous="", beacon=beacon)
+    results = session.run_rank(job, rank=0, world=1, device="cpu", rendezvous="", beacon=beacon)
+    assert beacon.handed == {index: results[one.key] for index, one in enumerate(experiments)}
+    return results
 
 
 @pytest.mark.parametrize("apart", [False, True])

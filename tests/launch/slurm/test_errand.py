@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,16 @@ def test_the_far_side_says_where_it_ran_and_what_came_of_it(
     assert (said["outcome"], said["reason"], said["results"]) == (outcome, "why", [{"rank": 0}])
     assert (said["place"]["nodes"], said["place"]["job_id"]) == (["n1"], "7")
     assert Launched.closed == [None if outcome == "ok" else tmp_path / "ranks"]
+
+
+def test_the_answer_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr(far.signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(far, "_run", lambda *given: {"outcome": "hang", "asked": [str(given[0]), given[1]]})
+    assert far.Errand(str(tmp_path), "x:y")() == "hang"
+    answer = json.loads((tmp_path / far.ANSWER).read_text())
+    assert answer == {"outcome": "hang", "asked": [str(tmp_path), "x:y"]}
+    assert {REQUEUE, signal.SIGTERM} <= set(handlers)
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
