@@ -13,6 +13,7 @@ from repro.config import Experiment, Layout, Model
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.results.interval import StepInterval
+from repro.simulate.step import simulate
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import calibration_points
 from repro.simulate.time.interval import all_cases, at, interval, of_seconds
@@ -85,6 +86,14 @@ def test_with_exact_numbers_there_is_no_interval() -> None:
     experiment, traces = traced("tp")
     assert interval(experiment, exact(load("dgx2")), traces) is None
     assert interval(experiment, ranged(load("dgx2"), "launch_s", 7e-6, 8e-6), traces) is not None
+
+
+def test_nobody_pays_for_an_interval_who_does_not_ask() -> None:
+    experiment = Experiment(name="e", model=replace(MODEL, layers=2), layout=LAYOUTS["zero1"], system="dgx2")
+    found = simulate(experiment, load("dgx2"), time=True).time
+    assert found is not None
+    assert found.interval is None
+    assert not found.timeline.spans
 
 
 def by_itself(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval:
