@@ -27,6 +27,7 @@ CODE = "import sys; from repro.cli import main; sys.exit(main())"
 NOT_HERE = {
     "repro run suites/windtunnel_3p75x": "minutes behind an emulated network",
     "repro run windtunnel_3p75x": "half an hour behind emulated networks",
+    "repro run suites/convergence": "half an hour of training",
     "repro run suites/one_gpu": "a GPU",
     "repro run mine.toml": "the twin of a calibrated machine, 16 ranks",
     "repro calibrate": "minutes of measuring",
