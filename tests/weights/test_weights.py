@@ -336,6 +336,7 @@ def test_transformers_loads_what_is_exported(model: Any, tmp_path: Path, shard: 
     assert (len(written) > 2) == (shard == 20_000)
     loaded, told = transformers.GPT2LMHeadModel.from_pretrained(ours, output_loading_info=True)
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.eos_token_id == loaded.config.vocab_size - 1
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     same(whole(open_weights(ours)), by_hand(model))
