@@ -35,17 +35,30 @@ def interval(experiment: Experiment, system: System, traces: list[Trace]) -> Ste
     if not found:
         return None
     cases = all_cases(found)
-    around = [Case(one.key, quantile) for one in found for quantile in one.around.values()]
-    systems, factors = at(system, generation, (*cases, *around))
-    seconds = step_seconds(experiment, systems, traces, factors).tolist()
-    made, rest = of_seconds(found, seconds[: len(cases)]), iter(seconds[len(cases) :])
-    curves = {one.key: [[_rounded(value), _rounded(next(rest))] for value in one.around] for one in found}
-    return replace(made, moves=[_curved(move, curves[move.key]) for move in made.moves])
 
+    def seconds(asked: Sequence[Case]) -> list[float]:
+        systems, factors = at(system, generation, asked)
+        return step_seconds(experiment, systems, traces, factors).tolist()
 
-def _curved(move: Sensitivity, curve: list[list[float]]) -> Sensitivity:
-    much = move.span > MOVES * min(move.low_s, move.high_s)
-    return replace(move, curve=curve) if much else move
+    made = of_seconds(found, seconds(cases))
+    moving = {move.key for move in made.moves if move.span > MOVES * min(move.low_s, move.high_s)}
+    around = [
+        (one.key, value, quantile)
+        for one in found
+        if one.key in moving
+        for value, quantile in one.around.items()
+    ]
+    curves: dict[str, list[list[float]]] = {key: [] for key in moving}
+    at_once = max(1, len(cases) // 2)  # seconds are held for every message, beside those of the first pass
+    for start in range(0, len(around), at_once):
+        part = around[start : start + at_once]
+        taken = seconds([Case(key, quantile) for key, _, quantile in part])
+        for (key, value, _), one in zip(part, taken, strict=True):
+            curves[key].append([_rounded(value), _rounded(one)])
+    return replace(
+        made,
+        moves=[replace(move, curve=curves[move.key]) if move.key in moving else move for move in made.moves],
+    )
 
 
 def _rounded(seconds: float) -> float:
