@@ -113,12 +113,15 @@ def system_of(experiment: Experiment) -> System:
 def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
     """Simulate one experiment; its record, whatever happens."""
     from repro.simulate.step import simulate
+    from repro.simulate.time.curves import curved
 
     began = time.perf_counter()
     try:
         limit = experiment.limits.memory_bytes or None
         here = experiment.network is not None  # where gloo's messages have buffers of their own
         simulation = simulate(experiment, system, memory_limit=limit, gloo=here, time=True, interval=True)
+        if simulation.time is not None:
+            simulation = replace(simulation, time=curved(simulation.time))
     except Exception as error:  # an outcome, not the end of the suite
         return failed_record(experiment, describe(error), suite=suite, wall_s=time.perf_counter() - began)
     spent_s = time.perf_counter() - began

@@ -9,7 +9,6 @@ are as much nearer to it, and what the point fixes is not doubted twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 
 from repro.config import Experiment
@@ -24,44 +23,26 @@ from repro.systems.unknowns import HIGH, JOINT, LOW, Case, Unknown, drawn
 
 DIGITS = 7
 """That are kept of seconds."""
-MOVES = 0.01
-"""Part of a step that an unknown moves at least whose seconds are looked for outside of its range as well."""
 
 
 def interval(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval | None:
     """The interval of the seconds of a step that `traces` have all roles of; None where nothing is unknown."""
-    generation = calibration_point_of(experiment.layout.kernels, system)
-    found = uncertain(system, generation)
+    found = uncertain(system, calibration_point_of(experiment.layout.kernels, system))
     if not found:
         return None
-    cases = all_cases(found)
-
-    def seconds(asked: Sequence[Case]) -> list[float]:
-        systems, factors = at(system, generation, asked)
-        return step_seconds(experiment, systems, traces, factors).tolist()
-
-    made = of_seconds(found, seconds(cases))
-    moving = {move.key for move in made.moves if move.span > MOVES * min(move.low_s, move.high_s)}
-    around = [
-        (one.key, value, quantile)
-        for one in found
-        if one.key in moving
-        for value, quantile in one.around.items()
-    ]
-    curves: dict[str, list[list[float]]] = {key: [] for key in moving}
-    at_once = max(1, len(cases) // 2)  # seconds are held for every message, beside those of the first pass
-    for start in range(0, len(around), at_once):
-        part = around[start : start + at_once]
-        taken = seconds([Case(key, quantile) for key, _, quantile in part])
-        for (key, value, _), one in zip(part, taken, strict=True):
-            curves[key].append([_rounded(value), _rounded(one)])
-    return replace(
-        made,
-        moves=[replace(move, curve=curves[move.key]) if move.key in moving else move for move in made.moves],
-    )
+    return of_seconds(found, in_cases(experiment, system, traces, all_cases(found)))
 
 
-def _rounded(seconds: float) -> float:
+def in_cases(
+    experiment: Experiment, system: System, traces: list[Trace], cases: Sequence[Case]
+) -> Sequence[float]:
+    """The seconds of a step in each of `cases`, all in one pass."""
+    systems, factors = at(system, calibration_point_of(experiment.layout.kernels, system), cases)
+    return step_seconds(experiment, systems, traces, factors).tolist()
+
+
+def rounded(seconds: float) -> float:
+    """As a record has it."""
     return float(f"{seconds:.{DIGITS}g}")
 
 
@@ -82,13 +63,13 @@ def at(
 
 def of_seconds(found: Sequence[Unknown], seconds: Sequence[float]) -> StepInterval:
     """The interval from the seconds in `all_cases(found)`."""
-    rounded = iter(map(_rounded, seconds))
+    kept = iter(map(rounded, seconds))
     moves = [
         Sensitivity(
-            key=one.key, low=one.low, best=one.best, high=one.high, low_s=next(rounded), high_s=next(rounded)
+            key=one.key, low=one.low, best=one.best, high=one.high, low_s=next(kept), high_s=next(kept)
         )
         for one in found
     ]
     moving = [move for move in moves if move.span > 0]
     moving.sort(key=lambda move: -move.span)
-    return StepInterval(draws=list(islice(rounded, len(JOINT))), moves=moving)
+    return StepInterval(draws=list(islice(kept, len(JOINT))), moves=moving)

@@ -16,6 +16,7 @@ from repro.results.interval import StepInterval
 from repro.simulate.step import simulate
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import calibration_points
+from repro.simulate.time.curves import curved
 from repro.simulate.time.interval import all_cases, at, interval, of_seconds
 from repro.simulate.time.predict import predict
 from repro.simulate.time.timed import step_seconds, timed
@@ -178,20 +179,24 @@ def test_a_curve_goes_through_the_range_and_says_what_a_step_takes_with_any_valu
     """At each point of it what a step on that system takes; in a range's middle and beyond it as well."""
     experiment, traces = traced(name)
     system = load("dgx2")
-    found = interval(experiment, system, traces)
+    plain = predict(experiment, system, traces, interval=True)
+    found = curved(plain).interval
     assert found is not None
-    curved = {move.key: move for move in found.moves if move.curve}
-    assert "device.time.pace" in curved
-    for move in curved.values():
+    assert plain.interval is not None
+    assert found.draws == plain.interval.draws
+    assert not any(move.curve for move in plain.interval.moves), "which takes as long again"
+    curves = {move.key: move for move in found.moves if move.curve}
+    assert "device.time.pace" in curves
+    for move in curves.values():
         values = [value for value, _ in move.curve or ()]
         assert values == sorted(set(values))
         assert {move.low, move.best, move.high} <= set(values)
         assert move.at(move.low) == pytest.approx(move.low_s, rel=1e-6)
         assert move.at(move.high) == pytest.approx(move.high_s, rel=1e-6)
     if name == "zero1":  # which meets over nodes for long enough
-        rings = curved["links.inter-node.rings"]
+        rings = curves["links.inter-node.rings"]
         assert {1, 2, 3, 4, 5, 6, 7, 8} <= {value for value, _ in rings.curve or ()}
-    pace = curved["device.time.pace"]
+    pace = curves["device.time.pace"]
     assert min(pace.curve or [[0]])[0] == pytest.approx(0.92 / 4)
     for value in (0.7, 1.0, 1.3):
         (other,) = [with_values(system, {"device.time.pace": value})]

@@ -1,0 +1,42 @@
+"""What a step takes with other values of one unknown number, those outside of its range among them.
+
+From it follows, without another trace, which value a published point would need (`repro.validate.implied`).  It takes
+as long as an interval again, and so only records have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from repro.simulate.time.interval import in_cases, rounded
+from repro.simulate.time.predict import Prediction
+from repro.simulate.time.uncertain import uncertain
+from repro.systems.unknowns import Case
+
+MOVES = 0.01
+"""Part of a step that an unknown moves at least whose curve is kept."""
+AT_ONCE = 40
+"""Cases in a pass: the seconds of every message are held in each of them."""
+
+
+def curved(prediction: Prediction) -> Prediction:
+    """With the curves of the unknowns that move the step by more than `MOVES`."""
+    interval = prediction.interval
+    if interval is None:
+        return prediction
+    moving = {move.key for move in interval.moves if move.span > MOVES * min(move.low_s, move.high_s)}
+    around = [
+        (one.key, value, quantile)
+        for one in uncertain(prediction.system, prediction.generation)
+        if one.key in moving
+        for value, quantile in one.around.items()
+    ]
+    curves: dict[str, list[list[float]]] = {key: [] for key in moving}
+    for start in range(0, len(around), AT_ONCE):
+        part = around[start : start + AT_ONCE]
+        cases = [Case(key, quantile) for key, _, quantile in part]
+        taken = in_cases(prediction.experiment, prediction.system, prediction.roles, cases)
+        for (key, value, _), seconds in zip(part, taken, strict=True):
+            curves[key].append([rounded(value), rounded(seconds)])
+    moves = [replace(move, curve=curves.get(move.key, move.curve)) for move in interval.moves]
+    return replace(prediction, interval=replace(interval, moves=moves))
