@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.launch.slurm import fake_slurm
+from tests.launch.slurm.submitted import ThreeCases
 
 PARTITIONS = [
     "debug*|up|2:00:00|4|gpu:v100:16|96",
@@ -79,3 +80,9 @@ def site(tmp_path: Path) -> Path:
         '[slurm]\npartition = "debug"\ntasks_per_node = 2\ntime_limit = "00:30:00"\nexclusive = false\n'
     )
     return path
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, site: Path, slurm: FakeSlurm) -> ThreeCases:
+    """Three cases that wait or run on it."""
+    return ThreeCases(tmp_path, site, slurm)

@@ -16,6 +16,7 @@ from repro.launch.plan import Task
 from repro.launch.slurm.allocation import bundle
 from repro.launch.slurm.allocation.bundle import BundleFile, counts
 from repro.launch.slurm.allocation.work import Bundle
+from repro.suites import Comparison
 from tests.training import TINY
 
 
@@ -87,3 +88,18 @@ def test_what_a_start_of_the_job_leaves_for_the_next_one(
     assert (second.open, said("phase", "stopped")) == (0, ("ended", None))
     assert counts(path) == {"hang": 1, "ok": 2}
     assert counts(tmp_path / "none.json") == {}
+
+
+def test_what_ended_is_not_begun_again() -> None:
+    compared = Task(experiments=(A, B, C), comparison=Comparison(baseline="a", subjects=("b", "c"), rounds=2))
+
+    def left(ended: dict[str, str], task: Task = compared) -> list[tuple[str, bool]]:
+        rest = bundle._rest(task, ended)
+        return [("".join(e.name for e in t.experiments), t.comparison is not None) for t in rest]
+
+    assert left({}) == [("abc", True)]
+    assert left({"b": "error"}) == [("ac", True)]
+    assert left({"a": "ok", "b": "ok"}) == [("ac", True)], "a comparison needs its baseline beside it"
+    assert left({"a": "oom"}) == [("bc", False)]
+    assert left({"a": "ok", "b": "ok", "c": "hang"}) == []
+    assert left({"a": "hang"}, Task(experiments=(A, B))) == [("b", False)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import resource
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from repro.config import Experiment, Layout
+from repro.config import ConfigError, Experiment, Layout
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation import controller
 from repro.launch.slurm.allocation.nodes import NodeReport
@@ -231,3 +232,30 @@ def test_hardware_is_looked_at_where_the_profile_names_some(monkeypatch: pytest.
     assert controller.wrong_hardware(REPORTS, dgx2) == "wrong"
     ((reports, system, gpus),) = asked
     assert (reports, system.name, gpus) == (REPORTS, "dgx2", 4)
+
+
+def test_the_address_is_the_interfaces_or_is_asked_for() -> None:
+    assert controller.address_of("lo", {}, "site.toml") == "127.0.0.1"
+    assert controller.address_of("", {"SLURM_JOB_NUM_NODES": "1"}, "site.toml") == "127.0.0.1"
+    with pytest.raises(
+        ConfigError, match=r"site.toml: environment.interface = 'ib7': must be an interface of"
+    ):
+        controller.address_of("ib7", {}, "site.toml")
+
+
+def test_among_several_nodes_the_address_is_one_that_this_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its name stands for, or what SLURM says; not the loopback, nor another node's."""
+    ours = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"]}
+    entries = {
+        name: [SimpleNamespace(family=socket.AF_INET, address=a) for a in own] for name, own in ours.items()
+    }
+    names = {"n1": "10.0.0.5", socket.gethostname(): "127.0.0.1"}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: entries)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: names[name])
+    two = {"SLURM_JOB_NUM_NODES": "2"}
+    assert controller.address_of("", two | {"SLURMD_NODENAME": "n1"}, "site.toml") == "10.0.0.5"
+    assert (
+        controller.address_of("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5"}, "site.toml") == "10.0.0.5"
+    )
+    with pytest.raises(ConfigError, match=r"the interface that reaches the other nodes; .* has lo, eth0"):
+        controller.address_of("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.6"}, "site.toml")

@@ -195,3 +195,15 @@ def test_it_leaves_nothing(rank: Rank) -> None:
     rank.child.code = 0
     rank.close()
     assert len(rank.signals) == 1
+
+
+def test_folders_of_killed_tasks_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_child, "work_parent", lambda: tmp_path)
+    dead = tmp_path / f"{rank_child.FOLDER}dead"
+    dead.mkdir()
+    (dead / rank_child.LOCK).touch()
+    first, _ = rank_child.own_folder()
+    second, _ = rank_child.own_folder()
+    assert not dead.exists()
+    assert first.exists()
+    assert second.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -127,3 +128,93 @@ def test_a_reason_of_our_own_is_said_and_asks_for_another_allocation(monkeypatch
     reason = "stopped by SLURM (SIGTERM): cancelled"
     assert (theirs.reason, theirs.reason, theirs.terminated, theirs.requeue) == (reason, reason, True, False)
     assert len(slurm.asked) == 1, "SLURM is asked once"
+
+
+def test_a_checkpoint_has_the_time_that_slurm_leaves_it() -> None:
+    """Most of the notice before a time limit; after SIGTERM the little that any site gives."""
+    noticed = stop.Stop("7")
+    assert not noticed
+    noticed.note(stop.REQUEUE, None)
+    assert (bool(noticed), noticed.requeue, noticed.terminated) == (True, True, False)
+    assert noticed.stop_s == 90 - 2 * stop.KILL_S
+    noticed.delay_s = 25.0
+    assert noticed.stop_s == stop.KILL_S
+    noticed.delay_s = 90.0
+    noticed.note(signal.SIGTERM, None)
+    assert (noticed.terminated, noticed.signal) == (True, "SIGUSR2")
+    assert noticed.stop_s == stop.KILL_S
+    told = stop.Stop("7")
+    told.terminate("n2")
+    assert (told.stop_s, told.requeue, told.signal) == (stop.KILL_S, False, "SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("JobState=CANCELLED PreemptTime=None EndTime=2026-11-21T10:00:00", "cancelled"),
+        ("JobState=COMPLETING Reason=None PreemptTime=None EndTime=2026-11-21T10:00:00", "cancelled"),
+        (
+            "JobState=COMPLETING Reason=None Restarts=1 StartTime=2026-11-21T10:00:00 EndTime=Unknown",
+            "node failure, or requeued by hand",
+        ),
+        ("JobState=COMPLETING Reason=TimeLimit PreemptTime=None EndTime=2026-11-21T10:00:00", "time limit"),
+        ("JobState=COMPLETING Reason=NodeDown PreemptTime=None EndTime=2026-11-21T10:00:00", "node failure"),
+        ("JobState=NODE_FAIL", "node failure"),
+        ("JobState=RUNNING PreemptTime=2026-11-21T10:00:00", "preempted"),
+        (
+            "JobState=TIMEOUT PreemptTime=2026-11-21T10:00:00 StartTime=2026-11-21T10:00:00",
+            "preempted",  # as soon as it had started
+        ),
+        (
+            "JobState=COMPLETING Reason=None PreemptTime=2026-11-21T10:00:00 StartTime=2026-11-21T10:05:00",
+            "cancelled",  # the preemption was of an earlier start
+        ),
+        ("JobState=RUNNING PreemptTime=None EndTime=2020-01-01T10:00:00", "time limit"),
+        ("JobState=RUNNING PreemptTime=None EndTime=2120-01-01T10:00:00", "preempted"),
+        ("JobState=RUNNING EndTime=Unknown", "preempted or at its time limit"),
+        ("", "preempted or at its time limit"),
+    ],
+)
+def test_what_a_signal_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, expected: str
+) -> None:
+    program = tmp_path / "scontrol"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert stop.meaning("7", 90) == expected
+    noticed = stop.Stop("7")
+    assert noticed.reason == ""
+    noticed.note(stop.REQUEUE, None)
+    assert noticed.reason == f"stopped by SLURM (SIGUSR2): {expected}"
+    noticed.give_up("a node is lost")
+    assert noticed.reason == f"stopped by SLURM (SIGUSR2): {expected}", "the first reason stays"
+
+
+@pytest.mark.parametrize(
+    ("state", "accounted", "expected"),
+    [
+        ("down*", "NODE_FAIL", "node failure of n2"),
+        ("down*", "RUNNING", "node failure of n2"),
+        ("mixed", "NODE_FAIL", "node failure"),
+        ("mixed", "REQUEUED", "preempted, or requeued by hand"),
+        ("mixed", "PREEMPTED", "preempted"),
+        ("mixed", "RUNNING", "node failure, or requeued by hand"),
+    ],
+)
+def test_why_a_job_is_on_its_way_back_into_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, accounted: str, expected: str
+) -> None:
+    answers = {
+        "scontrol": "JobState=COMPLETING Reason=None Restarts=3",
+        "sinfo": f"n1 mixed\nn2 {state}",
+        "sacct": f"PREEMPTED\nPREEMPTED\n{accounted}",
+    }
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{answer}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setattr(stop, "ACCOUNTED_S", 0.2)
+    assert stop.meaning("7", 90, restarts=2) == expected
+    assert stop.meaning("7", 90, restarts=3) == "cancelled"

@@ -1,0 +1,89 @@
+"""A submission of three cases, and what SLURM, its allocations and the store say of it."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from repro import cli, suites
+from repro.config import Experiment
+from repro.host.files import write_json
+from repro.launch import plan
+from repro.launch.slurm.allocation.work import SubmissionWork
+from repro.launch.slurm.following.registry import Registry, Submission, Submitted
+from repro.launch.slurm.site import profile
+from repro.launch.slurm.submission.pack import arrays
+from repro.results.measured import experiment_record
+from repro.results.store import Store
+from tests.launch.runs import experiments, write_suite
+
+if TYPE_CHECKING:
+    from tests.launch.slurm.conftest import FakeSlurm
+
+
+JOB = {"state": "RUNNING", "reason": "None", "nodes": "n1", "exit": "0:0"}
+
+
+class ThreeCases:
+    """A suite with the cases a, b, c as elements 12_0 to 12_2, written as `repro submit` writes it."""
+
+    def __init__(self, folder: Path, site: Path, slurm: FakeSlurm):
+        self.results, self.slurm = folder / "results", slurm
+        suite = suites.load(write_suite(folder, experiments("a", "b", "c")))
+        tasks = plan.tasks(suite, list(suite.entries), Store(self.results), rerun=False)
+        (array,) = arrays(tasks, profile.load(site))
+        self.registry = Registry(self.results)
+        row = Submitted(
+            bundles=[0, 1, 2],
+            nodes=1,
+            tasks_per_node=2,
+            time_limit_s=1800,
+            partition="debug",
+            job_name="repro-x-0",
+            job_id="12",
+        )
+        self.submission = Submission(
+            id="x",
+            created=datetime.now(timezone.utc).isoformat(),
+            suite=suite.name,
+            suite_file=suite.file,
+            profile=str(site),
+            system="local",
+            arrays=[row],
+        )
+        self.registry.write(self.submission)
+        self.folder = self.registry.path("x")
+        SubmissionWork(suite=suite, bundles=array.bundles, rerun=False).save(self.folder)
+        self.experiments = {entry.experiment.name: entry.experiment for entry in suite.entries}
+        slurm.set(jobs={f"12_{i}": JOB for i in range(3)})
+
+    def says(self, bundle: int, **state: Any) -> None:
+        """What the allocation of a bundle writes about itself."""
+        start = {"restarts": 0, "nodes": ["n1"], "current": None, "stopped": None}
+        write_json(self.folder / f"bundle-{bundle}.json", start | state)
+
+    def record(self, name: str, outcome: str, reason: str = "") -> Experiment:
+        """A record of a case."""
+        with Store(self.results) as store:
+            store.append(
+                experiment_record(
+                    self.experiments[name],
+                    [],
+                    suite="faults",
+                    provenance={},
+                    wall_s=1.0,
+                    outcome=outcome,
+                    reason=reason,
+                )
+            )
+        return self.experiments[name]
+
+    def status(self, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+        """`repro status` by case."""
+        capsys.readouterr()
+        cli.main(["status", "--results", str(self.results), "--json"])
+        return {case["name"]: case for case in json.loads(capsys.readouterr().out)["cases"]}
