@@ -15,32 +15,21 @@ from repro.calibrate.clock import OperatorClock
 from repro.calibrate.links import MANY, LinkBench
 from repro.calibrate.spans import Kind
 from repro.parallel import mesh as meshes
+from tests.clock import Clock
 
 WORLD = meshes.single().world
 
 
-class Time:
-    """Passes only where it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 0.0
-        for module in (clock_module, links_module):
-            monkeypatch.setattr(module, "time", self)
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    return Time(monkeypatch)
+def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock().rules(monkeypatch, clock_module, links_module)
 
 
 def operator_clock(repeats: int) -> OperatorClock:
     return OperatorClock(torch.device("cpu"), WORLD, repeats)
 
 
-def cold(time: Time, calls: list[int], seconds: float) -> Callable[[], object]:
+def cold(time: Clock, calls: list[int], seconds: float) -> Callable[[], object]:
     """Something that takes ten times as long when it is called first."""
     number = len(calls)
     calls.append(0)
@@ -52,7 +41,7 @@ def cold(time: Time, calls: list[int], seconds: float) -> Callable[[], object]:
     return call
 
 
-def test_an_operator_s_seconds_are_those_of_one_warm_call(time: Time) -> None:
+def test_an_operator_s_seconds_are_those_of_one_warm_call(time: Clock) -> None:
     """Half a millisecond: four calls a repeat, on as many sets of arguments, each called before it counts."""
     calls: list[int] = []
     found = operator_clock(repeats=3).time(lambda: cold(time, calls, 0.5e-3), nbytes=1 << 40)
@@ -66,7 +55,7 @@ def test_an_operator_s_seconds_are_those_of_one_warm_call(time: Time) -> None:
 
 
 @pytest.mark.parametrize(("payload", "calls"), [(2**16, 5), (2**16 + 1, 2), (2**20, 2), (2**20 + 1, 1)])
-def test_small_messages_are_sent_several_times_in_a_row(time: Time, payload: int, calls: int) -> None:
+def test_small_messages_are_sent_several_times_in_a_row(time: Clock, payload: int, calls: int) -> None:
     made: list[int] = []
 
     def run() -> None:

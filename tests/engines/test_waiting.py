@@ -37,14 +37,14 @@ def _all_reduce(tensor: Tensor) -> None:
 
 def waited(message: Callable[[Tensor], None]) -> dict[str, float]:
     """Seconds by phase on each of two ranks, of which the second one comes late to a message."""
-    with told_time() as time:
+    with told_time() as told:
         clock = StepClock(torch.device("cpu"))
         clock.begin()
         with StageWaits(clock.mark) as observe:
-            time.sleep(LATE_S * dist.get_rank())
+            told.sleep(LATE_S * dist.get_rank())
             message(torch.zeros(8))
             observe(Phase.IDLE)  # an engine's own word for it, which is not heard
-            time.sleep(0.1)
+            told.sleep(0.1)
             observe(Phase.OPTIMIZER)
         clock.mark("end")
         message(torch.zeros(8))  # outside nothing is marked any more

@@ -18,16 +18,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from repro.measure import timing
+from tests.clock import Clock
 
 _uses = itertools.count()
 """Ranks of a pool run the same tests, so that all of them number these alike."""
 
 
-class ToldTime:
-    """Stands for the module `time` of a rank's clocks, while `told_time` is open."""
+class ToldTime(Clock):
+    """Stands for the module `time` of a rank's clocks, while `told_time` is open; so far, seconds since then."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__(now=0.0)
         self._store = c10d._get_default_store()
         self._use = next(_uses)
         self._count: Counter[str] = Counter()
@@ -35,18 +36,6 @@ class ToldTime:
         """Where each work's senders say when they sent."""
         self._blocking: list[str] = []
         """The same of a collective that returns when it is done."""
-
-    def sleep(self, seconds: float) -> None:
-        """So much of it passes."""
-        self.now += seconds
-
-    def perf_counter(self) -> float:
-        """Seconds since it began."""
-        return self.now
-
-    def thread_time(self) -> float:
-        """Nothing is said of the processor."""
-        return 0.0
 
     def _place(self, what: str) -> str:
         """Where the next one of its like says its time: messages of a tag, and collectives, are issued in order."""

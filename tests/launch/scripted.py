@@ -1,13 +1,10 @@
-"""Launches that end as a test says, on a clock of its own."""
+"""Launches that end as a test says."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from repro.config import Experiment, Layout, Limits, Model, Training
-from repro.launch import supervise
 from repro.launch.beacon import Position
 from repro.launch.job import Job
 
@@ -61,17 +58,3 @@ class Scripted:
 
     def kill(self) -> None:
         self.killed = True
-
-
-class Clock:
-    """Time that passes only in sleep."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 100.0
-        monkeypatch.setattr(supervise, "time", self)
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds

@@ -20,6 +20,7 @@ from repro.launch import rank_process, stacks
 from repro.launch.job import Job
 from repro.launch.local import launch
 from repro.launch.local.launch import LocalLaunch
+from tests.clock import Clock
 from tests.training import TINY
 
 
@@ -87,16 +88,13 @@ class Ranks(LocalLaunch):
         monkeypatch.setattr(launch, "work_parent", lambda: folder)
         super().__init__(Job(experiments=[experiment(3)]), folder / "logs")
         self.logs.mkdir()
-        self.now, self.looks, self.writes_at = 100.0, 0, 0
+        self.clock, self.writes_at = Clock(asleep=self._written).rules(monkeypatch, launch), 0
         self.signals: list[int] = []
-        monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._passes))
         for rank in range(3):
             rank_process.errors_file(self.logs, rank).write_text("a former one (most recent call first)\n")
 
-    def _passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.looks += 1
-        if self.looks == self.writes_at:
+    def _written(self) -> None:
+        if len(self.clock.slept) == self.writes_at:
             with rank_process.errors_file(self.logs, 0).open("a") as file:
                 file.write("File x (most recent call first)\n")
 
@@ -116,10 +114,10 @@ def test_stacks_are_waited_for_of_those_who_could_write_them(
     ranks = Ranks(tmp_path, monkeypatch)
     ranks.writes_at = 3
     ranks.dump_stacks()
-    assert (ranks.signals, ranks.looks) == ([stacks.SIGNAL], 3)
-    ranks.writes_at, ranks.now = 0, 200.0
+    assert (ranks.signals, len(ranks.clock.slept)) == ([stacks.SIGNAL], 3)
+    ranks.writes_at, ranks.clock.now = 0, 200.0
     ranks.dump_stacks()
-    assert stacks.WAIT_S <= ranks.now - 200.0 < stacks.WAIT_S + 2 * launch.LOOK_S
+    assert stacks.WAIT_S <= ranks.clock.now - 200.0 < stacks.WAIT_S + 2 * launch.LOOK_S
     ranks.close(keep_logs=None)
     assert ranks.signals[-1] == signal.SIGKILL
     assert list(tmp_path.iterdir()) == []

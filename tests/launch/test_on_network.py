@@ -14,6 +14,7 @@ import torch
 from repro.config import EmulatedNetwork
 from repro.launch.rank import on_network
 from repro.launch.rank.on_network import OnNetwork
+from tests.clock import Clock
 
 NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=2, between=1e6)
 
@@ -81,7 +82,7 @@ def test_bytes_are_counted_where_they_leave_a_rank_and_its_node(
 
 def test_rates_are_of_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is held to its share has the time of that too."""
-    clock = SimpleNamespace(now=5.0, perf_counter=lambda: clock.now)
+    clock = Clock().rules(monkeypatch, on_network)
     done: list[Any] = []
 
     def flop_in(seconds: float, timer: Any) -> float:
@@ -97,7 +98,6 @@ def test_rates_are_of_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         for rank, rate in enumerate(rates):
             rate.copy_(mine * (1 + rank))
 
-    monkeypatch.setattr(on_network, "time", clock)
     monkeypatch.setattr(on_network.products, "flop_in", flop_in)
     monkeypatch.setattr(on_network.dist, "barrier", lambda: done.append("all there"))
     monkeypatch.setattr(on_network.dist, "all_gather", all_gather)

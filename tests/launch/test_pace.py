@@ -9,6 +9,7 @@ import pytest
 
 from repro.launch.rank import pace as module
 from repro.launch.rank.pace import CATCH_UP_S, TICK_S, Pace
+from tests.clock import Clock
 
 SHARE = 0.25
 
@@ -41,26 +42,27 @@ def test_a_thread_computes_for_its_share_of_the_time_whether_it_waited_before_or
     assert computed < SHARE * spent + 4 * SHARE * CATCH_UP_S + TICK_S
 
 
-class Clocks:
+class Clocks(Clock):
     """Clocks of a thread that computes, and is kept from its core, only where it is said."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        super().__init__(now=0.0)
         self.computed = self.kept = self.longer = 0.0
         """`longer`: than it was asked to, a sleep takes."""
         self.look_s = 0.0
         """Of processor time, that a look at how long the thread was kept from its core takes."""
-        self.sleeps: list[float] = []
-        monkeypatch.setattr(module, "time", self)
+        self.rules(monkeypatch, module)
         monkeypatch.setattr(module.os, "pread", self.pread)
 
     def thread_time(self) -> float:
         return self.computed
 
     def perf_counter(self) -> float:
-        return self.computed + sum(self.sleeps) + len(self.sleeps) * self.longer
+        return self.computed + self.now
 
     def sleep(self, seconds: float) -> None:
-        self.sleeps.append(seconds)
+        self.now += self.longer
+        super().sleep(seconds)
 
     def pread(self, descriptor: int, size: int, offset: int) -> bytes:
         assert offset == 0
@@ -71,15 +73,10 @@ class Clocks:
 def test_a_tick_of_the_timer_while_it_sleeps_is_not_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(monkeypatch)
     pace = Pace(SHARE)
-
-    def sleep(seconds: float) -> None:
-        clocks.sleeps.append(seconds)
-        pace.settle()
-
-    monkeypatch.setattr(clocks, "sleep", sleep)
+    clocks.asleep = pace.settle
     clocks.computed = 0.02
     pace.settle()
-    assert clocks.sleeps == [pytest.approx(0.02 / SHARE - 0.02)]
+    assert clocks.slept == [pytest.approx(0.02 / SHARE - 0.02)]
 
 
 def test_it_sleeps_for_what_its_share_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +86,9 @@ def test_it_sleeps_for_what_its_share_leaves_to_others(monkeypatch: pytest.Monke
     def settles(computed: float, kept: float = 0.0) -> list[float]:
         clocks.computed += computed
         clocks.kept += kept
-        clocks.sleeps.clear()
+        clocks.slept.clear()
         pace.settle()
-        return clocks.sleeps
+        return clocks.slept
 
     assert settles(0.1) == pytest.approx([0.3])
     assert settles(0.0) == []
@@ -122,4 +119,4 @@ def test_what_a_thread_has_not_computed_it_does_not_pay_for(monkeypatch: pytest.
     pace = Pace(1e-3)
     for _ in range(100):
         pace.settle()
-    assert clocks.sleeps == []
+    assert clocks.slept == []

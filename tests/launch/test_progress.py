@@ -14,6 +14,7 @@ from repro.launch import progress
 from repro.launch.beacon import Position
 from repro.launch.job import Job
 from repro.launch.steps import Course
+from tests.clock import Clock
 
 TINY = Model(name="tiny", layers=2, hidden=8, heads=2, vocab=16, seq=4)
 
@@ -28,17 +29,9 @@ def at(experiment: int, step: int, phase: Phase = Phase.FORWARD) -> Position:
     return Position(experiment, step, phase, 0, "", "", 0.0)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_rate_leaves_out_the_start_and_the_first_step() -> None:
     clock = Clock()
-    course = Course(job("a"), clock)
+    course = Course(job("a"), clock.monotonic)
     for now, step in ((50.0, 0), (90.0, 1), (92.0, 2), (94.0, 3)):
         clock.now = now
         steps = course.tick(at(0, step))
@@ -49,7 +42,7 @@ def test_a_rate_leaves_out_the_start_and_the_first_step() -> None:
 
 def test_a_resumed_run_counts_no_steps_of_the_former() -> None:
     clock = Clock()
-    course = Course(job("a"), clock)
+    course = Course(job("a"), clock.monotonic)
     for now, step in ((1.0, 8), (2.0, 9), (6.0, 10)):
         clock.now = now
         steps = course.tick(at(0, step))
@@ -59,7 +52,7 @@ def test_a_resumed_run_counts_no_steps_of_the_former() -> None:
 
 def test_what_takes_turns_has_the_time_of_its_own_turns_and_ends_with_the_others() -> None:
     clock = Clock()
-    course = Course(job("a", "b", compare=True, rounds=2), clock)
+    course = Course(job("a", "b", compare=True, rounds=2), clock.monotonic)
     seen = ((0, 0, 0.0), (0, 1, 1.0), (1, 0, 1.0), (1, 1, 4.0), (0, 2, 5.0), (0, 3, 6.0), (1, 2, 9.0))
     for experiment, step, now in seen:
         clock.now = now
@@ -78,10 +71,8 @@ def test_turns_that_begin_anew_repeat_their_untimed_steps() -> None:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    clock.now = 1000.0
-    monkeypatch.setattr(progress.time, "monotonic", clock)
-    monkeypatch.setattr(progress, "Course", lambda job: Course(job, clock))
+    clock = Clock(1000.0).rules(monkeypatch, progress)
+    monkeypatch.setattr(progress, "Course", lambda job: Course(job, clock.monotonic))
     return clock
 
 

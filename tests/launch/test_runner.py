@@ -21,6 +21,7 @@ from repro.launch.recorder import DiskFull
 from repro.launch.runner import Runner
 from repro.launch.supervise import Ending
 from repro.suites import Comparison
+from tests.clock import Clock
 from tests.training import TINY
 
 
@@ -174,7 +175,7 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
     told, interrupt = Told(tmp_path), Interrupt()
     prepared: list[None] = []
     told.store = SimpleNamespace(root=tmp_path, prepare=lambda: prepared.append(None))
-    refusals, order, slept = {A.key: 2, B.key: 0, C.key: 9}, list[str](), list[float]()
+    refusals, order = {A.key: 2, B.key: 0, C.key: 9}, list[str]()
 
     class Shared:
         logs = tmp_path
@@ -194,12 +195,11 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
         assert shared.held == task.keys
         order.extend(experiment.name for experiment in task.experiments)
 
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        interrupt.signal = 2 if len(slept) == 4 else 0
+    def asleep() -> None:
+        interrupt.signal = 2 if len(clock.slept) == 4 else 0
 
     monkeypatch.setattr(Runner, "_run", run)
-    monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=sleep))
+    clock = Clock(asleep=asleep).rules(monkeypatch, runner)
     monkeypatch.setattr(
         runner.plan, "lacking", lambda task, store: [] if task.experiments[0] is A else [task]
     )
@@ -210,7 +210,7 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
     assert told.said == [
         *("0 elsewhere", "waiting for another `repro run` on this store: a, c", "1 elsewhere"),
     ]
-    assert slept == [runner.WAIT_S] * 4
+    assert clock.slept == [runner.WAIT_S] * 4
     assert (shared.held, len(prepared)) == (None, 3 + 2 + 2 + 1)
     interrupt.signal = 0
     Runner(anyone, anyone, interrupt, shared, rerun=True).run([Task(experiments=(A,))])

@@ -17,8 +17,9 @@ from repro.launch.job import Job
 from repro.launch.local.launch import LocalLaunch, environment
 from repro.launch.rank import program as rank_program
 from repro.launch.supervise import Ending, signal_name, watch
+from tests.clock import Clock
 from tests.launch.runs import FAKE
-from tests.launch.scripted import MODEL, Clock, Scripted, experiment
+from tests.launch.scripted import MODEL, Scripted, experiment
 
 
 def launch(
@@ -30,26 +31,27 @@ def launch(
     job = Job(experiments=[experiment("a", **limits), experiment("b", **limits)])
     launched = LocalLaunch(job, tmp_path / "logs", target=FAKE)
     if limits.keys() & {"hang_s", "timeout_s"}:
-        monkeypatch.setattr(supervise, "time", OnceItIsThere(launched))
+        OnceItIsThere(launched).rules(monkeypatch, supervise)
     launched.start()
     ending = watch(launched)
     assert all(launched.poll(rank) is not None for rank in range(2)), "a rank was not reaped"
     return ending, launched
 
 
-class OnceItIsThere:
-    """A clock that stands until the ranks are where a limit is to be met: however slow they are, none is before."""
+class OnceItIsThere(Clock):
+    """A clock that stands until the ranks are where a limit is to be met: however slow they are, none is before.
+
+    They are processes, for which nothing is there to wait but their word: so it sleeps indeed.
+    """
 
     def __init__(self, launched: LocalLaunch):
-        self.launched, self.now = launched, 100.0
-
-    def monotonic(self) -> float:
-        return self.now
+        super().__init__()
+        self.launched = launched
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
         if self._there():
-            self.now += seconds
+            super().sleep(seconds)
 
     def _there(self) -> bool:
         """Whether a rank is stopped and the others wait for it, or all are held in the second step."""
@@ -145,13 +147,13 @@ def test_the_cause_wins_over_its_echoes(
 def test_a_cause_that_is_known_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, reports: dict[int, tuple[str, str]], settled_s: float
 ) -> None:
-    clock = Clock(monkeypatch)
+    clock = Clock().rules(monkeypatch, supervise)
     assert watch(Scripted([1, 1, None], reports)).outcome == "error"
     assert clock.now - 100 == pytest.approx(settled_s, abs=2 * supervise.POLL_S)
 
 
 def test_a_hang_names_the_rank_with_the_smallest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch)
+    Clock().rules(monkeypatch, supervise)
     ending = watch(Scripted([None, None, None], {}))
     assert ending.outcome == "hang"
     assert "rank 0 is behind at step 5, forward, after all_gather #40 on tp; rank 1 waits" in ending.reason
@@ -206,19 +208,19 @@ class Timed(Scripted):
 
 def test_time_is_counted_for_each_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharing a launch costs nobody its time: two of one second are both under a limit of 1.5 s."""
-    ending = watch(Timed(Clock(monkeypatch), timeout_s=1.5))
+    ending = watch(Timed(Clock().rules(monkeypatch, supervise), timeout_s=1.5))
     assert ending.outcome == "ok"
     assert ending.spent_s == pytest.approx([1, 1], abs=0.1)
 
 
 def test_a_timeout_says_where_everybody_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = watch(Timed(Clock(monkeypatch), timeout_s=0.5))
+    ending = watch(Timed(Clock().rules(monkeypatch, supervise), timeout_s=0.5))
     assert (ending.outcome, ending.experiment) == ("timeout", 0)
     assert "ranks 0, 1, 2 at step 5, forward, after all_gather #40 on tp" in ending.reason
 
 
 def test_the_start_may_take_longer_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
+    clock = Clock().rules(monkeypatch, supervise)
     scripted = Scripted([None] * 3, {})
     monkeypatch.setattr(scripted, "position", lambda rank: Position(0, 0, "start", 0, "", "", 0.0))
     ending = watch(scripted)

@@ -11,7 +11,8 @@ from repro.launch import supervise
 from repro.launch.beacon import Position
 from repro.launch.job import Job
 from repro.launch.supervise import Ending, watch
-from tests.launch.scripted import Clock, Scripted, experiment
+from tests.clock import Clock
+from tests.launch.scripted import Scripted, experiment
 
 TICK = 1 / 16
 KILLED = "rank 0 was killed by signal 9 (SIGKILL)"
@@ -22,7 +23,7 @@ AT = "at step 5, forward, after all_gather #{} on tp"
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(supervise, "POLL_S", TICK)  # sums of it are exact
-    return Clock(monkeypatch)
+    return Clock().rules(monkeypatch, supervise)
 
 
 class Elsewhere(Scripted):

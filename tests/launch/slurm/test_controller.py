@@ -20,6 +20,7 @@ from repro.launch.slurm.allocation.stop import Stop
 from repro.launch.slurm.allocation.work import Bundle, SubmissionWork
 from repro.launch.slurm.site.profile import parse
 from repro.suites import Entry, Suite
+from tests.clock import Clock
 from tests.records import lines
 from tests.training import TINY
 
@@ -94,21 +95,10 @@ class Looks:
         return "" if self.polls > 100 else "srun: error: n1 is down"
 
 
-class Clock:
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_every_node_is_waited_for_and_who_is_silent_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(controller, "time", clock)
+    clock = Clock().rules(monkeypatch, controller)
     monkeypatch.setattr("submitit.slurm.slurm.SlurmJobEnvironment.hostnames", ["n0", "n1"])
     folder = tmp_path / "nodes"
     folder.mkdir()

@@ -20,21 +20,10 @@ from repro.launch.slurm.allocation.connection import ENDED, Message
 from repro.launch.slurm.allocation.launch import ClusterLaunch
 from repro.launch.slurm.allocation.stop import Stop
 from repro.launch.slurm.site.profile import parse
+from tests.clock import Clock
 from tests.training import TINY
 
 JOB = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=3))])
-
-
-class Clock:
-    """Time that passes only in sleep."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class Step:
@@ -80,9 +69,7 @@ class Listener:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(launch, "time", made)
-    return made
+    return Clock().rules(monkeypatch, launch)
 
 
 class Started(ClusterLaunch):

@@ -10,34 +10,24 @@ import pytest
 
 from repro.launch.slurm.allocation import stop
 from repro.launch.slurm.allocation.stop import ACCOUNTED_S, EARLY_S, SIGNALS
+from tests.clock import Clock
 
 NOW = 1_800_000_000.0
 
 
 class Slurm:
-    """Answers by command, the last of several for ever; time passes in sleep."""
+    """Answers by command, the last of several for ever, on a clock of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str | list[str]):
         self.answers = {name: [said] if isinstance(said, str) else said for name, said in answers.items()}
         self.asked: list[list[str]] = []
-        self.now, self.sleeps = 100.0, 0
+        self.clock = Clock(NOW).rules(monkeypatch, stop)
         monkeypatch.setattr(stop, "_said", self._said)
-        monkeypatch.setattr(stop, "time", self)
 
     def _said(self, command: list[str]) -> str:
         self.asked.append(command)
         said = self.answers.get(command[0], [""])
         return said.pop(0) if len(said) > 1 else said[0]
-
-    def time(self) -> float:
-        return NOW
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.sleeps += 1
 
 
 def at(seconds: float) -> str:
@@ -75,21 +65,21 @@ def test_the_accounting_is_waited_for_until_it_knows_of_this_run(monkeypatch: py
     first, both = "PREEMPTED\nPENDING\nRUNNING\n", "PREEMPTED\nREQUEUED\n"
     slurm = Slurm(monkeypatch, scontrol=RESTARTED, sacct=[first, first, both], sinfo="n1 mixed\nn2 idle")
     assert stop.meaning("7", 60.0, 1) == "preempted, or requeued by hand"
-    assert (slurm.sleeps, slurm.now) == (2, pytest.approx(100.0 + 2 * ACCOUNTED_S / 10))
+    assert slurm.clock.slept == [ACCOUNTED_S / 10] * 2
     assert slurm.asked[1:3] == [
         ["sacct", "-n", "-X", "-P", "-D", "-j", "7", "-o", "State"],
         ["sinfo", "-h", "-N", "-n", "n[1-2]", "-o", "%N %T"],
     ]
     never = Slurm(monkeypatch, scontrol=RESTARTED, sacct=first, sinfo="")
     assert stop.meaning("7", 60.0, 1) == "node failure, or requeued by hand"
-    assert never.sleeps in (10, 11)
+    assert len(never.clock.slept) in (10, 11)
     silent = Slurm(monkeypatch, scontrol=RESTARTED, sacct="")
     assert stop.meaning("7", 60.0, 1) == "node failure, or requeued by hand"
-    assert silent.sleeps == 0, "without an accounting there is nothing to wait for"
+    assert silent.clock.slept == [], "without an accounting there is nothing to wait for"
     nodes = "n3 down*\nn1 failing\nn2 mixed\nn3 down*"
     down = Slurm(monkeypatch, scontrol=RESTARTED, sacct=first, sinfo=nodes)
     assert stop.meaning("7", 60.0, 1) == "node failure of n1, n3"
-    assert down.sleeps == 0
+    assert down.clock.slept == []
     monkeypatch.delenv("SLURM_JOB_NODELIST")
     unknown = Slurm(monkeypatch, scontrol=RESTARTED, sacct=both.replace("REQUEUED", "NODE_FAIL"), sinfo=nodes)
     assert stop.meaning("7", 60.0, 1) == "node failure"
@@ -215,6 +205,6 @@ def test_why_a_job_is_on_its_way_back_into_the_queue(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(stop, "ACCOUNTED_S", 0.2)
+    Clock().rules(monkeypatch, stop)
     assert stop.meaning("7", 90, restarts=2) == expected
     assert stop.meaning("7", 90, restarts=3) == "cancelled"
