@@ -15,9 +15,8 @@ from repro.results.interval import Other, Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
 from repro.validate.implied import Implied, implied
 from tests.claims.test_judge import HEAD
-from tests.claims.test_possible import rate
 from tests.records import changed
-from tests.validate.test_unknowns import PACE, RINGS, on
+from tests.validate.steps import PACE, RINGS, judged, on
 
 
 def moving(
@@ -35,12 +34,7 @@ INVERSE = {0.25: 80.0, 0.5: 40.0, 1: 20.0, 2: 10.0, 4: 5.0, 8: 2.5, 16: 1.25}
 
 
 def needed(path: Path, rows: dict[str, str], *records: ExperimentRecord) -> list[Implied]:
-    lines = ",\n".join(
-        f'{{ label = "{name}", published = "{value}", unit = "samples/s", {rate(f"s/{name}")} }}'
-        for name, value in rows.items()
-    )
-    (path / "claims.toml").write_text(HEAD + lines + "]\n")
-    return implied(judge(load(path), records), records)
+    return implied(judged(path, rows, *records), records)
 
 
 def test_the_value_at_which_a_prediction_is_what_was_published(tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ import pytest
 
 from repro import systems
 from repro.calibrate import document
-from repro.claims.judge import judge
-from repro.claims.reader import load
 from repro.cli import main
-from repro.config import Experiment, Layout, Model, OperatorSet
+from repro.config import OperatorSet
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
@@ -24,33 +22,13 @@ from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
 from repro.validate.measurable import measurement
 from repro.validate.unknowns import ShoppingList, shopping_list
 from tests.claims.test_judge import HEAD
-from tests.claims.test_possible import rate, simulated
+from tests.claims.test_possible import rate
 from tests.records import changed
-
-MODEL = Model(name="m", layers=2, hidden=32, heads=2, vocab=256, seq=32)
-RINGS, PACE = "links.inter-node.rings", "device.time.pace"
-
-
-def on(system: str, name: str, **moves: tuple[float, float]) -> ExperimentRecord:
-    """A step of 10 s and 100 samples on `system`; `moves`: its seconds at both ends of an unknown."""
-    keys = {"rings": RINGS, "pace": PACE}
-    made = [
-        Sensitivity(key=keys[key], low=1, best=2, high=3, low_s=low, high_s=high)
-        for key, (low, high) in moves.items()
-    ]
-    record = simulated(f"s/{name}", 10.0, StepInterval(draws=[10.0] * 4, moves=made))
-    layout = Layout(precision="fp16", kernels=OperatorSet.UNFUSED)
-    experiment = Experiment(name=name, model=MODEL, layout=layout, system=system)
-    return changed(record, experiment=experiment.as_dict(), key=experiment.key)
+from tests.validate.steps import PACE, RINGS, judged, on
 
 
 def listed(path: Path, published: dict[str, str], *records: ExperimentRecord) -> ShoppingList:
-    rows = ",\n".join(
-        f'{{ label = "{name}", published = "{value}", {rate(f"s/{name}")} }}'
-        for name, value in published.items()
-    )
-    (path / "claims.toml").write_text(HEAD + rows + "]\n")
-    return shopping_list(judge(load(path), records), records)
+    return shopping_list(judged(path, published, *records), records)
 
 
 def test_shares_rows_and_verdicts_by_hand(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from repro.config import Model
-from repro.weights.families.family import Config, Family, by_group, first_of, linear, norm, whole
+from repro.weights.families.family import Config, Family, first_of, norm, projections
 from repro.weights.rows import Counterpart, same
 from repro.weights.source import TOKENS
 
@@ -30,16 +30,9 @@ def _sizes(config: Config) -> dict[str, Any]:
 
 def _layer(model: Model, i: int) -> Iterator[Counterpart]:
     theirs, attention, mlp = f"h.{i}", f"blocks.{i}.attention", f"blocks.{i}.mlp"
-    h, f = model.hidden, model.ffn_width
     yield from norm(f"{theirs}.input_layernorm", f"{attention}.norm", model)
     yield from norm(f"{theirs}.post_attention_layernorm", f"{mlp}.norm", model)
-    for name, inputs, stretches in (
-        ("self_attention.query_key_value", h, by_group(attention, model)),
-        ("self_attention.dense", h, whole(f"{attention}.out", h)),
-        ("mlp.dense_h_to_4h", h, whole(f"{mlp}.up", f)),
-        ("mlp.dense_4h_to_h", f, whole(f"{mlp}.down", h)),
-    ):
-        yield from linear(f"{theirs}.{name}", inputs, stretches, biased=True)
+    yield from projections(theirs, i, model, "self_attention", biased=True)
 
 
 def _ends(model: Model) -> Iterator[Counterpart]:

@@ -6,18 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from repro.config import Model
-from repro.weights.families.family import (
-    TO_GELUS,
-    Config,
-    Family,
-    by_group,
-    first_of,
-    gelu,
-    linear,
-    norm,
-    rotary,
-    whole,
-)
+from repro.weights.families.family import TO_GELUS, Config, Family, first_of, gelu, norm, projections, rotary
 from repro.weights.rows import Counterpart, same
 from repro.weights.source import TOKENS
 
@@ -50,19 +39,12 @@ def _sizes(config: Config) -> dict[str, Any]:
 
 def _layer(model: Model, i: int) -> Iterator[Counterpart]:
     theirs, attention, mlp = f"h.{i}", f"blocks.{i}.attention", f"blocks.{i}.mlp"
-    h, f = model.hidden, model.ffn_width
     if model.blocks == "parallel":
         yield from norm(f"{theirs}.ln_attn", f"{attention}.norm", model)
         yield from norm(f"{theirs}.ln_mlp", f"{mlp}.norm", model)
     else:
         yield from norm(f"{theirs}.input_layernorm", f"{attention}.norm", model)
-    for name, inputs, stretches in (
-        ("self_attention.query_key_value", h, by_group(attention, model)),
-        ("self_attention.dense", h, whole(f"{attention}.out", h)),
-        ("mlp.dense_h_to_4h", h, whole(f"{mlp}.up", f)),
-        ("mlp.dense_4h_to_h", f, whole(f"{mlp}.down", h)),
-    ):
-        yield from linear(f"{theirs}.{name}", inputs, stretches, biased=model.biases == "all")
+    yield from projections(theirs, i, model, "self_attention", biased=model.biases == "all")
 
 
 def _ends(model: Model) -> Iterator[Counterpart]:

@@ -124,6 +124,18 @@ def by_group(block: str, model: Model) -> Callable[[str], tuple[Stretch, ...]]:
     return stretches
 
 
+def projections(theirs: str, i: int, model: Model, attention: str, *, biased: bool) -> Iterator[Counterpart]:
+    """Layer i's four matrices where they are called as in Megatron-LM: in `attention`, then in `mlp`, of `theirs`."""
+    ours, h, f = f"blocks.{i}", model.hidden, model.ffn_width
+    for name, inputs, stretches in (
+        (f"{attention}.query_key_value", h, by_group(f"{ours}.attention", model)),
+        (f"{attention}.dense", model.heads * model.head_width, whole(f"{ours}.attention.out", h)),
+        ("mlp.dense_h_to_4h", h, whole(f"{ours}.mlp.up", f)),
+        ("mlp.dense_4h_to_h", f, whole(f"{ours}.mlp.down", h)),
+    ):
+        yield from linear(f"{theirs}.{name}", inputs, stretches, biased=biased)
+
+
 def first_of(config: Config, *keys: str) -> Any:
     """The value of the first key that is there and says something; raises `KeyError` of the first."""
     for key in keys:

@@ -7,17 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from repro.config import Model
-from repro.weights.families.family import (
-    TO_GELUS,
-    Config,
-    Family,
-    by_group,
-    gelu,
-    linear,
-    norm,
-    rotary,
-    whole,
-)
+from repro.weights.families.family import TO_GELUS, Config, Family, gelu, norm, projections, rotary
 from repro.weights.rows import Counterpart, same
 from repro.weights.source import TOKENS
 
@@ -42,17 +32,9 @@ def _sizes(config: Config) -> dict[str, Any]:
 
 def _layer(model: Model, i: int) -> Iterator[Counterpart]:
     theirs, attention, mlp = f"layers.{i}", f"blocks.{i}.attention", f"blocks.{i}.mlp"
-    h, f, inner = model.hidden, model.ffn_width, model.heads * model.head_width
     yield from norm(f"{theirs}.input_layernorm", f"{attention}.norm", model)
     yield from norm(f"{theirs}.post_attention_layernorm", f"{mlp}.norm", model)
-    together = by_group(attention, model)
-    for name, inputs, stretches in (
-        ("attention.query_key_value", h, together),
-        ("attention.dense", inner, whole(f"{attention}.out", h)),
-        ("mlp.dense_h_to_4h", h, whole(f"{mlp}.up", f)),
-        ("mlp.dense_4h_to_h", f, whole(f"{mlp}.down", h)),
-    ):
-        yield from linear(f"{theirs}.{name}", inputs, stretches, biased=True)
+    yield from projections(theirs, i, model, "attention", biased=True)
 
 
 def _ends(model: Model) -> Iterator[Counterpart]:
