@@ -52,9 +52,14 @@ ASSUMED_ANY: dict[str, Quantity] = {
     "adapters": Quantity(value=1.0, source="a node's devices share all of its bandwidth"),
     "switch": Quantity(value=1.0, source="every device takes an adapter of its own where there are enough"),
     "overlap_cost": Quantity(value=0.0, source="compute loses nothing to a collective beside it"),
+    "pod": Quantity(value=1.0, source="it matters under oversubscription alone"),
+    "oversubscription": Quantity(value=1.0, source="every node reaches every other at its full bandwidth"),
 }
 """As `ASSUMED_LINKS`, for every class."""
-KEYS = ("latency_s", "start_s", "efficiency", "half_bytes", "adapters", "switch", "rings", "overlap_cost")
+KEYS = (
+    *("latency_s", "start_s", "efficiency", "half_bytes"),
+    *("adapters", "switch", "rings", "overlap_cost", "pod", "oversubscription"),
+)
 """The optional numbers of a link."""
 
 
@@ -115,6 +120,10 @@ class Link:
     """Adapters that one communicator drives at once, at most."""
     overlap_cost: Quantity = UNSAID
     """Fraction of a collective's seconds that compute beside it loses (processor cores that both need)."""
+    pod: Quantity = UNSAID
+    """Nodes, one after another, that reach each other at full bisection bandwidth."""
+    oversubscription: Quantity = UNSAID
+    """Bandwidth of a pod's nodes over that of its way out, 7 where it is 1:7; 1: the network narrows nowhere."""
     collectives: dict[str, Collective] = field(default_factory=dict)
     """Measured seconds by operation; where they are there they win over the formula."""
     hop: Collective | None = None
@@ -128,6 +137,10 @@ class Link:
         check_whole("adapters", self.adapters)
         check_whole("switch", self.switch)
         check_whole("rings", self.rings)
+        check_whole("pod", self.pod)
+        for factor in self.oversubscription.ends:
+            what = "1 or more: bandwidth below over bandwidth above"
+            require(factor >= 1, "oversubscription", factor, what)
         cost = self.overlap_cost.value
         require(cost is None or cost <= 1, "overlap_cost", cost, "a fraction, 0 to 1")
         for operation in self.collectives:

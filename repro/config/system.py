@@ -114,7 +114,7 @@ class System:
         return int(self.device.memory_bytes.known("device.memory_bytes", system=self.name)) - self.context()
 
     @property
-    def oversubscription(self) -> float:
+    def ranks_per_core(self) -> float:
         """Ranks for each processor core that they shared while they were measured; 1 where each had its own."""
         ranks = self.devices_per_node.value
         if self.provenance is None or not self.provenance.cores or ranks is None:

@@ -55,6 +55,7 @@ ASSUMED: dict[str, Quantity] = {
         source="devices of one kind in one cluster differ by 8 % on average, 22 % at most (2208.11035v3); low: what "
         "was measured was a slow one; high: it was a fast one, and the slowest of many sets the pace",
     ),
+    "spread": Quantity(value=0, source="all devices of a run take the same"),
 }
 """What is taken for a key of `DeviceTime` that a system does not know, and why.  `unaligned_flops` has
 none: where it is unknown, no size is slower for want of alignment."""
@@ -76,6 +77,9 @@ class DeviceTime:
     """Seconds of the host for one operator of eager PyTorch."""
     pace: Quantity = UNSAID
     """Seconds of a run's kernels over those of the device that these numbers or a published point come from."""
+    spread: Quantity = UNSAID
+    """Standard deviation over the mean of what a step's kernels take on the devices of a run; all wait for the slowest
+    (`repro.simulate.time.stragglers`)."""
     unaligned_flops: Quantity = UNSAID
     """FLOP/s that products reach whose sizes are not multiples of 8, which tensor cores may not take."""
 
@@ -85,6 +89,8 @@ class DeviceTime:
         check_whole("multiprocessors", self.multiprocessors)
         check_positive("unaligned_flops", self.unaligned_flops)
         check_positive("pace", self.pace)
+        for ratio in self.spread.ends:
+            require(ratio < 1, "spread", ratio, "less than 1: a standard deviation over the mean")
 
     def used(self, key: str) -> Quantity:
         """The number of `key`, or where it is unknown the one of `ASSUMED` with a source that says so."""
@@ -107,6 +113,7 @@ class Timing:
     kernel_s: float
     launch_s: float
     pace: float
+    spread: float
     unaligned_flops: float | None
 
 

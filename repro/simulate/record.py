@@ -135,7 +135,7 @@ def _series(experiment: Experiment, simulation: Simulation, system: System) -> S
     traced = simulation.traces[fullest]
     if prediction is None:  # no peak, no bandwidth: operators by the bytes that they move
         return StepSeries(memory=over_step(traced, lambda operator: operator.read + operator.written))
-    cost = DeviceCost(system, experiment.layout.precision, prediction.factor)
+    cost = DeviceCost(system, experiment.layout.precision, prediction.factor, experiment.layout.world)
     found = prediction.as_dict()
     return StepSeries(
         memory=over_step(traced, cost.seconds),

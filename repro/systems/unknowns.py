@@ -20,7 +20,7 @@ PER_RANGE = 4
 """Steps of a search from one end of a range to the other."""
 DRAWS = 64
 """Joint draws of all unknowns."""
-WHOLE = ("rings", "adapters", "switch", "multiprocessors", "devices_per_node", "nodes")
+WHOLE = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
 """Last words of keys that count something."""
 FRACTIONS = ("efficiency", "matmul_efficiency", "memory_efficiency", "overlap_cost")
 """Last words of keys that are at most 1."""

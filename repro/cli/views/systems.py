@@ -160,6 +160,7 @@ WORDS: dict[str, Callable[[float], str]] = {
     "memory_efficiency": _of_peak,
     "efficiency": _of_peak,
     "overlap_cost": units.percent,
+    "spread": units.percent,
 }
 """How the numbers for time are shown; the others count something."""
 ALWAYS = ("latency_s", "efficiency")

@@ -94,7 +94,7 @@ class Times:
         key = layout.precision, layout.kernels
         if key not in self._cases:
             systems, factors = at(self.system, generation, (Case(), *all_cases(found)))
-            self._cases[key] = systems, SeveralDevices(systems, layout.precision, factors)
+            self._cases[key] = systems, SeveralDevices(systems, layout.precision, factors, layout.world)
         systems, cost = self._cases[key]
         network = SeveralNetworks(systems, _groups(layout))
         seconds = network.lanes(0.0)
@@ -121,7 +121,7 @@ class Times:
         if key not in self._costs:
             generation = calibration_points.calibration_point_of(layout.kernels, self.system)
             factor = efficiency.factor(generation) if generation is not None else 1.0
-            self._costs[key] = DeviceCost(self.system, layout.precision, factor), factor
+            self._costs[key] = DeviceCost(self.system, layout.precision, factor, layout.world), factor
         return self._costs[key]
 
     def _network(self, layout: Layout) -> Network:
@@ -164,7 +164,7 @@ class Times:
             [_of(found, micro_batches) for found in by_stage],
             network if stages == layout.pp else _Edges(network, stages),
             overlap_cost=network.overlap_cost,
-            oversubscription=self.system.oversubscription,
+            ranks_per_core=self.system.ranks_per_core,
         )
 
     def _document(self, layout: Layout, point: Point, timeline: Timeline) -> dict[str, Any]:

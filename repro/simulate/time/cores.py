@@ -19,9 +19,9 @@ class CoreWork:
 class Cores:
     """The cores of a machine, shared evenly by the stages that compute."""
 
-    def __init__(self, oversubscription: float, stages: int):
-        """`oversubscription`: ranks for each core.  A rank uses one core at most, however many are free."""
-        self.oversubscription, self.stages = oversubscription, stages
+    def __init__(self, ranks_per_core: float, stages: int):
+        """`ranks_per_core`: ranks for each core.  A rank uses one core at most, however many are free."""
+        self.ranks_per_core, self.stages = ranks_per_core, stages
         self.now = 0.0
         self.works: list[CoreWork] = []
 
@@ -37,7 +37,7 @@ class Cores:
             if not active:
                 self.now = later
                 continue
-            speed = min(self.oversubscription, self.stages / len(active))
+            speed = min(self.ranks_per_core, self.stages / len(active))
             least = min(work.left for work in active)
             end = self.now + least / speed
             if later < end:

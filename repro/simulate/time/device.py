@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import ceil, prod
 
 from repro.config.system import System
+from repro.simulate.time.stragglers import slowest
 from repro.simulate.trace.events import Operator
 
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
@@ -34,15 +35,17 @@ ALIGNMENT = 8
 
 
 class DeviceCost:
-    """What operators take on a device of `system` at one precision."""
+    """What operators take on a device of `system` at one precision: on the slowest of those that wait for it."""
 
-    def __init__(self, system: System, precision: str, factor: float = 1.0):
+    def __init__(self, system: System, precision: str, factor: float = 1.0, devices: int = 1):
         """Raises `ConfigError` where the device's peak or its bandwidth is not known.
 
         `factor`: seconds of this software's kernels over the model's; see `repro.simulate.time.calibration_points`.
+        `devices`: of the step, which is synchronous.
         """
         time = system.timing
         self.system, self.factor = system, factor * time.pace
+        self.slowest = slowest(time.spread, devices)
         self.rates = system.device.operators
         self.launch_s = time.launch_s
         self.kernel_s = time.kernel_s
@@ -60,10 +63,10 @@ class DeviceCost:
         if "pcie" in system.links and system.links["pcie"].bandwidth.value is not None:
             efficiency = system.links["pcie"].used("pcie", "efficiency").value or 1.0
             self.host_bandwidth = system.links["pcie"].bandwidth.value * efficiency
-        self.seconds = lru_cache(maxsize=None)(self._seconds)
+        self.seconds = lru_cache(maxsize=None)(lambda operator: self._seconds(operator) * self.slowest)
 
     def _seconds(self, operator: Operator) -> float:
-        """Seconds of `operator` on the device."""
+        """Seconds of `operator` on a device like the others."""
         if self.rates:
             return self._calibrated(operator)
         name = operator.name

@@ -45,7 +45,7 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
         right = "measured with a ring of all ranks, as repro calibrate does now: calibrate anew"
         raise ConfigError("machine", machine.name, right)
     hop = hops(here.collectives[RING], network.world)
-    alone = hop.points[0][1] / machine.oversubscription
+    alone = hop.points[0][1] / machine.ranks_per_core
     latency = said(alone, "the cores' time for a small step of a ring, without the ranks that share them")
     cost = here.used(INSIDE, "overlap_cost").value or 0.0
     share = payload_share(network)

@@ -6,9 +6,11 @@ devices, at most `rings` of them, and shares each with the other groups of its a
 same time.  A small all-reduce over several nodes takes a tree, whose latency grows with their logarithm.  Both
 as NCCL estimates them itself, when it chooses (NVIDIA/nccl src/graph/tuning.cc, 2.5 on).
 
-Not modelled: contention beyond a node's adapters (a fabric without oversubscription), groups of different axes
-at the same time, NVLink that does not join every pair alike (DGX-1), protocols for small messages, and trees
-over two nodes with few adapters, which reach up to twice the network's bandwidth (NVIDIA/nccl#307).
+Beyond the adapters the network narrows where its file says so (`repro.simulate.time.fabric`).
+
+Not modelled: groups of different axes at the same time, NVLink that does not join every pair alike (DGX-1),
+protocols for small messages, and trees over two nodes with few adapters, which reach up to twice the network's
+bandwidth (NVIDIA/nccl#307).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from repro.config.links import Collective
 from repro.config.system import System
 from repro.parallel.ledger import RING_PASSES, SEND
 from repro.simulate.placement import BETWEEN_NODES, GROUPS, Placement
+from repro.simulate.time.fabric import Pods
 from repro.simulate.time.measured_collectives import GroupSpan, interpolate, seconds
 from repro.simulate.time.rings import Adapters, GroupsOnNodes, Numbers, Ring
 
@@ -153,7 +156,10 @@ class Network:
             between = some * self.number(BETWEEN_NODES, "latency_s")
             start = np.maximum(start, some * self.number(BETWEEN_NODES, "start_s"))
             half = np.maximum(half, some * self.number(BETWEEN_NODES, "half_bytes"))
-        kinds = np.stack([on.nodes, -on.most(-rate), start, within, between, half], axis=1)
+        slowest = -on.most(-rate)
+        if across.any() and (pods := self._pods) is not None:
+            slowest = pods.rings(self.placement.nodes(on.members), slowest)
+        kinds = np.stack([on.nodes, slowest, start, within, between, half], axis=1)
         size = on.members.shape[1]
         return tuple(Ring(size, int(nodes), *rest) for nodes, *rest in np.unique(kinds, axis=0).tolist())
 
@@ -176,6 +182,15 @@ class Network:
         rings, switch = (int(self.number(BETWEEN_NODES, key)) for key in ("rings", "switch"))
         return Adapters(devices, count, each, rings, switch)
 
+    @cached_property
+    def _pods(self) -> Pods | None:
+        """The pods of nodes that share their way out; None where they need not."""
+        factor = self.number(BETWEEN_NODES, "oversubscription")
+        if factor == 1:
+            return None
+        nodes, adapters = int(self.number(BETWEEN_NODES, "pod")), self._adapters()
+        return Pods(nodes, nodes * adapters.count * adapters.each / factor)
+
     def _edge_of(self, from_stage: int, to_stage: int) -> GroupsOnNodes:
         """All pairs of a rank of one stage and the rank of another that it sends to."""
         pairs = self.placement.members("pp")[:, [from_stage, to_stage]]
@@ -197,6 +212,9 @@ class Network:
         alone = GroupsOnNodes(senders, self.placement.nodes(senders))
         if across.any():
             # A message takes all adapters near its device in turn, where a ring takes its communicator's.
-            return float(replace(self._adapters(), switch=1).rates(alone, alone.ranks > 0).min())
+            rates = replace(self._adapters(), switch=1).rates(alone, alone.ranks > 0)
+            if (pods := self._pods) is not None:
+                rates = pods.messages(self.placement.nodes(edge.members[across]), rates[alone.of_member])
+            return float(rates.min())
         ranks = alone.by_node(alone.ranks)
         return float(self._rate_inside(self._edge_link(from_stage, to_stage), ranks, ranks)[alone.node].min())

@@ -49,11 +49,11 @@ class _Schedule:
         programs: Sequence[StageProgram],
         network: Transfers,
         overlap_cost: float,
-        oversubscription: float,
+        ranks_per_core: float,
         record: bool,
     ):
         self.layout, self.network, self.overlap_cost = layout, network, overlap_cost
-        self.oversubscription = oversubscription if layout.pp > 1 else 1.0
+        self.ranks_per_core = ranks_per_core if layout.pp > 1 else 1.0
         self.schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
         self.arrivals: dict[Key, tuple[float, float]] = {}
         self._posts: dict[Key, float] = {}
@@ -74,7 +74,7 @@ class _Schedule:
         """Two steps of all stages."""
         waiting: dict[object, list[Generator[object, None, None]]] = defaultdict(list)
         ready = [stage.steps(2) for stage in self.stages]
-        cores = Cores(self.oversubscription, self.layout.pp)
+        cores = Cores(self.ranks_per_core, self.layout.pp)
         while ready or cores.works:
             if ready:
                 stage = ready.pop()
@@ -140,14 +140,14 @@ def schedule(
     network: Transfers,
     *,
     overlap_cost: float = 0.0,
-    oversubscription: float = 1.0,
+    ranks_per_core: float = 1.0,
     record: bool = False,
 ) -> Timeline:
     """Schedule a step of `layout` whose stage s runs `programs[s]`.
 
-    `oversubscription`: ranks for each core that they shared when operators were measured, all of them at once.
+    `ranks_per_core`: ranks for each core that they shared when operators were measured, all of them at once.
     """
-    everything = _Schedule(layout, programs, network, overlap_cost, oversubscription, record)
+    everything = _Schedule(layout, programs, network, overlap_cost, ranks_per_core, record)
     everything.run()
     stages = everything.stages
     first, second = zip(*(stage.finished for stage in stages), strict=True)

@@ -36,12 +36,12 @@ class _Alike(Generic[T]):
 class SeveralDevices:
     """`DeviceCost` of several systems: every operator's seconds in all lanes, [systems]."""
 
-    def __init__(self, systems: Sequence[System], precision: str, factors: Sequence[float]):
+    def __init__(self, systems: Sequence[System], precision: str, factors: Sequence[float], devices: int):
         keys = [
             (id(system.device), id(system.links), factor)
             for system, factor in zip(systems, factors, strict=True)
         ]
-        costs = _Alike(keys, lambda lane: DeviceCost(systems[lane], precision, factors[lane]))
+        costs = _Alike(keys, lambda lane: DeviceCost(systems[lane], precision, factors[lane], devices))
         self.launch_s = cast(float, costs.each(lambda cost: cost.launch_s))
         self.seconds: Callable[[Operator], float] = cache(
             lambda operator: cast(float, costs.each(lambda cost: cost.seconds(operator)))

@@ -60,7 +60,7 @@ class Peers(Protocol):
 
     layout: Layout
     overlap_cost: float
-    oversubscription: float
+    ranks_per_core: float
     """Ranks for each core that stages share; 1: they share none."""
     arrivals: dict[Key, tuple[float, float]]
     """When each message began to arrive, and when it was there."""
@@ -143,7 +143,7 @@ class StageStreams:
         if id(items) not in self.all.stretches:
             found: Steps = []
             for whole, part in parts(items):
-                alone = whole and len(part) > 1 and self.all.oversubscription == 1
+                alone = whole and len(part) > 1 and self.all.ranks_per_core == 1
                 found += [self._stretch(part)] if alone else part
             self.all.stretches[id(items)] = found
         return self.all.stretches[id(items)]
@@ -224,7 +224,7 @@ class StageStreams:
                     yield from self._run(item.items, name)
             elif isinstance(item, OperatorBlock):
                 seconds = self._slowed(item.seconds)
-                if self.all.oversubscription > 1:
+                if self.all.ranks_per_core > 1:
                     work = CoreWork(self.now, seconds)
                     while work.end is None:
                         yield work

@@ -38,8 +38,9 @@ def timed(
     `record`: keep every span, for a drawing.
     """
     layout = experiment.layout
-    cost, network = DeviceCost(system, layout.precision, factor), Network(system, layout)
-    return _scheduled(experiment, traces, cost, network, system.oversubscription, record)
+    cost = DeviceCost(system, layout.precision, factor, layout.world)
+    network = Network(system, layout)
+    return _scheduled(experiment, traces, cost, network, system.ranks_per_core, record)
 
 
 def step_seconds(
@@ -50,8 +51,9 @@ def step_seconds(
     They differ in the values of their unknowns alone (`repro.systems.unknowns`).
     """
     layout = experiment.layout
-    cost, network = SeveralDevices(systems, layout.precision, factors), SeveralNetworks(systems, layout)
-    return network.lanes(_scheduled(experiment, traces, cost, network, systems[0].oversubscription).step_s)
+    cost = SeveralDevices(systems, layout.precision, factors, layout.world)
+    network = SeveralNetworks(systems, layout)
+    return network.lanes(_scheduled(experiment, traces, cost, network, systems[0].ranks_per_core).step_s)
 
 
 def _scheduled(
@@ -59,7 +61,7 @@ def _scheduled(
     traces: list[Trace],
     cost: OperatorCost,
     network: Links,
-    oversubscription: float,
+    ranks_per_core: float,
     record: bool = False,
 ) -> Timeline:
     layout = experiment.layout
@@ -73,7 +75,7 @@ def _scheduled(
         [programs[number] for number in _stages(experiment, traces)],
         network,
         overlap_cost=network.overlap_cost,
-        oversubscription=oversubscription,
+        ranks_per_core=ranks_per_core,
         record=record,
     )
 

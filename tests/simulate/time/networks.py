@@ -1,0 +1,55 @@
+"""Systems with links of any size and layouts on them, for the laws of the network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from repro.config import Layout
+from repro.config.layout import ORDERS
+from repro.config.quantity import Quantity
+from repro.config.system import Link, System
+from repro.systems import load
+
+payloads = st.integers(0, 1 << 34)
+
+
+def number(value: float) -> Quantity:
+    return Quantity(value=value, source="a test")
+
+
+def with_link(system: System, name: str, **values: Any) -> System:
+    """`system` with some numbers of one class of links replaced."""
+    link = replace(system.links[name], **{key: number(value) for key, value in values.items()})
+    return replace(system, links={**system.links, name: link})
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[System, Layout]:
+    """A system with numbers of any size, and a layout on a few of its nodes."""
+    devices = draw(st.sampled_from([1, 2, 4, 8]))
+    positive = st.floats(1e6, 1e12)
+    names = draw(st.sampled_from([("nvlink", "inter-node"), ("pcie", "inter-node"), ("memory",)]))
+    links = {}
+    for name in names:
+        optional = {
+            "latency_s": draw(st.floats(0, 1e-3)),
+            "start_s": draw(st.floats(0, 1e-3)),
+            "efficiency": draw(st.floats(0.1, 1)),
+            "half_bytes": draw(st.floats(0, 1e6)),
+            "adapters": draw(st.integers(1, 16)),
+            "rings": draw(st.integers(1, 16)),
+            "switch": draw(st.integers(1, 8)),
+            "pod": draw(st.integers(1, 4)),
+            "oversubscription": draw(st.sampled_from([1, 1.5, 7])),
+        }
+        links[name] = Link(
+            per=draw(st.sampled_from(["device", "node"])),
+            bandwidth=number(draw(positive)),
+            **{key: number(value) for key, value in optional.items()},
+        )
+    system = replace(load("dgx2"), devices_per_node=number(devices), links=links)
+    degrees = {axis: draw(st.sampled_from([1, 2, 3, 4])) for axis in ("tp", "dp", "pp")}
+    return system, Layout(order=draw(st.sampled_from(ORDERS)), **degrees)

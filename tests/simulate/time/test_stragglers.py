@@ -1,0 +1,89 @@
+"""The slowest of many devices: known means of the largest draw, and what holds for any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.stats import norm
+
+from repro import models, systems
+from repro.config import ConfigError, Experiment, Layout, Training
+from repro.config.quantity import Quantity
+from repro.config.system import System
+from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.interval import interval
+from repro.simulate.time.stragglers import expected_maximum, slowest
+from repro.simulate.time.timed import timed
+from repro.simulate.trace.events import Operator
+from repro.simulate.trace.roles import trace_roles
+from repro.systems.unknowns import with_values
+
+H100 = systems.load("dgx-h100")
+SPREAD = "device.time.spread"
+
+
+def test_the_mean_of_the_largest_draw() -> None:
+    """Of two and of three known exactly (David and Nagaraja, Order Statistics, sec. 3.2), of more by its density."""
+    pi = 3.141592653589793
+    assert expected_maximum(1) == pytest.approx(0, abs=1e-15)
+    assert expected_maximum(2) == pytest.approx(1 / sqrt(pi), rel=1e-12)
+    assert expected_maximum(3) == pytest.approx(1.5 / sqrt(pi), rel=1e-12)
+    for n in (8, 1024, 16_384):
+        mean, _ = quad(lambda x, n=n: x * n * norm.pdf(x) * norm.cdf(x) ** (n - 1), -5, 9, limit=200)
+        assert expected_maximum(n) == pytest.approx(mean, rel=1e-6)
+
+
+@given(st.floats(0, 0.5), st.integers(1, 100_000), st.integers(1, 100_000))
+def test_the_slowdown_grows_with_devices_and_vanishes_with_the_spread(
+    spread: float, one: int, other: int
+) -> None:
+    few, many = sorted((one, other))
+    assert 1 <= slowest(spread, few) <= slowest(spread, many)
+    assert slowest(0, many) == slowest(spread, 1) == 1
+    assert slowest(spread / 2, many) - 1 == pytest.approx((slowest(spread, many) - 1) / 2)
+
+
+def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
+    operator = Operator("aten.add", 0, 10**9, 10**9, (), 2)
+    plain, spread = (
+        DeviceCost(system, "bf16", devices=1024) for system in (H100, with_values(H100, {SPREAD: 0.02}))
+    )
+    assert spread.seconds(operator) == plain.seconds(operator) * slowest(0.02, 1024)
+    assert spread.launch_s == plain.launch_s
+    experiment = Experiment(
+        name="step",
+        model=replace(models.load("megatron-175b"), layers=2),
+        layout=Layout(tp=8, dp=128, zero=1, global_batch=128),
+        training=Training(seq=128),
+        system=H100.name,
+    )
+    traces = trace_roles(experiment)
+
+    def stage(system: System) -> tuple[float, float, float]:
+        found = timed(experiment, system, traces, 1.0)
+        busy, communication = found.stages[0].busy, found.stages[0].communication
+        device = sum(seconds for kind, seconds in busy.items() if kind != "host")
+        return found.step_s, device, sum(communication.values())
+
+    before, after = stage(H100), stage(with_values(H100, {SPREAD: 0.02}))
+    assert after[0] >= before[0]
+    assert after[1] == pytest.approx(before[1] * slowest(0.02, 1024))
+    assert after[2] == pytest.approx(before[2])
+    assert timed(experiment, with_values(H100, {SPREAD: 0.0}), traces, 1.0).step_s == before[0]
+    # A spread with a range is an unknown like the others, and more of it takes no less.
+    ranged = Quantity(value=0.01, low=0.0, high=0.05, source="a test; low: none; high: five")
+    device = replace(H100.device, time=replace(H100.device.time, spread=ranged))
+    found = interval(experiment, replace(H100, device=device), traces)
+    assert found is not None
+    move = next(move for move in found.moves if move.key == SPREAD)
+    assert move.low_s < move.high_s
+
+
+def test_a_spread_is_a_part_of_the_mean() -> None:
+    with pytest.raises(ConfigError, match="spread"):
+        with_values(H100, {SPREAD: 8})
