@@ -38,10 +38,8 @@ class OnNetwork:
         self.pace.start()
         try:
             self._rate = _equal_rates(network.world, self.pace)[rank]
-        except (
-            BaseException
-        ):  # a timer that goes on would kill the rank at its end, and with it what it has to say
-            self.pace.stop()
+        except BaseException:
+            self.pace.stop()  # a timer that goes on would kill the rank at its end, and what it has to say with it
             raise
 
     @staticmethod
