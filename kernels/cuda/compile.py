@@ -116,6 +116,7 @@ def _checked(api: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _read(api: Any, size: Any, content: Any, handle: Any) -> bytes:
-    buffer = b" " * _checked(api, size(handle))[0]  # NVIDIA's bindings fill these bytes in place
+    # NVIDIA's bindings fill the buffer in place, and Python shares `bytes` of length one: an empty log is one NUL.
+    buffer = bytearray(_checked(api, size(handle))[0])
     _checked(api, content(handle, buffer))
-    return buffer
+    return bytes(buffer)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from repro.launch.rank import program as rank_program
 
-ERROR_BYTES = 4000
+ERROR_BYTES = 16_000
+"""After an abort the stacks of C++ and of all threads follow what was said."""
 
 
 def command(folder: Path, rank: int, *, device: str, rendezvous: str, target: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Watch the ranks of one launch until it ends, and name the first cause if it ends badly.
 
-When one rank dies, its peers fail a moment later in their collectives ("connection closed by peer").
+When one rank dies, its peers fail a moment later in their collectives ("connection closed by peer"), or are ended
+by NCCL's watchdog.
 So nothing is judged at the first sight of a failure: the others get a moment to say what they saw, and
 then the cause is chosen, an out-of-memory before everything, an echo of somebody else's death last.
 """
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from repro.config.enums import Phase
 from repro.launch.beacon import Position
 from repro.launch.job import Job
+from repro.launch.last_words import of_an_abort
 
 POLL_S = 0.05
 SETTLE_S = 2.0
@@ -33,10 +35,6 @@ _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|remote process exited|socket closed"
     r"|nccl.*(remote|aborted)|read error.*closed|connectfullmesh|wait timeout",
     re.IGNORECASE,
-)
-_NO_MEMORY = re.compile(
-    r"terminate called after throwing .{0,400}?(std::bad_alloc|can(?:'|no)t allocate memory)",
-    re.IGNORECASE | re.DOTALL,
 )
 _SEVERITY = ("oom", "killed", "diverged", "error", "interrupted", "echo")
 
@@ -178,9 +176,9 @@ class _Watcher:
         reason = f"rank {rank} was killed by signal {-code} ({name}) {position}"
         if -code == signal.SIGKILL and kernel_oom_kills() > self.kernel_kills:
             return _Failure("oom", rank, now, f"{reason}: the kernel ran out of memory")
-        # An allocation that fails in a C++ thread ends in abort(): what it printed is all that is left.
-        if -code == signal.SIGABRT and (why := _NO_MEMORY.search(self.launch.error_text(rank))):
-            return _Failure("oom", rank, now, f"{reason}: {why[1]}")
+        if -code == signal.SIGABRT:
+            severity, why = of_an_abort(self.launch.error_text(rank))
+            return _Failure(severity, rank, now, f"{reason}: {why[:300]}" if why else reason)
         return _Failure("killed", rank, now, reason)
 
     def _deadline(self) -> float:

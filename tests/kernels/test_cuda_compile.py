@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from repro.kernels.cuda import compile as compiler
@@ -41,6 +44,19 @@ def test_the_message_of_the_compiler_reaches_the_user() -> None:
     bad = Program(good.source, (*good.definitions, ("float", "nonsense")), good.arguments, good.kernels, 256)
     with pytest.raises(Unavailable, match=r"does not compile for sm_80: (.|\n)*nonsense"):
         compiler.compile(bad, compiler.Target("sm_80"))
+
+
+def test_an_empty_log_leaves_pythons_own_bytes_alone() -> None:
+    """In a process of its own, which the fault would poison: intermediate code has no assembler's log, just its NUL."""
+    script = """
+from repro.kernels.cuda import compile as compiler, families
+made = compiler.compile(families.examples()[0], compiler.Target(f"compute_{compiler.architectures()[-1]}"))
+assert made.log == "", made.log
+assert b".version" in made.code, made.code[:80]
+print([n for n in range(256) if bytes([n])[0] != n])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr[-2000:]
 
 
 def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,16 @@ ABORTS = {
     "abort-in-torch": b"after throwing an instance of 'c10::Error'\n"
     b"  what():  [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
     "abort-otherwise": b"without an active exception",
+    "watchdog": b"""after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: NCCL error: \
+remote process exited or there was a network error, NCCL version 2.21.5
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+"""
+    + b"frame #7: clone3 + 0x2c (0x7f in /usr/lib/x86_64-linux-gnu/libc.so.6)\n" * 100,
+    "watchdog-device": b"""after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: CUDA error: \
+an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call""",
 }
 """What C++ prints before it ends a process, by fault."""
 
@@ -120,6 +130,9 @@ def _misbehave(kind: str) -> None:
     elif kind == "nan":
         raise Diverged("loss is nan")
     elif kind == "raise":
+        raise KeyError("no such thing")
+    elif kind == "raise-late":
+        time.sleep(0.5)
         raise KeyError("no such thing")
     elif kind == "exit":
         os._exit(7)

@@ -135,7 +135,7 @@ def test_a_report_and_results_are_files_of_the_launch(
     assert ranks.report(0) == {"rank": 0, "outcome": "ok"}
     assert ranks.results(1) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
     assert Job.load(ranks.folder / "job.json") == replace(ranks.job)
-    rank_process.errors_file(ranks.logs, 0).write_text("x" * 5000 + "the end")
+    rank_process.errors_file(ranks.logs, 0).write_text("x" * 2 * rank_process.ERROR_BYTES + "the end")
     assert ranks.error_text(0) == "x" * (rank_process.ERROR_BYTES - 7) + "the end"
     ranks.ask_to_stop()
     assert (ranks.folder / "stop").exists()

@@ -109,6 +109,26 @@ def test_what_is_raised_is_said(
     assert ("Traceback" in capsys.readouterr().err) == (outcome != "interrupted")
 
 
+def test_a_failure_is_said_before_the_failed_step_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that may wait for peers."""
+    said: list[bool] = []
+
+    class Held:
+        def __del__(self) -> None:
+            said.append((tmp_path / "rank-1.json").exists())
+
+    def run(job: Job, **asked: Any) -> dict[str, dict[str, Any]]:
+        held = Held()
+        raise KeyError(type(held).__name__)
+
+    rank = Ran(tmp_path, monkeypatch)
+    monkeypatch.setattr(sys.modules["a_target"], "run", run)
+    assert rank.main()[0] == program.EXIT["error"]
+    assert said == [True]
+
+
 def test_every_outcome_has_an_exit_code_of_its_own() -> None:
     """None is 2, which is argparse's."""
     codes = set(program.EXIT.values())

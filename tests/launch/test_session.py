@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from typing import Any
@@ -73,3 +74,16 @@ def test_one_that_diverges_apart_does_not_end_the_other() -> None:
     assert results[wild.key]["outcome"] == "diverged"
     assert results[PAIR[0].key]["outcome"] == "ok"
     assert len(results[PAIR[0].key]["rounds"]) == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_process_group_is_left_on_a_clean_end_only(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's waits for collectives that the peers of a rank that has failed never join."""
+    calls: list[str] = []
+    monkeypatch.setattr(session.dist, "init_process_group", lambda *given, **how: calls.append(given[0]))
+    monkeypatch.setattr(session.dist, "destroy_process_group", lambda: calls.append("destroy"))
+    with contextlib.suppress(KeyError), session.process_group(0, 2, torch.device("cpu"), "file:///x"):
+        calls.append("steps")
+        if fails:
+            raise KeyError
+    assert calls == (["gloo", "steps"] if fails else ["gloo", "steps", "destroy"])

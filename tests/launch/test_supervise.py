@@ -18,6 +18,7 @@ from repro.launch.local.launch import LocalLaunch, environment
 from repro.launch.rank import program as rank_program
 from repro.launch.supervise import Ending, signal_name, watch
 from tests.clock import Clock
+from tests.launch import fake_session
 from tests.launch.runs import FAKE
 from tests.launch.scripted import MODEL, Scripted, experiment
 
@@ -77,6 +78,15 @@ CASES = {
     "abort:b:0:1": ("oom", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
     "abort-in-torch:b:0:1": ("oom", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
     "abort-otherwise:b:0:1": ("error", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
+    # As NCCL's watchdog ends a rank whose peer has failed, here before the peer has said why.
+    "watchdog:b:1:2,raise-late:b:0:2": (
+        "error",
+        "rank 0 at step 2, backward, after all_reduce #9 on dp: KeyError: 'no such thing'",
+    ),
+    "watchdog:b:1:2,watchdog-device:b:0:2": (
+        "error",
+        "rank 0 was killed by signal 6 (SIGABRT) at step 2, backward, after all_reduce #9 on dp: CUDA error: an",
+    ),
     "memory:b:1:3": ("oom", "rank 1 at step 3, backward, after all_reduce #10 on dp: MemoryError"),
 }
 
@@ -134,6 +144,15 @@ def test_the_cause_wins_over_its_echoes(
     assert ending.outcome == outcome
     assert ending.reason.startswith(f"rank {rank} ")
     assert scripted.killed
+
+
+def test_an_echo_without_a_cause_is_all_that_is_known() -> None:
+    ending = watch(Scripted([-6, -6], {}, "terminate called: " + fake_session.ABORTS["watchdog"].decode()))
+    assert ending.outcome == "error"
+    assert (
+        "(SIGABRT) at step 5, forward, after all_gather #40 on tp: NCCL's watchdog: NCCL error"
+        in ending.reason
+    )
 
 
 @pytest.mark.parametrize(

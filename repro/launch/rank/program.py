@@ -68,14 +68,21 @@ def main(arguments: list[str] | None = None) -> int:
         lift_memory_limit()
         for index, experiment in enumerate(job.experiments):
             keep(index, results[experiment.key])
+        _say(folder, options.rank, outcome, reason)
     except Exception as error:
         lift_memory_limit()
         outcome = classify(error, diverged)
+        reason = str(error) if outcome == "interrupted" else describe(error)
+        # First of all: what follows frees the tensors of the step that failed, which may wait for peers, or be
+        # ended by NCCL's watchdog.
+        _say(folder, options.rank, outcome, reason)
         if outcome != "interrupted":
             traceback.print_exc()
-        reason = str(error) if outcome == "interrupted" else describe(error)
-    write_json(rank_file(folder, options.rank), {"rank": options.rank, "outcome": outcome, "reason": reason})
     return EXIT[outcome]
+
+
+def _say(folder: Path, rank: int, outcome: str, reason: str) -> None:
+    write_json(rank_file(folder, rank), {"rank": rank, "outcome": outcome, "reason": reason})
 
 
 def classify(error: BaseException, diverged: type[BaseException] = FloatingPointError) -> str:

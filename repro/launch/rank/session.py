@@ -31,7 +31,11 @@ NEVER = timedelta(days=7)
 
 @contextmanager
 def process_group(rank: int, world: int, device: torch.device, rendezvous: str) -> Iterator[None]:
-    """The default process group of a job, on this rank's own `device`; one process needs none."""
+    """The default process group of a job, on this rank's own `device`; one process needs none.
+
+    It is destroyed on a clean end only: with NCCL that waits for collectives that a failed rank's peers never join,
+    and a rank whose process ends is out of them too.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world == 1:
@@ -39,10 +43,8 @@ def process_group(rank: int, world: int, device: torch.device, rendezvous: str) 
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=NEVER)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
 
 
 def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
