@@ -58,7 +58,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 
 # Published layouts on up to thousands of GPUs, traced without their twins (twin-*).
 PUBLISHED := zero_memory zero_r turing_nlg deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput \
-	zero_superlinear megatron_2019 megatron_2021 megatron_figures yuan one_node
+	zero_superlinear megatron_2019 megatron_2021 megatron_figures yuan one_node today
 
 # Simulate all of them; the table and the report come even if an experiment failed.
 define simulated

@@ -37,6 +37,7 @@ UNITS: dict[str, float] = {
     "EFLOP": 1e18,
     "PFLOP/s-days": 1e15 * 86400,
     "samples/s": 1,
+    "tokens/s": 1,
     "FLOP/byte": 1,
 }
 """Unit of the published value in bytes, seconds or FLOP; expressions give bytes, seconds or FLOP."""

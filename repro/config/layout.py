@@ -37,7 +37,8 @@ class Layout:
     chunks: int = 1
     """Model chunks of each stage under `interleaved`, Megatron's v."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each of the pp * chunks parts, in the order of the model; empty: the same number each."""
+    """Layers of each of the pp * chunks parts, in the order of the model; empty: the same number each.  The first may
+    have the embedding alone and the last the logits alone (2407.21783 sec. 3.3.2): 0."""
     scatter_gather: bool = False
     """Send 1/tp of a boundary tensor from each tp rank and all-gather it on arrival (2104.04473 sec. 4.1)."""
     order: str = "tp-dp-pp"
@@ -202,10 +203,10 @@ class Layout:
             f"one number for each of pp * chunks = {parts} parts",
         )
         require(
-            all(count >= 1 for count in self.stage_layers),
+            all(count >= 1 for count in self.stage_layers[1:-1]) and min(self.stage_layers, default=0) >= 0,
             "stage_layers",
             list(self.stage_layers),
-            "at least one layer in every part",
+            "at least one layer in every part but the first and the last, which have embedding and logits",
         )
         require(
             not self.scatter_gather or (self.tp > 1 and self.pp > 1 and not self.sp),
@@ -310,7 +311,6 @@ class Layout:
         parts = self.pp * self.chunks
         what = f"layers = {model.layers} ({model.name})"
         times = f"pp * chunks = {parts} must be " if self.chunks > 1 else "must be "
-        require(parts <= model.layers, "pp", self.pp, says=f"{times}at most {what}")
         if self.stage_layers:
             total = sum(self.stage_layers)
             require(
@@ -319,10 +319,11 @@ class Layout:
                 list(self.stage_layers),
                 f"numbers that add up to {what}, not {total}",
             )
-        else:
-            require(
-                model.layers % parts == 0,
-                "pp",
-                self.pp,
-                says=f"{times}a divisor of {what}, or stage_layers with {parts} numbers that add up to it",
-            )
+            return
+        require(parts <= model.layers, "pp", self.pp, says=f"{times}at most {what}")
+        require(
+            model.layers % parts == 0,
+            "pp",
+            self.pp,
+            says=f"{times}a divisor of {what}, or stage_layers with {parts} numbers that add up to it",
+        )

@@ -11,6 +11,9 @@ class OperatorSet(StrEnum):
     FUSED = "fused"
     """Each operator of `kernels/` is one pass over memory, on CUDA by a kernel of its own, and attention never
     writes its scores."""
+    FUSED_2024 = "fused-2024"
+    """The operators of `fused`, as compiled code and the libraries of 2024 run them: here they are the same, and
+    predictions know them by a published point of their own."""
     REFERENCE = "reference"
     """The same operators, each by torch's own, on every device; on a CPU `fused` runs the same."""
     SOFTMAX = "softmax"

@@ -1,7 +1,7 @@
 """One layer as the software of three years ran it: the same function, in more or fewer operators.
 
 `fused`    no operator writes the scores, [b, a/t, s, s]; the rest of a layer as in `softmax` (`reference` is the
-           same without the CUDA kernels of `kernels/`)
+           same without the CUDA kernels of `kernels/`; `fused-2024` is the same in later software)
 `softmax`  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): q k^T and p v are batched
            products that write and read the scores; scale, mask and softmax are one operator; so are bias and
            GELU, and bias, dropout and residual

@@ -123,6 +123,7 @@ IDS = [
     "foundry-a100-one-node",
     "foundry-h100-one-node",
     "flash2-a100-one-node",
+    "fms-fsdp-7b",
     "ds-few-lines",
     "ds-no-limits",
     "repro-parity",

@@ -58,7 +58,7 @@ def test_every_system_loads_and_every_number_has_a_source(name: str) -> None:
 
 def test_published_numbers() -> None:
     dgx = {"dgx1-v100-16gb", "dgx1-v100-32gb", "dgx2", "dgx2h", "dgx-a100-40gb", "dgx-h100", "dgx-h200"}
-    assert dgx | {"lowbw-v100", "selene", "yuan", "local"} == set(names())
+    assert dgx | {"llama3-h100", "lowbw-v100", "selene", "yuan", "local"} == set(names())
     dgx2 = load("dgx2")
     assert (dgx2.devices_per_node.value, dgx2.nodes.value) == (16, 25)
     assert dgx2.peak("fp16") == 125e12

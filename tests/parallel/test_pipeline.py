@@ -36,6 +36,8 @@ LAYOUTS = [
     *(replace(PP2, dp=2, zero=z) for z in range(3)),
     replace(PP2, dp=2, zero=1, zero1_reduce="all-reduce", schedule="interleaved", chunks=2),
     replace(PP2, dp=2, zero=1, order="pp-tp-dp", stage_layers=(1, 3)),
+    replace(FOUR, schedule="interleaved", chunks=2, stage_layers=(0, 1, 1, 0)),
+    replace(PP2, dp=2, zero=2, stage_layers=(2, 0)),
 ]
 EIGHT = [
     replace(PP2, tp=2, dp=2),
@@ -252,7 +254,11 @@ def test_shape_only_counts_what_gloo_sends(request: pytest.FixtureRequest, layou
         ({"pp": 8}, "at most layers = 4"),
         ({"pp": 2, "stage_layers": (1, 2)}, "add up to layers = 4"),
         ({"pp": 2, "stage_layers": (4,)}, "one number for each of pp * chunks = 2 parts"),
-        ({"pp": 2, "stage_layers": (4, 0)}, "at least one layer in every part"),
+        (
+            {"pp": 4, "stage_layers": (2, 0, 1, 1)},
+            "at least one layer in every part but the first and the last",
+        ),
+        ({"pp": 2, "stage_layers": (5, -1)}, "at least one layer in every part but the first and the last"),
         ({"pp": 2, "schedule": "interleaved", "chunks": 2, "global_batch": 3}, "multiples of pp = 2"),
         ({"pp": 2, "schedule": "interleaved"}, "at least 2 with schedule = interleaved"),
         ({"pp": 2, "chunks": 2}, "1 unless schedule = interleaved"),

@@ -22,6 +22,9 @@ LAYOUTS = {
     "pp": Layout(pp=2, micro_batch=2, global_batch=B),
     "pp-interleaved": Layout(pp=2, schedule="interleaved", chunks=2, micro_batch=2, global_batch=B),
     "pp-uneven": Layout(pp=2, stage_layers=(1, 2), micro_batch=2, global_batch=B),
+    "pp-ends-alone": Layout(
+        pp=2, schedule="interleaved", chunks=2, stage_layers=(0, 1, 1, 0), micro_batch=2, global_batch=B
+    ),
     "dp": Layout(dp=2, micro_batch=4, global_batch=B),
     "dp-accumulate": Layout(dp=2, micro_batch=1, bucket_bytes=3000, global_batch=B),
     "dp-no-overlap": Layout(dp=2, overlap=False, micro_batch=4, global_batch=B),

@@ -46,6 +46,7 @@ FP32 = [
     of(2, pp=2, schedule="gpipe"),
     of(2, pp=2, recompute=True),
     of(2, **INTERLEAVED),
+    of(2, stage_layers=(0, 1, 1, 0), **INTERLEAVED),
     of(4, dp=2, tp=2, sp=True),
     of(4, dp=2, tp=2, zero=3),
     of(4, dp=2, pp=2),
