@@ -252,6 +252,13 @@ def test_ranks_that_are_not_of_one_model_are_told(model: Any, tmp_path: Path) ->
         ConfigError, match=r"mp_rank_01: layers\.0\.input_layernorm\.bias: is not the same as in mp_rank_00"
     ):
         open_weights(tmp_path).check()
+    tokens = ranks[1, 0]["model"]["language_model"]["embedding"]["word_embeddings"]
+    tokens["weight"] = tokens["weight"][:-1]
+    save_megatron(tmp_path / "uneven", ranks, 3.0)
+    with pytest.raises(
+        ConfigError, match=r"mp_rank_00: .*\[44, 24\] is right"
+    ):  # of 89 rows the half of a whole number
+        open_weights(tmp_path / "uneven")
     (tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt").rename(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"needs mp_rank_00"):
         open_weights(tmp_path)
@@ -333,7 +340,11 @@ def test_transformers_loads_what_is_exported(model: Any, tmp_path: Path, shard: 
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     save_megatron(theirs, megatron_ranks(model, 2, 2, 2.0), 2.0)
     written = export(open_weights(theirs), ours, shard=shard)
-    assert (len(written) > 2) == (shard == 20_000)
+    files = [path.name for path in written if path.suffix == ".safetensors"]
+    count = len(files)
+    assert (count > 1) == (shard == 20_000)
+    numbered = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert files == (numbered if count > 1 else ["model.safetensors"]), "as everybody numbers them"
     loaded, told = transformers.GPT2LMHeadModel.from_pretrained(ours, output_loading_info=True)
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.config.eos_token_id == loaded.config.vocab_size - 1
