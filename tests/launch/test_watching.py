@@ -92,6 +92,18 @@ def test_a_failure_is_judged_when_all_have_spoken_or_had_the_time_to(
     assert ending.reason == f"rank 0 {AT.format(40)}: {reports[0][1]}"
 
 
+def test_an_end_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suites have many short launches: none lasts a tenth of a second longer than its ranks."""
+    clock = Clock().rules(monkeypatch, supervise)
+
+    class Short(Scripted):
+        def poll(self, rank: int) -> int | None:
+            return 0 if clock.now > 100.02 else None
+
+    assert watch(Short([None, None], {})).outcome == "ok"
+    assert clock.now < 100.12
+
+
 def test_who_is_asked_to_stop_has_so_long_for_it(clock: Clock) -> None:
     class Deaf(Scripted):
         asked = 0

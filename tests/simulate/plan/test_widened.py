@@ -1,0 +1,96 @@
+"""A shallow trace with another micro-batch, by hand: what lies between one sample and three."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from repro.config import Layout
+from repro.simulate.plan.widen import AHEAD, _aligned, widened
+from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wait
+from repro.simulate.trace.roles import PipelineRole, Trace
+
+
+def product(samples: int) -> Operator:
+    return Operator("mm", 10 * samples, 100 * samples + 1, 50 * samples, ((samples, 4), (4, 5)), 2)
+
+
+def copy(samples: int) -> Operator:
+    """Which one sample does not need."""
+    return Operator("copy", 0, 6 * samples, 6 * samples, (), 2)
+
+
+def reduced(samples: int, work: int) -> Message:
+    return Message("all_reduce", "tp", 2, 8 * samples, 8 * samples, "x", work)
+
+
+def add(samples: int) -> Operator:
+    return Operator("add", samples, 3 * samples, 2 * samples, (), 2)
+
+
+def update(layers: int) -> Operator:
+    return Operator("adamw", 7 * layers, 9 * layers, 9 * layers, (), 4)
+
+
+GATHER = Message("all_gather", "dp", 4, 64, 48, "parameters", 0)
+FORWARD, OPTIMIZER = PhaseStart("forward", 0), PhaseStart("optimizer", -1)
+
+
+def block(samples: int, work: int) -> list[Event]:
+    copied: list[Event] = [copy(samples)] * (samples > 1)
+    return [product(samples), *copied, reduced(samples, work), Wait(work), add(samples)]
+
+
+def traced(samples: int, layers: int) -> Trace:
+    blocks = [event for i in range(layers) for event in block(samples, 5 + i)]
+    events = [GATHER, FORWARD, *blocks, OPTIMIZER, update(layers)]
+    return Trace(PipelineRole("all", 0, 1), Layout(), events, 1, len(events), 0, 0, 0, 0.0)
+
+
+def family() -> Any:
+    """One layer, with one sample and with three."""
+    profiles = [SimpleNamespace(layout=Layout(micro_batch=n), timed=traced(n, 1)) for n in (1, 3)]
+    return SimpleNamespace(base=profiles[0], wider=profiles[1])
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5])
+def test_every_block_of_a_deeper_trace_grows_and_the_update_does_not(samples: int) -> None:
+    found = widened(family(), traced(1, 3), samples)
+    assert found.events == traced(samples, 3).events
+    assert (found.step_start, found.step_stop) == (1, len(found.events))
+
+
+def test_the_narrowest_is_as_it_was() -> None:
+    deep = traced(1, 3)
+    assert widened(family(), deep, 1) is deep
+
+
+def test_of_two_sizes_that_share_a_neighbour_the_one_seen_more_often_is_taken() -> None:
+    """Where a place is new, an operator alone says how it grows."""
+
+    def of(*growth: int) -> Trace:
+        events: list[Event] = [FORWARD]
+        for grown in growth:
+            events += [add(1), Operator("mm", grown, 0, 0, (), 2)]
+        return Trace(PipelineRole("all", 0, 1), Layout(), events, 0, len(events), 0, 0, 0, 0.0)
+
+    profiles = [
+        SimpleNamespace(layout=Layout(micro_batch=n), timed=of(*growth))
+        for n, growth in ((1, (1, 1, 1)), (3, (30, 20, 20)))
+    ]
+    both: Any = SimpleNamespace(base=profiles[0], wider=profiles[1])
+    odd = Operator("other", 0, 0, 0, (), 2)
+    events: list[Event] = [FORWARD, odd, Operator("mm", 1, 0, 0, (), 2), odd]
+    alone = Trace(PipelineRole("all", 0, 1), Layout(), events, 0, 4, 0, 0, 0, 0.0)
+    assert widened(both, alone, 3).events == [FORWARD, odd, Operator("mm", 20, 0, 0, (), 2), odd]
+
+
+@pytest.mark.parametrize(("more", "found"), [(AHEAD - 1, True), (AHEAD, False)])
+def test_so_many_operators_may_be_in_the_wide_trace_only(more: int, found: bool) -> None:
+    narrow = [product(1), add(1)]
+    wide = [product(3), *[copy(3)] * more, add(3)]
+    first, second = _aligned(narrow, wide)
+    assert len(first) == (1 + more if found else 1)
+    assert second == ((add(3),) if found else ())
