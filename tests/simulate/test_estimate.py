@@ -54,6 +54,24 @@ def test_estimates_are_full_traces(name: str) -> None:
         assert set(sent[role].by_link) == set(links)
 
 
+@pytest.mark.parametrize("name", ["z0", "z3", "pp6-tp2"])
+def test_of_the_shallow_traces_themselves_nothing_is_lost(name: str) -> None:
+    """With as many layers and samples as were traced, to the byte."""
+    families, _ = trace_family(MODEL, MODEL.seq, family_of(LAYOUTS[name]), 1, 4)
+    for role, family in families.items():
+        for profile in (family.base, family.wider):
+            model = replace(MODEL, layers=profile.layers * profile.layout.pp)
+            found = estimate.memory(model, profile.layout, families).get(role)
+            if found is None:  # the stages between first and last
+                continue
+            moments = [moment for phase in profile.live.values() for moment in phase]
+            fullest = max(moments, key=lambda moment: sum(moment.values()))
+            assert found.peak_bytes == sum(fullest.values())
+            assert {key: size for key, size in found.by_category.items() if size} == {
+                key: size for key, size in fullest.items() if size
+            }
+
+
 def test_closed_form_is_what_is_traced() -> None:
     system = systems.load("dgx2")
     for layout in (LAYOUTS["z2"], LAYOUTS["pp6-tp2"], replace(BASE, tp=4, precision="fp32")):

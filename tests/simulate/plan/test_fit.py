@@ -41,6 +41,21 @@ def test_search_ends_at_the_boundary(count: int, boundary: int, curve: float, si
     assert len(tried) == len(set(tried)) <= 20
 
 
+def test_what_is_known_is_not_tried_again() -> None:
+    tried: list[int] = []
+
+    def attempt(value: int) -> Trial:
+        tried.append(value)
+        return Trial(value, "ok" if value <= 4 else "oom", 10 * value)
+
+    answer = search(range(1, 100), attempt, 45, [3, 3, 9, 9, 20])
+    assert tried[:2] == [3, 9]
+    assert len(tried) == len(set(tried))
+    assert max(tried) == 9, "nor what is beyond a failure"
+    assert answer.largest is not None
+    assert answer.largest.value == 4
+
+
 def test_a_failure_that_is_not_about_memory_ends_the_search() -> None:
     tried: list[int] = []
 
