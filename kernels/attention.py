@@ -1,5 +1,8 @@
 """Causal attention: torch's own kernels on every device, and their shapes without the work on `meta`.
 
+Queries may be the last of a sequence, as a rank has them under context parallelism: the mask is then aligned at the
+lower right corner of the scores, which FlashAttention's is from its version 2.1 on.
+
 torch's scaled_dot_product_attention picks a fused kernel by device. On `meta` it would pick the path that
 writes the s x s scores out, which no device takes; so there the fused operator is named: the one of FlashAttention, or
 with a bias that of xFormers, which alone reads one.
@@ -7,14 +10,17 @@ with a bias that of xFormers, which alone reads one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """The definition, in the dtype of the arguments."""
-    s, d = q.shape[-2:]
-    future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+    s, d, keys = *q.shape[-2:], k.shape[-2]
+    future = ~_visible(s, keys, q.device)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) / d**0.5
     if bias is not None:
@@ -22,12 +28,17 @@ def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Te
     return scores.masked_fill(future, float("-inf")).softmax(-1) @ v
 
 
+def _visible(queries: int, keys: int, device: torch.device) -> Tensor:
+    """[queries, keys], True where the last of so many positions see a key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(d) + bias) v under the causal mask; q and the result are [b, a, s, d].
 
-    k and v have a heads or a divisor of them, each shared by as many queries in a row. `bias` [1, a, s, s] has -inf at
-    future keys, and needs no gradient. Saved for backward: q, k, v, bias, the result and one fp32 number per row,
-    never the scores.
+    k and v have n >= s rows, whose last s are the queries' own, and a heads or a divisor of them, each shared by as
+    many queries in a row. `bias` [1, a, s, n] has -inf at future keys, and needs no gradient. Saved for
+    backward: q, k, v, bias, the result and one fp32 number per row, never the scores.
     """
     shared = k.shape[1] != q.shape[1]
     if bias is not None:
@@ -41,6 +52,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
     if q.device.type == "meta":
         output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
         return output
+    if k.shape[2] == q.shape[2]:
+        how: dict[str, Any] = {"is_causal": True}
+    elif q.device.type == "cuda":
+        how = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])}
+    else:
+        how = {"attn_mask": _visible(q.shape[2], k.shape[2], q.device)}
+    if shared and q.device.type == "cpu" and k.shape[2] != q.shape[2]:
+        # Queries of one head of keys as more rows of it: `enable_gqa` would copy the keys for each.
+        rows = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+        mask = how["attn_mask"].repeat(rows.shape[2] // q.shape[2], 1)
+        return torch.nn.functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask).view(q.shape)
     if shared:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        how["enable_gqa"] = True
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)

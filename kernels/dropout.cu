@@ -14,9 +14,10 @@ struct Arguments {
   TYPE* y;                 // dx in backward
   float* partials;         // [at_once, columns]: each thread's sums of dx
   unsigned long long key;  // mixed
-  long long origin;        // row 0 of x in the global batch; its rows are `positions` of every `seq` from there
+  long long origin;        // row 0 of x in the global batch; its rows are `positions` of every `seq` from there,
   unsigned rows, positions;
   long long seq;
+  int split, jump;         // and `jump` further from the `split`-th of each sample on
   int columns, at_once;
   int threshold;  // bits below it are dropped
   float scale;
@@ -47,7 +48,9 @@ struct Mask {
 
   // Multiplies what is kept by the scale, and makes the rest 0, whatever it is.
   __device__ void apply(const Arguments& a, unsigned row, float (&values)[V]) const {
-    const Words words = hash(a.origin + row / a.positions * a.seq + row % a.positions, a.key);
+    const unsigned position = row % a.positions;
+    const int further = position >= (unsigned)a.split ? a.jump : 0;
+    const Words words = hash(a.origin + row / a.positions * a.seq + position + further, a.key);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const int bits = (int)((words.low + low[k]) * ((words.high | 1u) ^ even[k]));

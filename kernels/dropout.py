@@ -17,14 +17,22 @@ from repro.kernels.cuda import dropout as cuda
 from repro.kernels.library import Cost, Operand, accumulation_dtype, column_sums, operator, row_chunks
 
 
-def global_rows(x: Tensor, first_sample: int, seq: int, first_position: int) -> Tensor:
-    """Row numbers (first_sample + i) * seq + first_position + j of x [b, s, h], int64 [b * s]."""
+def global_rows(
+    x: Tensor, first_sample: int, seq: int, first_position: int, split: int = 0, jump: int = 0
+) -> Tensor:
+    """Row numbers (first_sample + i) * seq + first_position + j of x [b, s, h], int64 [b * s].
+
+    From j = split on they are `jump` larger.
+    """
     samples, positions = x.shape[0], x.shape[1]
     origin = first_sample * seq + first_position
-    if samples == 1 or positions == seq:
+    if not jump and (samples == 1 or positions == seq):
         return torch.arange(origin, origin + samples * positions, device=x.device)
     start = torch.arange(origin, origin + samples * seq, seq, device=x.device)
-    return torch.add(start[:, None], torch.arange(positions, device=x.device)).view(-1)
+    rows = torch.arange(positions, device=x.device)
+    if jump:
+        rows[split:] += jump
+    return torch.add(start[:, None], rows).view(-1)
 
 
 def reference(
@@ -37,11 +45,15 @@ def reference(
     seq: int,
     first_position: int,
     training: bool,
+    split: int = 0,
+    jump: int = 0,
 ) -> Tensor:
     """The definition, in the dtype of the arguments."""
     y = x if bias is None else x + bias
     if training and p > 0:
-        keep = random.keep_mask(global_rows(x, first_sample, seq, first_position), x.shape[-1], p, key)
+        keep = random.keep_mask(
+            global_rows(x, first_sample, seq, first_position, split, jump), x.shape[-1], p, key
+        )
         y = torch.where(keep.view(x.shape), y / (1 - p), 0.0)
     return y if residual is None else residual + y
 
@@ -52,9 +64,7 @@ def _forward(
     residual: Tensor | None,
     p: float,
     key: int,
-    first_sample: int,
-    seq: int,
-    first_position: int,
+    *place: int,
 ) -> Tensor:
     if p == 0:
         y = x.contiguous() if bias is None else torch.add(x.contiguous(), bias.to(x.dtype))
@@ -67,7 +77,7 @@ def _forward(
     base = None if residual is None else residual.contiguous().view(-1, columns)
     wide = accumulation_dtype(x.dtype)
     wide_bias = None if bias is None else bias.to(wide)
-    words = random.factors(global_rows(x, first_sample, seq, first_position), columns, key)
+    words = random.factors(global_rows(x, *place), columns, key)
     for first, last in row_chunks(flat.shape[0], flat.shape[1], x.device):
         keep = _keep(words, first, last, p, wide)
         value = flat[first:last].to(wide) if wide_bias is None else flat[first:last] + wide_bias
@@ -88,14 +98,12 @@ def _keep(words: tuple[Tensor, ...], first: int, last: int, p: float, dtype: tor
     return bits.ge_(random.threshold(p)).to(dtype)
 
 
-def _backward(
-    grad: Tensor, has_bias: bool, p: float, key: int, first_sample: int, seq: int, first_position: int
-) -> tuple[Tensor, Tensor]:
+def _backward(grad: Tensor, has_bias: bool, p: float, key: int, *place: int) -> tuple[Tensor, Tensor]:
     columns = grad.shape[-1]
     dx = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     out, flat = dx.view(-1, columns), grad.contiguous().view(-1, columns)
     wide = accumulation_dtype(grad.dtype)
-    words = random.factors(global_rows(grad, first_sample, seq, first_position), columns, key)
+    words = random.factors(global_rows(grad, *place), columns, key)
     for first, last in row_chunks(flat.shape[0], flat.shape[1], grad.device):
         keep = _keep(words, first, last, p, wide).mul_(1 / (1 - p))
         if grad.dtype == wide:
@@ -115,14 +123,14 @@ def _backward_shape(grad: Tensor, has_bias: bool, *_: Any) -> tuple[Tensor, Tens
 
 forward_operator = operator(
     "bias_dropout_residual(Tensor x, Tensor? bias, Tensor? residual, float p, int key,"
-    " int first_sample, int seq, int first_position) -> Tensor",
+    " int first_sample, int seq, int first_position, int split=0, int jump=0) -> Tensor",
     _forward,
     _forward_shape,
     cuda.bias_dropout_residual,
 )
 backward_operator = operator(
     "bias_dropout_residual_backward(Tensor grad, bool has_bias, float p, int key,"
-    " int first_sample, int seq, int first_position) -> (Tensor dx, Tensor dbias)",
+    " int first_sample, int seq, int first_position, int split=0, int jump=0) -> (Tensor dx, Tensor dbias)",
     _backward,
     _backward_shape,
     cuda.bias_dropout_residual_backward,
@@ -151,7 +159,7 @@ class _BiasDropoutResidual(torch.autograd.Function):
             backward = _backward if ctx.plain else backward_operator
             dx, dbias = backward(grad, ctx.bias_dtype is not None, ctx.p, *ctx.place)
         dbias = None if dbias is None or ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
-        return dx, dbias, grad if ctx.has_residual else None, None, None, None, None, None, None
+        return dx, dbias, grad if ctx.has_residual else None, *[None] * (3 + len(ctx.place))
 
 
 def bias_dropout_residual(
@@ -164,6 +172,8 @@ def bias_dropout_residual(
     seq: int,
     first_position: int,
     training: bool,
+    split: int = 0,
+    jump: int = 0,
     *,
     plain: bool = False,
 ) -> Tensor:
@@ -171,10 +181,10 @@ def bias_dropout_residual(
 
     Element (i, j, c) is dropped by `random.keep_mask` at row (first_sample + i) * seq + first_position + j,
     column c: `first_sample` is the number of the first sample in the global batch, `seq` the length of a
-    whole sequence and `first_position` where this rank's part of it begins (0 without sequence
-    parallelism). Kept elements are scaled by 1 / (1 - p). With p == 0 or not training it is an addition.
-    Nothing is saved for backward. `plain`: by torch's operators on every device. Raises ValueError when the
-    sizes do not agree or p is not in [0, 1).
+    whole sequence and `first_position` where this rank's part of it begins (0 where it has all of it); from
+    j = `split` on the part goes on `jump` rows further (context parallelism). Kept elements are scaled by
+    1 / (1 - p). With p == 0 or not training it is an addition. Nothing is saved for backward. `plain`: by
+    torch's operators on every device. Raises ValueError when the sizes do not agree or p is not in [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability is {p}, it must be at least 0 and less than 1")
@@ -188,7 +198,8 @@ def bias_dropout_residual(
     rate = p if training else 0.0
     if rate == 0.0 and bias is None and residual is None:
         return x
-    return _BiasDropoutResidual.apply(x, bias, residual, plain, rate, key, first_sample, seq, first_position)
+    place = (first_sample, seq, first_position, split, jump)
+    return _BiasDropoutResidual.apply(x, bias, residual, plain, rate, key, *place)
 
 
 def forward_cost(

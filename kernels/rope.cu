@@ -11,6 +11,7 @@ struct Arguments {
   TYPE* y;
   long long tokens;  // of all samples
   int sequence;      // tokens of a sample
+  int first_position, split, jump; // row j is at first_position + j, and jump further from row split on
   int all_heads;
   int heads;
   int head_width;
@@ -35,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_consta
       }
       continue;
     }
-    const float position = (float)(token % a.sequence);
+    const int row = (int)(token % a.sequence);
+    const float position = (float)(a.first_position + row + (row >= a.split ? a.jump : 0));
     float cosine[V], sine[V];
 #pragma unroll
     for (int k = 0; k < V; ++k) {

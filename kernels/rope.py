@@ -6,6 +6,7 @@ GPT-NeoX and in Hugging Face's Llama; position s turns it by s * base^(-2i/width
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,26 +17,42 @@ from repro.kernels.cuda import rope as cuda
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator
 
 
-def _angles(s: int, width: int, base: float, device: torch.device) -> Tensor:
+def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch.device) -> Tensor:
     """[s, width/2], fp64."""
+    first, split, jump = place
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
-    return torch.outer(torch.arange(s, dtype=torch.float64, device=device), base**-exponent)
+    positions = torch.arange(first, first + s, dtype=torch.float64, device=device)
+    if jump:
+        positions[split:] += jump
+    return torch.outer(positions, base**-exponent)
 
 
-def reference(x: Tensor, heads: int, head_width: int, width: int, base: float) -> Tensor:
+def reference(
+    x: Tensor, heads: int, head_width: int, width: int, base: float, place: Sequence[int] = (0, 0, 0)
+) -> Tensor:
     """The definition, in the dtype of x: pairs as complex numbers, times e^(i angle)."""
     b, s, _ = x.shape
     turning, others = x.view(b, s, -1, head_width).split([heads, x.shape[-1] // head_width - heads], 2)
     first, second, rest = turning.split([width // 2, width // 2, head_width - width], -1)
-    angles = _angles(s, width, base, x.device)[:, None, :].to(x.dtype)
+    angles = _angles(s, width, base, place, x.device)[:, None, :].to(x.dtype)
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([torch.cat([turned.real, turned.imag, rest], -1), others], 2).view(x.shape)
 
 
-def _rotary(x: Tensor, heads: int, head_width: int, width: int, base: float, inverse: bool) -> Tensor:
+def _rotary(
+    x: Tensor,
+    heads: int,
+    head_width: int,
+    width: int,
+    base: float,
+    inverse: bool,
+    first_position: int = 0,
+    split: int = 0,
+    jump: int = 0,
+) -> Tensor:
     b, s, _ = x.shape
     y = x.contiguous().clone()
-    angles = _angles(s, width, base, x.device)[:, None, :]
+    angles = _angles(s, width, base, (first_position, split, jump), x.device)[:, None, :]
     wide = accumulation_dtype(x.dtype)
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     if inverse:
@@ -47,12 +64,13 @@ def _rotary(x: Tensor, heads: int, head_width: int, width: int, base: float, inv
     return y
 
 
-def _shape(x: Tensor, heads: int, head_width: int, width: int, base: float, inverse: bool) -> Tensor:
+def _shape(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 rotary_operator = operator(
-    "rotary(Tensor x, int heads, int head_width, int width, float base, bool inverse) -> Tensor",
+    "rotary(Tensor x, int heads, int head_width, int width, float base, bool inverse,"
+    " int first_position=0, int split=0, int jump=0) -> Tensor",
     _rotary,
     _shape,
     cuda.rotary,
@@ -62,26 +80,45 @@ rotary_operator = operator(
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, heads: int, head_width: int, width: int, base: float, plain: bool
+        ctx: Any,
+        x: Tensor,
+        heads: int,
+        head_width: int,
+        width: int,
+        base: float,
+        plain: bool,
+        *place: int,
     ) -> Tensor:
-        ctx.how, ctx.plain = (heads, head_width, width, base), plain
-        return (_rotary if plain else rotary_operator)(x, heads, head_width, width, base, False)
+        ctx.how, ctx.place, ctx.plain = (heads, head_width, width, base), place, plain
+        return (_rotary if plain else rotary_operator)(x, heads, head_width, width, base, False, *place)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         heads, head_width, width, base = ctx.how
-        turned = (_rotary if ctx.plain else rotary_operator)(grad, heads, head_width, width, base, True)
-        return turned, None, None, None, None, None
+        rotate = _rotary if ctx.plain else rotary_operator
+        turned = rotate(grad, heads, head_width, width, base, True, *ctx.place)
+        return turned, None, None, None, None, None, None, None, None
 
 
 def rotary(
-    x: Tensor, heads: int, head_width: int, width: int, base: float = 10000.0, *, plain: bool = False
+    x: Tensor,
+    heads: int,
+    head_width: int,
+    width: int,
+    base: float = 10000.0,
+    first_position: int = 0,
+    split: int = 0,
+    jump: int = 0,
+    *,
+    plain: bool = False,
 ) -> Tensor:
-    """y like x [b, s, n * head_width], whose position s is its index: the first `heads` of n heads are turned.
+    """y like x [b, s, n * head_width]: the first `heads` of n heads are turned.
 
-    Of each the first `width` elements, an even number; the rest is copied. Nothing is saved for backward, which turns
-    back.  `plain`: by torch's operators on every device. Raises ValueError when the sizes do not agree.
+    Row j of a sample has position first_position + j, and `jump` more from row `split` on (0 where there is all of a
+    sequence, or one stretch of it). Of each the first `width` elements, an even number; the rest is copied. Nothing is
+    saved for backward, which turns back.  `plain`: by torch's operators on every device. Raises ValueError when the
+    sizes do not agree.
     """
     whole = x.shape[-1] % head_width == 0 and heads * head_width <= x.shape[-1]
     if x.dim() != 3 or not whole or width % 2 or not 0 < width <= head_width:
@@ -89,7 +126,7 @@ def rotary(
             f"rotary of {list(x.shape)} needs [b, s, n * {head_width}] with n >= {heads} and an even width "
             f"up to {head_width}, not {width}"
         )
-    return _Rotary.apply(x, heads, head_width, width, base, plain)
+    return _Rotary.apply(x, heads, head_width, width, base, plain, first_position, split, jump)
 
 
 def cost(x: Operand, heads: int, head_width: int, width: int, *_: object) -> Cost:

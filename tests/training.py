@@ -111,7 +111,9 @@ def train(experiment: Experiment, device: str = "cpu") -> Trained:
         scale = engine.loss_scale()
         if scale is not None:
             trained.scale.append(float(scale))
-        norms = engine.step(micro_batches(experiment, mesh.dp.rank, step, device), lambda phase: None)
+        norms = engine.step(
+            micro_batches(experiment, layout.index_of("dp", mesh.rank), step, device), lambda phase: None
+        )
         if norms.overflow.item():
             trained.skipped.append(step)
         trained.loss.append(norms.loss.item())

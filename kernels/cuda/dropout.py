@@ -18,7 +18,7 @@ def program(kind: str, bias: str, residual: bool, drop: bool, width: int) -> Pro
     """For rows that are read by `width` elements at once; no bias where `bias` is empty."""
     flags = (("HAS_BIAS", int(bool(bias))), ("HAS_RESIDUAL", int(residual)), ("DROP", int(drop)))
     definitions = (("TYPE", kind), ("BIAS", bias or "float"), *flags, ("WIDTH", width))
-    return Program("dropout", definitions, struct.Struct("@PPPPPQqIIqiiif0q"), ("forward", "backward"), 256)
+    return Program("dropout", definitions, struct.Struct("@PPPPPQqIIqiiiiif0q"), ("forward", "backward"), 256)
 
 
 def examples() -> list[Program]:
@@ -36,6 +36,8 @@ def bias_dropout_residual(
     first_sample: int,
     seq: int,
     first_position: int,
+    split: int = 0,
+    jump: int = 0,
 ) -> Tensor:
     """y."""
     x = x.contiguous()
@@ -52,7 +54,8 @@ def bias_dropout_residual(
         loaded, rows = on.load(kind), _rows(x)
         blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
         pointers = [0 if t is None else t.data_ptr() for t in (x, bias, residual, y)]
-        place = _place(p, key, first_sample * seq + first_position, rows, x.shape[1], seq, columns, at_once)
+        origin = first_sample * seq + first_position
+        place = _place(p, key, origin, rows, x.shape[1], seq, split, jump, columns, at_once)
         loaded.launch("forward", blocks, kind.arguments.pack(*pointers, 0, *place))
     return y
 
@@ -66,6 +69,8 @@ def bias_dropout_residual_backward(
     first_sample: int,
     seq: int,
     first_position: int,
+    split: int = 0,
+    jump: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """dx and dbias, which is empty without a bias."""
     grad = grad.contiguous()
@@ -80,7 +85,8 @@ def bias_dropout_residual_backward(
     blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
     partials = None if adding is None else grad.new_empty(1, at_once, columns, dtype=torch.float32)
     pointers = (grad.data_ptr(), 0, 0, dx.data_ptr(), 0 if partials is None else partials.data_ptr())
-    place = _place(p, key, first_sample * seq + first_position, rows, grad.shape[1], seq, columns, at_once)
+    origin = first_sample * seq + first_position
+    place = _place(p, key, origin, rows, grad.shape[1], seq, split, jump, columns, at_once)
     loaded.launch("backward", blocks, kind.arguments.pack(*pointers, *place))
     if adding is None or partials is None:
         return dx, grad.new_empty(0)

@@ -19,7 +19,7 @@ BLOCKS = 16
 def program(kind: str, width: int) -> Program:
     """For heads that are read by `width` elements at once."""
     definitions = (("TYPE", kind), ("WIDTH", width))
-    return Program("rope", definitions, struct.Struct("@PPqiiiiiff0q"), ("rotary",), 128)
+    return Program("rope", definitions, struct.Struct("@PPqiiiiiiiiff0q"), ("rotary",), 128)
 
 
 def examples() -> list[Program]:
@@ -28,7 +28,16 @@ def examples() -> list[Program]:
 
 
 def rotary(
-    on: KernelLauncher, x: Tensor, heads: int, head_width: int, width: int, base: float, inverse: bool
+    on: KernelLauncher,
+    x: Tensor,
+    heads: int,
+    head_width: int,
+    width: int,
+    base: float,
+    inverse: bool,
+    first_position: int = 0,
+    split: int = 0,
+    jump: int = 0,
 ) -> Tensor:
     """y."""
     x = x.contiguous()
@@ -41,7 +50,8 @@ def rotary(
     kind, tokens = program(type_of(x), at_once), samples * sequence
     vectors = tokens * (head_width - pairs) // at_once
     blocks = min(-(-vectors // kind.threads), BLOCKS * on.processors)
-    sizes = (tokens, sequence, columns // head_width, heads, head_width, pairs)
+    place = (first_position, split, jump)
+    sizes = (tokens, sequence, *place, columns // head_width, heads, head_width, pairs)
     arguments = kind.arguments.pack(
         x.data_ptr(), y.data_ptr(), *sizes, math.log2(base) / pairs, -1.0 if inverse else 1.0
     )

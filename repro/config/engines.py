@@ -30,6 +30,7 @@ class Combination(NamedTuple):
     right: str
 
 
+_NO_CONTEXT = Limit("cp", (1,))
 _NO_PIPELINE = Limit("pp", (1,))
 _CONSTANT_BUFFERS = Limit("cb", (True,))
 _NO_DEFRAGMENTATION = Limit("md", (False,))
@@ -42,6 +43,7 @@ _VIEWS = Limit("gradient_as_bucket_view", (True,))
 ENGINES: dict[str, tuple[Limit, ...]] = {
     NATIVE: (_NO_OFFLOAD,),
     "torch": (
+        _NO_CONTEXT,
         Limit("scatter_gather", (False,)),
         Limit("tp_overlap", (True,)),
         _CONSTANT_BUFFERS,
@@ -54,6 +56,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         Limit("kernels", (OperatorSet.FUSED,)),
     ),
     "deepspeed": (
+        _NO_CONTEXT,
         _NO_PIPELINE,
         _BY_BLOCK,
         Limit("sp", (False,)),
@@ -61,6 +64,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         _VIEWS,
     ),
     "megatron": (
+        _NO_CONTEXT,
         Limit("zero", (0, 1)),
         Limit("schedule", ("1f1b", "interleaved")),
         Limit("scatter_gather", (False,)),

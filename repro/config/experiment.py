@@ -76,13 +76,7 @@ class Experiment:
             raise error.within(where="layout") from None
         at_most("bytes of a layer's largest tensor", self._largest_tensor(), TENSOR_BYTES)
         engines.check(self.engine, self.layout, self.training, self.model)
-        if self.layout.sp:
-            require(
-                self.seq % self.layout.tp == 0,
-                "seq",
-                self.seq,
-                f"a multiple of tp = {self.layout.tp} under sp",
-            )
+        self._check_sequence()
 
         if self.training.checkpoint_every and self.engine != engines.NATIVE:
             right = f"0 with engine {self.engine}, whose states only it knows"
@@ -90,11 +84,27 @@ class Experiment:
         if self.network is not None:
             self._check_network(self.network)
 
+    def _check_sequence(self) -> None:
+        cp, tp = self.layout.cp, self.layout.tp
+        require(
+            cp == 1 or self.seq % (2 * cp) == 0,
+            "seq",
+            self.seq,
+            f"a multiple of 2 cp = {2 * cp}, two chunks a rank",
+        )
+        ranks, names = (cp * tp, "cp x tp") if cp > 1 else (tp, "tp")
+        require(
+            not self.layout.sp or self.seq % ranks == 0,
+            "seq",
+            self.seq,
+            f"a multiple of {names} = {ranks} under sp",
+        )
+
     def _check_network(self, network: EmulatedNetwork) -> None:
         right = "local, or a file of `repro calibrate`, with a network, which joins processes of this machine"
         require(self.system == "local" or self.system.endswith(".toml"), "system", self.system, right)
         if network.world != self.layout.world:
-            right = f"as many ranks as tp x pp x dp = {self.layout.world}"
+            right = f"as many ranks as {' x '.join(self.layout.axes)} = {self.layout.world}"
             raise ConfigError("nodes x ranks_per_node", network.world, right, where="network")
 
     def _largest_tensor(self) -> int:

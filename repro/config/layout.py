@@ -24,7 +24,7 @@ ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One product `tp x pp x dp` with a ZeRO stage across `dp`.  `world = tp * pp * dp`."""
+    """One product `tp x cp x pp x dp` with a ZeRO stage across `dp x cp`.  `world = tp * cp * pp * dp`."""
 
     dp: int = 1
     """Data-parallel degree, the ZeRO paper's Nd."""
@@ -32,6 +32,10 @@ class Layout:
     """Tensor-parallel (Megatron) degree, the ZeRO paper's Nm, Megatron's t."""
     pp: int = 1
     """Pipeline-parallel degree, Megatron's p: the number of stages."""
+    cp: int = 1
+    """Context-parallel degree: ranks that share the tokens of each sample, and gather all keys and values for their
+    attention (2407.21783 sec. 3.3.2).  Whatever else they compute is that of a sequence of s/cp tokens; gradients are
+    averaged, and model states split by ZeRO, over dp x cp."""
     schedule: str = "1f1b"
     """Pipeline schedule: `gpipe`, `1f1b` (with flush) or `interleaved` (2104.04473 sec. 2.2)."""
     chunks: int = 1
@@ -42,7 +46,7 @@ class Layout:
     scatter_gather: bool = False
     """Send 1/tp of a boundary tensor from each tp rank and all-gather it on arrival (2104.04473 sec. 4.1)."""
     order: str = "tp-dp-pp"
-    """Axes from neighbouring ranks outwards: the first ones share a node."""
+    """Axes from neighbouring ranks outwards: the first ones share a node.  cp comes right behind tp."""
     zero: int = 0
     """ZeRO stage: 0 plain data parallelism, 1 P_os, 2 P_os+g, 3 P_os+g+p (1910.02054 sec. 5)."""
     zero1_reduce: str = "reduce-scatter"
@@ -101,7 +105,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage_layers", tuple(self.stage_layers))
-        for key in ("dp", "tp", "pp", "chunks", "micro_batch", "bucket_bytes"):
+        for key in ("dp", "tp", "pp", "cp", "chunks", "micro_batch", "bucket_bytes"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
         for key, known in (
             ("precision", PRECISIONS),
@@ -120,6 +124,12 @@ class Layout:
         self._check_zero()
         self._check_pipeline()
         self._check_checkpoints()
+        require(
+            self.cp == 1 or not self.kernels.writes_scores,
+            "cp",
+            self.cp,
+            f"1 with kernels = {self.kernels}, whose software had no context parallelism",
+        )
         self._check_sizes()
 
     def _check_batches(self) -> None:
@@ -149,7 +159,7 @@ class Layout:
             says=f"needs zero = 3, the only stage that gathers parameters for their use (here zero = {self.zero})",
         )
         require(
-            self.gradient_as_bucket_view or (self.zero == 0 and self.dp > 1),
+            self.gradient_as_bucket_view or (self.zero == 0 and self.copies > 1),
             "gradient_as_bucket_view",
             self.gradient_as_bucket_view,
             f"true unless zero = 0 and dp > 1 (here zero = {self.zero}, dp = {self.dp}), where DDP keeps copies",
@@ -172,7 +182,7 @@ class Layout:
             self.overlap,
             "true with zero = 3, which gathers a block's parameters while the one before it computes",
         )
-        require(self.cb or self.dp > 1, "cb", self.cb, "true with dp = 1, where no gradients are sent")
+        require(self.cb or self.copies > 1, "cb", self.cb, "true with dp = 1, where no gradients are sent")
 
     def _check_pipeline(self) -> None:
         parts = self.pp * self.chunks
@@ -237,18 +247,28 @@ class Layout:
         )
 
     def _check_sizes(self) -> None:
-        for key in ("dp", "tp", "pp"):
+        for key in ("dp", "tp", "pp", "cp"):
             at_most(key, getattr(self, key), sizes.RANKS)
-        at_most("tp x pp x dp", self.world, sizes.RANKS)
+        at_most(" x ".join(self.axes), self.world, sizes.RANKS)
         at_most("micro_batch", self.micro_batch, sizes.SAMPLES)
         at_most("bucket_bytes", self.bucket_bytes, sizes.TENSOR_BYTES)
         parts = "global_batch / dp / micro_batch x pp x chunks"
         at_most(parts, self.accumulation * self.pp * self.chunks, sizes.MICRO_BATCHES)
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that people are told of: cp only where there is one."""
+        return ("tp", "cp", "pp", "dp") if self.cp > 1 else ("tp", "pp", "dp")
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def copies(self) -> int:
+        """Ranks with the same part of the model, whose states ZeRO splits among them: dp x cp."""
+        return self.dp * self.cp
 
     @property
     def replica_batch(self) -> int:
@@ -262,22 +282,37 @@ class Layout:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How many ranks apart neighbours along tp, dp and pp are, as `order` has it."""
+        """How many ranks apart neighbours along tp, cp, dp and pp are, as `order` has it."""
         found, stride = {}, 1
-        for axis in self.order.split("-"):
+        for axis in self.order.replace("tp", "tp-cp").split("-"):
             found[axis] = stride
             stride *= getattr(self, axis)
         return found
 
     def index_of(self, axis: str, rank: int) -> int:
-        """The index of `rank` along `axis` (tp, dp or pp); along pp it is the stage."""
+        """The index of `rank` along `axis` (tp, cp, dp or pp); along pp it is the stage, along dp the replica."""
         return rank // self.strides[axis] % int(getattr(self, axis))
 
-    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in their index along `axis` only, ordered by that index."""
-        stride, degree = self.strides[axis], getattr(self, axis)
-        first = rank - rank // stride % degree * stride
-        return tuple(range(first, first + degree * stride, stride))
+    @staticmethod
+    def within(group: str) -> tuple[str, ...]:
+        """The axes along which the members of a `group` differ: its own, of `dp` also cp, the inner one."""
+        return ("dp", "cp") if group == "dp" else (group,)
+
+    def offsets(self, group: str) -> tuple[int, ...]:
+        """How far the members of a `group` are from its first; see `group_of`."""
+        found: tuple[int, ...] = (0,)
+        for axis in self.within(group):
+            steps = [self.strides[axis] * i for i in range(getattr(self, axis))]
+            found = tuple(offset + step for offset in found for step in steps)
+        return found
+
+    def group_of(self, group: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in their index along tp, cp or pp only, ordered by that index.
+
+        Of `dp` in their indices along dp and cp, the `copies` of one part of the model, replica by replica.
+        """
+        first = rank - sum(self.strides[axis] * self.index_of(axis, rank) for axis in self.within(group))
+        return tuple(first + offset for offset in self.offsets(group))
 
     def parts(self, layers: int) -> list[range]:
         """The layers of each of the pp * chunks parts of a model; part k is chunk k // pp of stage k % pp.

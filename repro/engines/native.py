@@ -41,7 +41,7 @@ class NativeEngine:
             for chunk in range(layout.chunks)
         ]
         """The rank's parts of the model, one a chunk."""
-        seq = experiment.seq // mesh.tp.size if layout.sp else experiment.seq
+        seq = experiment.seq // layout.cp // (layout.tp if layout.sp else 1)
         self.pipeline = Pipeline(
             layout,
             mesh.pp,
@@ -63,8 +63,9 @@ class NativeEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
         """Forward, backward and gradient averaging per micro-batch; norm, clipping, AdamW; publication."""
+        own = [batch.of_rank(self.mesh.cp) for batch in micro_batches]
         for part in self.parts:
-            part.micro_batches = micro_batches
+            part.micro_batches = own
         loss = self.pipeline.run(None if self.scaler is None else self.scaler.scale, observe)
         for part in self.parts:
             part.finish()

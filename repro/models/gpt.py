@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from repro.config import Layout, Model, OperatorSet, Training
 from repro.config.enums import Category
 from repro.models import operator_sets
-from repro.models.layer import Block, Place, Setting, dropout_add, norm_parameters, normalised
-from repro.parallel import storage, tensor
+from repro.models.layer import Block, Masks, Place, Setting, dropout_add, norm_parameters, normalised
+from repro.parallel import context, storage, tensor
+from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 from repro.parallel.recompute import recompute
 from repro.parallel.zero.units import Unit, Use
@@ -48,9 +49,7 @@ class Embedding(nn.Module):
         x = tensor.embed(tokens, self.tokens, tp)
         x = tensor.reduce_output(x, tp, sp, "embedding")
         if self.positions is not None:
-            s = x.shape[1]
-            start = tp.rank * s if sp else 0
-            x = x + self.positions[start : start + s]
+            x = x + self.setting.positions(x.shape[1]).rows(self.positions, x.shape[1])
         if self.setting.model.embedding_norm:
             x = normalised(x, self.norm, self.norm_bias, self.setting)
         return dropout_add(x, None, None, self.setting, place, 0, 0)
@@ -119,13 +118,17 @@ class GPT(nn.Module):
         tp: Group,
         checkpoints: Checkpoints | None = None,
         part: Part | None = None,
+        cp: Group | None = None,
     ):
+        """Without `cp` it sees whole samples."""
         super().__init__()
+        cp = cp or meshes.single().cp
         dropouts = (training.dropout, training.attention_dropout)
-        setting = Setting(model, tp, layout.sp, *dropouts, training.seed, layout.kernels)
+        operators, recomputed = layout.kernels, checkpoints is not None
+        setting = Setting(model, tp, cp, layout.sp, *dropouts, training.seed, operators, recomputed)
         self.setting = setting
-        self._alibi: Tensor | None = None
-        """The bias of this rank's heads, once it is made."""
+        self._alibi: Masks = ()
+        """The biases of this rank's heads, once they are made."""
         self.checkpoints = checkpoints
         self.part = part or Part(range(model.layers))
         if self.part.first:
@@ -142,35 +145,37 @@ class GPT(nn.Module):
         return self.head(x, targets).mean() if self.part.last else x
 
     def hidden(self, x: Tensor, s: int, place: Place) -> Tensor:
-        """What the last block of this part makes of `x`, in samples of `s` tokens: [b, s, h] (s/t under sp)."""
+        """What the last block of this part makes of `x`, in samples of which the rank has `s` tokens: [b, s, h]
+        (s/t under sp)."""
         if self.part.first:
             x = self.embed(x, place)
-        mask = self._mask(s, x)
+        masks = self._masks(s, x)
         for block in self.blocks.values():
-            x = self.run_block(block, x, place, mask)
+            x = self.run_block(block, x, place, masks)
         return x
 
-    def _mask(self, s: int, like: Tensor) -> Tensor | None:
-        """What all layers apply to their scores as a tensor, if any."""
-        setting = self.setting
+    def _masks(self, s: int, like: Tensor) -> Masks:
+        """What all layers apply to their scores as a tensor."""
+        setting, cp = self.setting, self.setting.cp
         if setting.operators is OperatorSet.UNFUSED:
             # Made anew for every micro-batch, as the loader of 2019 did.
-            return operator_sets.past(s, like)
+            return (operator_sets.past(s, like),)
         if setting.model.positions != "alibi":
-            return None
-        kept = self._alibi
-        if kept is None or (kept.shape[-1], kept.dtype, kept.device) != (s, like.dtype, like.device):
+            return ()
+        stretches = context.chunks(cp.rank, cp.size, s * cp.size) if cp.size > 1 else (range(s),)
+        kept = [(mask.shape[-1], mask.dtype, mask.device) for mask in self._alibi]
+        if kept != [(queries.stop, like.dtype, like.device) for queries in stretches]:
             heads = setting.model.heads // setting.tp.size
             own = range(setting.tp.rank * heads, (setting.tp.rank + 1) * heads)
-            kept = operator_sets.alibi(setting.model.heads, own, s, like)
-            self._alibi = storage.mark(kept, Category.OTHER)
-        return kept
+            made = (operator_sets.alibi(setting.model.heads, own, queries, like) for queries in stretches)
+            self._alibi = tuple(storage.mark(mask, Category.OTHER) for mask in made)
+        return self._alibi
 
-    def run_block(self, block: nn.Module, x: Tensor, place: Place, mask: Tensor | None) -> Tensor:
-        """`block(x, place, mask)`, run again in backward where there are `checkpoints`."""
+    def run_block(self, block: nn.Module, x: Tensor, place: Place, masks: Masks) -> Tensor:
+        """`block(x, place, masks)`, run again in backward where there are `checkpoints`."""
         if self.checkpoints is not None:
-            return recompute(partial(block, place=place, mask=mask), x, self.checkpoints)
-        y: Tensor = block(x, place, mask)
+            return recompute(partial(block, place=place, masks=masks), x, self.checkpoints)
+        y: Tensor = block(x, place, masks)
         return y
 
     def zero_units(self) -> list[Unit]:

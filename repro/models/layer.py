@@ -16,11 +16,17 @@ from repro import kernels
 from repro.config import Model, OperatorSet
 from repro.models import operator_sets
 from repro.models.operator_sets import WeightDropout
-from repro.parallel import tensor
+from repro.parallel import context, tensor
 from repro.parallel.comm import Group
+from repro.parallel.context import Positions
 
 KEYS_AND_VALUES = (".kv", ".kv_bias")
 """Parameters that all ranks of a tp group hold whole where there are more of them than heads."""
+
+
+Masks = tuple[Tensor, ...]
+"""What attention applies to its scores as a tensor (of the operator set `unfused`, or ALiBi's), one for each chunk that
+a rank has of a sample: one, under context parallelism two.  None where nothing is applied so."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +44,22 @@ class Setting:
 
     model: Model
     tp: Group
+    cp: Group
     sp: bool
     dropout: float
     attention_dropout: float
     seed: int
     operators: OperatorSet
+    recomputed: bool
 
     @property
     def plain(self) -> bool:
         """Whether torch's operators run in place of CUDA kernels."""
         return self.operators.plain
+
+    def positions(self, count: int) -> Positions:
+        """Where the `count` rows of x [b, s, h] are that this rank has between its layers."""
+        return context.positions(self.cp, count, *((self.tp.rank, self.tp.size) if self.sp else ()))
 
     def key(self, place: Place, layer: int, site: int) -> int:
         """Key of the random numbers of one dropout in one step."""
@@ -63,10 +75,9 @@ def dropout_add(
     layer: int,
     site: int,
 ) -> Tensor:
-    """residual + dropout(x + bias) on x [b, s, h]; under `sp` the rank's part of the sequence."""
-    s = x.shape[1]
-    first_position = setting.tp.rank * s if setting.sp else 0
-    seq = s * setting.tp.size if setting.sp else s
+    """residual + dropout(x + bias) on x [b, s, h], the rank's part of the sequence under cp and sp."""
+    at = setting.positions(x.shape[1])
+    seq = x.shape[1] * setting.cp.size * (setting.tp.size if setting.sp else 1)
     key = setting.key(place, layer, site) if setting.dropout else 0
 
     def fused(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -78,8 +89,10 @@ def dropout_add(
             key,
             place.first_sample,
             seq,
-            first_position,
+            at.first,
             True,
+            at.split,
+            at.jump,
             plain=setting.plain,
         )
 
@@ -171,10 +184,18 @@ class Attention(nn.Module):
         tp = self.setting.tp
         return kv.narrow(0, tp.rank * kv.shape[0] // tp.size, 1)
 
-    def attended(self, products: Sequence[Tensor], place: Place, mask: Tensor | None) -> Tensor:
+    def attended(self, products: Sequence[Tensor], place: Place, masks: Masks) -> Tensor:
         """What this rank's heads make of the products with `columns`, [b, a/t, s, d]."""
         q, k, v = self._heads(products)  # [b, a/t, s, d], of k and v as many heads as there are
-        return operator_sets.attention(self.setting.operators, q, k, v, self._weight_dropout(place), mask)
+        operators, cp, dropout = self.setting.operators, self.setting.cp, self._weight_dropout(place)
+
+        def of_chunk(q: Tensor, k: Tensor, v: Tensor, chunk: int = 0) -> Tensor:
+            mask = masks[chunk] if masks else None
+            return operator_sets.attention(operators, q, k, v, dropout, mask, cp.size)
+
+        if cp.size == 1:
+            return of_chunk(q, k, v)
+        return context.attend(q, k, v, cp, of_chunk, again=not self.setting.recomputed)
 
     def _heads(self, products: Sequence[Tensor]) -> tuple[Tensor, ...]:
         a, width, (b, s, _) = self.heads, self.setting.model.head_width, products[0].shape
@@ -192,11 +213,12 @@ class Attention(nn.Module):
         m = self.setting.model
         if m.positions != "rotary":
             return x
-        how = (heads, m.head_width, m.rotary_width, m.rotary_base)
+        at = context.positions(self.setting.cp, x.shape[1])
+        how = (heads, m.head_width, m.rotary_width, m.rotary_base, *at)
         return kernels.rotary(x, *how, plain=self.setting.plain)
 
-    def forward(self, x: Tensor, place: Place, mask: Tensor | None) -> Tensor:
-        """`mask` is there where one is applied as a tensor: of the operator set `unfused`, or ALiBi's."""
+    def forward(self, x: Tensor, place: Place, masks: Masks) -> Tensor:
+        """x and its attention, [b, s, h]."""
         tp, sp = self.setting.tp, self.setting.sp
         y = normalised(x, self.norm, self.norm_bias, self.setting)
         columns = self.columns()
@@ -206,7 +228,7 @@ class Attention(nn.Module):
             ((weight, bias),) = columns
             products = tensor.column_linears(y, [(weight, None)], tp, sp, "block")
             products = (operator_sets.add_bias(products[0], bias),) if bias is not None else products
-        y = self.attended(products, place, mask)
+        y = self.attended(products, place, masks)
         y = side_by_side(y)
         y = tensor.row_linear(y, self.out, tp, sp, "block")
         return dropout_add(y, self.out_bias, x, self.setting, place, self.layer, 1)
@@ -270,12 +292,12 @@ class Block(nn.Module):
         self.attention = Attention(setting, layer)
         self.mlp = Mlp(setting, layer)
 
-    def forward(self, x: Tensor, place: Place, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, place: Place, masks: Masks = ()) -> Tensor:
         if self.setting.model.blocks == "sequential":
-            return self.mlp(self.attention(x, place, mask), place)
-        return self._parallel(x, place, mask)
+            return self.mlp(self.attention(x, place, masks), place)
+        return self._parallel(x, place, masks)
 
-    def _parallel(self, x: Tensor, place: Place, mask: Tensor | None) -> Tensor:
+    def _parallel(self, x: Tensor, place: Place, masks: Masks) -> Tensor:
         """x + dropout(attention(norm(x)) + mlp(norm(x))), the norms one or two; their sums over tp are one."""
         setting, attention, mlp = self.setting, self.attention, self.mlp
         tp, sp = setting.tp, setting.sp
@@ -287,7 +309,7 @@ class Block(nn.Module):
             products = [*tensor.column_linears(y, attention.columns(), tp, sp, "block")]
             y = normalised(x, mlp.norm, mlp.norm_bias, setting)
             (up,) = tensor.column_linears(y, mlp.columns(), tp, sp, "block")
-        y = tensor.row_products(side_by_side(attention.attended(products, place, mask)), attention.out)
+        y = tensor.row_products(side_by_side(attention.attended(products, place, masks)), attention.out)
         y = tensor.reduce_output(y + tensor.row_products(mlp.activated(up), mlp.down), tp, sp, "block")
         biases = attention.out_bias, mlp.down_bias
         bias = None if biases[0] is None or biases[1] is None else biases[0] + biases[1]

@@ -46,15 +46,16 @@ def slopes(heads: int) -> list[float]:
     return [*powers(n), *powers(2 * n)[::2]][:heads]
 
 
-def alibi(heads: int, own: range, s: int, like: Tensor) -> Tensor:
-    """What ALiBi adds to the scores of the `own` of so many heads, future keys out: [1, len(own), s, s] like `like`.
+def alibi(heads: int, own: range, queries: range, like: Tensor) -> Tensor:
+    """What ALiBi adds to the scores of the `own` of so many heads, future keys out, like `like`.
 
-    Slope times (key - query): near the query the numbers are small, and exact in 16 bits.
+    Of the queries at these positions and the k keys up to the last of them: [1, len(own), len(queries), k].  Slope
+    times (key - query): near the query the numbers are small, and exact in 16 bits.
     """
-    at = torch.arange(s, device=like.device)
-    distance = (at[None, :] - at[:, None]).to(torch.float32)
+    at = torch.arange(queries.stop, device=like.device)
+    distance = (at[None, :] - at[queries.start :, None]).to(torch.float32)
     distance.masked_fill_(distance > 0, float("-inf"))
-    bias = torch.empty(1, len(own), s, s, dtype=like.dtype, device=like.device)
+    bias = torch.empty(1, len(own), *distance.shape, dtype=like.dtype, device=like.device)
     for i, slope in enumerate(slopes(heads)[own.start : own.stop]):
         bias[0, i].copy_(distance * slope)
     return bias
@@ -74,7 +75,7 @@ class WeightDropout:
     """The first of this rank's."""
 
     def __call__(self, weights: Tensor) -> Tensor:
-        """In one operator."""
+        """In one operator, of all queries."""
         b, a, s, _ = weights.shape
         # A head is a stretch of s rows of its sample.
         rows, first = self.heads * s, self.first_head * s
@@ -84,14 +85,14 @@ class WeightDropout:
         )
         return dropped.view(b, a, s, s)
 
-    def keep(self, weights: Tensor) -> Tensor:
-        """What is kept, as a mask like `weights`."""
-        b, a, s, _ = weights.shape
+    def keep(self, weights: Tensor, s: int) -> Tensor:
+        """What is kept of `weights` [b, a/t, c, k], as a mask like them; their queries end with token k of s."""
+        b, a, c, k = weights.shape
         samples = self.first_sample + torch.arange(b, device=weights.device)
         heads = self.first_head + torch.arange(a, device=weights.device)
         row = (samples[:, None] * self.heads + heads)[:, :, None] * s
-        rows = (row + torch.arange(s, device=weights.device)).flatten()
-        return kernels.keep_mask(rows, s, self.p, self.key).view(b, a, s, s)
+        rows = (row + torch.arange(k - c, k, device=weights.device)).flatten()
+        return kernels.keep_mask(rows, k, self.p, self.key).view(weights.shape)
 
 
 def attention(
@@ -101,14 +102,18 @@ def attention(
     v: Tensor,
     dropout: WeightDropout | None,
     mask: Tensor | None,
+    cp: int = 1,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, causal, on q [b, a/t, s, d] and k, v of as many heads, or of a divisor of them.
 
-    `mask`: from `past` where it is unfused, else from `alibi` or None.
+    With `cp` ranks to a sample q is one of its 2 cp chunks, and k and v are those up to its end.  `mask`: from `past`
+    where it is unfused, else from `alibi` or None.
     """
     if not operators.writes_scores:
         return (
-            kernels.causal_attention(q, k, v, mask) if dropout is None else _explicit(q, k, v, dropout, mask)
+            kernels.causal_attention(q, k, v, mask)
+            if dropout is None
+            else _explicit(q, k, v, dropout, mask, q.shape[2] * (2 * cp if cp > 1 else 1))
         )
     if operators is OperatorSet.SOFTMAX:
         return _softmax(q, k, v, dropout, mask)
@@ -116,10 +121,10 @@ def attention(
     return _unfused(q, k, v, dropout, mask)
 
 
-def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Tensor | None) -> Tensor:
-    """Written out in fp32, since no fused attention draws its dropout from counters."""
-    s, d = q.shape[-2:]
-    future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Tensor | None, s: int) -> Tensor:
+    """Written out in fp32, since no fused attention draws its dropout from counters; of samples of s tokens."""
+    queries, keys, d = q.shape[-2], *k.shape[-2:]
+    future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
     scores = _by_keys(q, k.transpose(-1, -2)) / math.sqrt(d)
     weights = (
         (scores.float() if mask is None else scores.float() + mask)
@@ -127,7 +132,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Ten
         .softmax(-1)
         .to(q.dtype)
     )
-    return _by_keys(weights * dropout.keep(weights) / (1 - dropout.p), v)
+    return _by_keys(weights * dropout.keep(weights, s) / (1 - dropout.p), v)
 
 
 def _by_keys(x: Tensor, y: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The grid of ranks and its groups.
 
 `layout.order` says which axis is innermost.  `tp-dp-pp`, Megatron's order, numbers the ranks
-`(pp_index * dp + dp_index) * tp + tp_index`, so that the ranks of one tensor-parallel group are
-neighbours and share a node, and pipeline stages are far apart.
+`((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index`, so that the ranks of one tensor-parallel group are
+neighbours and share a node, those of a context-parallel group are next, and pipeline stages are far apart.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from repro.parallel.transports import Channels, GlooTransport, NcclTransport, No
 
 
 def groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
-    """All groups along `axis` (`dp`, `tp` or `pp`), ordered by their first rank; see `Layout.group_of`."""
-    stride, degree = layout.strides[axis], getattr(layout, axis)
-    firsts = (rank for rank in range(layout.world) if rank // stride % degree == 0)
-    return [layout.group_of(axis, rank) for rank in firsts]
+    """All groups along `axis` (`dp`, `cp`, `tp` or `pp`), ordered by their first rank; see `Layout.group_of`."""
+    found = (layout.group_of(axis, rank) for rank in range(layout.world))
+    return [ranks for rank, ranks in enumerate(found) if ranks[0] == rank]
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,9 @@ class Mesh:
     rank: int
     world: Group
     dp: Group
+    """The copies of one part of the model, dp x cp of them, replica by replica: what gradients are averaged over."""
+    cp: Group
+    """The ranks that share the tokens of the same samples."""
     tp: Group
     pp: Group
     """The stages of one pipeline; `pp.rank` is the stage."""
@@ -61,6 +63,7 @@ def build(
         rank=rank,
         world=group("world", tuple(range(layout.world))),
         dp=group("dp", layout.group_of("dp", rank)),
+        cp=group("cp", layout.group_of("cp", rank)),
         tp=group("tp", layout.group_of("tp", rank), blocking=not layout.tp_overlap),
         pp=group("pp", stages),
         embedding=group("embedding", ends if layout.pp > 1 and rank in ends else (rank,)),
@@ -87,6 +90,7 @@ def distributed(layout: Layout, device_type: str) -> Mesh:
     for ranks in (
         tuple(range(layout.world)),
         *groups(layout, "dp"),
+        *groups(layout, "cp"),
         *groups(layout, "tp"),
         *pipelines,
         *ends,

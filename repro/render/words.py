@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from repro.config.layout import Layout
 from repro.config.system import System
 from repro.render import units
@@ -25,11 +27,11 @@ _KERNELS = {
 def layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> str:
     """`tp 2 x dp 4, ZeRO 1, fp16, recomputation`: what is off, or 1, is not said.
 
-    `degrees`: also tp, pp and dp, and the pipeline's schedule; `batches`: also the batches.
+    `degrees`: also tp, cp, pp and dp, and the pipeline's schedule; `batches`: also the batches.
     """
-    axes = [f"{axis} {size}" for axis in ("tp", "pp", "dp") if (size := getattr(spread, axis)) > 1]
+    axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := getattr(spread, axis)) > 1]
     parts = [" x ".join(axes) or "one rank"] if degrees else []
-    if spread.dp > 1 or spread.zero:
+    if spread.copies > 1 or spread.zero:
         how = f" by {spread.zero1_reduce}" if spread.zero1_reduce != "reduce-scatter" else ""
         how += " parameter by parameter" if spread.zero3_gather == "parameter" else ""
         parts.append(f"ZeRO {spread.zero}{how}")
@@ -54,6 +56,16 @@ def layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> st
     elif not spread.gather_overlap:
         parts.append("parameters gathered before the step")
     return ", ".join(parts)
+
+
+def axes(layouts: Iterable[Layout]) -> tuple[str, ...]:
+    """The axes that a table of `layouts` has to name: cp where one of them has it."""
+    return max((spread.axes for spread in layouts), key=len, default=())
+
+
+def degrees(spread: Layout, names: Iterable[str]) -> str:
+    """`4 x 1 x 8`: the degrees along the named axes."""
+    return " x ".join(str(getattr(spread, axis)) for axis in names)
 
 
 def devices(count: int, system: System) -> str:

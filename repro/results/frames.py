@@ -17,7 +17,7 @@ from repro.results.schema import ComparisonRecord, ExperimentRecord, Record
 if TYPE_CHECKING:
     import pandas as pd
 
-_LAYOUT = ("dp", "tp", "pp", "zero", "sp", "micro_batch", "global_batch", "recompute", "precision")
+_LAYOUT = ("dp", "tp", "cp", "pp", "zero", "sp", "micro_batch", "global_batch", "recompute", "precision")
 _COMPARED = ("suite", "name", "written", "metric", "ratio", "low", "high", "rounds")
 
 

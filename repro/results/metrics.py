@@ -152,6 +152,10 @@ def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
     return metrics
 
 
+OF_BLOCKS = ("block", "keys and values")
+"""Purposes of what a block sends: sums and gathers of tensor parallelism, gathers of context parallelism."""
+
+
 def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) -> list[LayerTraffic]:
     """What one block of a pipeline `stage` communicates for one micro-batch, on average over the stage's blocks."""
     layout = experiment.layout
@@ -160,7 +164,7 @@ def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) ->
     return [
         LayerTraffic(op=row.op, group=row.group, calls=row.calls / uses, sent_bytes=row.sent_bytes / uses)
         for row in rows
-        if row.purpose == "block"
+        if row.purpose in OF_BLOCKS
     ]
 
 

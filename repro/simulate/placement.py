@@ -19,7 +19,7 @@ from repro.config.errors import ConfigError
 from repro.config.system import System
 
 BETWEEN_NODES = "inter-node"
-GROUPS = ("world", "tp", "dp", "pp", "embedding")
+GROUPS = ("world", "tp", "cp", "dp", "pp", "embedding")
 """The groups of a rank, as `repro.parallel.mesh.Mesh` names them."""
 
 
@@ -49,11 +49,13 @@ class Placement:
         if group == "world":
             return np.arange(layout.world)[None, :] if layout.world > 1 else np.empty((0, 0), dtype=int)
         axis = "pp" if group == "embedding" else group
-        stride, degree = layout.strides[axis], getattr(layout, axis)
-        if degree == 1:
+        offsets = np.array(layout.offsets(axis))
+        if len(offsets) == 1:
             return np.empty((0, 0), dtype=int)
-        rank = np.arange(layout.world)
-        found = rank[rank // stride % degree == 0][:, None] + stride * np.arange(degree)
+        first = np.arange(layout.world)
+        for one in layout.within(axis):
+            first = first[first // layout.strides[one] % getattr(layout, one) == 0]
+        found = first[:, None] + offsets
         return found[:, [0, -1]] if group == "embedding" else found
 
     def link_of(self, group: str, ranks: Sequence[int]) -> str:

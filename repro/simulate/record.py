@@ -173,4 +173,4 @@ def _failure(role: RoleResult) -> SimulatedFailure | None:
 
 def _ranks(experiment: Experiment, role: RoleResult) -> int:
     """Ranks that do the same: the role's stages in every replica, on every tensor-parallel rank."""
-    return role.role.stages * experiment.layout.tp * experiment.layout.dp
+    return role.role.stages * experiment.layout.world // experiment.layout.pp

@@ -162,7 +162,8 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
         world = table.pop("world", None) if key == "layout" else None
         built = _blaming(lambda: build(cls, table, where=key), lambda error: blame(error, key))
         if world is not None and isinstance(built, Layout) and world != built.world:
-            right = f"tp x pp x dp = {built.tp} x {built.pp} x {built.dp} = {built.world}"
+            degrees = " x ".join(str(getattr(built, axis)) for axis in built.axes)
+            right = f"{' x '.join(built.axes)} = {degrees} = {built.world}"
             raise blame(ConfigError("world", world, right, where=key), key)
         return built
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.nn import Parameter
 from repro.config import Experiment
 from repro.models.gpt import GPT, Part, Place
 from repro.models.init import initial_values
+from repro.parallel.comm import Group
+from repro.parallel.context import own_tokens
 from repro.parallel.mesh import Mesh
 from repro.parallel.precision import DTYPES
 from repro.parallel.zero.flat_parameters import InitialValues, Tag
@@ -28,11 +30,16 @@ def decays(parameter: Parameter) -> bool:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tokens and targets [micro_batch, s], int64, on the engine's device."""
+    """Tokens and targets [micro_batch, s], int64, on the engine's device: whole samples, of which each rank of cp takes
+    its part."""
 
     tokens: Tensor
     targets: Tensor
     place: Place
+
+    def of_rank(self, cp: Group) -> MicroBatch:
+        """The tokens [micro_batch, s/cp] of one rank of cp."""
+        return replace(self, tokens=own_tokens(self.tokens, cp), targets=own_tokens(self.targets, cp))
 
 
 class ModelPart:
@@ -52,7 +59,7 @@ class ModelPart:
         self.mesh = mesh
         number = chunk * mesh.pp.size + mesh.pp.rank
         part = Part(parts[number], first=number == 0, last=number == len(parts) - 1)
-        self.model = GPT(experiment.model, layout, training, mesh.tp, checkpoints, part)
+        self.model = GPT(experiment.model, layout, training, mesh.tp, checkpoints, part, mesh.cp)
         self.micro_batches: Sequence[MicroBatch] = ()
         """Of the current step."""
         self._names = {name: getattr(p, "name_in_model", name) for name, p in self.model.named_parameters()}

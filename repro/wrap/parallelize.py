@@ -112,6 +112,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 NOT_FOR_STOCK_MODULES = (
     ("tp", 1, "a stock module has no tensor-parallel layers"),
+    ("cp", 1, "a stock module's attention sees all tokens of a sample"),
     ("pp", 1, "a stock module is not cut into pipeline stages"),
     ("recompute", False, "a stock module calls torch.utils.checkpoint itself"),
     ("kernels", "fused", "a stock module brings its own operators"),

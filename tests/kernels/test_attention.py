@@ -32,7 +32,7 @@ def test_shared_keys_and_a_bias(keys: int, biased: bool) -> None:
     torch.manual_seed(0)
     shapes = [(2, heads, 9, 4) for heads in (6, keys, keys)]
     given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    bias = alibi(6, range(6), 9, given[0]) if biased else None
+    bias = alibi(6, range(6), range(9), given[0]) if biased else None
     found, expected = causal_attention(*given, bias), reference(*given, bias)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn(shapes[0], dtype=torch.float64)
@@ -46,12 +46,35 @@ def test_shared_keys_and_a_bias(keys: int, biased: bool) -> None:
     assert [x.shape for x in gradients] == [x.shape for x in given]
 
 
+@pytest.mark.parametrize("keys", [2, 6])
+@pytest.mark.parametrize("biased", [False, True])
+def test_queries_that_are_the_last_of_a_sequence(keys: int, biased: bool) -> None:
+    """Their rows of the whole sequence's result, and their gradients; on meta their shapes."""
+    torch.manual_seed(0)
+    whole = [torch.randn(2, heads, 9, 4, dtype=torch.float64) for heads in (6, keys, keys)]
+    given = [x.requires_grad_() for x in (whole[0][:, :, 6:].clone(), *whole[1:])]
+    bias, expected = None, reference(*whole)[:, :, 6:]
+    if biased:
+        bias = alibi(6, range(6), range(6, 9), whole[0])
+        expected = reference(*whole, alibi(6, range(6), range(9), whole[0]))[:, :, 6:]
+    found = causal_attention(*given, bias)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(found)
+    mine = torch.autograd.grad(found, given, upstream)
+    for a, b in zip(mine, torch.autograd.grad(reference(*given, bias), given, upstream), strict=True):
+        torch.testing.assert_close(a, b)
+    shapes_only = [torch.empty_like(x, device="meta", dtype=torch.float16).requires_grad_() for x in given]
+    on_meta = causal_attention(*shapes_only, None if bias is None else bias.half().to("meta"))
+    gradients = torch.autograd.grad(on_meta, shapes_only, torch.empty_like(on_meta))
+    assert [x.shape for x in gradients] == [x.shape for x in given]
+
+
 def test_alibi_by_hand() -> None:
     """2108.12409 sec. 3: of 8 heads 1/2 to 1/256; of 3 those of 2, and the first of 4."""
     assert slopes(8) == [2.0**-i for i in range(1, 9)]
     assert slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]
     inf = float("inf")
-    own = alibi(8, range(1, 2), 3, torch.empty(0, dtype=torch.float16))
+    own = alibi(8, range(1, 2), range(3), torch.empty(0, dtype=torch.float16))
     assert own.tolist() == [[[[0, -inf, -inf], [-0.25, 0, -inf], [-0.5, -0.25, 0]]]]
 
 

@@ -83,6 +83,7 @@ def test_gelu_far_out_and_not_finite(host: Host) -> None:
     extra=st.integers(0, 20),
     p=st.sampled_from([0.1, 0.5]),
     given=st.sampled_from([(True, True), (False, False)]),
+    jump=st.sampled_from([0, 1, 40]),
 )
 def test_dropout(
     host: Host,
@@ -92,24 +93,27 @@ def test_dropout(
     extra: int,
     p: float,
     given: tuple[bool, bool],
+    jump: int,
 ) -> None:
     key, first_sample, first_position = place
-    arguments = (p, key, first_sample, first_position + shape[1] + extra, first_position)
+    arguments = (p, key, first_sample, first_position + shape[1] + extra + jump, first_position)
+    further = (shape[1] // 2, jump)
     x = torch.randn(shape).to(kind)
     bias = torch.randn(shape[-1]).to(kind) if given[0] else None
     residual = torch.randn(shape).to(kind) if given[1] else None
     wide = [None if t is None else t.double().requires_grad_() for t in (x, bias, residual)]
-    expected = dropout.reference(*wide, *arguments, True)  # type: ignore[arg-type]
-    y = host.call(cuda_dropout.bias_dropout_residual, x, bias, residual, *arguments)
+    expected = dropout.reference(*wide, *arguments, True, *further)  # type: ignore[arg-type]
+    y = host.call(cuda_dropout.bias_dropout_residual, x, bias, residual, *arguments, *further)
     tolerance = 2e-6 if kind == torch.float32 else 2e-3
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
     grad = torch.randn(shape).to(kind)
     asked = [t for t in wide[:2] if t is not None]
     slopes = torch.autograd.grad(expected, asked, grad.double())
-    results = host.call(cuda_dropout.bias_dropout_residual_backward, grad, bias is not None, *arguments)
+    has_bias = bias is not None
+    results = host.call(cuda_dropout.bias_dropout_residual_backward, grad, has_bias, *arguments, *further)
     # The same elements are dropped, to the last one.
     assert torch.equal(results[0] == 0, (slopes[0] == 0) | (grad == 0))
-    for actual, slope in zip(results, slopes, strict=bias is not None):
+    for actual, slope in zip(results, slopes, strict=has_bias):
         torch.testing.assert_close(actual.double(), slope, rtol=tolerance, atol=8 * tolerance)
 
 

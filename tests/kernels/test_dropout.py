@@ -72,6 +72,20 @@ def test_mask_is_the_same_under_every_layout(b: int, s: int, h: int, key: int, d
             assert torch.equal(part, whole[samples, positions])
 
 
+def test_rows_further_on_are_dropped_as_there() -> None:
+    """A part of a sequence with a gap, as a rank of context parallelism has it: rows 1, 2 and 7, 8, 9 of 10."""
+    x, bias = torch.randn(2, 10, 16), torch.randn(16)
+    whole = bias_dropout_residual(x, bias, x, 0.4, 5, 6, 10, 0, True)
+    mine = torch.tensor([1, 2, 7, 8, 9])
+    part = x[:, mine].requires_grad_()
+    found = bias_dropout_residual(part, bias, part.detach(), 0.4, 5, 6, 10, 1, True, 2, 4)
+    assert torch.equal(found, whole[:, mine])
+    (slope,) = torch.autograd.grad(found.sum(), part)
+    torch.testing.assert_close(
+        slope, (keep_mask(torch.arange(60, 80), 16, 0.4, 5) / 0.6).view(x.shape)[:, mine]
+    )
+
+
 def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     x, bias = torch.randn(3, 7, 5).to(dtype), torch.randn(5).to(dtype)
     call = lambda: bias_dropout_residual(x, bias, x, 0.3, 1, 0, 7, 0, True)

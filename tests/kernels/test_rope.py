@@ -55,6 +55,20 @@ def test_scores_depend_on_the_distance_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_rows_further_on_are_turned_as_there(host: Host, plain: bool) -> None:
+    """A part of a sequence with a gap, as a rank of context parallelism has it: rows 1, 2 and 7, 8, 9 of 10."""
+    x, mine, how = torch.randn(2, 10, 24), torch.tensor([1, 2, 7, 8, 9]), (2, 8, 4, 100.0)
+    whole = reference(x.double(), *how)[:, mine]
+    part = x[:, mine].requires_grad_()
+    found = rotary(part, *how, 1, 2, 4, plain=plain)
+    torch.testing.assert_close(found.double(), whole, rtol=1e-5, atol=1e-6)
+    (back,) = torch.autograd.grad(found, part, found)
+    torch.testing.assert_close(back, part)  # turned there and back
+    of_source = host.call(binding.rotary, part.detach(), *how, False, 1, 2, 4)
+    torch.testing.assert_close(of_source.double(), whole, rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_is_saved_and_gradcheck() -> None:
     saved: list[torch.Size] = []
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)

@@ -273,7 +273,7 @@ def test_the_mask_and_what_is_dropped() -> None:
     assert past(3, torch.empty(0, dtype=torch.float16)).tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
     weights = torch.rand(2, 3, 5, 5)
     dropout = WeightDropout(0.4, 1234, first_sample=7, heads=6, first_head=3)
-    torch.testing.assert_close(dropout(weights), weights * dropout.keep(weights) / 0.6)
+    torch.testing.assert_close(dropout(weights), weights * dropout.keep(weights, weights.shape[-1]) / 0.6)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

@@ -20,6 +20,7 @@ BASE = Layout(micro_batch=2, global_batch=16, precision="bf16")
 LAYOUTS = {
     "sp": replace(BASE, tp=2, sp=True, recompute=True),
     "zero3": replace(BASE, dp=2, zero=3),
+    "cp": replace(BASE, cp=2, micro_batch=1),
     "stages": replace(BASE, pp=2, dp=2, zero=1, recompute=True),
     "softmax": replace(BASE, kernels="softmax", tp=4),
 }

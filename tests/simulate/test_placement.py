@@ -129,9 +129,11 @@ def test_a_system_without_links_inside_its_nodes_is_one_line() -> None:
 degrees = st.sampled_from((1, 2, 3, 4))
 
 
-@given(tp=degrees, dp=degrees, pp=degrees, order=st.sampled_from(ORDERS), data=st.data())
-def test_groups_are_those_of_the_mesh(tp: int, dp: int, pp: int, order: str, data: st.DataObject) -> None:
-    layout = Layout(tp=tp, dp=dp, pp=pp, order=order)
+@given(tp=degrees, dp=degrees, pp=degrees, cp=degrees, order=st.sampled_from(ORDERS), data=st.data())
+def test_groups_are_those_of_the_mesh(
+    tp: int, dp: int, pp: int, cp: int, order: str, data: st.DataObject
+) -> None:
+    layout = Layout(tp=tp, dp=dp, pp=pp, cp=cp, order=order)
     placement = Placement(layout, load("dgx1-v100-16gb"))
     rank = data.draw(st.integers(0, layout.world - 1))
     real = mesh.shape_only(layout, rank)

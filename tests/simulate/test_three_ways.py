@@ -42,6 +42,13 @@ LAYOUTS = {
     "pp2": replace(BASE, pp=2),
     "pp2-gpipe": replace(BASE, pp=2, schedule="gpipe", recompute=True),
     "pp2-interleaved": replace(BASE, pp=2, schedule="interleaved", chunks=2),
+    "cp2-z3": replace(BASE, cp=2, zero=3),
+    "cp2-recompute": replace(BASE, cp=2, recompute=True),
+    "cp4-z1": replace(BASE, cp=4, zero=1, precision="fp32"),
+    "cp2-tp2-sp": replace(BASE, cp=2, tp=2, sp=True),
+    "cp2-tp2-pa": replace(BASE, cp=2, tp=2, recompute=True, pa=True),
+    "cp2-pp2": replace(BASE, cp=2, pp=2, zero=1, micro_batch=1),
+    "cp2-dp2-z3": replace(BASE, cp=2, dp=2, zero=3, recompute=True),
     "dp4-z2": replace(BASE, dp=4, zero=2),
     "dp2-tp2-z3": replace(BASE, dp=2, tp=2, zero=3, recompute=True, pa=True),
     "dp2-tp2-z2": replace(BASE, dp=2, tp=2, zero=2),
@@ -55,16 +62,15 @@ LAYOUTS = {
 def really(experiment: Experiment) -> dict[str, Any]:
     """Initialisation and two steps on this rank: states, peak of the first, messages of the second."""
     mesh = meshes.distributed(experiment.layout, "cpu")
+    replica = experiment.layout.index_of("dp", mesh.rank)
     tracker = MemoryTracker()
     with tracker:
         engine = NativeEngine(experiment, mesh, torch.device("cpu"))
-        engine.step(
-            micro_batches(experiment, mesh.dp.rank, 0), lambda phase: setattr(tracker, "phase", phase)
-        )
+        engine.step(micro_batches(experiment, replica, 0), lambda phase: setattr(tracker, "phase", phase))
         engine.synchronize()
     live = tracker.live()
     mesh.ledger.reset()
-    engine.step(micro_batches(experiment, mesh.dp.rank, 1), lambda phase: None)
+    engine.step(micro_batches(experiment, replica, 1), lambda phase: None)
     engine.synchronize()
     return {
         "stage": mesh.pp.rank,
@@ -83,6 +89,10 @@ OTHERS = {
     "llama-tp4": ("llama", replace(BASE, tp=4)),
     "falcon-tp2-z2": ("falcon", replace(BASE, tp=2, dp=2, zero=2, recompute=True)),
     "neox-pp2": ("neox", replace(BASE, pp=2, zero=1)),
+    "llama-cp4": ("llama", replace(BASE, cp=4, zero=2)),
+    "llama-cp2-tp2": ("llama", replace(BASE, cp=2, tp=2, sp=True)),
+    "bloom-cp2": ("bloom", replace(BASE, cp=2)),
+    "falcon-cp2": ("falcon", replace(BASE, cp=2, recompute=True)),
     "bloom-tp2": ("bloom", replace(BASE, tp=2)),
 }
 """Layers that are not GPT-2's."""
@@ -119,7 +129,8 @@ def agree(request: pytest.FixtureRequest, experiment: Experiment) -> None:
             assert memory.states == seen["states"]
             assert memory.host_bytes == seen["host"]
             assert memory.most[Category.PARAMETERS] == seen["gathered"]
-            assert memory.peak_bytes == pytest.approx(seen["peak"], rel=0.01)
+            # A chunk's attention on a CPU has its mask as a tensor, and copies queries that share keys.
+            assert memory.peak_bytes == pytest.approx(seen["peak"], rel=0.01 if layout.cp == 1 else 0.02)
             real = {
                 key: [row["calls"], row["payload_bytes"], row["sent_bytes"]]
                 for key, row in seen["messages"].items()
@@ -127,7 +138,7 @@ def agree(request: pytest.FixtureRequest, experiment: Experiment) -> None:
             assert messages == real
             # M_D sets gradient buffers aside, which then stay; the paper's formulas have no such term.
             if layout.precision != "fp32" and not layout.md:
-                closed = states_bytes(seen["parameters"], layout.dp, layout.zero)
+                closed = states_bytes(seen["parameters"], layout.copies, layout.zero)
                 assert sum(seen["states"].values()) == closed
 
 

@@ -154,7 +154,8 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
         columns += ["for\nmillions"] if request.price_per_gpu_hour else []
         if console.width < ROOMY:
             columns = [heading for heading in columns if heading not in WHERE]
-    made = table("tp x pp x dp", "ZeRO", "mb", "also", *columns, left=4, gap=1)
+    axes = words.axes(row.layout for row in rows)
+    made = table(" x ".join(axes), "ZeRO", "mb", "also", *columns, left=4, gap=1)
     made.columns[1].justify = made.columns[2].justify = "right"
     for row in rows:
         layout, time = row.layout, row.time
@@ -181,7 +182,7 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
             cells += [f"{least}{whole['days']:,.1f}"]
             cells += [least + units.number(whole["cost"] / 1e6)] if "cost" in whole else []
         made.add_row(
-            f"{layout.tp} x {layout.pp} x {layout.dp}",
+            words.degrees(layout, axes),
             str(layout.zero),
             str(layout.micro_batch),
             " ".join(short for key, short in extra.items() if getattr(layout, key)),
@@ -232,22 +233,23 @@ def _undecided(console: Console, rows: Sequence[PlanRow]) -> None:
 
 
 def _ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
-    """For each tp, pp and ZeRO stage: the least that its layouts would need, and the term that is too much."""
+    """For each tp, cp, pp and ZeRO stage: the least that its layouts would need, and the term that is too much."""
     if not rows:
         return
-    least: dict[tuple[int, int, int], tuple[int, PlanRow]] = {}
+    least: dict[tuple[int, int, int, int], tuple[int, PlanRow]] = {}
     for row in rows:
-        key = (row.layout.tp, row.layout.pp, row.layout.zero)
+        key = (row.layout.tp, row.layout.cp, row.layout.pp, row.layout.zero)
         count, best = least.get(key, (0, row))
         smaller = row if row.memory["peak_bytes"] < best.memory["peak_bytes"] else best
         least[key] = count + 1, smaller
-    console.print(f"\n[bold]{len(rows)} layouts do not fit[/], by tp, pp and ZeRO stage:")
-    made = table("tp x pp x dp", "ZeRO", "layouts", "at least GB", "ruled out by", "known from", left=6)
+    axes = words.axes(row.layout for row in rows)
+    console.print(f"\n[bold]{len(rows)} layouts do not fit[/], by {', '.join(axes[:-1])} and ZeRO stage:")
+    made = table(" x ".join(axes), "ZeRO", "layouts", "at least GB", "ruled out by", "known from", left=6)
     for i in (1, 2, 3):
         made.columns[i].justify = "right"
-    for (tp, pp, zero), (count, row) in sorted(least.items()):
+    for (*_, zero), (count, row) in sorted(least.items()):
         made.add_row(
-            f"{tp} x {pp} x {row.layout.dp}",
+            words.degrees(row.layout, axes),
             str(zero),
             str(count),
             gb(row.memory["peak_bytes"]),

@@ -153,6 +153,7 @@ def _columns(console: Console, group: Group) -> tuple[Column, list[list[Column]]
         "activ": "activations",
         "peak": "peak",
     }
+    axes = words.axes(record.experiment.layout for record in group.records)
     held = {word: [row.get(f"memory.{part}_bytes") for row in rows] for word, part in parts.items()}
     sent, steps = [row.get("comm.sent_bytes") for row in rows], [row.get(STEP_SECONDS) for row in rows]
     rates = [row.get(DEVICE_FLOPS_PER_S) for row in rows]
@@ -164,7 +165,7 @@ def _columns(console: Console, group: Group) -> tuple[Column, list[list[Column]]
             for key, words in many.items()
         ],
         [
-            Column("tp x pp x dp", [f"{row['tp']} x {row['pp']} x {row['dp']}" for row in rows]),
+            Column(" x ".join(axes), [" x ".join(str(row[axis]) for axis in axes) for row in rows]),
             Column("ZeRO", [str(row["zero"]) for row in rows]),
         ],
         [

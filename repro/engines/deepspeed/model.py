@@ -14,6 +14,7 @@ from torch.nn import Module
 from repro.config import Experiment, Training
 from repro.models.gpt import GPT, Place
 from repro.models.init import initial_values
+from repro.models.layer import Masks
 from repro.parallel.mesh import Mesh
 from repro.parallel.precision import DTYPES
 from repro.parallel.zero.stages import leave_meta
@@ -27,13 +28,13 @@ class DeepSpeedGPT(GPT):
         super().__init__(experiment.model, experiment.layout, experiment.training, mesh.tp)
         self.recompute = experiment.layout.recompute
 
-    def run_block(self, block: Module, x: Tensor, place: Place, mask: Tensor | None) -> Tensor:
+    def run_block(self, block: Module, x: Tensor, place: Place, masks: Masks) -> Tensor:
         if not self.recompute:
-            return super().run_block(block, x, place, mask)
+            return super().run_block(block, x, place, masks)
         from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
 
         # It takes every argument but tensors for two when activations are partitioned.
-        return checkpoint(partial(block, place=place, mask=mask), x)
+        return checkpoint(partial(block, place=place, masks=masks), x)
 
 
 ValuesOf = dict[str, Callable[[int, int], Tensor]]

@@ -36,7 +36,7 @@ def too_large(experiment: Experiment) -> str:
 
 def _states(experiment: Experiment) -> float:
     """Model states of all ranks in bytes, without what several of them hold of one tensor-parallel replica."""
-    return experiment.layout.dp * sum(state_bytes(total(experiment.model), experiment.layout).values())
+    return experiment.layout.copies * sum(state_bytes(total(experiment.model), experiment.layout).values())
 
 
 def _inputs(experiment: Experiment) -> float:

@@ -247,7 +247,7 @@ class Run:
 
     def _micro_batches(self, step: int) -> list[MicroBatch]:
         layout = self.experiment.layout
-        mine = self.mesh.dp.rank * layout.replica_batch
+        mine = layout.index_of("dp", self.mesh.rank) * layout.replica_batch
         samples = self.stream.samples(step * layout.global_batch + mine, layout.replica_batch).to(self.device)
         found = []
         for k in range(layout.accumulation):

@@ -62,13 +62,15 @@ def limit_of(system: System, given: int | None) -> int:
     return given
 
 
-def replicas(gpus: int, tp: int, pp: int) -> int:
+def replicas(gpus: int, tp: int, pp: int, cp: int = 1) -> int:
     """The data-parallel degree of `gpus` devices."""
-    for key, degree in (("gpus", gpus), ("tp", tp), ("pp", pp)):
+    for key, degree in (("gpus", gpus), ("tp", tp), ("cp", cp), ("pp", pp)):
         require(degree >= 1, key, degree, "a whole number of at least 1")
         at_most(key, degree, RANKS)
-    require(gpus % (tp * pp) == 0, "gpus", gpus, f"a multiple of tp x pp = {tp} x {pp} = {tp * pp}")
-    return gpus // (tp * pp)
+    one, times = tp * cp * pp, f"{tp} x {pp}" if cp == 1 else f"{tp} x {cp} x {pp}"
+    names = "tp x pp" if cp == 1 else "tp x cp x pp"
+    require(gpus % one == 0, "gpus", gpus, f"a multiple of {names} = {times} = {one}")
+    return gpus // one
 
 
 def complete(given: dict[str, Any], gpus: int, system: System) -> Layout:
@@ -77,7 +79,7 @@ def complete(given: dict[str, Any], gpus: int, system: System) -> Layout:
     Without a global batch it is the smallest that fills the pipeline: micro_batch x dp x pp.
     """
     keys = with_defaults(given, system)
-    keys["dp"] = replicas(gpus, keys.get("tp", 1), keys.get("pp", 1))
+    keys["dp"] = replicas(gpus, keys.get("tp", 1), keys.get("pp", 1), keys.get("cp", 1))
     if not keys.get("global_batch"):
         keys["global_batch"] = keys.get("micro_batch", 1) * keys["dp"] * keys.get("pp", 1)
     return Layout(**keys)

@@ -24,7 +24,7 @@ def state_bytes(parameters: float, layout: Layout) -> dict[str, float]:
     wide = layout.precision == "fp32"
     whole = dict(zip(STATES, (4, 4, 8) if wide else (2, 2, K), strict=True))
     split = {0: (), 1: STATES[2:], 2: STATES[1:], 3: STATES}[layout.zero]
-    return {key: parameters * size / (layout.dp if key in split else 1) for key, size in whole.items()}
+    return {key: parameters * size / (layout.copies if key in split else 1) for key, size in whole.items()}
 
 
 @cache

@@ -85,8 +85,10 @@ class DeviceCost:
     def _calibrated(self, operator: Operator) -> float:
         kind = "matmul" if operator.name in MATMULS else "elementwise"
         rate = self.rates.get(operator.name) or self.rates[kind]
-        calls = operator.calls
-        return calls * rate.seconds(operator.flops / calls, (operator.read + operator.written) / calls)
+        calls, work = operator.calls, float(operator.flops)
+        if operator.name.startswith(ATTENTION):  # rates are of squares of scores, of which half is masked
+            work = 2 * work * needed(operator)
+        return calls * rate.seconds(work / calls, (operator.read + operator.written) / calls)
 
     def _moved(self, operator: Operator) -> float:
         moved = operator.read + operator.written
@@ -97,11 +99,11 @@ class DeviceCost:
         return moved / self.bandwidth
 
     def _attention(self, operator: Operator) -> float:
-        """A fused kernel: arithmetic, or the operands if they take longer.  Half of the square is masked, and left out
-        but where the mask is in a bias."""
+        """A fused kernel: arithmetic, or the operands if they take longer.  What is masked is left out but where the
+        mask is in a bias."""
         rate = self.peak * ATTENTION_EFFICIENCY
-        work = operator.flops if operator.name.startswith(BIASED_ATTENTION) else operator.flops / 2
-        return max(work / rate, self._moved(operator))
+        part = 1.0 if operator.name.startswith(BIASED_ATTENTION) else needed(operator)
+        return max(operator.flops * part / rate, self._moved(operator))
 
     def _on_ordinary_cores(self, operator: Operator) -> bool:
         """Whether a product of half precision has sizes that this device's tensor cores do not take."""
@@ -127,6 +129,13 @@ class DeviceCost:
 
 def _reads(rows: int, columns: int) -> float:
     return 1 + TILE_READS * (1 / rows + 1 / columns)
+
+
+def needed(operator: Operator) -> float:
+    """The part of the scores that causal attention needs: half where queries and keys are as many, more where the
+    queries are the last ones, as a chunk's under context parallelism."""
+    lengths = [shape[2] for shape in operator.shapes if len(shape) == 4]
+    return 1 - min(lengths) / max(lengths) / 2
 
 
 def product_sizes(operator: Operator) -> tuple[int, int, int, int]:

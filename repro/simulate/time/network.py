@@ -55,7 +55,7 @@ class Network:
     def seconds(self, op: str, group: str, payload: int) -> float:
         """Seconds of one collective, from when its slowest member has come to it.
 
-        `op`: all_reduce, reduce_scatter, all_gather, broadcast.  `group`: world, tp, dp, pp, embedding.
+        `op`: all_reduce, reduce_scatter, all_gather, broadcast.  `group`: world, tp, cp, dp, pp, embedding.
         `payload`: bytes of the whole message, as `repro.parallel.ledger` counts it.  All groups of an
         axis do it at the same time, and the slowest one counts.  One rank takes no time.  `ConfigError` if
         the bandwidth is needed and unknown.

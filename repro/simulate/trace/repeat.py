@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from repro.config import Experiment
 from repro.models.gpt import Part, Place
+from repro.models.layer import Masks
 from repro.parallel.pipeline.runner import Pipeline
 from repro.parallel.pipeline.schedule import BACKWARD
 from repro.parallel.zero.grad_reduce import GradientReducer
@@ -133,16 +134,16 @@ class _Block:
         self.parameters = list(block.parameters())
         self.after, self.before, self.reducer = after, before, reducer
 
-    def forward(self, x: Tensor, place: Place, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, place: Place, masks: Masks = ()) -> Tensor:
         """As `repro.models.layer.Block.forward`."""
         kind = Kind(self.after, self.before, torch.is_grad_enabled())
         recording = self.repeats.recordings.setdefault(kind, Recording())
-        inputs = [x] if mask is None else [x, mask]
+        inputs = [x, *masks]
         if self._runs(recording, kind.graph):
             record = _Record(self.repeats, recording, inputs)
             if not kind.graph:
-                return record.forward(self.run(x, place, mask))
-            y = self.run(_Passing.apply(x, record.leave), place, mask)
+                return record.forward(self.run(x, place, masks))
+            y = self.run(_Passing.apply(x, record.leave), place, masks)
             return _Passing.apply(record.forward(y), record.enter)
         again = Again(self.repeats.recorder, recording, self.parameters, inputs, self.reducer)
         return _Repeated.apply(x, again) if kind.graph else again.forward()
@@ -228,7 +229,15 @@ def recordings_of(experiment: Experiment, gloo: bool) -> dict[Kind, Recording]:
     return recordings(
         (model.hidden, model.heads, model.head_width, model.ffn_width, experiment.seq),
         tuple(model.departures().items()),
-        (layout.tp, layout.tp_overlap, layout.sp, layout.micro_batch, layout.recompute, layout.zero == 3),
+        (
+            layout.tp,
+            layout.cp,
+            layout.tp_overlap,
+            layout.sp,
+            layout.micro_batch,
+            layout.recompute,
+            layout.zero == 3,
+        ),
         (layout.kernels, layout.precision, training.dropout > 0, training.attention_dropout > 0, gloo),
     )
 

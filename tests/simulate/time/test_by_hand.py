@@ -26,6 +26,9 @@ from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.events import Message, Operator, Wait
 
 US = 1e-6
+SQUARE = ((1, 2, 12, 8),) * 3
+LAST_THIRD = ((1, 2, 4, 8), (1, 2, 12, 8), (1, 2, 12, 8))
+"""Shapes of queries, keys and values."""
 
 
 def number(value: float) -> Quantity:
@@ -84,17 +87,22 @@ def product(m: int, n: int, k: int, itemsize: int = 2) -> Operator:
         (product(256, 128, 4096), (1024 + 64) * US + 5 * 4 * 256 * 128 / 1e12),
         # A fused attention: half of the square is masked; 0.7 of the products' rate of 262 GFLOP/s.
         (
-            Operator("aten._scaled_dot_product_flash_attention", 1_000_000_000, 0, 0, (), 2),
+            Operator("aten._scaled_dot_product_flash_attention", 1_000_000_000, 0, 0, SQUARE, 2),
             0.5e9 / (0.7 * 4 * 65536 / US),
         ),
-        (Operator("aten._scaled_dot_product_flash_attention", 2, 10**9, 10**9, (), 2), 2e-3),
+        (Operator("aten._scaled_dot_product_flash_attention", 2, 10**9, 10**9, SQUARE, 2), 2e-3),
+        # Of queries that are the last third of the keys a sixth is masked.
+        (
+            Operator("aten._scaled_dot_product_flash_attention", 1_000_000_000, 0, 0, LAST_THIRD, 2),
+            5 / 6 * 1e9 / (0.7 * 4 * 65536 / US),
+        ),
         (Operator("aten.add", 0, 3 * 10**9, 10**9, (), 2), 4e-3),
         (Operator("aten.embedding", 0, 10**12, 10**9, (), 2), 2e-3),
         (Operator("host copy", 0, 10**9, 8 * 10**9, (), 2), 1.0),
         (Operator("aten.add", 0, 2, 2, (), 2), 3 * US),
     ],
     ids=[
-        *("one wave", "fp32", "split", "attention", "operands of attention", "bytes"),
+        *("one wave", "fp32", "split", "attention", "operands of attention", "attention of a chunk", "bytes"),
         *("rows", "host copy", "shortest kernel"),
     ],
 )

@@ -35,6 +35,8 @@ LAYOUTS = {
     "tp-waits": replace(BASE, tp=2, tp_overlap=False, recompute=True),
     "sp": replace(BASE, tp=2, sp=True),
     "sp-recomputed": replace(BASE, tp=2, sp=True, recompute=True, micro_batch=4),
+    "cp": replace(BASE, cp=2),
+    "cp-sp-recomputed": replace(BASE, cp=2, tp=2, sp=True, recompute=True, zero=2),
     "pa": replace(BASE, tp=2, recompute=True, pa=True),
     "pa-cpu-md": replace(BASE, tp=2, recompute=True, pa=True, pa_cpu=True, md=True),
     "1f1b": replace(DEEP, zero=1),
@@ -50,7 +52,7 @@ LAYOUTS = {
     "unfused-stages": replace(DEEP, kernels="unfused", recompute=True),
     "reference": replace(BASE, kernels="reference"),
 }
-GATHERED = {name: LAYOUTS[name] for name in ("zero2-buckets", "sp", "1f1b")}
+GATHERED = {name: LAYOUTS[name] for name in ("zero2-buckets", "sp", "cp", "1f1b")}
 """Under which gloo's own buffers are counted as well."""
 
 
@@ -116,7 +118,7 @@ def test_what_is_recorded_without_dropout_serves_no_run_with_it() -> None:
         replace(plain, training=Training(seq=16)),
         *(
             replace(plain, layout=LAYOUTS[name])
-            for name in ("bf16", "softmax", "unfused", "reference", "zero3")
+            for name in ("bf16", "cp", "softmax", "unfused", "reference", "zero3")
         ),
         replace(plain, layout=replace(BASE, micro_batch=2)),
     ]

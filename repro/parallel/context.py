@@ -1,0 +1,207 @@
+"""Context parallelism: the tokens of each sample are split over the cp group, keys and values are gathered.
+
+Symbols: b samples of s tokens, cp ranks of which this is number i, chunks of c = s / 2cp tokens, h_kv the width of
+this tp rank's keys, e bytes an element.
+
+A rank has chunks i and 2cp-1-i of every sample, one early and one late, so that causal attention is equal work for
+all: chunk k sees k c + c/2 keys on average, and the two together (2cp-1) c + c = s (2407.21783 sec. 3.3.2;
+Megatron-core's context parallelism cuts alike).  All but attention sees a sequence of s/cp tokens and needs no word
+of the other ranks; learned positions, rotary ones, ALiBi and dropout take each token's place in the whole sample.
+
+In attention a rank's queries need all keys and values before them.  Of the two ways, passing keys round a ring while
+scores are computed (2310.01889) and gathering them all first, this is the second, Llama 3's: heads that share keys
+make them small, the step is one collective and any mask will do.  Each layer sends, per micro-batch,
+
+    forward    all-gather of keys and values       2 b s h_kv e (cp-1)/cp
+    backward   the same again, then a reduce-scatter of their gradients, as much each
+
+What is gathered is not kept for backward: that would be cp times a rank's own keys and values in every layer.  Where
+a layer is recomputed its second forward pass has just gathered them, and backward follows upon it: there the
+all-gathers are that of forward and that of the recomputation.
+
+Gradients of parameters are sums over tokens, so they are averaged over dp x cp as one group, and ZeRO splits model
+states over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from repro.config.enums import Category
+from repro.parallel import storage
+from repro.parallel.comm import Group
+
+PURPOSE = "keys and values"
+Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Of queries [b, a, c, d] of this rank's chunk 0 or 1, and keys and values [b, n, k, d] up to its end: [b, a, c, d]."""
+
+
+class Positions(NamedTuple):
+    """Row j of a rank's part of a sample is at `first` + j in the sample, and `jump` further from row `split` on."""
+
+    first: int
+    split: int = 0
+    jump: int = 0
+
+    def rows(self, table: Tensor, count: int) -> Tensor:
+        """What `table` [s, ...] has for so many rows."""
+        if not self.jump:
+            return table[self.first : self.first + count]
+        second = self.first + self.split + self.jump
+        return torch.cat(
+            [table[self.first : self.first + self.split], table[second : second + count - self.split]]
+        )
+
+
+def chunks(rank: int, size: int, s: int) -> tuple[range, range]:
+    """The positions of the two chunks that one of `size` ranks has of a sample of s tokens."""
+    c, late = s // (2 * size), 2 * size - 1 - rank
+    return range(rank * c, (rank + 1) * c), range(late * c, (late + 1) * c)
+
+
+def positions(cp: Group, count: int, part: int = 0, parts: int = 1) -> Positions:
+    """Where `count` rows are: those of this rank, or one of the `parts` in which sequence parallelism cuts them."""
+    start = part * count
+    if cp.size == 1:
+        return Positions(start)
+    early, late = chunks(cp.rank, cp.size, cp.size * count * parts)
+    c = len(early)
+    if start >= c:
+        return Positions(late.start + start - c)
+    if start + count <= c or early.stop == late.start:
+        return Positions(early.start + start)
+    return Positions(early.start + start, c - start, late.start - early.stop)
+
+
+def own_tokens(tokens: Tensor, cp: Group) -> Tensor:
+    """This rank's [b, s/cp] of [b, s]."""
+    if cp.size == 1:
+        return tokens
+    return torch.cat([tokens[:, at.start : at.stop] for at in chunks(cp.rank, cp.size, tokens.shape[1])], 1)
+
+
+def _gather(k: Tensor, v: Tensor, cp: Group) -> Tensor:
+    """Keys and values [b, n, s/cp, d] of all ranks in the order of the sample: [2, b, s, n, d]."""
+    b, n, s, d = k.shape
+    c = s // 2
+    packed = storage.empty(2 * k.numel(), k, Category.COMMUNICATION).view(2, 2, b, c, n, d)
+    for into, x in zip(packed.unbind(1), (k, v), strict=True):
+        into.copy_(x.transpose(1, 2).unflatten(1, (2, c)).transpose(0, 1))
+    parts = storage.empty(cp.size * packed.numel(), k, Category.COMMUNICATION)
+    cp.all_gather(parts, packed.view(-1), PURPOSE).wait()
+    early, late = parts.view(cp.size, 2, 2, b, c, n, d).permute(1, 2, 3, 0, 4, 5, 6).unbind(0)
+    whole = torch.empty(2, b, 2 * cp.size, c, n, d, dtype=k.dtype, device=k.device)
+    whole[:, :, : cp.size].copy_(early)
+    whole[:, :, cp.size :].copy_(late.flip(2))
+    return whole.flatten(2, 3)
+
+
+def _scatter(gradients: tuple[Tensor, Tensor], s: int, cp: Group) -> tuple[Tensor, ...]:
+    """Sums over all ranks of the gradients [b, n, k, d] of the first k keys and values: this rank's [b, n, s/cp, d]."""
+    b, n, _, d = gradients[0].shape
+    c = s // (2 * cp.size)
+    parts = storage.zeros(2 * b * s * n * d, gradients[0], Category.COMMUNICATION)
+    early, late = parts.view(cp.size, 2, 2, b, c, n, d).unbind(1)
+    for i, gradient in enumerate(gradients):
+        of_chunks = gradient.transpose(1, 2).unflatten(1, (-1, c)).transpose(0, 1)  # [k/c, b, c, n, d]
+        early[:, i].copy_(of_chunks[: cp.size])
+        late[2 * cp.size - len(of_chunks) :, i].copy_(of_chunks[cp.size :].flip(0))
+    own = storage.empty(parts.numel() // cp.size, parts, Category.COMMUNICATION)
+    cp.reduce_scatter(own, parts, PURPOSE).wait()
+    own = storage.mark(own, Category.OTHER).view(2, 2, b, c, n, d)
+    return tuple(x.transpose(0, 1).flatten(1, 2).transpose(1, 2) for x in own.unbind(1))
+
+
+class _Keys(torch.autograd.Function):
+    """Of gathered keys and values those before the end of each of this rank's chunks: k, v, k, v."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, cp: Group) -> tuple[Tensor, ...]:
+        whole = _gather(k, v, cp)
+        ctx.cp, ctx.s = cp, whole.shape[2]
+        ends = (at.stop for at in chunks(cp.rank, cp.size, ctx.s))
+        return tuple(x[:, :end].transpose(1, 2) for end in ends for x in whole.unbind(0))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        for early, late in zip(gradients[:2], gradients[2:], strict=True):
+            late[:, :, : early.shape[2]].add_(early)
+        return *_scatter((gradients[2], gradients[3]), ctx.s, ctx.cp), None
+
+
+class _Kept:
+    """What autograd saves of the two chunks' attention, in places that hold less than it would.
+
+    A view of the gathered keys and values is a note of where it lies in them, and they are gathered once more when
+    the first is asked for.  A chunk's result is a view of the joined one, which the next layer keeps anyway.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, cp: Group, gathered: int):
+        """`gathered`: the storage that is gathered once more; 0 where none is."""
+        self._own, self.cp, self._gathered = (k.detach(), v.detach()), cp, gathered
+        self._boxes: list[_Box] = []
+        self._again: Tensor | None = None
+        self._asked = self._noted = 0
+
+    def pack(self, x: Tensor) -> _Box:
+        """Called by autograd with what it saves."""
+        box = _Box(x)
+        if _address(x) == self._gathered:
+            box.tensor, box.lies = None, (x.shape, x.stride(), x.storage_offset())
+            self._noted += 1
+        self._boxes.append(box)
+        return box
+
+    def join(self, results: list[Tensor]) -> Tensor:
+        """Both chunks' results [b, a, c, d], one behind the other: [b, a, 2c, d], in memory token by token."""
+        joined = torch.cat([y.transpose(1, 2) for y in results], 1).transpose(1, 2)
+        places = dict(zip(map(_address, results), joined.detach().chunk(2, 2), strict=True))
+        for box in self._boxes:
+            if box.tensor is not None and box.tensor.shape == results[0].shape:
+                box.tensor = places.get(_address(box.tensor), box.tensor)
+        self._boxes.clear()
+        return joined
+
+    def unpack(self, box: _Box) -> Tensor:
+        """Called by autograd when it needs what it saved."""
+        if box.tensor is not None:
+            return box.tensor
+        if self._again is None:
+            self._again = _gather(*self._own, self.cp)
+        found = self._again.as_strided(*box.lies)
+        self._asked += 1
+        if self._asked == self._noted:
+            self._again = None
+        return found
+
+
+class _Box:
+    """One saved tensor: itself, or where it lies in what is gathered (shape, strides, offset)."""
+
+    __slots__ = ("lies", "tensor")
+
+    def __init__(self, x: Tensor):
+        self.tensor: Tensor | None = x
+        self.lies: Any = None
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cp: Group, attention: Attention, *, again: bool) -> Tensor:
+    """Causal attention of this rank's queries [b, a, s/cp, d] to all keys and values, of which it has [b, n, s/cp, d].
+
+    `again`: gather once more in backward; without, what was gathered is kept for it.  So are copies that attention
+    makes of its own: ALiBi's on shared heads, those of dropped weights.
+    """
+    keys = _Keys.apply(k, v, cp)
+    kept = _Kept(k, v, cp, _address(keys[0]) if again else 0)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+        pairs = zip(q.chunk(2, 2), keys[::2], keys[1::2], strict=True)
+        results = [attention(mine, k, v, chunk) for chunk, (mine, k, v) in enumerate(pairs)]
+        return kept.join(results)

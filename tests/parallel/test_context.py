@@ -1,0 +1,200 @@
+"""Context parallelism trains the model of one process, shares the work alike, and sends and keeps what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro.config import ConfigError, Experiment, Layout
+from repro.config.enums import Category
+from repro.parallel import mesh as meshes
+from repro.parallel.context import chunks, positions
+from repro.simulate.memory.live import measure
+from repro.simulate.trace.events import Operator
+from repro.simulate.trace.recorder import TraceRecorder
+from repro.simulate.trace.roles import roles, trace
+from tests.parallel.test_architectures import EVERYTHING as MORE
+from tests.parallel.test_architectures import FAMILIES, FAST
+from tests.parallel.test_parity import BATCH, alone, assert_same
+from tests.parallel.test_pipeline import pool_of, whole
+from tests.training import TINY, smallest, tiny, train
+
+CP2 = Layout(cp=2, micro_batch=BATCH)
+SPLIT = Layout(cp=2, dp=2, micro_batch=2, global_batch=BATCH)
+LAYOUTS = {
+    **{f"cp2-z{z}": replace(CP2, zero=z) for z in range(4)},
+    **{f"cp2-dp2-z{z}": replace(SPLIT, zero=z) for z in range(4)},
+    "cp2-recompute-tiny-buckets": replace(CP2, recompute=True, zero=2, micro_batch=4, bucket_bytes=20_000),
+    "cp2-fused": replace(CP2, cb=False, overlap=False, zero=1),
+    "cp2-copies": replace(CP2, gradient_as_bucket_view=False),
+    "cp4": Layout(cp=4, micro_batch=BATCH),
+    "cp4-z3-recompute": Layout(cp=4, micro_batch=4, global_batch=BATCH, zero=3, recompute=True),
+    "cp2-tp2": Layout(cp=2, tp=2, micro_batch=BATCH),
+    "cp2-tp2-sp-z2": Layout(cp=2, tp=2, sp=True, zero=2, micro_batch=4, global_batch=BATCH),
+    "cp2-tp2-pa": Layout(cp=2, tp=2, micro_batch=BATCH, recompute=True, pa=True),
+    "cp2-pp2": Layout(cp=2, pp=2, micro_batch=2, global_batch=BATCH, zero=1),
+    "cp2-pp2-interleaved": Layout(
+        cp=2, pp=2, micro_batch=2, global_batch=BATCH, schedule="interleaved", chunks=2, order="pp-tp-dp"
+    ),
+    "cp2-tp2-dp2": Layout(cp=2, tp=2, dp=2, sp=True, zero=3, micro_batch=4, recompute=True),
+    "cp2-tp2-pp2": Layout(
+        cp=2, tp=2, pp=2, zero=2, micro_batch=4, global_batch=BATCH, scatter_gather=True, recompute=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_one_process(request: pytest.FixtureRequest, name: str) -> None:
+    """Losses, norms and parameters after steps with dropout of both kinds, whose elements are then the same ones."""
+    layout = LAYOUTS[name]
+    model, training = smallest(layout), {**FAST, "dropout": 0.1, "attention_dropout": 0.1}
+    found = pool_of(request, layout).run(train, tiny(layout, model, **training))
+    assert_same(whole(found), alone(model=model, **training), 1e-5, 3e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_kind_of_layer(request: pytest.FixtureRequest, family: str) -> None:
+    """Without dropout, so that attention is torch's: each kind of positions, of norms, and shared keys."""
+    for layout in (CP2, replace(CP2, recompute=True)):
+        found = pool_of(request, layout).run(train, tiny(layout, FAMILIES[family], **FAST))
+        assert_same(found, alone(model=FAMILIES[family], **FAST), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon", "bloom"])
+def test_four_ranks_of_each_kind(request: pytest.FixtureRequest, family: str) -> None:
+    """Under tp falcon's one head of keys is on both ranks."""
+    for layout in (LAYOUTS["cp4"], replace(MORE, dp=1, cp=2)):
+        found = pool_of(request, layout).run(train, tiny(layout, FAMILIES[family], **FAST))
+        assert_same(found, alone(model=FAMILIES[family], **FAST), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits(request: pytest.FixtureRequest, precision: str) -> None:
+    layout = replace(CP2, precision=precision, zero=1)
+    found = pool_of(request, layout).run(train, tiny(layout, FAMILIES["llama"], **FAST))
+    expected = alone(precision, FAMILIES["llama"], **FAST).loss
+    torch.testing.assert_close(found[0].loss, expected, rtol=2.0**-5, atol=0.0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("cp", "tp", "family"), [(2, 1, ""), (4, 1, "llama"), (2, 2, "llama"), (2, 2, "falcon")]
+)
+def test_bytes(request: pytest.FixtureRequest, cp: int, tp: int, family: str, recompute: bool) -> None:
+    """Per layer two all-gathers and a reduce-scatter of 2 b s h_kv elements, of which a ring sends (cp-1)/cp."""
+    b, model = 4, FAMILIES[family] if family else TINY
+    layout = Layout(cp=cp, tp=tp, micro_batch=b, recompute=recompute)
+    message = 2 * b * model.seq * max(1, model.key_heads // tp) * model.head_width * 4
+    for seen in pool_of(request, layout).run(train, tiny(layout, model, steps=2, untimed_steps=1)):
+        rows = {row["op"]: row for row in seen.traffic if row["group"] == "cp"}
+        assert {row["purpose"] for row in rows.values()} == {"keys and values"}
+        assert {op: row["calls"] for op, row in rows.items()} == {
+            "all_gather": 2 * model.layers,
+            "reduce_scatter": model.layers,
+        }
+        for row in rows.values():
+            assert row["payload_bytes"] == row["calls"] * message
+            assert row["sent_bytes"] == row["calls"] * message * (cp - 1) // cp
+
+
+def attention_of(experiment: Experiment, rank: int) -> list[Operator]:
+    """The attention of one step of one rank of cp, on shapes."""
+    from repro.engines.native import NativeEngine
+    from repro.models.gpt import Place
+    from repro.train.part import MicroBatch
+
+    layout = experiment.layout
+    recorder = TraceRecorder()
+    with recorder:
+        engine = NativeEngine(experiment, meshes.shape_only(layout, rank), torch.device("meta"))
+        tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device="meta")
+        engine.step([MicroBatch(tokens, tokens, Place(0, 0))], recorder.phase)
+    return [e for e in recorder.finish() if isinstance(e, Operator) and "attention" in e.name]
+
+
+def below_the_diagonal(operator: Operator) -> float:
+    """FLOP of the scores that causal attention needs: of c queries that end with key k, k - c/2 a query."""
+    lengths = [shape[2] for shape in operator.shapes if len(shape) == 4]
+    queries, keys = min(lengths), max(lengths)
+    return operator.flops * (keys - queries / 2) / keys
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_ranks_work_alike(family: str) -> None:
+    """Each of four has a quarter of one process's scores, forward and backward; uncut quarters have 1/16 to 7/16."""
+    model = replace(FAMILIES[family], seq=64)
+    whole_work = sum(map(below_the_diagonal, attention_of(tiny(Layout(micro_batch=2), model), 0)))
+    layout = Layout(cp=4, micro_batch=2)
+    of_ranks = [sum(map(below_the_diagonal, attention_of(tiny(layout, model), rank))) for rank in range(4)]
+    assert of_ranks == [pytest.approx(whole_work / 4)] * 4
+
+
+def test_activations_are_those_of_a_shorter_sequence() -> None:
+    """What forward keeps of s tokens on cp ranks is what one rank keeps of s/cp, gathered keys and values left out."""
+    model = replace(FAMILIES["llama"], seq=256, layers=8)
+
+    def kept(layout: Layout, seq: int) -> int:
+        experiment = tiny(layout, model, seq=seq)
+        return measure(trace(experiment, roles(experiment)[0]).events).most[Category.ACTIVATIONS]
+
+    whole_keys = 2 * 256 * model.key_heads * model.head_width * 4
+    shorter, shared = kept(Layout(), 64), kept(Layout(cp=4), 256)
+    assert shorter < shared < shorter + 3 * whole_keys, "those of one layer, and not of eight"
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_every_token_is_somewhere_once(size: int, tp: int, each: int, data: st.DataObject) -> None:
+    """Chunks cover a sample; sequence parallelism cuts a rank's two chunks anywhere; tables are read in place."""
+    s = 2 * size * tp * each
+    found: list[int] = []
+    for rank in range(size):
+        mine = [i for at in chunks(rank, size, s) for i in at]
+        assert len(mine) == s // size
+        cp = meshes.shape_only(Layout(cp=size), rank).cp
+        parts = [positions(cp, s // size // tp, part, tp) for part in range(tp)]
+        table = torch.arange(s)
+        assert [i for at in parts for i in at.rows(table, s // size // tp).tolist()] == (
+            mine if size > 1 else list(range(s))
+        )
+        found += mine
+    assert sorted(found) == list(range(s))
+
+
+def test_ranks_are_numbered_as_in_megatron() -> None:
+    """tp innermost, then cp, then dp, pp outermost; gradients are averaged over dp x cp, replica by replica."""
+    layout = Layout(tp=2, cp=2, dp=2, pp=2, global_batch=4)
+    assert layout.world == 16
+    assert layout.group_of("tp", 5) == (4, 5)
+    assert layout.group_of("cp", 5) == (5, 7)
+    assert layout.group_of("dp", 5) == (1, 3, 5, 7)
+    assert layout.group_of("pp", 5) == (5, 13)
+    llama = Layout(tp=2, cp=2, dp=2, pp=2, global_batch=4, order="tp-pp-dp")
+    assert llama.group_of("pp", 5) == (1, 5)
+    assert llama.group_of("dp", 5) == (5, 7, 13, 15)
+    assert llama.index_of("dp", 9) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "engine", "says"),
+    [
+        ({"cp": 0}, "native", "cp = 0: must be a whole number of at least 1"),
+        ({"cp": 3}, "native", "seq = 16: must be a multiple of 2 cp = 6, two chunks a rank"),
+        ({"cp": 4, "tp": 4, "sp": True, "micro_batch": 2}, "native", ""),
+        ({"cp": 2, "kernels": "softmax"}, "native", "cp = 2: must be 1 with kernels = softmax"),
+        ({"cp": 2}, "torch", "cp = 2: must be 1 with engine torch"),
+        ({"cp": 2}, "deepspeed", "cp = 2: must be 1 with engine deepspeed"),
+        ({"cp": 2}, "megatron", "cp = 2: must be 1 with engine megatron"),
+    ],
+)
+def test_refusals(keys: dict[str, Any], engine: str, says: str) -> None:
+    if not says:
+        tiny(Layout(**keys), TINY)
+        return
+    with pytest.raises(ConfigError, match=says) as error:
+        tiny(Layout(**keys), TINY, engine, dropout=0, attention_dropout=0)
+    assert "\n" not in str(error.value)
