@@ -40,14 +40,21 @@ def on(system: str | System, **layout: Any) -> Placement:
         # Megatron 2021, 1T on 3072, and Yuan 1.0 on 2128: tp in a node, the rest between nodes.
         ("selene", {"tp": 8, "pp": 64, "dp": 6}, {"tp": "nvlink", "dp": "inter-node", "pp": "inter-node"}),
         ("yuan", {"tp": 8, "pp": 38, "dp": 7}, {"tp": "nvlink", "dp": "inter-node", "pp": "inter-node"}),
+        # Llama 3 405B on 16,384 GPUs and 131,072 tokens (2407.21783 Table 4); a cp that a node has room for.
+        (
+            "dgx-h100",
+            {"tp": 8, "cp": 16, "pp": 16, "dp": 8, "order": "tp-pp-dp"},
+            {"tp": "nvlink", "cp": "inter-node", "dp": "inter-node", "pp": "inter-node"},
+        ),
+        ("dgx-h100", {"tp": 2, "cp": 4, "dp": 4}, {"tp": "nvlink", "cp": "nvlink", "dp": "inter-node"}),
         ("dgx1-v100-16gb", {"tp": 2, "dp": 2, "pp": 2}, {"tp": "nvlink", "dp": "nvlink", "pp": "nvlink"}),
     ],
 )
-def test_published_layouts(system: str, layout: dict[str, int], links: dict[str, str]) -> None:
+def test_published_layouts(system: str, layout: dict[str, Any], links: dict[str, str]) -> None:
     placement = on(system, **layout)
     for rank in {0, placement.layout.world // 2, placement.layout.world - 1}:
         found = placement.links(rank)
-        assert {axis: found[axis] for axis in ("tp", "dp", "pp") if axis in found} == links
+        assert {axis: found[axis] for axis in ("tp", "cp", "dp", "pp") if axis in found} == links
     inside = placement.layout.world <= placement.system.devices_per_node.known("devices_per_node")
     assert (placement.links(0)["world"] == "inter-node") is not inside
 

@@ -20,6 +20,8 @@ LAYOUTS = {
     "z1-one": replace(BASE, zero=1, micro_batch=3, global_batch=24),
     "tp8-sp": replace(BASE, tp=8, sp=True, zero=1),
     "tp2-pa-z2": replace(BASE, tp=2, recompute=True, pa=True, zero=2),
+    "cp4-sp": replace(BASE, cp=4, tp=2, sp=True, dp=2, zero=1, global_batch=24),
+    "cp2-pp3": replace(BASE, pp=3, cp=2, dp=2, zero=2, micro_batch=4, recompute=True),
     "pp3-z2": replace(BASE, pp=3, dp=4, zero=2, micro_batch=4),
     "pp12-tp2": replace(BASE, pp=12, tp=2, dp=2, zero=1),
     "pp12-tp2-few": replace(BASE, pp=12, tp=2, dp=2, global_batch=48, recompute=True),

@@ -7,12 +7,16 @@ from itertools import product
 from typing import Any
 
 from repro.config import Layout, Model
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
+from repro.config.operator_set import OperatorSet
 from repro.config.system import System
 from repro.simulate.plan.asked import replicas, with_defaults
 
 SAMPLES_PER_GPU = 2
 """Global batch of a plan that is given none, per GPU."""
+TOKENS_PER_RANK = 8192
+"""A plan splits samples over cp as long as each rank keeps so many tokens of one: as Llama 3 405B, which was trained on
+8,192 with cp = 1 and on 131,072 with cp = 16 (2407.21783 Table 4).  Shorter samples are not split unasked."""
 
 
 @dataclass(frozen=True)
@@ -48,41 +52,47 @@ class Request:
 def candidates(request: Request) -> list[Layout]:
     """All of them, but for P_a, which is tried where it is needed.
 
-    tp: powers of two that divide heads, MLP and vocabulary and stay inside a node; pp: divisors of the layers;
-    dp: the rest; ZeRO 0 to 3 (to 2 under a pipeline); with and without recomputation and, with tp, sequence
-    parallelism; micro-batches of powers of two that keep a pipeline full.  A key that is given is taken as it
-    is.  Raises `ConfigError` if there is no layout at all.
+    tp: powers of two that divide heads, MLP and vocabulary and stay inside a node; cp: powers of two, of samples
+    longer than `TOKENS_PER_RANK`; pp: divisors of the layers; dp: the rest; ZeRO 0 to 3 (to 2 under a pipeline);
+    with and without recomputation and, with tp, sequence parallelism; micro-batches of powers of two that keep a
+    pipeline full.  A key that is given is taken as it is.  Raises `ConfigError` if there is no layout at all.
     """
     given = with_defaults(request.given, request.system)
     found: list[Layout] = []
     refused: list[ConfigError] = []
-    for tp in tensor_degrees(request):
-        for pp in stages(request, tp):
-            for keys in _of_grid(request, given, tp, pp):
-                try:
-                    layout = Layout(**keys)
-                    layout.check(request.model)
-                    found.append(layout)
-                except ConfigError as error:  # what is fixed need not go with all that is varied
-                    refused.append(error)
+    grid = [
+        (tp, cp, pp)
+        for tp in tensor_degrees(request)
+        for cp in context_degrees(request, tp)
+        for pp in stages(request, tp * cp)
+    ]
+    for tp, cp, pp in grid:
+        for keys in _of_grid(request, given, tp, cp, pp):
+            try:
+                layout = Layout(**keys)
+                layout.check(request.model)
+                found.append(layout)
+            except ConfigError as error:  # what is fixed need not go with all that is varied
+                refused.append(error)
     if not found and refused:
         raise refused[0]
     if not found:
-        degrees = {request.gpus // (tp * pp) for tp in tensor_degrees(request) for pp in stages(request, tp)}
+        degrees = {request.gpus // (tp * cp * pp) for tp, cp, pp in grid}
+        ranks = "tp x cp x pp" if any(cp > 1 for _, cp, _ in grid) else "tp x pp"
         if degrees and request.given.get("dp") not in {None, *degrees}:
-            what = f"gpus / (tp x pp), which can be {', '.join(map(str, sorted(degrees)))}"
+            what = f"gpus / ({ranks}), which can be {', '.join(map(str, sorted(degrees)))}"
             raise ConfigError("dp", request.given["dp"], what)
         if degrees:
             what = f"a multiple of dp, which can be {', '.join(map(str, sorted(degrees)))}, with pp micro-batches each"
             raise ConfigError("global_batch", request.global_batch, what)
-        what = f"a multiple of tp x pp for some split of {request.model.name}"
+        what = f"a multiple of {ranks} for some split of {request.model.name}"
         raise ConfigError("gpus", request.gpus, what)
     return found
 
 
 def tensor_degrees(request: Request) -> list[int]:
     """The tp of a plan: what is given, or powers of two that divide the model and stay inside a node."""
-    replicas(request.gpus, request.given.get("tp", 1), request.given.get("pp", 1))
+    replicas(request.gpus, *(request.given.get(key, 1) for key in ("tp", "pp", "cp")))
     if "tp" in request.given:
         return [request.given["tp"]]
     per_node = request.system.devices_per_node.value
@@ -98,27 +108,43 @@ def tensor_degrees(request: Request) -> list[int]:
     return found
 
 
-def stages(request: Request, tp: int) -> list[int]:
-    """The pp of a plan beside `tp`: what is given, or the divisors of the layers that divide the GPUs."""
+def context_degrees(request: Request, tp: int) -> list[int]:
+    """The cp of a plan beside `tp`: what is given, or powers of two that leave each rank `TOKENS_PER_RANK`."""
+    given = request.given.get("cp")
+    if given is not None:
+        splits = given == 1 or request.seq % (2 * given) == 0
+        require(splits, "cp", given, says=f"needs 2 cp = {2 * given} to divide seq = {request.seq}")
+        return [given]
+    if request.given.get("kernels") in (OperatorSet.SOFTMAX, OperatorSet.UNFUSED):
+        return [1]
+    found, cp = [1], 2
+    while request.seq >= cp * TOKENS_PER_RANK and request.seq % (2 * cp) == request.gpus % (tp * cp) == 0:
+        found.append(cp)
+        cp *= 2
+    return found
+
+
+def stages(request: Request, ranks: int) -> list[int]:
+    """The pp of a plan beside tp x cp = `ranks`: what is given, or the divisors of the layers that divide the GPUs."""
     if "pp" in request.given:
         return [request.given["pp"]]
     chunks = request.given.get("chunks", 1)
     layers = request.model.layers // chunks if request.model.layers % chunks == 0 else 0
     least = 2 if chunks > 1 or request.given.get("schedule") == "interleaved" else 1
-    return [pp for pp in range(least, layers + 1) if layers % pp == 0 and request.gpus % (tp * pp) == 0]
+    return [pp for pp in range(least, layers + 1) if layers % pp == 0 and request.gpus % (ranks * pp) == 0]
 
 
-def _of_grid(request: Request, given: dict[str, Any], tp: int, pp: int) -> list[dict[str, Any]]:
-    """The keys of all layouts of one tp and pp."""
-    if request.gpus % (tp * pp):
+def _of_grid(request: Request, given: dict[str, Any], tp: int, cp: int, pp: int) -> list[dict[str, Any]]:
+    """The keys of all layouts of one tp, cp and pp."""
+    if request.gpus % (tp * cp * pp):
         return []
-    dp = request.gpus // (tp * pp)
+    dp = request.gpus // (tp * cp * pp)
     if request.global_batch % dp or dp != request.given.get("dp", dp):
         return []
-    fixed = {**given, "tp": tp, "pp": pp, "dp": dp, "global_batch": request.global_batch}
+    fixed = {**given, "tp": tp, "cp": cp, "pp": pp, "dp": dp, "global_batch": request.global_batch}
     choices: dict[str, list[Any]] = {
-        "zero": [0] if dp == 1 else [0, 1, 2] if pp > 1 else [0, 1, 2, 3],
-        "sp": [False, True] if tp > 1 and request.seq % tp == 0 else [False],
+        "zero": [0] if dp * cp == 1 else [0, 1, 2] if pp > 1 else [0, 1, 2, 3],
+        "sp": [False, True] if tp > 1 and request.seq % (tp * cp) == 0 else [False],
         "recompute": [False, True],
         "micro_batch": _micro_batches(request.global_batch // dp, pp),
     }

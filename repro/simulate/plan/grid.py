@@ -9,7 +9,7 @@ from typing import Any
 from repro.config import Layout
 from repro.config.errors import ConfigError
 from repro.host.workers import Workers
-from repro.simulate.plan.candidates import Request, candidates, stages, tensor_degrees
+from repro.simulate.plan.candidates import Request, candidates, context_degrees, stages, tensor_degrees
 from repro.simulate.plan.plan import Planner
 from repro.simulate.plan.rows import FULL, PlanRow, document
 
@@ -31,7 +31,8 @@ class Cell:
 def axes(request: Request) -> tuple[list[int], list[int]]:
     """The tp and the pp that a plan of `request` would try, each as one axis of the map."""
     tensor = tensor_degrees(request)
-    return tensor, sorted({pp for tp in tensor for pp in stages(request, tp)})
+    ranks = [tp * cp for tp in tensor for cp in context_degrees(request, tp)]
+    return tensor, sorted({pp for one in ranks for pp in stages(request, one)})
 
 
 def grid(

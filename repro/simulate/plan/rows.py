@@ -68,7 +68,16 @@ def order(row: PlanRow) -> tuple[Any, ...]:
 
 def _simpler(layout: Layout) -> tuple[Any, ...]:
     """What asks for least."""
-    return (layout.recompute, layout.zero, layout.pp, layout.tp, layout.pa, -layout.micro_batch, layout.sp)
+    return (
+        layout.recompute,
+        layout.zero,
+        layout.pp,
+        layout.tp,
+        layout.cp,
+        layout.pa,
+        -layout.micro_batch,
+        layout.sp,
+    )
 
 
 RULE = "seconds of a step, predicted from the trace's operators and messages on this system; best first: the least"

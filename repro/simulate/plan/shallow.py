@@ -69,7 +69,7 @@ class LayoutFamily:
 def family_of(layout: Layout) -> Layout:
     """The layout that stands for all that differ from `layout` in depth, stages and batch only."""
     deep = layout.pp > 1
-    dp = max(1, layout.world // (2 * layout.tp)) if deep else layout.dp
+    dp = max(1, layout.world // (2 * layout.tp * layout.cp)) if deep else layout.dp
     return _shallow(layout, 2 if deep else 1, dp=dp)
 
 

@@ -275,7 +275,7 @@ def _of(traced: StageProgram, micro_batches: int) -> StageProgram:
 
 def _groups(layout: Layout) -> Layout:
     """What networks need of `layout`."""
-    return Layout(tp=layout.tp, dp=layout.dp, pp=layout.pp, order=layout.order)
+    return Layout(tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, order=layout.order)
 
 
 class _Edges:

@@ -61,6 +61,27 @@ def test_what_is_given_is_not_varied() -> None:
     assert {(layout.schedule, layout.pp) for layout in two} == {("interleaved", 2)}
 
 
+def test_long_samples_are_split() -> None:
+    """As long as 8,192 tokens of one stay on a rank: Llama 3's 131,072 over 16 of them, and 8,192 over none."""
+    for seq, degrees in ((8192, {1}), (32768, {1, 2, 4}), (131072, {1, 2, 4, 8, 16})):
+        long = replace(TINY, seq=seq)
+        found = candidates(request(16, model=long, tp=1, pp=1, global_batch=16))
+        assert {layout.cp for layout in found} == degrees
+        assert {layout.dp * layout.cp for layout in found} == {16}
+        assert {layout.zero for layout in found if layout.dp == 1} <= {0, 1, 2, 3}
+    assert {x.cp for x in candidates(request(16, model=long, kernels="softmax"))} == {1}
+
+
+def test_a_given_cp_is_taken() -> None:
+    found = candidates(request(16, cp=4, global_batch=32))
+    assert {(x.cp, x.tp * x.pp * x.dp) for x in found} == {(4, 4)}
+    assert {(x.dp, x.zero) for x in found if x.dp == 1 and x.pp == 1} == {(1, z) for z in range(4)}
+    with Workers(1) as workers:
+        (row, *_) = plan(request(8, cp=2, tp=2, pp=2, global_batch=8, limit=10**8), workers).rows
+    assert (row.layout.cp, row.layout.dp, row.outcome) == (2, 1, OK)
+    assert row.comm["bytes_by_group"]["cp"] > 0
+
+
 def test_tensor_parallelism_stays_inside_a_node() -> None:
     wide = replace(TINY, heads=32)
     assert max(layout.tp for layout in candidates(request(64, model=wide))) == 16
@@ -72,6 +93,8 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
     [
         ({"tp": 3}, 6, "tp = 3: must be a divisor of heads = 4"),
         ({"tp": 3}, 8, "gpus = 8: must be a multiple of tp x pp = 3"),
+        ({"cp": 3}, 6, "cp = 3: needs 2 cp = 6 to divide seq = 64"),
+        ({"cp": 4}, 6, "gpus = 6: must be a multiple of tp x cp x pp = 1 x 4 x 1 = 4"),
         ({"pp": 3}, 6, "pp = 3: must be a divisor of layers = 4"),
         (
             {"global_batch": 5},
