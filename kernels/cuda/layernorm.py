@@ -1,4 +1,5 @@
-"""Binding of `layernorm.cu`, which is layer norm and root mean square norm."""
+"""Binding of `layernorm.cu`, and of `layernorm_long.cu` for rows that a block cannot hold: layer norm and root mean
+square norm."""
 
 from __future__ import annotations
 
@@ -21,27 +22,29 @@ def program(
 ) -> Program:
     """For rows of so many columns, read by `width` elements at once; `centred`: with mean and bias.
 
-    In backward a thread also holds two sums for each element of its own, hence half as many.
+    A thread holds up to 32 elements; in backward also two sums for each, hence half as many.  One that reads them singly
+    also needs an address for each.  Rows of which a block cannot hold one have kernels for any length.
     """
-    most, threads = (16, 512) if backward else (32, 1024)
+    most, threads = (16, 512) if backward else (32, 512 if width == 1 else 1024)
     shape = sums.row_shape(columns, width, most, threads)
+    kinds = (("TYPE", kind), ("WEIGHT", weight), ("CENTRED", int(centred)))
     if shape is None:
-        name = ("layer_norm" if centred else "rms_norm") + ("_backward" if backward else "")
-        raise Unavailable(f"{name} holds rows of up to {most * threads} columns, not {columns}")
-    types = (("TYPE", kind), ("WEIGHT", weight))
-    kinds = (("CENTRED", int(centred)), ("BACKWARD", int(backward)))
-    definitions = (*types, *kinds, ("WIDTH", width), ("ITEMS", shape[1]))
+        kernels = ("forward", "means", "gradients")
+        return Program("layernorm_long", (*kinds, ("WIDTH", width)), struct.Struct("@9Pqiif0q"), kernels, 256)
+    definitions = (*kinds, ("BACKWARD", int(backward)), ("WIDTH", width), ("ITEMS", shape[1]))
     kernel = "backward" if backward else "forward"
     return Program("layernorm", definitions, struct.Struct("@8Pqif"), (kernel,), shape[0])
 
 
 def examples() -> list[Program]:
-    """Turing-NLG 17B in bf16, Megatron 8.3B in fp16, and long rows in fp32; the root mean square of Llama 70B."""
+    """Turing-NLG 17B in bf16, Megatron 8.3B in fp16, and long rows in fp32; the root mean square of Llama 70B; rows of a
+    trillion parameters."""
     usual = [
         ("bfloat16", "bfloat16", 4256, 8, True),
         ("half", "float", 3072, 8, True),
         ("float", "float", 8192, 4, True),
         ("bfloat16", "bfloat16", 8192, 8, False),
+        ("half", "half", 25600, 8, True),
     ]
     return [
         program(kind, weight, columns, width, backward, centred)
@@ -50,10 +53,10 @@ def examples() -> list[Program]:
     ]
 
 
-def _program(x: Tensor, weight: Tensor, others: list[Tensor], *, backward: bool, centred: bool) -> Program:
-    columns, width = x.shape[-1], 16 // x.element_size()
-    whole = aligned(columns, [x, weight, *others], width)
-    return program(type_of(x), type_of(weight), columns, width if whole else 1, backward, centred)
+def _width(x: Tensor, *others: Tensor) -> int:
+    """Elements that a thread reads at once."""
+    width = 16 // x.element_size()
+    return width if aligned(x.shape[-1], [x, *others], width) else 1
 
 
 def layer_norm(
@@ -80,13 +83,16 @@ def _forward(
     y = torch.empty_like(x)
     rstd = x.new_empty(*shape, 1, dtype=torch.float32)
     if size := x.numel():
-        others = [y] if bias is None else [bias, y]
-        kind = _program(x, weight, others, backward=False, centred=bias is not None)
-        pointers = (x.data_ptr(), 0, y.data_ptr(), weight.data_ptr(), _pointer(bias))
+        width = _width(x, weight, y, *([] if bias is None else [bias]))
+        kind = program(type_of(x), type_of(weight), columns, width, False, bias is not None)
         rows = size // columns
-        ends = (_pointer(mean), rstd.data_ptr(), 0, rows, columns, eps)
-        blocks = min(rows, BLOCKS_FORWARD * on.processors)
-        on.load(kind).launch("forward", blocks, kind.arguments.pack(*pointers, *ends))
+        pointers = (x.data_ptr(), 0, y.data_ptr(), weight.data_ptr(), _pointer(bias))
+        statistics = (_pointer(mean), rstd.data_ptr())
+        if kind.source == "layernorm":
+            arguments = kind.arguments.pack(*pointers, *statistics, 0, rows, columns, eps)
+        else:
+            arguments = kind.arguments.pack(*pointers, *statistics, 0, 0, rows, columns, 0, eps)
+        on.load(kind).launch("forward", min(rows, BLOCKS_FORWARD * on.processors), arguments)
     return y, rstd
 
 
@@ -121,13 +127,23 @@ def _backward(
     dx, columns = torch.empty_like(x), x.shape[-1]
     if not x.numel():
         return dx, tuple(torch.zeros_like(weight) for _ in range(vectors))
-    kind = _program(x, weight, [grad, dx], backward=True, centred=mean is not None)
+    width = _width(x, weight, grad, dx)
+    kind = program(type_of(x), type_of(weight), columns, width, True, mean is not None)
     loaded, rows = on.load(kind), x.numel() // columns
     adding = on.load(sums.program(type_of(weight)))
-    blocks = min(rows, max(1, THREADS_BACKWARD // kind.threads) * on.processors)
-    partials = rstd.new_empty(vectors, blocks, columns)
     pointers = (x.data_ptr(), grad.data_ptr(), dx.data_ptr(), weight.data_ptr(), 0)
-    ends = (_pointer(mean), rstd.data_ptr(), partials.data_ptr(), rows, columns, 0.0)
-    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, *ends))
+    statistics = (_pointer(mean), rstd.data_ptr())
+    if kind.source == "layernorm":
+        blocks = min(rows, max(1, THREADS_BACKWARD // kind.threads) * on.processors)
+        partials = rstd.new_empty(vectors, blocks, columns)
+        ends = (*statistics, partials.data_ptr(), rows, columns, 0.0)
+        loaded.launch("backward", blocks, kind.arguments.pack(*pointers, *ends))
+    else:
+        blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
+        means, partials = rstd.new_empty(2, rows), rstd.new_empty(vectors, at_once, columns)
+        ends = (*statistics, means.data_ptr(), partials.data_ptr(), rows, columns, at_once, 0.0)
+        arguments = kind.arguments.pack(*pointers, *ends)
+        loaded.launch("means", min(rows, BLOCKS_FORWARD * on.processors), arguments)
+        loaded.launch("gradients", blocks, arguments)
     found = sums.column_sums(adding, partials, weight.dtype)
     return dx, found.unbind() if vectors > 1 else (found,)

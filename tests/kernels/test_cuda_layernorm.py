@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.kernels import layernorm
+from repro.kernels import layernorm, rmsnorm
 from repro.kernels.cuda import columns
 from repro.kernels.cuda import layernorm as binding
 from repro.kernels.cuda.program import Unavailable
@@ -101,11 +101,47 @@ def test_empty_and_refused(host: Host) -> None:
     ].shape == (8,)
     with pytest.raises(Unavailable, match="float64"):
         host.call(binding.layer_norm, torch.ones(2, 8).double(), one.double(), one.double(), 1e-5)
-    with pytest.raises(Unavailable, match="up to 8192 columns, not 12288"):
-        binding.program("half", "half", 12288, 8, True)
     with pytest.raises(Unavailable, match="one dtype"):
         host.call(binding.layer_norm, torch.ones(2, 8), one, one.half(), 1e-5)
     assert not host.launched
+
+
+LONG = [
+    ((3, 33024), torch.bfloat16, torch.bfloat16),
+    ((1, 2, 16387), torch.float16, torch.float32),
+    ((5, 12288), torch.float32, torch.float32),
+]
+"""Shape, dtypes of x and of the weights; the last is held in forward."""
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize(("shape", "kind", "weights"), LONG)
+def test_rows_that_no_block_holds(
+    host: Host,
+    shape: tuple[int, ...],
+    kind: torch.dtype,
+    weights: torch.dtype,
+    centred: bool,
+    close: Callable[..., None],
+) -> None:
+    x, whole_x = placed((3 * torch.randn(shape) + 5).to(kind))
+    grad, whole_grad = placed(torch.randn(shape).to(kind))
+    vectors = [torch.randn(shape[-1]).to(weights) for _ in range(1 + centred)]
+    wide = [t.double().requires_grad_() for t in (x, *vectors)]
+    expected = (layernorm if centred else rmsnorm).reference(*wide, eps=EPS)
+    forward, backward = (
+        (binding.layer_norm, binding.layer_norm_backward)
+        if centred
+        else (binding.rms_norm, binding.rms_norm_backward)
+    )
+    y, *statistics = host.call(forward, x, *vectors, EPS)
+    close(y, expected, 2)
+    found = host.call(backward, grad, x, *statistics, vectors[0])
+    for actual, slope in zip(found, torch.autograd.grad(expected, wide, grad.double()), strict=True):
+        close(actual, slope, 8 if actual.dtype == torch.float32 else 2)
+    assert host.launched == ["forward", "means", "gradients", "column_sums"]
+    whole_x()
+    whole_grad()
 
 
 @pytest.mark.parametrize("width", [1, 4, 8])

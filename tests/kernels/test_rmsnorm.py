@@ -85,8 +85,6 @@ def test_the_cuda_source_refuses(host: Host) -> None:
     assert host.call(binding.rms_norm, torch.ones(0, 8), torch.ones(8), 1e-5)[1].shape == (0, 1)
     empty = [torch.ones(0, 8)] * 2
     assert host.call(binding.rms_norm_backward, *empty, torch.ones(0, 1), torch.ones(8))[1].shape == (8,)
-    with pytest.raises(Unavailable, match="rms_norm_backward holds rows of up to 8192 columns, not 12288"):
-        binding.program("half", "half", 12288, 8, True, False)
     with pytest.raises(Unavailable, match="rms_norm_backward needs a gradient of the dtype of x"):
         host.call(binding.rms_norm_backward, empty[0].half(), empty[1], torch.ones(0, 1), torch.ones(8))
     assert not host.launched

@@ -1,0 +1,121 @@
+// Layer norm of rows that are too long for the registers of a block (`layernorm.cu`), of any length. Forward passes over
+// a row three times, out of the caches after the first. Backward passes over x and grad twice: `means` leaves two
+// numbers a row, and `gradients`, whose threads keep their columns, the rest.
+// TYPE: of rows; WEIGHT: of weight and bias; CENTRED: 1, or 0 for the root mean square without mean and bias;
+// WIDTH: columns that a thread takes at once, which divides them.
+#include "block.cuh"
+#include "columns.cuh"
+#include "memory.cuh"
+
+constexpr int V = WIDTH;
+
+struct Arguments {
+  const TYPE* x;
+  const TYPE* grad;
+  TYPE* y;  // dx in backward
+  const WEIGHT* weight;
+  const WEIGHT* bias;
+  float* mean;
+  float* rstd;
+  float* means;     // [2, rows]: mean(g w), 0 if not CENTRED, and mean(g w xhat)
+  float* partials;  // [1 + CENTRED, at_once, columns]: each thread's sums for the gradients of weight and bias
+  long long rows;
+  int columns;
+  int at_once;  // rows, of `gradients`
+  float epsilon;
+};
+static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
+
+// Applies each(column) to the first of every V columns of the thread. Not unrolled: there are threads enough to fill the
+// memory's pipe, as long as their registers are few.
+template <class Each>
+__device__ inline void along_row(int columns, Each each) {
+#pragma unroll 1
+  for (int column = (int)threadIdx.x * V; column < columns; column += THREADS * V) each(column);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) forward(const __grid_constant__ Arguments a) {
+  for (long long row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const TYPE* x = a.x + row * a.columns;
+    float sum = 0.0f, squares = 0.0f;
+    if (CENTRED)
+      along_row(a.columns, [&](int column) {
+        float values[V];
+        load(values, x + column);
+#pragma unroll
+        for (int k = 0; k < V; ++k) sum += values[k];
+      });
+    const float mean = CENTRED ? reduce<Add>(sum) / (float)a.columns : 0.0f;
+    along_row(a.columns, [&](int column) {
+      float values[V];
+      load(values, x + column);
+#pragma unroll
+      for (int k = 0; k < V; ++k) squares += (values[k] - mean) * (values[k] - mean);
+    });
+    const float rstd = rsqrtf(reduce<Add>(squares) / (float)a.columns + a.epsilon);
+    if (threadIdx.x == 0) {
+      if (CENTRED) a.mean[row] = mean;
+      a.rstd[row] = rstd;
+    }
+    along_row(a.columns, [&](int column) {
+      float values[V], weight[V], bias[V] = {};
+      load(values, x + column);
+      load(weight, a.weight + column);
+      if (CENTRED) load(bias, a.bias + column);
+#pragma unroll
+      for (int k = 0; k < V; ++k) values[k] = (values[k] - mean) * rstd * weight[k] + bias[k];
+      store(a.y + row * a.columns + column, values);
+    });
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) means(const __grid_constant__ Arguments a) {
+  for (long long row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const long long start = row * a.columns;
+    const float mean = CENTRED ? a.mean[row] : 0.0f, rstd = a.rstd[row];
+    float sums[2] = {0.0f, 0.0f};
+    along_row(a.columns, [&](int column) {
+      float x[V], grad[V], weight[V];
+      load(x, a.x + start + column);
+      load(grad, a.grad + start + column);
+      load(weight, a.weight + column);
+#pragma unroll
+      for (int k = 0; k < V; ++k) {
+        grad[k] *= weight[k];
+        sums[0] += grad[k];
+        sums[1] += grad[k] * ((x[k] - mean) * rstd);
+      }
+    });
+    reduce<Add>(sums);
+    if (threadIdx.x == 0) {
+      a.means[row] = CENTRED ? sums[0] / (float)a.columns : 0.0f;
+      a.means[a.rows + row] = sums[1] / (float)a.columns;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) gradients(const __grid_constant__ Arguments a) {
+  const Place at = place(a.columns, V, a.at_once);
+  if (at.idle) return;
+  float weight[V], dweight[V] = {}, dbias[V] = {};
+  load(weight, a.weight + at.column);
+  for (long long row = at.row; row < a.rows; row += a.at_once) {
+    const long long start = row * a.columns + at.column;
+    const float mean = CENTRED ? a.mean[row] : 0.0f, rstd = a.rstd[row];
+    const float of_grad = a.means[row], of_product = a.means[a.rows + row];
+    float x[V], grad[V];
+    load(x, a.x + start);
+    load(grad, a.grad + start);
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const float xhat = (x[k] - mean) * rstd;
+      dweight[k] += grad[k] * xhat;
+      dbias[k] += grad[k];
+      grad[k] = rstd * (grad[k] * weight[k] - of_grad - xhat * of_product);
+    }
+    store(a.y + start, grad);
+  }
+  float* of_weight = a.partials + at.row * a.columns + at.column;
+  store(of_weight, dweight);
+  if (CENTRED) store(of_weight + (long long)a.at_once * a.columns, dbias);
+}
