@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda import adamw as cuda
-from repro.kernels.library import Cost, Operand, operator
+from repro.kernels.library import DEVICE_CHUNK, Cost, Operand, operator
 
 CHUNK = 2**20
-"""Elements of a 16-bit gradient that are widened to fp32 at once: 4 MiB, whatever the shard."""
+"""Elements of a 16-bit gradient that a CPU widens to fp32 at once: 4 MiB, whatever the shard. A GPU, on which each call
+has a price, takes `DEVICE_CHUNK` of them."""
 
 
 def reference(
@@ -83,10 +84,11 @@ def _adamw(
     if not narrow:
         return
     longest = max(masters[i].numel() for i in narrow)
-    buffer = torch.empty(min(CHUNK, longest), dtype=masters[0].dtype, device=masters[0].device)
+    chunk = CHUNK if masters[0].device.type == "cpu" else DEVICE_CHUNK
+    buffer = torch.empty(min(chunk, longest), dtype=masters[0].dtype, device=masters[0].device)
     for i in narrow:
-        for start in range(0, masters[i].numel(), CHUNK):
-            part = slice(start, min(masters[i].numel(), start + CHUNK))
+        for start in range(0, masters[i].numel(), chunk):
+            part = slice(start, min(masters[i].numel(), start + chunk))
             master = masters[i][part]
             wide = buffer[: master.numel()].copy_(grads[i][part])
             update([master], [wide], [exp_avgs[i][part]], [exp_avg_sqs[i][part]])

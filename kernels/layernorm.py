@@ -20,13 +20,17 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Ten
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    # With fp32 weights torch keeps the statistics of 16-bit rows in fp32 on every device (a CPU would round
-    # them).
-    accumulate = accumulation_dtype(x.dtype)
-    y, mean, rstd = torch.native_layer_norm(
-        x.contiguous(), weight.shape, weight.to(accumulate), bias.to(accumulate), eps
-    )
+    kind = _weight_dtype(x)
+    y, mean, rstd = torch.native_layer_norm(x.contiguous(), weight.shape, weight.to(kind), bias.to(kind), eps)
     return y, mean, rstd
+
+
+def _weight_dtype(x: Tensor) -> torch.dtype:
+    """Of weights with which torch's operators keep the statistics of x in fp32.
+
+    A GPU does with those of x's dtype and takes no others (pytorch/pytorch#135969); a CPU rounds, but for wide ones.
+    """
+    return accumulation_dtype(x.dtype) if x.device.type == "cpu" else x.dtype
 
 
 def _forward_shape(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,9 +41,9 @@ def _forward_shape(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple
 def _backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = weight.to(mean.dtype)
+    given = weight.to(_weight_dtype(x))
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        grad.contiguous(), x.contiguous(), weight.shape, mean, rstd, wide, wide, [True, True, True]
+        grad.contiguous(), x.contiguous(), weight.shape, mean, rstd, given, given, [True, True, True]
     )
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 

@@ -22,8 +22,8 @@ def program(
 ) -> Program:
     """For rows of so many columns, read by `width` elements at once; `centred`: with mean and bias.
 
-    A thread holds up to 32 elements; in backward also two sums for each, hence half as many.  One that reads them singly
-    also needs an address for each.  Rows of which a block cannot hold one have kernels for any length.
+    A thread holds up to 32 elements; in backward also two sums for each, hence half as many.  One that reads them
+    singly also needs an address for each.  Rows of which a block cannot hold one have kernels for any length.
     """
     most, threads = (16, 512) if backward else (32, 512 if width == 1 else 1024)
     shape = sums.row_shape(columns, width, most, threads)
@@ -37,7 +37,7 @@ def program(
 
 
 def examples() -> list[Program]:
-    """Turing-NLG 17B in bf16, Megatron 8.3B in fp16, and long rows in fp32; the root mean square of Llama 70B; rows of a
+    """Turing-NLG 17B in bf16, Megatron 8.3B in fp16, long rows in fp32; the root mean square of Llama 70B; rows of a
     trillion parameters."""
     usual = [
         ("bfloat16", "bfloat16", 4256, 8, True),
@@ -141,8 +141,8 @@ def _backward(
     else:
         blocks, at_once = sums.spread(on, rows, columns, width, kind.threads)
         means, partials = rstd.new_empty(2, rows), rstd.new_empty(vectors, at_once, columns)
-        ends = (*statistics, means.data_ptr(), partials.data_ptr(), rows, columns, at_once, 0.0)
-        arguments = kind.arguments.pack(*pointers, *ends)
+        scratch = (means.data_ptr(), partials.data_ptr())
+        arguments = kind.arguments.pack(*pointers, *statistics, *scratch, rows, columns, at_once, 0.0)
         loaded.launch("means", min(rows, BLOCKS_FORWARD * on.processors), arguments)
         loaded.launch("gradients", blocks, arguments)
     found = sums.column_sums(adding, partials, weight.dtype)
