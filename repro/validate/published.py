@@ -39,8 +39,8 @@ CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
 )
 V100_MEGATRON, V100_ZERO = "V100 Megatron-LM", "V100 ZeRO and DeepSpeed"
 A100_MEGATRON, YUAN, OTHER = "A100 Megatron-LM", "Yuan 1.0", "other"
-NODE = "A100 and H100 nodes of 2023"
-FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, NODE, OTHER)
+NODE, CLUSTER = "nodes of 2023 and later", "clusters of 2023 and later"
+FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, NODE, CLUSTER, OTHER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,17 +227,18 @@ def _point(
 
 
 def family_of(record: ExperimentRecord) -> str:
-    """By device and software: which machine it is simulated on, and whether ZeRO runs there."""
+    """By device, software and size: which machine it is simulated on, and whether ZeRO runs there."""
     from repro import systems
 
     experiment = record.experiment
     if experiment.system == "yuan":
         return YUAN
-    capability = systems.load(experiment.system).device.compute_capability
+    system = systems.load(experiment.system)
+    capability = system.device.compute_capability
     if capability == "7.0":
         return V100_ZERO if experiment.layout.zero else V100_MEGATRON
     if not experiment.layout.kernels.writes_scores:
-        return NODE
+        return NODE if experiment.layout.world <= (system.devices_per_node.value or 0) else CLUSTER
     return A100_MEGATRON if capability == "8.0" else OTHER
 
 

@@ -58,6 +58,16 @@ def test_foundry_s_layouts_are_the_table_s() -> None:
             assert layout.accumulation == 1
 
 
+@pytest.mark.parametrize("claim", ["foundry-h100-many", "foundry-h100-long"])
+def test_foundry_s_lines_are_the_suite_s(claim: str) -> None:
+    for row in load_ledger().claim(claim).rows:
+        line = row.variables
+        experiment = EXPERIMENTS[f"mpt-{line['at']}"]
+        layout = experiment.layout
+        assert (layout.micro_batch, layout.global_batch) == (line["micro"], line["batch"])
+        assert (layout.world, experiment.seq) == (line.get("GPUs", 8), line.get("sequence", 2048))
+
+
 @pytest.mark.parametrize(("gpus", "batch"), [(8192, 32), (16384, 16)])
 def test_llama_s_layouts_are_the_paper_s(gpus: int, batch: int) -> None:
     """2407.21783 Table 4: TP 8, CP 1, PP 16, 16M tokens a step; 126 layers, one a chunk, both ends without (3.3.2)."""

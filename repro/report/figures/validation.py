@@ -15,6 +15,7 @@ from repro.report.figures.style import (
     MUTED,
     ORANGE,
     PURPLE,
+    SKY,
     VERMILION,
     Drawing,
     canvas,
@@ -25,6 +26,7 @@ from repro.results.schema import SIMULATED
 from repro.simulate.time.basis import counted
 from repro.validate.published import (
     A100_MEGATRON,
+    CLUSTER,
     FAMILIES,
     NODE,
     OTHER,
@@ -49,6 +51,7 @@ LOOK = {
     A100_MEGATRON: (GREEN, "^"),
     YUAN: (PURPLE, "D"),
     NODE: (ORANGE, "P"),
+    CLUSTER: (SKY, "X"),
     OTHER: (GREY, "v"),
 }
 """Colour and marker of a family."""
