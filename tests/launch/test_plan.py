@@ -94,6 +94,10 @@ def test_a_part_of_a_comparison(tmp_path: Path, store: Store) -> None:
     assert planned(store, suite, ["a", "c"]) == ["AC"]
     assert planned(store, suite, ["b", "c"]) == ["b", "c"]
     assert planned(store, suite, ["a"]) == ["a"]
+    second = '\n[[compare]]\nbaseline = "d"\nsubjects = ["e"]\nrounds = 4'
+    suite = suites.load(write_suite(tmp_path, experiments(*"abcde") + COMPARE + second))
+    for without in ("a", "b"):  # the baseline or the subject of the first says nothing of the second
+        assert planned(store, suite, ["d", "e", without]) == [without, "DE"]
 
 
 def test_only_must_match_something(tmp_path: Path) -> None:

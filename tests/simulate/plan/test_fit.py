@@ -166,3 +166,9 @@ def test_a_batch_that_was_not_given_grows_with_the_micro_batch() -> None:
     assert (tried.micro_batch, tried.global_batch, tried.accumulation) == (5, 2 * 3 * 5, 3)
     tried = given.experiment(6).layout
     assert (tried.micro_batch, tried.global_batch, tried.accumulation) == (6, 24, 2)
+
+
+def test_a_single_micro_batch_is_tried_alone() -> None:
+    answer = fit.simulated(batches(global_batch=2))
+    assert [trial.value for trial in answer.trials] == [1]
+    assert answer.first_failing is None
