@@ -205,6 +205,16 @@ def test_measured_points_win_over_the_formula() -> None:
         found.seconds("all_gather", "dp", 1000)
 
 
+def test_what_is_lost_beside_messages_is_of_the_link_that_is_used_else_the_most_of_any() -> None:
+    dgx2, costs = load("dgx2"), {"nvlink": 0.1, "inter-node": 0.3}
+    links = {name: replace(dgx2.links[name], overlap_cost=number(cost)) for name, cost in costs.items()}
+    both = replace(dgx2, links={**dgx2.links, **links})
+    assert network(both, dp=2).overlap_cost == 0.1
+    assert network(both, dp=32).overlap_cost == 0.3
+    assert network(both, tp=2).overlap_cost == 0.3
+    assert network(replace(dgx2, links={})).overlap_cost == 0, "a device alone sends nothing"
+
+
 def test_fewer_ranks_than_were_measured_take_fewer_and_larger_steps() -> None:
     """Points of a ring without latency: seconds = 2 (n - 1) / n * bytes / rate, also with other n."""
     rate = 1e9
