@@ -65,3 +65,23 @@ def test_lines_through_few_schedules() -> None:
         assert sum(weights.values()) == pytest.approx(1)
         assert sum(stages * weight for (stages, _), weight in weights.items()) == pytest.approx(pp)
         assert sum(count * weight for (_, count), weight in weights.items()) == pytest.approx(m)
+
+
+def test_what_a_step_may_take_instead_is_in_proportion_to_it() -> None:
+    """Told twice the seconds, each of an interval is twice as long; the ends are those of the whole step's."""
+    layout, system = replace(LAYOUTS["pp3-z2"], kernels="softmax"), systems.load("dgx2")
+    families, _ = trace_family(MODEL, MODEL.seq, family_of(layout), 1, 4)
+    times = Times(MODEL, MODEL.seq, system)
+    experiment = Experiment(name="x", model=MODEL, layout=layout)
+    whole = predict(experiment, system, interval=True)
+    found = times.interval(layout, families, whole.step_s)
+    twice = times.interval(layout, families, 2 * whole.step_s)
+    assert found is not None
+    assert twice is not None
+    assert whole.interval is not None
+    for mine, other in (
+        (found.allowed(whole.step_s), whole.interval.allowed(whole.step_s)),
+        (found.likely(whole.step_s), whole.interval.likely(whole.step_s)),
+    ):
+        assert mine == pytest.approx(other, rel=0.01)
+    assert twice.draws == pytest.approx([2 * draw for draw in found.draws])

@@ -17,7 +17,7 @@ from repro.simulate.step import simulate
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import calibration_points
 from repro.simulate.time.curves import curved
-from repro.simulate.time.interval import all_cases, at, interval, of_seconds
+from repro.simulate.time.interval import all_cases, at, interval, of_seconds, rounded
 from repro.simulate.time.predict import predict
 from repro.simulate.time.timed import step_seconds, timed
 from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
@@ -215,3 +215,7 @@ def test_what_is_searched_stays_a_number_that_a_system_can_have() -> None:
             assert values[0] <= one.low
             assert values[-1] >= one.high
             assert [one.at(quantile) for quantile in one.around.values()] == values
+
+
+def test_seconds_are_kept_to_seven_digits() -> None:
+    assert [rounded(2 / 3), rounded(2e9 / 3)] == [0.6666667, 666666700.0]
