@@ -259,7 +259,7 @@ def behind(positions: list[Position], job: Job) -> list[int]:
     """
     earliest = min((p.experiment, p.step) for p in positions)
     slow = [rank for rank, p in enumerate(positions) if (p.experiment, p.step) == earliest]
-    layout = job.experiments[max(0, earliest[0])].layout
+    layout = job.experiments[earliest[0]].layout
     issued: dict[int, set[int]] = {}
     for rank in slow:
         issued.setdefault(layout.index_of("pp", rank), set()).add(positions[rank].sequence)

@@ -44,6 +44,7 @@ def test_a_job_that_left_no_record_is_collected_once(
         assert document["records"] == 3
     record = latest(submitted.results)[submitted.experiments["a"].key]
     assert record["outcome"] in ("interrupted", "error")
+    assert record["wall_s"] == 0, "nobody knows how long"
     assert record["provenance"]["slurm"]["state"] == job["state"]
     assert document["bad_nodes"] == ({"n1": 1} if failure == "node-failure" else {})
     found = submitted.status(capsys)["a"]  # and it still says the same

@@ -193,19 +193,21 @@ class Wire:
         return 0.25
 
 
-def one_stage(communication_s: float, overlap_cost: float) -> Timeline:
+def one_stage(communication_s: float, overlap_cost: float, blocks: int) -> Timeline:
     """Forward of 1 s, backward of 1 s, beside a collective that begins first and is waited for in the end."""
+    second: list[Any] = [OperatorBlock(1 / blocks, (("matmul", 1 / blocks),))] * blocks
     segments: dict[Action, list[Any]] = {
         Action(FORWARD, 0, 0): [
             Issue(("x",), "dp", "gather", communication_s),
-            OperatorBlock(1.0, (("matmul", 1.0),)),
+            *second,
         ],
-        Action(BACKWARD, 0, 0): [OperatorBlock(1.0, (("matmul", 1.0),))],
+        Action(BACKWARD, 0, 0): second,
     }
     program = StageProgram(segments, [Await(("x",))], micro_batches=1, last=0)
     return schedule(Layout(dp=2), [program], Wire(), overlap_cost=overlap_cost)
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize(
     ("communication_s", "overlap_cost", "step_s", "overlap_s", "exposed_s"),
     [
@@ -220,9 +222,15 @@ def one_stage(communication_s: float, overlap_cost: float) -> Timeline:
     ],
 )
 def test_what_is_hidden_costs_no_more_than_the_compute_that_hides_it(
-    communication_s: float, overlap_cost: float, step_s: float, overlap_s: float, exposed_s: float
+    communication_s: float,
+    overlap_cost: float,
+    step_s: float,
+    overlap_s: float,
+    exposed_s: float,
+    blocks: int,
 ) -> None:
-    found = one_stage(communication_s, overlap_cost)
+    """Whether a second is computed in one block, or in two that are gone through as one stretch where they may be."""
+    found = one_stage(communication_s, overlap_cost, blocks)
     (stage,) = found.stages
     assert found.step_s == pytest.approx(step_s)
     assert stage.busy["overlap"] == pytest.approx(overlap_s)
