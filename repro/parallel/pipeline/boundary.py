@@ -7,6 +7,9 @@ tensor, which all of them hold, to its counterpart, and the receivers all-gather
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +27,38 @@ def waits_for_sends(layout: Layout) -> bool:
     Interleaved stages would then wait for each other for ever, since a stage posts one receive ahead.
     """
     return not layout.overlap and layout.schedule != "interleaved"
+
+
+class _Expected(NamedTuple):
+    """A tensor that will be received."""
+
+    buffer: Tensor
+    source: int
+    kind: str
+    free: torch.cuda.Event | None
+    """When nothing computes with what the buffer's memory held before; on a CPU that is now."""
+
+
+class Later:
+    """Receives on a GPU that are posted after what is computed meanwhile has been issued, and do not wait for it.
+
+    A receive occupies the device until its message comes.  Issuing computation may wait for the device, to load a
+    kernel's code or to give memory back: for ever, if the message needs what is being issued.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def now(self) -> torch.cuda.Event:
+        """The end of what has been issued so far."""
+        return torch.cuda.current_stream().record_event()
+
+    @contextmanager
+    def after(self, moment: torch.cuda.Event) -> Iterator[None]:
+        """What is posted here waits for that moment, and for nothing that was issued since."""
+        self._stream.wait_event(moment)
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 class Boundary:
@@ -46,7 +81,9 @@ class Boundary:
         """`split`: over several tp ranks.  Without `overlap` a message is sent completely before anything else runs."""
         self.pp, self.tp, self.shape, self.overlap = pp, tp, shape, overlap
         self.split, self._like = split, like
-        self._expected: deque[tuple[Tensor, Work]] = deque()
+        self.later = Later() if like.is_cuda else None
+        self._expected: _Expected | None = None
+        self._posted: deque[tuple[Tensor, Work]] = deque()
         self._sent: dict[tuple[int, int], deque[tuple[Tensor, Work]]] = {}
 
     @staticmethod
@@ -58,13 +95,27 @@ class Boundary:
         return storage.empty(torch.Size(self.shape).numel() // parts, self._like, Category.COMMUNICATION)
 
     def expect(self, source: int, kind: str) -> None:
-        """Begin to receive the next tensor of `kind` from stage `source`."""
+        """Make room for the next tensor of `kind` from stage `source`; a CPU begins to receive it."""
         buffer = self._buffer(self.tp.size if self.split else 1)
-        self._expected.append((buffer, self.pp.receive(buffer, source, self.channel(kind))))
+        self._expected = _Expected(buffer, source, kind, self.later.now() if self.later else None)
+        if self.later is None:
+            self.post()
+
+    def post(self) -> None:
+        """Begin to receive what is expected, if that has not begun: what is computed meanwhile has been issued."""
+        if self._expected is None:
+            return
+        (buffer, source, kind, free), self._expected = self._expected, None
+        if self.later is None or free is None:
+            work = self.pp.receive(buffer, source, self.channel(kind))
+        else:
+            with self.later.after(free):
+                work = self.pp.receive(buffer, source, self.channel(kind))
+        self._posted.append((buffer, work))
 
     def receive(self) -> Tensor:
         """The tensor that was expected first, [b, s, h]."""
-        buffer, work = self._expected.popleft()
+        buffer, work = self._posted.popleft()
         work.wait()
         if self.split:
             whole = self._buffer(1)
@@ -82,6 +133,7 @@ class Boundary:
         under_way = self._sent.setdefault((to, channel), deque())
         while len(under_way) >= self.UNDER_WAY:
             under_way.popleft()[1].wait()
+        self.post()  # between this and the message, which may be what the other one waits for, nothing is computed
         under_way.append((flat, self.pp.send(flat, to, channel, self.PURPOSE[channel])))
         if not self.overlap:
             under_way.popleft()[1].wait()

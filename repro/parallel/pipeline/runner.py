@@ -108,6 +108,7 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float32, device=self._anchor.device)
         self._passes = [0] * len(self.chunks)
         self._expect(self.actions[0])
+        self.boundary.post()
         for position, action in enumerate(self.actions):
             self.current, received = action, None
             if self._source(action) is not None:
@@ -122,6 +123,7 @@ class Pipeline:
                     total += loss
             else:
                 self._backward(action, received)
+            self.boundary.post()  # unless what was sent has
         self.current = None
         self.boundary.finish()
         return total / self.micro_batches
