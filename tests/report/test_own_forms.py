@@ -26,8 +26,8 @@ from repro.report.figures.style import Drawing, look
 from repro.report.figures.values import View
 from repro.results.schema import ExperimentRecord
 from repro.simulate.record import failed_record
+from repro.simulate.time.account import TRANSFER
 from repro.simulate.time.basis import BOUND
-from repro.simulate.time.stage import TRANSFER
 from tests.records import changed
 
 GB = 10**9

@@ -15,13 +15,13 @@ from repro.models import flops
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.results.interval import StepInterval
 from repro.simulate.time import efficiency
+from repro.simulate.time.account import StageTime
 from repro.simulate.time.basis import rests_on
 from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
 from repro.simulate.time.interval import interval as interval_of
 from repro.simulate.time.program import OPTIMIZER
 from repro.simulate.time.schedule import Timeline
 from repro.simulate.time.stage import UPDATE
-from repro.simulate.time.stretch import StageTime
 from repro.simulate.time.timed import timed
 from repro.simulate.trace.roles import Trace, trace_roles
 

@@ -14,11 +14,11 @@ from typing import Protocol
 
 from repro.config import Layout
 from repro.parallel.pipeline.schedule import Action, build
+from repro.simulate.time.account import StageTime
 from repro.simulate.time.cores import Cores, CoreWork
 from repro.simulate.time.lanes import later
 from repro.simulate.time.program import Issue, StageProgram
 from repro.simulate.time.stage import ACROSS, Key, Meeting, Span, StageStreams, Steps
-from repro.simulate.time.stretch import StageTime
 
 
 class Transfers(Protocol):
@@ -51,8 +51,10 @@ class _Schedule:
         overlap_cost: float,
         ranks_per_core: float,
         record: bool,
+        account: type[StageTime],
     ):
         self.layout, self.network, self.overlap_cost = layout, network, overlap_cost
+        self.account = account
         self.ranks_per_core = ranks_per_core if layout.pp > 1 else 1.0
         self.schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
         self.arrivals: dict[Key, tuple[float, float]] = {}
@@ -142,12 +144,14 @@ def schedule(
     overlap_cost: float = 0.0,
     ranks_per_core: float = 1.0,
     record: bool = False,
+    account: type[StageTime] = StageTime,
 ) -> Timeline:
     """Schedule a step of `layout` whose stage s runs `programs[s]`.
 
     `ranks_per_core`: ranks for each core that they shared when operators were measured, all of them at once.
+    `account`: `OnlyTheEnd` for the seconds of the step and nothing else.
     """
-    everything = _Schedule(layout, programs, network, overlap_cost, ranks_per_core, record)
+    everything = _Schedule(layout, programs, network, overlap_cost, ranks_per_core, record, account)
     everything.run()
     stages = everything.stages
     first, second = zip(*(stage.finished for stage in stages), strict=True)

@@ -15,12 +15,12 @@ from typing import Protocol
 from repro.config import Layout
 from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
 from repro.parallel.pipeline.schedule import FORWARD, Action, needs
+from repro.simulate.time.account import TRANSFER, StageTime
 from repro.simulate.time.cores import CoreWork
-from repro.simulate.time.lanes import anywhere, earlier, later
-from repro.simulate.time.program import KINDS, Await, Issue, Item, OperatorBlock, Send, StageProgram
-from repro.simulate.time.stretch import INSIDE, StageTime, Stretch, parts
+from repro.simulate.time.lanes import anywhere, later
+from repro.simulate.time.program import Await, Issue, Item, OperatorBlock, Send, StageProgram
+from repro.simulate.time.stretch import INSIDE, Stretch, parts
 
-TRANSFER = "send between stages (pp)"
 UPDATE = "update"
 """What comes after the last backward pass: gradients that are still reduced, norm, optimizer, parameters."""
 ACROSS = ("world", "pp", "embedding")
@@ -62,6 +62,8 @@ class Peers(Protocol):
     overlap_cost: float
     ranks_per_core: float
     """Ranks for each core that stages share; 1: they share none."""
+    account: type[StageTime]
+    """What a stage tells where its seconds go."""
     arrivals: dict[Key, tuple[float, float]]
     """When each message began to arrive, and when it was there."""
 
@@ -97,7 +99,7 @@ class StageStreams:
         self.sent: dict[tuple[int, int], deque[Key]] = defaultdict(deque)
         self.posted: deque[Key] = deque()
         self.counts: dict[tuple[str, int, int], int] = defaultdict(int)
-        self.time = StageTime()
+        self.time = self.all.account()
         self.recording = False
         self.finished: list[StageTime] = []
         """Steps that are over."""
@@ -112,7 +114,7 @@ class StageStreams:
     def steps(self, steps: int) -> Generator[object, None, None]:
         """Run `steps` steps; yields what it waits for until that is known."""
         for step in range(steps):
-            self.time = StageTime()
+            self.time = self.all.account()
             self.recording = self.record and step == steps - 1
             yield from self._step()
             self.time.end = self.now
@@ -127,13 +129,13 @@ class StageStreams:
             self._post(position + 1)
             name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
             yield from self._run(self.pieces[position], name)
-            self.time.by_phase[action.kind] += self.now - began
+            self.time.phase(action.kind, began, self.now)
         began = self.now
         for under_way in self.sent.values():
             while under_way:
                 yield from self._sent(under_way.popleft())
         yield from self._run(self.tail, "optimizer")
-        self.time.by_phase[UPDATE] += self.now - began
+        self.time.phase(UPDATE, began, self.now)
         for stretch, times in self.taken.items():
             self.time.add(stretch.time, times)
         self.taken.clear()
@@ -155,7 +157,7 @@ class StageStreams:
             0.0,
             defaultdict(float),
             defaultdict(deque),
-            StageTime(),
+            self.all.account(),
         )
         for waited in self._run(items, ""):
             raise AssertionError(f"a stretch waits for {waited}")
@@ -196,7 +198,7 @@ class StageStreams:
         while key not in self.all.arrivals:
             yield key
         start, end = self.all.arrivals[key]
-        self.time.communication[TRANSFER] += end - start
+        self.time.received(start, end)
         self._transferred(start, end)
 
     def _sent(self, key: Key) -> Generator[object, None, None]:
@@ -205,13 +207,10 @@ class StageStreams:
         self._transferred(*self.all.arrivals[key])
 
     def _transferred(self, start: float, end: float) -> None:
-        """Wait for a message: until it starts it is the other stage that is waited for."""
-        if not anywhere(end > self.now):
-            return
-        delay, waited = later(0.0, end - self.now), later(0.0, start - self.now)
-        self.time.bubble += waited
-        self.time.exposed[TRANSFER] += delay - waited
-        self._record("compute", "waiting for a stage", self.now, delay)
+        """Wait for a message."""
+        self.time.waited_for_message(self.now, start, end)
+        if self.recording:
+            self._record("compute", "waiting for a stage", self.now, end - self.now)
         self.now = later(self.now, end)
 
     def _run(self, items: Sequence[Item | Stretch], name: str) -> Generator[object, None, None]:
@@ -248,21 +247,12 @@ class StageStreams:
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
         """`block`, which takes `seconds` while all stages compute, and took less where some did not."""
-        busy, total = self.time.busy, self.time.communication
-        part_of = 1.0 if took is seconds or not seconds else took / seconds
-        for kind, part in block.parts:
-            if kind in KINDS:
-                busy[kind] += part * part_of
-            else:
-                total[kind] += part * part_of
-                self.time.exposed[kind] += part * part_of
-        if anywhere(seconds > block.seconds):
-            busy["overlap"] += (seconds - block.seconds) * part_of
+        self.time.computed(block, seconds, took)
         self._record("compute", name, self.now, took)
         self.now = self.now + took
 
     def _issue(self, item: Issue) -> None:
-        self.time.communication[item.label] += item.seconds
+        self.time.begun(item.label, item.seconds)
         ready = later(self.now, self.streams[item.group])
         if item.group in ACROSS and self.all.layout.pp > 1:
             meeting = self.all.meet(item, self.stage, ready)
@@ -284,12 +274,8 @@ class StageStreams:
                 yield over
             over = over.end
             self.streams[issue.group] = later(self.streams[issue.group], over)
-        if anywhere(over > self.now):
-            delay = later(0.0, over - self.now)
-            exposed = earlier(delay, issue.seconds) if issue.group in ACROSS else delay
-            self.time.exposed[issue.label] += exposed
-            self.time.bubble += delay - exposed
-            self.now = later(self.now, over)
+        self.time.waited_for(issue, self.now, over, across=issue.group in ACROSS)
+        self.now = later(self.now, over)
 
     def _send(self, item: Send) -> Generator[object, None, None]:
         to = (self.stage + item.offset) % self.all.layout.pp
@@ -298,7 +284,7 @@ class StageStreams:
         while len(under_way) >= limit:
             yield from self._sent(under_way.popleft())
         key = (self.stage, to, item.channel, self._number("send", to, item.channel))
-        self.time.communication[TRANSFER] += self.all.send(key, item.payload, self.now)
+        self.time.begun(TRANSFER, self.all.send(key, item.payload, self.now))
         under_way.append(key)
         if self.blocking:
             yield from self._sent(under_way.popleft())

@@ -8,40 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from repro.simulate.time.account import StageTime
 from repro.simulate.time.program import Await, Issue, Item, OperatorBlock
 
 INSIDE = "tp"
 """The group whose collectives begin and end within a layer."""
-
-
-@dataclass
-class StageTime:
-    """Where one stage's seconds of a step went."""
-
-    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """The compute stream, by kind of operator."""
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """It waited for communication, by label."""
-    communication: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """All communication, hidden or not, by label."""
-    bubble: float = 0.0
-    """It waited for another stage to compute."""
-    end: float = 0.0
-    by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """From the beginning of each forward pass, backward pass and update to its end, waits included."""
-
-    def add(self, other: StageTime, times: int) -> None:
-        """`other`, which came so many times."""
-        self.bubble += times * other.bubble
-        for mine, more in (
-            (self.busy, other.busy),
-            (self.exposed, other.exposed),
-            (self.communication, other.communication),
-        ):
-            for name, seconds in more.items():
-                mine[name] += times * seconds
 
 
 @dataclass(frozen=True, eq=False)

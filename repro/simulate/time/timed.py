@@ -7,6 +7,7 @@ from typing import Protocol
 
 from repro.config import Experiment
 from repro.config.system import System
+from repro.simulate.time.account import OnlyTheEnd, StageTime
 from repro.simulate.time.device import DeviceCost
 from repro.simulate.time.lanes import Lanes
 from repro.simulate.time.network import Network
@@ -53,7 +54,9 @@ def step_seconds(
     layout = experiment.layout
     cost = SeveralDevices(systems, layout.precision, factors, layout.world)
     network = SeveralNetworks(systems, layout)
-    return network.lanes(_scheduled(experiment, traces, cost, network, systems[0].ranks_per_core).step_s)
+    ranks_per_core = systems[0].ranks_per_core
+    found = _scheduled(experiment, traces, cost, network, ranks_per_core, account=OnlyTheEnd)
+    return network.lanes(found.step_s)
 
 
 def _scheduled(
@@ -63,6 +66,7 @@ def _scheduled(
     network: Links,
     ranks_per_core: float,
     record: bool = False,
+    account: type[StageTime] = StageTime,
 ) -> Timeline:
     layout = experiment.layout
 
@@ -77,6 +81,7 @@ def _scheduled(
         overlap_cost=network.overlap_cost,
         ranks_per_core=ranks_per_core,
         record=record,
+        account=account,
     )
 
 

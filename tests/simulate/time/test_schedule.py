@@ -17,10 +17,10 @@ from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.parallel.pipeline.schedule import FORWARD, Action, bubble, build
 from repro.simulate.time import perfetto
+from repro.simulate.time.account import TRANSFER
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram
 from repro.simulate.time.schedule import Timeline, schedule
-from repro.simulate.time.stage import TRANSFER
 from repro.simulate.trace.roles import Trace, roles, trace
 
 MODEL = Model(name="small", layers=4, hidden=512, heads=8, vocab=2048, seq=256)
