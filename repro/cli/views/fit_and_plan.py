@@ -105,12 +105,14 @@ def show_plan(request: Request, plan: Plan, top: int) -> None:
     console = stdout()
     rows = plan.rows
     fits = [row for row in rows if row.outcome == OK]
+    left = sum(row.open for row in fits)
+    slower = f"; {left} cannot be among the first {top} and are left open" if left else ""
     console.print(
         f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}, global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
     )
     console.print(
-        f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}; {plan.traces} traces\n"
+        f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}{slower}; {plan.traces} traces\n"
     )
     shown = fits[:top]
     if shown:

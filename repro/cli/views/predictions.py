@@ -171,7 +171,7 @@ def plan(
     from repro.simulate.plan.rows import OK, document
 
     with waiting(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
-        found = run(request, workers, top or SHOWN)
+        found = run(request, workers, top or SHOWN, whole=json and top is None)
     if json:
         print_json([document(request, row) for row in found.rows[:top]])
     else:

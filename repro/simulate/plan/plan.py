@@ -11,6 +11,9 @@ time at peak rates comes first instead.
 
 What the allocator reserves beyond live bytes decides where these are within `MARGIN` of the limit: such rows are traced
 in full, and so are the first ones of the plan.
+
+A plan that shows a few rows decides no more than it takes to know them: a row is left open once so many others are
+faster than it can be at all (`repro.simulate.plan.least`).  The first rows are those of a plan that times every layout.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ SEGMENTS = 40 * 2**20
 """... and what it may leave unused in its last segments (`repro.simulate.memory.pools`)."""
 CONFIRMED = 3
 """So many of the first rows are traced in full."""
+AHEAD = 2
+"""Times as many rows as are asked for are decided at once, so that workers have enough to do."""
 SHARES = 2
 """Shares of the families that a worker predicts, one after the other."""
 
@@ -51,19 +56,44 @@ class Planner:
         """Why times cannot be predicted."""
 
     def rows(self, layouts: Sequence[Layout]) -> list[PlanRow]:
-        """The answers, `full` where nothing less tells."""
-        found = {layout: self._without_trace(layout) for layout in layouts}
-        open_ones = [layout for layout, row in found.items() if row is None]
-        self._trace(open_ones)
-        rows = {layout: row or self._shallow(layout) for layout, row in found.items()}
-        close = [row for row in rows.values() if row.evidence == SHALLOW and self._is_close(row)]
-        rows |= {row.layout: row for row in self.full(close)}
+        """The answers without times, `full` where nothing less tells."""
+        rows = {row.layout: row for row in self.estimated(layouts)}
+        rows |= {row.layout: row for row in self.full([row for row in rows.values() if self._is_close(row)])}
         return list(rows.values())
+
+    def estimated(self, layouts: Sequence[Layout]) -> list[PlanRow]:
+        """The answers from shallow traces at most."""
+        found = {layout: self._without_trace(layout) for layout in layouts}
+        self._trace([layout for layout, row in found.items() if row is None])
+        return [row or self._shallow(layout) for layout, row in found.items()]
+
+    def open(self, rows: Sequence[PlanRow]) -> None:
+        """Say which of `rows` may fit, and what their steps take at least."""
+        from repro.simulate.plan.steptime import Times
+
+        request = self.request
+        times = Times(request.model, request.seq, request.system)
+        for row in rows:
+            if row.evidence == SHALLOW and row.outcome == OK:
+                try:
+                    row.least_s = times.least(row.layout, self._families[family_of(row.layout)][2])
+                except ConfigError as error:
+                    self.no_time = str(error)
+                row.open = not self.no_time or self._is_close(row)
+
+    def decide(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
+        """The answers for rows that are open."""
+        close = [row for row in rows if self._is_close(row)]
+        others = [row for row in rows if not self._is_close(row)]
+        self.time(others)
+        for row in others:
+            row.open = False
+        return [*others, *self.full(close)]
 
     def _is_close(self, row: PlanRow) -> bool:
         """Whether the allocator decides if it fits."""
         live = row.memory["peak_bytes"]
-        return live <= self.request.allocatable < live * MARGIN + SEGMENTS
+        return row.evidence == SHALLOW and live <= self.request.allocatable < live * MARGIN + SEGMENTS
 
     def time(self, rows: Sequence[PlanRow]) -> None:
         """Predict the step of every row that may fit, from the traces that its layout shares."""
@@ -204,8 +234,11 @@ class Plan:
     """Why rows have no times; empty if they do."""
 
 
-def plan(request: Request, workers: Workers, shown: int = 0) -> Plan:
-    """All sensible layouts, best first, the first that are `shown` with intervals.  `ConfigError` if there are none."""
+def plan(request: Request, workers: Workers, shown: int = 0, *, whole: bool = True) -> Plan:
+    """All sensible layouts, best first, the first that are `shown` with intervals.  `ConfigError` if there are none.
+
+    `whole`: the others are timed as well; else they stay open if they cannot be among the first.
+    """
     layouts = candidates(request)
     if request.system.device.peak_flops:
         precision = layouts[0].precision
@@ -214,21 +247,39 @@ def plan(request: Request, workers: Workers, shown: int = 0) -> Plan:
         except ConfigError as error:
             raise error.about("precision") from None
     planner = Planner(request, workers)
-    rows = planner.rows(layouts)
-    rows += planner.rows(_partitioned(request, rows))
-    planner.time(rows)
-    if planner.no_time:
-        for row in rows:
-            row.time = {}
+    rows = planner.estimated(layouts)
+    rows += planner.estimated(_partitioned(request, rows))
+    planner.open(rows)
     while True:
+        if planner.no_time:
+            for row in rows:
+                row.time, row.least_s = {}, 0.0
         rows.sort(key=order)
-        first = [row for row in rows[:CONFIRMED] if row.outcome == OK and row.evidence != FULL]
-        if not first:
-            planner.intervals([row for row in rows[:shown] if row.outcome == OK and row.time])
-            return Plan(rows, planner.traces, planner.no_time)
+        if some := _undecided(rows, len(rows) if whole else shown):
+            made = planner.decide(some)
+        else:
+            first = [row for row in rows[:CONFIRMED] if row.outcome == OK and row.evidence != FULL]
+            if not first:
+                break
+            made = planner.full(first)
         # What turns out to be slower, or not to fit, changes which come first.
-        full = {row.layout: row for row in planner.full(first)}
-        rows = [full.get(row.layout, row) for row in rows]
+        decided = {row.layout: row for row in made}
+        rows = [decided.get(row.layout, row) for row in rows]
+        more = planner.estimated(_partitioned(request, made))
+        planner.open(more)
+        rows += more
+    planner.intervals([row for row in rows[:shown] if row.outcome == OK and row.time])
+    return Plan(rows, planner.traces, planner.no_time)
+
+
+def _undecided(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
+    """Of `rows`, best first, those that are open and may be among the first that are `wanted`; the next few."""
+    fits = [row for row in rows if row.outcome == OK]
+    open_ones = [row for row in fits if row.open]
+    known = [row.seconds for row in fits if not row.open]
+    if len(known) >= wanted:
+        open_ones = [row for row in open_ones if row.seconds <= known[wanted - 1]]
+    return open_ones[: AHEAD * wanted]
 
 
 def _partitioned(request: Request, rows: Iterable[PlanRow]) -> list[Layout]:

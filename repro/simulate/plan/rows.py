@@ -36,6 +36,20 @@ class PlanRow:
     """The term that rules it out: model states, activations, ... or fragmentation."""
     reason: str = ""
     trace_seconds: float = 0.0
+    open: bool = False
+    """It may fit, and nothing is decided that takes more: its time, or what the allocator makes of it.  As far as it is
+    known it comes after all rows that were asked for."""
+    least_s: float = 0.0
+    """Seconds that its step takes at least, of one that is `open` (`repro.simulate.plan.least`)."""
+
+    @property
+    def seconds(self) -> float:
+        """Of its step; the least that it takes while nothing more is known, without times `ideal_s`."""
+        if self.open and self.least_s:
+            return self.least_s
+        ideal = self.ideal_s if self.ideal_s is not None else float("inf")
+        seconds: float = self.time.get("step_s", ideal)
+        return seconds
 
     @property
     def bubble(self) -> float:
@@ -60,10 +74,8 @@ def order(row: PlanRow) -> tuple[Any, ...]:
     least."""
     if row.outcome == OOM:
         return (1, row.evidence == STATES, row.memory["peak_bytes"], *_simpler(row.layout))
-    ideal = row.ideal_s if row.ideal_s is not None else float("inf")
     by_link = row.comm.get("bytes_by_link", {})
-    seconds = row.time.get("step_s", ideal)
-    return (0, seconds, by_link.get("inter-node", 0), sum(by_link.values()), *_simpler(row.layout))
+    return (0, row.seconds, by_link.get("inter-node", 0), sum(by_link.values()), *_simpler(row.layout))
 
 
 def _simpler(layout: Layout) -> tuple[Any, ...]:

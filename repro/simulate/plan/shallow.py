@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from repro.config import Experiment, Layout, Model, Training
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
+from repro.simulate.plan.least import Work
 from repro.simulate.trace.events import Alloc, Event, Message, Operator, PhaseStart, Wait
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class LayoutFamily:
     longer: ShallowProfile
     """With more micro-batches in flight (or `base`); of the stages in the middle, whose memory nobody asks for
     since the first one keeps more, `base`."""
+    work: Work
+    """Of a micro-batch, at least."""
 
 
 def family_of(layout: Layout) -> Layout:
@@ -114,7 +117,16 @@ def trace_family(
         base[MIDDLE] = wider[MIDDLE] = longer[MIDDLE]
         if widest > narrowest:
             wider |= profiles(_shallow(layout, 3, widest), few, [MIDDLE])
-    return {name: LayoutFamily(base[name], deeper[name], wider[name], longer[name]) for name in base}, made
+    return {
+        name: LayoutFamily(
+            base[name],
+            deeper[name],
+            wider[name],
+            longer[name],
+            Work.of_traces(base[name].timed, deeper[name].timed, wider[name].timed, (few, many)),
+        )
+        for name in base
+    }, made
 
 
 def _depths(layout: Layout) -> tuple[int, int]:

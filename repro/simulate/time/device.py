@@ -82,6 +82,16 @@ class DeviceCost:
             found = self._moved(operator)
         return max(found, self.kernel_s * operator.calls) * self.factor
 
+    def least(self, ring: float) -> tuple[float, ...] | None:
+        """Seconds that nothing takes less than: of a FLOP of a product and of fused attention, of a byte that is moved,
+        of one that goes round a ring of `ring` bytes/s, and of one moved again.  None where they are measured."""
+        if self.rates or self.system.provenance is not None:
+            return None
+        slower = self.factor * self.slowest
+        product = min(slower / self.peak, self.slowest / self.unaligned if self.unaligned else float("inf"))
+        moved = slower / self.bandwidth
+        return product, slower / (self.peak * ATTENTION_EFFICIENCY), moved, 1 / ring, moved
+
     def _calibrated(self, operator: Operator) -> float:
         kind = "matmul" if operator.name in MATMULS else "elementwise"
         rate = self.rates.get(operator.name) or self.rates[kind]
@@ -91,12 +101,9 @@ class DeviceCost:
         return calls * rate.seconds(work / calls, (operator.read + operator.written) / calls)
 
     def _moved(self, operator: Operator) -> float:
-        moved = operator.read + operator.written
-        if operator.name == "aten.embedding":  # reads the rows that it returns, not the table
-            moved = 2 * operator.written
         if operator.name == "host copy" and self.host_bandwidth:
             return operator.written / self.host_bandwidth
-        return moved / self.bandwidth
+        return bytes_moved(operator) / self.bandwidth
 
     def _attention(self, operator: Operator) -> float:
         """A fused kernel: arithmetic, or the operands if they take longer.  What is masked is left out but where the
@@ -125,6 +132,11 @@ class DeviceCost:
             for parts in SPLITS
         )
         return min(split)
+
+
+def bytes_moved(operator: Operator) -> int:
+    """Between the device and its memory; an embedding reads the rows that it returns, not the table."""
+    return 2 * operator.written if operator.name == "aten.embedding" else operator.read + operator.written
 
 
 def _reads(rows: int, columns: int) -> float:

@@ -1,0 +1,162 @@
+"""The least that a step can take, from its shallow traces alone: what a layout is ruled out by before it is timed.
+
+A stage computes for every micro-batch, and each of its operators takes at least its arithmetic at the rate of the
+largest products, or its bytes at the memory's bandwidth; a sum over tp that is waited for at once takes at least its
+bytes at its rings' rate.  A later stage begins when the ones before it have sent it a micro-batch, and they end after
+it:
+
+    T  >=  m (f + b) of the last stage  +  f + b of one micro-batch on each stage before it (of v chunks, 1/v of it)
+    T  >=  m (f + b) of the first stage
+
+with m micro-batches (2104.04473 sec. 2.2 has the same sum for equal stages).  Nothing that a schedule adds (waits,
+messages, the host, partly empty waves, the update) makes a step shorter, so no step takes less than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from repro.config import Layout, Model
+from repro.parallel.ledger import RING_PASSES
+from repro.simulate.plan.closed_form import ALL, FIRST, LAST
+from repro.simulate.time.device import ATTENTION, BIASED_ATTENTION, MATMULS, DeviceCost, bytes_moved
+from repro.simulate.time.network import Network
+from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wait
+
+if TYPE_CHECKING:
+    from repro.simulate.trace.roles import Trace
+
+Amounts = npt.NDArray[Any]
+"""Of work, [first, ordinary and last micro-batch; forward, backward; kind]."""
+PRODUCTS, FUSED, MOVED, RINGS, FIXED = range(5)
+"""FLOP of products and of fused attention; bytes that operators move and that a tp rank sends, in proportion to the
+samples of a micro-batch; bytes that are moved whatever its samples."""
+PASSES = ("forward", "backward")
+
+
+def work(traced: Trace, wide: Trace, times: float) -> Amounts:
+    """What the micro-batches of `traced` do at least; `wide` has `times` as many samples in each.
+
+    What `wide` has neither with as many times the bytes nor with as many is left out.
+    """
+    from repro.simulate.trace.roles import ORDINARY
+
+    found = np.zeros((3, len(PASSES), FIXED + 1))
+    micro_batches = {traced.layout.accumulation - 1: 2, ORDINARY: 1, 0: 0}
+    known = {_bytes(event) for event in wide.events if isinstance(event, (Operator, Message))}
+    for place, event, next_one in _passes(traced):
+        at = micro_batches.get(place.micro_batch)
+        if at is None:
+            continue
+        kind, amount = _amount(event, next_one)
+        if kind in (MOVED, RINGS):
+            name, *sizes = _bytes(event)
+            if (name, *(times * size for size in sizes)) not in known:
+                if kind == RINGS or _bytes(event) not in known:
+                    continue
+                kind = FIXED
+        found[at, PASSES.index(place.name), kind] += amount
+    return found
+
+
+def _passes(traced: Trace) -> Iterator[tuple[PhaseStart, Event, Event]]:
+    """The events of forward and backward passes with the pass before and the event after each."""
+    step = traced.events[traced.step_start : traced.step_stop]
+    events = [event for event in step if isinstance(event, (Operator, Message, Wait, PhaseStart))]
+    place = None
+    for event, after in zip(events, [*events[1:], Wait(-1)], strict=True):
+        if isinstance(event, PhaseStart):
+            place = event if event.name in PASSES else None
+        elif place is not None:
+            yield place, event, after
+
+
+def _bytes(event: Event) -> tuple[Any, ...]:
+    """What is the same in any trace of the event, and its sizes."""
+    if isinstance(event, Operator):
+        return event.name, event.read, event.written
+    assert isinstance(event, Message)
+    return (event.op, event.group, event.purpose), event.payload
+
+
+def _amount(event: Event, after: Event) -> tuple[int, float]:
+    """The kind of work that an event is, and how much of it."""
+    if isinstance(event, Operator):
+        if event.name in MATMULS:
+            return PRODUCTS, event.flops
+        if event.name.startswith(ATTENTION):
+            return FUSED, event.flops if event.name.startswith(BIASED_ATTENTION) else event.flops / 2
+        return MOVED, bytes_moved(event)
+    if isinstance(event, Message) and event.group == "tp" and after == Wait(event.work):
+        return RINGS, RING_PASSES[event.op] * event.payload * (event.size - 1) / event.size
+    return FIXED, 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a family's micro-batches do at least in one role, from which that of all its layouts follows."""
+
+    base: Amounts
+    layer: Amounts
+    """Of one more layer of every part."""
+    layers: int
+    """Of a part, of `base`."""
+    samples: int
+    """Of a micro-batch, of both."""
+
+    @classmethod
+    def of_traces(cls, base: Trace, deeper: Trace, wider: Trace, depths: tuple[int, int]) -> Work:
+        """From the same three traces as all else; `depths`: layers of a part in `base` and in `deeper`."""
+        (few, many), samples = depths, base.layout.micro_batch
+        times = wider.layout.micro_batch / samples
+        shallow, deep = (work(traced, wider, times) for traced in (base, deeper))
+        return cls(shallow, (deep - shallow) / (many - few), few, samples)
+
+    def of(self, layers: int, samples: int) -> Amounts:
+        """With so many layers of a part and samples of a micro-batch."""
+        return self._grown(self.base + (layers - self.layers) * self.layer, samples)
+
+    def of_layers(self, layers: int, samples: int) -> Amounts:
+        """As `of`, of the layers alone."""
+        return self._grown(layers * self.layer, samples)
+
+    def _grown(self, found: Amounts, samples: int) -> Amounts:
+        found[..., :FIXED] *= samples / self.samples
+        return found
+
+
+def least_seconds(
+    model: Model, layout: Layout, of_role: Mapping[str, Work], cost: DeviceCost, network: Network
+) -> float:
+    """Seconds that no step of `layout` takes less than.
+
+    `of_role`: `all`, or `first` and `last`.  0 where operators were measured, whatever peaks allow.
+    """
+    rates = cost.least(network.bus_bandwidth("tp"))
+    if rates is None:
+        return 0.0
+    layers, samples = model.layers // (layout.pp * layout.chunks), layout.micro_batch
+    names = (ALL,) if layout.pp == 1 else (FIRST, LAST)
+    seconds = {name: of_role[name].of(layers, samples) @ rates for name in names}
+    if layout.pp == 1:
+        return _all(seconds[ALL], layout)
+    middle = of_role[FIRST].of_layers(layers, samples) @ rates
+    before = (_one(seconds[FIRST]) + (layout.pp - 2) * _one(middle)) / layout.chunks
+    return max(_all(seconds[FIRST], layout), _all(seconds[LAST], layout) + before)
+
+
+def _all(seconds: Amounts, layout: Layout) -> float:
+    """Of all micro-batches, from [first, ordinary, last; forward, backward]."""
+    if layout.accumulation == 1:  # it goes forward as the first one and back as the last
+        return float(seconds[0, 0] + seconds[2, 1])
+    return float(seconds[0].sum() + seconds[2].sum() + (layout.accumulation - 2) * seconds[1].sum())
+
+
+def _one(seconds: Amounts) -> float:
+    """Of one micro-batch, whichever takes least."""
+    return float(seconds.min(axis=0).sum())

@@ -1,0 +1,95 @@
+"""What no step takes less than, and plans that time no more layouts than they must."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from repro import systems
+from repro.config import Experiment, Layout, Model
+from repro.host.workers import Workers
+from repro.simulate.plan import plan as plans
+from repro.simulate.plan.candidates import Request
+from repro.simulate.plan.rows import OK, PlanRow
+from repro.simulate.plan.shallow import family_of, trace_family
+from repro.simulate.plan.steptime import Times
+from repro.simulate.time.predict import predict
+
+MODEL = Model(name="small", layers=12, hidden=2048, heads=16, vocab=51200, seq=1024)
+LLAMA = replace(MODEL, norm="rms", positions="rotary", mlp="swiglu", kv_heads=4, biases="none")
+BASE = Layout(dp=8, micro_batch=2, global_batch=96)
+LAYOUTS = {
+    "one": replace(BASE, dp=1, global_batch=2),
+    "z0": BASE,
+    "z3": replace(BASE, zero=3, micro_batch=4),
+    "z3-wide": replace(BASE, zero=3, micro_batch=3, recompute=True),
+    "tp8-sp": replace(BASE, tp=8, sp=True, zero=1),
+    "tp8-waits": replace(BASE, tp=8, tp_overlap=False, micro_batch=1),
+    "tp2-pa-z2": replace(BASE, tp=2, recompute=True, pa=True, zero=2),
+    "pp2-one": replace(BASE, pp=2, dp=8, global_batch=32),
+    "pp3-z2": replace(BASE, pp=3, dp=4, zero=2, micro_batch=4),
+    "pp12-tp2": replace(BASE, pp=12, tp=2, dp=2, zero=1),
+    "gpipe": replace(BASE, pp=4, dp=2, schedule="gpipe"),
+    "interleaved": replace(BASE, pp=2, dp=4, schedule="interleaved", chunks=2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("system", "model"), [("dgx2", MODEL), ("dgx-h100", LLAMA)])
+def test_no_step_takes_less(name: str, system: str, model: Model) -> None:
+    """The whole step's schedule, and what a plan makes of shallow ones; the least is no empty promise either."""
+    on = systems.load(system)
+    layout = replace(LAYOUTS[name], precision=on.best_precision)
+    families, _ = trace_family(model, model.seq, family_of(layout), 1, 4)
+    times = Times(model, model.seq, on)
+    least = times.least(layout, families)
+    whole = predict(Experiment(name="x", model=model, layout=layout), on).step_s
+    assert least <= whole
+    assert least <= times.of(layout, families)["step_s"] * (1 + 1e-3)
+    assert least > 0.2 * whole
+
+
+def asked(gpus: int, limit: int, system: str = "dgx2", **given: object) -> Request:
+    on = systems.load(system)
+    model = replace(MODEL, layers=4, hidden=1024, heads=4, vocab=8192, seq=256)
+    return Request(model, on, gpus, on.context() + limit, model.seq, dict(given))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        asked(8, 10**9, global_batch=32, sp=False, zero=1, tp=1),
+        pytest.param(asked(8, 500_000_000, global_batch=64, micro_batch=4), marks=pytest.mark.slow),
+    ],
+    ids=("few", "tight"),
+)
+def test_the_first_rows_are_those_of_a_plan_that_times_every_layout(
+    request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[PlanRow] = []
+    time = plans.Planner.time
+
+    def counted(self: plans.Planner, rows: list[PlanRow]) -> None:
+        timed.extend(rows)
+        time(self, rows)
+
+    monkeypatch.setattr(plans.Planner, "time", counted)
+    with Workers(1) as workers:
+        whole = plans.plan(request_, workers, 3)
+        every, timed = len(timed), []
+        few = plans.plan(request_, workers, 3, whole=False)
+    fits = [row for row in whole.rows if row.outcome == OK]
+    assert len(fits) > 6
+    for row, other in zip(fits[:3], few.rows, strict=False):
+        assert (row.layout, row.time, row.memory, row.comm) == (
+            other.layout,
+            other.time,
+            other.memory,
+            other.comm,
+        )
+    assert len(few.rows) == len(whole.rows)
+    third = few.rows[2].seconds
+    assert all(row.least_s >= third for row in few.rows if row.open)
+    assert not any(row.open for row in whole.rows)
+    assert len(timed) < every
