@@ -1,0 +1,86 @@
+"""The native engine's step on a device of streams without data: what one rank of a layout does, whole and for real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from repro.config import Experiment, Layout
+from repro.engines.native import NativeEngine
+from repro.measure.uncompiled import uncompiled
+from repro.models.gpt import Place
+from repro.parallel import mesh as meshes
+from repro.parallel.transports import NcclTransport, Transport
+from repro.parallel.zero_r.partitioned_activations import Checkpoints
+from repro.train.part import MicroBatch
+from tests.races.device import Device, Stream
+from tests.races.nccl import FakeGroup, FakeNccl, Keeps
+
+
+@dataclass
+class Seen:
+    """What one rank's steps showed."""
+
+    races: list[str]
+    waits: list[str]
+    """The lines of the product that order streams, or tell the allocator."""
+    host_waits: list[str]
+    """Where the host waited for the device, from the first step's start to the last one's end."""
+    allocated: list[list[int]]
+    """Bytes of every allocation of each step."""
+
+
+def run(
+    experiment: Experiment,
+    *,
+    stage: int = 0,
+    keeps: Keeps = Keeps.STASH,
+    dropped: str = "",
+    steps: int = 2,
+) -> Seen:
+    """Take steps as the last tp and dp rank of a stage.  `dropped`: a line whose waits do nothing."""
+    layout = experiment.layout
+    rank = _rank(layout, stage)
+    device = Device()
+    device.dropped = dropped
+    with pytest.MonkeyPatch.context() as patch, uncompiled(), device:
+        device.install(patch)
+        FakeNccl(device, keeps).install(patch)
+        patch.setattr(Checkpoints, "_side", lambda self, x: Stream(device, "copies"))
+        mesh = meshes.build(layout, rank, lambda ranks: _transport(layout, rank, ranks))
+        engine = NativeEngine(experiment, mesh, torch.device("meta"))
+        device.host_waits.clear()
+        allocated = []
+        for step in range(steps):
+            device.allocated = []
+            # Made anew as the data are, and let go while the next step runs.
+            tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device="meta")
+            batches = [MicroBatch(tokens, tokens, Place(step, 0))] * layout.accumulation
+            engine.step(batches, lambda phase: None)
+            allocated.append(device.allocated)
+        host_waits = list(device.host_waits)
+        engine.synchronize()
+        device.host_waits_for(device.current, "the end")
+    for part in engine.parts:
+        part.sharded.remove_hooks()
+    return Seen([*map(str, device.storages.races)], [*device.waits], host_waits, allocated)
+
+
+def _rank(layout: Layout, stage: int) -> int:
+    place = {"tp": layout.tp - 1, "cp": layout.cp - 1, "dp": layout.dp - 1, "pp": stage}
+    return sum(place[axis] * stride for axis, stride in layout.strides.items())
+
+
+def _transport(layout: Layout, rank: int, ranks: tuple[int, ...]) -> Transport:
+    """NCCL's, as `repro.parallel.mesh.distributed` makes it: communicators of their own for each pair of stages."""
+    channels = {}
+    if layout.pp > 1 and ranks == layout.group_of("pp", rank):
+        for channel, way in enumerate((1, -1)):
+            for source in range(layout.pp):
+                to = (source + way) % layout.pp
+                pair = ranks[source], ranks[to]
+                channels[source, to, channel] = FakeGroup(f"channel {channel} {source}-{to}", pair, rank)
+    name = next((axis for axis in ("tp", "cp", "dp", "pp") if ranks == layout.group_of(axis, rank)), "")
+    return NcclTransport(FakeGroup(name or f"ranks {ranks}", ranks, rank), channels)  # type: ignore[arg-type]
