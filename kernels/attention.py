@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,6 +54,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
     if k.shape[2] == q.shape[2]:
         how: dict[str, Any] = {"is_causal": True}
     elif q.device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # with it comes torch's compiler: two seconds
+
         how = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])}
     else:
         how = {"attn_mask": _visible(q.shape[2], k.shape[2], q.device)}
