@@ -83,7 +83,7 @@ class Layout:
     """Gradients lie in the buckets that are reduced.  Without, as in torch's DistributedDataParallel until 1.7 (and by
     default since), a bucket is a copy beside the gradients for the whole training: 2 Psi bytes more in 16 bits."""
     kernels: OperatorSet = OperatorSet.FUSED
-    """What computes a layer, the loss and the optimizer: `fused`, `reference`, `softmax` or `unfused`."""
+    """What computes a layer, the loss and the optimizer."""
     tp_overlap: bool = True
     """Weight gradients are computed while a sum over tp is under way.  Without, as in Megatron-LM until 2021 and in
     what was built on it, every collective of tensor parallelism is waited for where it is issued.  With tp = 1 there

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from repro.config.layout import Layout
+from repro.config.operator_set import OperatorSet
 from repro.config.system import System
 from repro.render import units
 
@@ -18,9 +19,10 @@ _SWITCHES = {
     "scatter_gather": "scatter/gather",
 }
 _KERNELS = {
-    "reference": "torch's operators in place of kernels",
-    "softmax": "operators of 2020 (softmax fused)",
-    "unfused": "operators of 2019 (unfused)",
+    OperatorSet.FUSED_2024: "operators of 2024 (compiled)",
+    OperatorSet.REFERENCE: "torch's operators in place of kernels",
+    OperatorSet.SOFTMAX: "operators of 2020 (softmax fused)",
+    OperatorSet.UNFUSED: "operators of 2019 (unfused)",
 }
 
 
@@ -47,7 +49,7 @@ def layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> st
         parts.append("without C_B")
     if not spread.gradient_as_bucket_view:
         parts.append("buckets beside the gradients")
-    if spread.kernels != "fused":
+    if spread.kernels is not OperatorSet.FUSED:
         parts.append(_KERNELS[spread.kernels])
     if spread.tp > 1 and not spread.tp_overlap:
         parts.append("sums over tp waited for")

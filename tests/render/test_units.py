@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from repro.config import Layout
+from repro.config.operator_set import OperatorSet
 from repro.render import units, words
 
 
@@ -95,3 +96,9 @@ def test_plurals() -> None:
     counts = [words.counted(n, "micro-batch") for n in (1, 2, 0.75)]
     assert counts == ["1 micro-batch", "2 micro-batches", "0.75 micro-batches"]
     assert words.counted(1024, "rank") == "1,024 ranks"
+
+
+def test_every_operator_set_has_its_own_words() -> None:
+    """A suite's key is free to name any of them, so no page may stop at one."""
+    said = {words.layout(Layout(kernels=kernels)) for kernels in OperatorSet}
+    assert len(said) == len(OperatorSet)
