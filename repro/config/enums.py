@@ -54,7 +54,9 @@ class Phase(StrEnum):
     MEASURE = "measure"
     DONE = "done"
     CHECKPOINT = "checkpoint"
+    INPUT = "input"
+    """The host makes a step's tokens and copies them to the device."""
 
 
-STEP_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.IDLE, Phase.OPTIMIZER)
+STEP_PHASES = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.IDLE, Phase.OPTIMIZER)
 """The phases of a step, whose seconds are measured."""

@@ -51,14 +51,14 @@ def _import_kernels() -> None:
 _import_kernels()
 
 from repro.config import Layout, Model, Training  # noqa: E402
+from repro.data import open_stream  # noqa: E402
 from repro.engines.native import NativeEngine  # noqa: E402
 from repro.kernels.cuda import dispatch  # noqa: E402
 from repro.kernels.cuda.program import Program, Unavailable  # noqa: E402
-from repro.models.gpt import Place  # noqa: E402
+from repro.launch.rank.inputs import Inputs  # noqa: E402
 from repro.parallel import mesh as meshes  # noqa: E402
 from repro.parallel import tensor  # noqa: E402
 from repro.parallel.transports import NoTransport, Work  # noqa: E402
-from repro.train.part import MicroBatch  # noqa: E402
 from tests.training import TINY, tiny  # noqa: E402
 
 
@@ -188,7 +188,12 @@ def stand_in() -> None:
             pinned[found.untyped_storage()._cdata] = found
         return found
 
+    def pin_memory(self: Tensor) -> Tensor:
+        assert self.device.type == "cpu"
+        return torch.empty(self.shape, dtype=self.dtype, pin_memory=True)
+
     torch.empty = empty  # type: ignore[assignment]
+    FakeTensor.pin_memory = pin_memory  # type: ignore[method-assign]
     split_parameter = tensor.split_parameter
 
     def really_on_meta(*arguments: Any, **options: Any) -> Any:
@@ -215,10 +220,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             for rank in sorted({layout.group_of("pp", 0)[stage] for stage in (0, layout.pp - 1)}):
                 mesh = meshes.build(layout, rank, lambda ranks: Checked(audit.found))
                 engine = NativeEngine(experiment, mesh, device)
-                tokens = torch.empty(layout.micro_batch, model.seq, dtype=torch.int64, device=device)
-                batch = [MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation
-                for _ in range(2):
-                    engine.step(batch, lambda phase: None)
+                inputs = Inputs(open_stream(experiment.training, model), layout, rank, device)
+                for step in range(2):
+                    engine.step(inputs.of(step), lambda phase: None)
+                    inputs.fetch(step + 1)
                 engine.synchronize()
     except Exception as raised:
         last = traceback.extract_tb(raised.__traceback__)[-8:]

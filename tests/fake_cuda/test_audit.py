@@ -145,6 +145,11 @@ FAULTS = {
         case(),
         "embedding on tensors of cpu and cuda",
     ),
+    "tokens come from pageable memory": (
+        "from torch._subclasses.fake_tensor import FakeTensor; FakeTensor.pin_memory = lambda self: self",
+        case(),
+        "copy_ between the device and pageable memory",
+    ),
     "the loss is looked at": (
         "import repro.models.gpt as m; f = m.GPT.forward\n"
         "def forward(self, *a):\n    y = f(self, *a); y.item(); return y\nm.GPT.forward = forward",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import pytest
 import torch
+from torch import Tensor
 
 from repro.config import Experiment, Layout
+from repro.config.enums import Category
+from repro.data import TokenStream
 from repro.engines.native import NativeEngine
+from repro.launch.rank.inputs import Inputs
 from repro.measure.uncompiled import uncompiled
-from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
+from repro.parallel import storage
 from repro.parallel.transports import NcclTransport, Transport
 from repro.parallel.zero_r.partitioned_activations import Checkpoints
-from repro.train.part import MicroBatch
 from tests.races.device import Device, Stream
 from tests.races.nccl import FakeGroup, FakeNccl, Keeps
 
@@ -30,6 +34,23 @@ class Seen:
     """Where the host waited for the device, from the first step's start to the last one's end."""
     allocated: list[list[int]]
     """Bytes of every allocation of each step."""
+
+
+class _Shapes(TokenStream):
+    """Samples without data."""
+
+    epoch = 0
+
+    def samples(self, first: int, count: int) -> Tensor:
+        return torch.empty(count, self.seq + 1, dtype=torch.int64, device="meta")
+
+    def _tokens(self, numbers: object) -> NoReturn:
+        raise NotImplementedError
+
+
+def _page_locked(made: Tensor) -> Tensor:
+    """What the host makes it writes itself, on no stream."""
+    return storage.mark(torch.empty(made.shape, dtype=made.dtype, device="meta"), Category.HOST)
 
 
 def run(
@@ -49,16 +70,18 @@ def run(
         device.install(patch)
         FakeNccl(device, keeps).install(patch)
         patch.setattr(Checkpoints, "_side", lambda self, x: Stream(device, "copies"))
+        patch.setattr(Inputs, "_side", lambda self: Stream(device, "inputs"))
+        patch.setattr(Tensor, "pin_memory", _page_locked)
         mesh = meshes.build(layout, rank, lambda ranks: _transport(layout, rank, ranks))
         engine = NativeEngine(experiment, mesh, torch.device("meta"))
+        model = experiment.model
+        inputs = Inputs(_Shapes(experiment.seq, model.vocab, 0), layout, rank, torch.device("meta"))
         device.host_waits.clear()
         allocated = []
         for step in range(steps):
             device.allocated = []
-            # Made anew as the data are, and let go while the next step runs.
-            tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device="meta")
-            batches = [MicroBatch(tokens, tokens, Place(step, 0))] * layout.accumulation
-            engine.step(batches, lambda phase: None)
+            engine.step(inputs.of(step), lambda phase: None)
+            inputs.fetch(step + 1)
             allocated.append(device.allocated)
         host_waits = list(device.host_waits)
         engine.synchronize()

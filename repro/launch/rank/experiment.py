@@ -18,6 +18,7 @@ from repro.engines import build_engine
 from repro.engines.native import NativeEngine
 from repro.launch.interrupt import Stopped
 from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
+from repro.launch.rank.inputs import Inputs
 from repro.launch.rank.on_network import OnNetwork
 from repro.launch.rank.series import Diverged, Series
 from repro.measure.collectives import CollectiveWatch
@@ -26,11 +27,9 @@ from repro.measure.memory import MemoryTracker
 from repro.measure.timing import COMPUTING, CORE, StepClock
 from repro.measure.waiting import StageWaits
 from repro.models import flops
-from repro.models.gpt import Place
 from repro.parallel.mesh import Mesh
 from repro.results.found import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 from repro.results.metrics import per_layer
-from repro.train.part import MicroBatch
 
 __all__ = ["Diverged", "Run"]
 
@@ -62,7 +61,8 @@ class Run:
         self.rounds: list[list[float]] = []
         self.phase_rows: list[dict[str, float]] = []
         self.clock = StepClock(device)
-        self.stream = open_stream(experiment.training, experiment.model)
+        stream = open_stream(experiment.training, experiment.model)
+        self.inputs = Inputs(stream, experiment.layout, mesh.rank, device)
         self.kernels = KernelTally(device.type, plain=experiment.layout.kernels.plain)
         self.memory = RankMemory()
         self.comm: list[TrafficRow] = []
@@ -238,23 +238,19 @@ class Run:
             report(step, name)
             observe(name)
 
+        phase(Phase.INPUT)
+        micro_batches = self.inputs.of(step)
+        phase(Phase.FORWARD)
         scale = self.engine.loss_scale()
         if scale is not None:
             self.series.scales.append(scale.clone())
         with self.kernels.counting():
-            self.series.norms.append(self.engine.step(self._micro_batches(step), phase))
+            self.series.norms.append(self.engine.step(micro_batches, phase))
         self.index += 1
-
-    def _micro_batches(self, step: int) -> list[MicroBatch]:
-        layout = self.experiment.layout
-        mine = layout.index_of("dp", self.mesh.rank) * layout.replica_batch
-        samples = self.stream.samples(step * layout.global_batch + mine, layout.replica_batch).to(self.device)
-        found = []
-        for k in range(layout.accumulation):
-            part = samples[k * layout.micro_batch : (k + 1) * layout.micro_batch]
-            place = Place(step, mine + k * layout.micro_batch)
-            found.append(MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), place))
-        return found
+        if self.left and self.inputs.early:
+            # Beside what this step still computes; where the host is late the step is as long.
+            phase(Phase.INPUT)
+            self.inputs.fetch(self.index)
 
     def _read(self) -> None:
         self.series.read(self.experiment.layout.precision == "fp16")
