@@ -135,11 +135,14 @@ def _most(memories: list[dict[str, Any]]) -> dict[str, Any]:
     """The largest of the ranks' numbers."""
     if not memories:
         return {}
-    cuda = [memory["cuda"] for memory in memories if memory["cuda"]]
-    return {
-        "rss_peak_bytes": max(memory["rss_peak_bytes"] for memory in memories),
-        "cuda": {key: max(row[key] for row in cuda) for key in cuda[0]} if cuda else {},
-    }
+    found: dict[str, Any] = {"rss_peak_bytes": max(memory["rss_peak_bytes"] for memory in memories)}
+    for part in ("cuda", "beside_torch"):
+        largest: dict[str, int] = {}
+        for memory in memories:
+            for key, value in memory.get(part, {}).items():
+                largest[key] = max(value, largest.get(key, 0))
+        found[part] = largest
+    return found
 
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -7,8 +7,8 @@ neighbours and share a node, those of a context-parallel group are next, and pip
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -42,6 +42,12 @@ class Mesh:
     embedding: Group
     """First and last stage of the pipeline, which both hold the tied embedding; other stages are alone."""
     ledger: CommLedger
+    beside_torch: Mapping[str, int] = field(default_factory=dict)
+    """What `repro.parallel.connect` found, in bytes."""
+
+    def every_group(self) -> tuple[Group, ...]:
+        """All of them, in an order that is the same on every rank."""
+        return self.world, self.dp, self.cp, self.tp, self.pp, self.embedding
 
 
 def build(
@@ -99,7 +105,8 @@ def distributed(layout: Layout, device_type: str) -> Mesh:
             continue
         group = process_group(ranks)
         # NCCL has no tags: each stream of messages between two stages gets a communicator of its own.
-        channels = _channels(ranks) if device_type == "cuda" and ranks in pipelines else {}
+        piped = device_type == "cuda" and ranks in pipelines
+        channels = _channels(ranks, ring=layout.chunks > 1) if piped else {}
         if dist.get_rank() not in ranks:
             members[ranks] = NoTransport()
         elif device_type == "cuda":
@@ -135,13 +142,18 @@ def process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> d
     return made[ranks, purpose]
 
 
-def _channels(ranks: tuple[int, ...]) -> Channels:
-    """Process groups for activations (0) to the next stage and gradients (1) to the one before."""
+def _channels(ranks: tuple[int, ...], *, ring: bool) -> Channels:
+    """Process groups for activations (0) to the next stage and gradients (1) to the one before.
+
+    `ring`: from the last stage to the first and back too, as interleaved stages send.
+    """
     p = len(ranks)
     found: Channels = {}
     for channel, step in enumerate((1, -1)):
         for source in range(p):
             to = (source + step) % p
+            if not ring and to != source + step:
+                continue  # a communicator costs memory of the device
             found[source, to, channel] = process_group((ranks[source], ranks[to]), (source, to, channel))
     return found
 

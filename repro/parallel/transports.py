@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -127,7 +128,18 @@ class NcclTransport:
         return Work(work)
 
     def barrier(self) -> None:
-        dist.barrier(group=self.group)
+        # Without a device torch takes the one of the rank's number.
+        dist.barrier(group=self.group, device_ids=[torch.cuda.current_device()])
+
+    def first_uses(self) -> Iterator[tuple[dist.ProcessGroup, Callable[[Tensor], Work]]]:
+        """Each communicator of this rank with a use of it, in an order that is the same on all its ranks."""
+        yield self.group, lambda message: self.all_reduce(message, SUM)
+        rank = dist.get_rank(self.group)
+        for (source, to, channel), pair in self.channels.items():
+            if rank == source:
+                yield pair, partial(self.send, to=to, channel=channel)
+            elif rank == to:
+                yield pair, partial(self.receive, source=source, channel=channel)
 
 
 class GlooTransport:

@@ -62,6 +62,8 @@ class RankMemory(RecordPart):
     rss_peak_bytes: int = 0
     cuda: Bytes = field(default_factory=dict)
     """What the caching allocator says."""
+    beside_torch: Bytes | None = None
+    """Of a GPU, in use but not by torch: at the `start`, what NCCL took to connect each group, and at the `end`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,10 +164,11 @@ def _memory(results: list[RankResult], marked: bool) -> Metrics:
     ]
     if not known:
         return {}
-    return {
-        **metrics.memory([held for _, held in known], marked=marked),
-        "memory.rss_peak_bytes": max(resident for resident, _ in known),
-    }
+    found = metrics.memory([held for _, held in known], marked=marked)
+    beside = [result.memory.beside_torch["end"] for result in results if result.memory.beside_torch]
+    if beside:
+        found["memory.context_bytes"] = max(beside)
+    return {**found, "memory.rss_peak_bytes": max(resident for resident, _ in known)}
 
 
 def _series(results: list[RankResult]) -> StepSeries:

@@ -9,6 +9,9 @@ slowest rank; memory is the largest of any rank; communication is rank 0's, of o
   other ranks' parameters that stage 3 holds.
 - `memory.reserved_bytes` is what the caching allocator would reserve on the fullest device, `memory.used_bytes`
   that and the context beside it.
+- `memory.context_bytes` is what torch's allocator cannot have of a device (CUDA, libraries, NCCL's buffers): in a
+  simulation the system file's, measured the most of any rank when its run was over, with what earlier experiments
+  of the same job have connected.
 - `comm.purpose.GROUP.PURPOSE.*` are summed over all ranks, as no stage of a pipeline speaks for the others;
   `comm.link.CLASS.sent_bytes` goes over a class of links; `comm.per_layer.*` is one block's for one micro-batch.
 - `pipeline.bubble` is the time that a step's busiest rank waited for other stages over the time that it computed,

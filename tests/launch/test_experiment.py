@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,15 +69,21 @@ def test_a_run_reports_all_that_it_saw() -> None:
     ] * 2 + ["optimizer"]
 
 
-def test_of_a_gpu_the_allocators_own_numbers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_gpu_the_allocators_numbers_and_what_is_beside_it_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: said if device.index == 3 else {})
-    told = process_memory(torch.device("cuda", 3))
+    monkeypatch.setattr(experiment_module, "outside", lambda device: 11)
+    mesh = replace(meshes.single(), beside_torch={"start": 4, "world": 6})
+    told = process_memory(torch.device("cuda", 3), mesh)
     assert told.cuda == {"allocated_peak": 5, "reserved_peak": 7, "retries": 2}
+    assert told.beside_torch == {"start": 4, "world": 6, "end": 11}
     none = {"allocated_peak": 0, "reserved_peak": 0, "retries": 0}
-    assert process_memory(torch.device("cuda", 0)).cuda == none, (
+    assert process_memory(torch.device("cuda", 0), mesh).cuda == none, (
         "before its first tensor a device says nothing"
     )
+    assert process_memory(torch.device("cpu"), mesh).beside_torch is None
     held = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     assert told.rss_peak_bytes == pytest.approx(held, rel=0.1)
 

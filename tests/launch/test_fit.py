@@ -136,10 +136,8 @@ def test_a_trial_is_a_launch_of_its_own(
 ) -> None:
     trials = measured.trials_of(asked(), None, SIZES, "layers", as_rank, of)
     jobs: list[Job] = []
-    end, memories = (
-        Ending("ok", "", 0, [1.0]),
-        [{"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}}],
-    )
+    end = Ending("ok", "", 0, [1.0])
+    memories: list[dict[str, Any]] = [{"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}}]
 
     def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[Ending, list[dict[str, Any]]]:
         assert target == trial.TARGET
@@ -148,8 +146,11 @@ def test_a_trial_is_a_launch_of_its_own(
 
     monkeypatch.setattr(measured, "run_once", run_once)
     interrupt = Interrupt()
+    memories[0]["beside_torch"] = {"start": 9, "world": 2}
     memories.append({"rss_peak_bytes": 4, "cuda": {"reserved_peak": 7, "retries": 0}})
+    memories[1]["beside_torch"] = {"start": 8, "world": 4, "embedding": 1}
     most: dict[str, Any] = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "retries": 1}}
+    most["beside_torch"] = {"start": 9, "world": 4, "embedding": 1}
     assert trials._attempt(2, interrupt) == Trial(2, "ok", 7, "", "", {"memory_of_process": most})
     (job,) = jobs
     (tried,) = job.experiments
@@ -159,7 +160,7 @@ def test_a_trial_is_a_launch_of_its_own(
     assert (tried.limits.timeout_s, tried.limits.hang_s) == (600.0, 120.0)
     memories[:] = [{"rss_peak_bytes": 5, "cuda": {}}]
     end = Ending("oom", "rank 0: MemoryError", 0, [1.0])
-    bare: dict[str, Any] = {"memory_of_process": {"rss_peak_bytes": 5, "cuda": {}}}
+    bare: dict[str, Any] = {"memory_of_process": {"rss_peak_bytes": 5, "cuda": {}, "beside_torch": {}}}
     assert trials._attempt(2, interrupt) == Trial(2, "oom", None, "allocation", end.reason, bare)
     memories.clear()
     end = Ending("hang", "no progress", 0, [1.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from repro.config import Experiment, Layout
 from repro.launch.job import Job
 from repro.launch.rank import session
 from repro.launch.rank.experiment import Run
+from repro.parallel.mesh import Mesh
 from tests.training import tiny
 
 PAIR = [
@@ -87,3 +89,21 @@ def test_the_process_group_is_left_on_a_clean_end_only(fails: bool, monkeypatch:
         if fails:
             raise KeyError
     assert calls == (["gloo", "steps"] if fails else ["gloo", "steps", "destroy"])
+
+
+def test_our_groups_are_connected_on_a_gpu_and_a_librarys_are_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[Mesh] = []
+
+    def connect(mesh: Mesh, device: torch.device) -> dict[str, int]:
+        met.append(mesh)
+        return {"start": device.index}
+
+    monkeypatch.setattr(session, "connect", connect)
+    gpu = torch.device("cuda", 5)
+    assert session.mesh_of(PAIR[0], gpu).beside_torch == {"start": 5}
+    assert len(met) == 1
+    assert not session.mesh_of(PAIR[0], torch.device("cpu")).beside_torch
+    assert not session.mesh_of(replace(PAIR[0], engine="torch"), gpu).beside_torch
+    assert len(met) == 1

@@ -1,7 +1,7 @@
-"""Pipelines as NCCL runs them: each rank's host issues in order, each communicator's messages run in order on its
-stream of each device, and computation runs on another.
+"""Ranks as NCCL runs them: each rank's host issues in order, each communicator's messages run in order on its stream of
+each device, and computation runs on another.  At a communicator's first use the hosts of its ranks wait for each other.
 
-The programs are those of the real runner, taken down by a transport that only takes notes.
+The programs are those of the real mesh, its connecting and the real runner, on a `torch.distributed` that takes notes.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from repro.config import Layout
+from repro.parallel import connect as connecting
 from repro.parallel import mesh as meshes
+from repro.parallel import transports
+from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Pipeline
-from repro.parallel.transports import NoTransport, Work
 
 Channel = tuple[int, int, int]
-"""Stage that sends, stage that receives, activations (0) or gradients (1)."""
+"""Rank that sends, rank that receives, activations (0) or gradients (1)."""
 
 
 class Message(NamedTuple):
@@ -43,36 +47,73 @@ class Compute(NamedTuple):
     """Of its kind and chunk: code may have to be loaded."""
 
 
-Program = Sequence[Message | Wait | Compute]
+class Meet(NamedTuple):
+    """The host issues the first collective of these ranks."""
+
+    ranks: tuple[int, ...]
 
 
-class _Host(NoTransport):
-    """Takes down what the host of a stage issues; messages after a `moment` as on a GPU."""
+class Synchronize(NamedTuple):
+    """The host waits for all that its device was given."""
 
-    def __init__(self, stage: int):
-        self.stage, self.program = stage, list[Message | Wait | Compute]()
+
+Line = Message | Wait | Compute | Meet | Synchronize
+Program = Sequence[Line]
+
+
+class _Made:
+    """A process group.  As in torch, two of the same ranks are two."""
+
+    def __init__(self, ranks: tuple[int, ...], purpose: tuple[Any, ...] = ()):
+        self.ranks, self.purpose = ranks, purpose
+
+
+class _Host:
+    """`torch.distributed` on one rank: takes down what its host issues; messages after a `moment` as on a GPU."""
+
+    def __init__(self, rank: int):
+        self.rank, self.program = rank, list[Line]()
         self.messages, self.moment = 0, -1
         self.seen: set[tuple[int, str]] = set()
+        self._groups: dict[object, _Made] = {}
 
     def compute(self, chunk: int, kind: str) -> None:
         self.program.append(Compute((chunk, kind) not in self.seen))
         self.seen.add((chunk, kind))
 
-    def _issue(self, channel: Channel) -> Work:
+    # -- in the place of `repro.parallel.mesh.process_group` and `torch.distributed`
+
+    def process_group(self, ranks: tuple[int, ...], purpose: tuple[Any, ...] = ()) -> _Made:
+        return self._groups.setdefault((ranks, purpose), _Made(ranks, purpose))
+
+    def get_rank(self, group: _Made | None = None) -> int:
+        return self.rank if group is None else group.ranks.index(self.rank)
+
+    def get_global_rank(self, group: _Made, rank: int) -> int:
+        return group.ranks[rank]
+
+    def all_reduce(self, tensor: Tensor, op: Any, group: _Made, async_op: bool) -> Any:
+        self.program.append(Meet(group.ranks))
+        return SimpleNamespace(wait=lambda: None)
+
+    def isend(self, tensor: Tensor, peer: int, group: _Made) -> Any:
+        assert group.ranks == (self.rank, peer)
+        return self._issue(group)
+
+    def irecv(self, tensor: Tensor, peer: int, group: _Made) -> Any:
+        assert group.ranks == (peer, self.rank)
+        return self._issue(group)
+
+    def _issue(self, pair: _Made) -> Any:
         number, self.messages = self.messages, self.messages + 1
-        self.program.append(Message(channel, self.now() if self.moment < 0 else self.moment))
-        return Work(finish=lambda: self.program.append(Wait(number)))
-
-    def send(self, tensor: Tensor, to: int, channel: int) -> Work:
-        return self._issue((self.stage, to, channel))
-
-    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
-        return self._issue((source, self.stage, channel))
+        after = self.now() if self.moment < 0 else self.moment
+        self.program.append(Message((*pair.ranks, pair.purpose[2]), after))
+        return SimpleNamespace(wait=lambda: self.program.append(Wait(number)))
 
     # -- in the place of `repro.parallel.pipeline.boundary.Later`
 
     def now(self) -> int:
-        return sum(not isinstance(line, Message) for line in self.program)
+        return sum(isinstance(line, Wait | Compute) for line in self.program)
 
     @contextmanager
     def after(self, moment: int) -> Iterator[None]:
@@ -99,18 +140,42 @@ class _Chunk:
     def after_backward(self) -> None: ...
 
 
-def programs(layout: Layout) -> list[Program]:
-    """What the host of each stage issues in a step."""
+@contextmanager
+def _started(layout: Layout, rank: int, connect: bool) -> Iterator[tuple[_Host, Mesh]]:
+    host = _Host(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshes, "dist", host)
+        patch.setattr(meshes, "process_group", host.process_group)
+        patch.setattr(transports, "dist", host)
+        patch.setattr(connecting, "outside", lambda device: host.program.append(Synchronize()) or 0)
+        mesh = meshes.distributed(layout, "cuda")
+        if connect:
+            connecting.connect(mesh, torch.device("cpu"))
+        yield host, mesh
+
+
+def starts(layout: Layout) -> list[Program]:
+    """What the host of each rank of the layout issues to connect its groups."""
+    found: list[Program] = []
+    for rank in range(layout.world):
+        with _started(layout, rank, True) as (host, _):
+            found.append(host.program)
+    return found
+
+
+def programs(layout: Layout, *, connect: bool = True) -> list[Program]:
+    """What the host of each stage issues to connect its groups (`connect`), and in a step.  Of a layout that is pp."""
     found: list[Program] = []
     for stage in range(layout.pp):
-        host = _Host(stage)
-        mesh = meshes.build(layout, stage, lambda ranks, host=host: host)  # type: ignore[misc]
-        last = stage == layout.pp - 1
-        chunks = [_Chunk(host, chunk, last and chunk == layout.chunks - 1) for chunk in range(layout.chunks)]
-        pipeline = Pipeline(layout, mesh.pp, mesh.tp, chunks, (1, 1, 1), torch.empty(0))
-        later: Any = host
-        pipeline.boundary.later = later
-        pipeline.run(None, lambda phase: None)
+        with _started(layout, stage, connect) as (host, mesh):
+            last = stage == layout.pp - 1
+            chunks = [
+                _Chunk(host, chunk, last and chunk == layout.chunks - 1) for chunk in range(layout.chunks)
+            ]
+            pipeline = Pipeline(layout, mesh.pp, mesh.tp, chunks, (1, 1, 1), torch.empty(0))
+            later: Any = host
+            pipeline.boundary.later = later
+            pipeline.run(None, lambda phase: None)
         found.append(host.program)
     return found
 
@@ -139,10 +204,8 @@ class _Rank:
 
 
 class _Machine:
-    def __init__(
-        self, ranks: list[_Rank], connected: bool, loads: str, communicator: Callable[[Channel], Hashable]
-    ):
-        self.ranks, self.connected, self.loads, self.communicator = ranks, connected, loads, communicator
+    def __init__(self, ranks: list[_Rank], loads: str, communicator: Callable[[Channel], Hashable]):
+        self.ranks, self.loads, self.communicator = ranks, loads, communicator
         self.met: dict[Hashable, set[int]] = defaultdict(set)
 
     def host(self, number: int) -> bool:
@@ -156,10 +219,17 @@ class _Machine:
             rank.main.append(None)
         elif isinstance(line, Wait):
             rank.main.append(rank.messages[line.message])
+        elif isinstance(line, Synchronize):
+            if not rank.idle:
+                return False
+        elif isinstance(line, Meet):
+            self.met[line.ranks].add(number)
+            if len(self.met[line.ranks]) < len(line.ranks):
+                return False
         else:
             key = self.communicator(line.channel)
             self.met[key].add(number)
-            if not self.connected and len(self.met[key]) < 2:
+            if len(self.met[key]) < 2:
                 return False
             rank.messages.append((key, len(rank.streams[key])))
             rank.streams[key].append(line)
@@ -194,17 +264,15 @@ class _Machine:
 def stuck(
     all_programs: Sequence[Program],
     *,
-    connected: bool = True,
     loads: str = "",
     communicator: Callable[[Channel], Hashable] = lambda channel: channel,
 ) -> list[int]:
     """The stages that never end; none if all is well.
 
-    Unless `connected`, the first message of a communicator has the hosts of both ends wait for each other.
     `loads`: `always` whoever issues computation first waits for all that its device was given, as when memory is
     given back; `first` only before the first of a kind, as when a kernel's code is loaded.
     """
-    machine = _Machine([_Rank(program) for program in all_programs], connected, loads, communicator)
+    machine = _Machine([_Rank(program) for program in all_programs], loads, communicator)
     progress = True
     while progress:
         progress = False

@@ -96,9 +96,10 @@ def test_every_stream_between_two_stages_has_a_communicator_of_its_own(
 ) -> None:
     """NCCL has no tags: activations (0) go to the next of three stages, gradients (1) to the one before."""
     monkeypatch.setattr(meshes, "process_group", lambda ranks, purpose: ranks)
-    channels = meshes._channels((3, 5, 9))
-    following = {(0, 1, 0): (3, 5), (1, 2, 0): (5, 9), (2, 0, 0): (9, 3)}
-    assert channels == {**following, (0, 2, 1): (3, 9), (1, 0, 1): (5, 3), (2, 1, 1): (9, 5)}
+    channels = meshes._channels((3, 5, 9), ring=True)
+    straight = {(0, 1, 0): (3, 5), (1, 2, 0): (5, 9), (1, 0, 1): (5, 3), (2, 1, 1): (9, 5)}
+    assert channels == {**straight, (2, 0, 0): (9, 3), (0, 2, 1): (3, 9)}
+    assert meshes._channels((3, 5, 9), ring=False) == straight
     sent: list[tuple[str, int, object]] = []
 
     def note(kind: str) -> Callable[..., object]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
 from repro.config import Layout
-from tests.parallel.streams import Program, programs, stuck
+from repro.parallel.mesh import groups
+from tests.parallel.streams import Meet, Message, Program, programs, starts, stuck
 
 Case = tuple[str, int, int, int]
+
+
+WITH_PIPELINES = [
+    Layout(pp=pp, dp=dp, tp=tp, cp=cp, order=order, schedule=schedule, chunks=chunks, global_batch=dp * pp)
+    for pp, dp, tp, cp in ((2, 2, 1, 1), (3, 1, 2, 1), (4, 2, 2, 1), (2, 2, 1, 2), (3, 2, 2, 1))
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2))
+    for order in ("tp-dp-pp", "pp-dp-tp")
+]
 
 
 def cases(most_stages: int, most_micro_batches: int) -> list[Case]:
@@ -28,31 +38,56 @@ def cases(most_stages: int, most_micro_batches: int) -> list[Case]:
 SMALL = cases(4, 5)
 
 
-@cache
-def issued(case: Case, overlap: bool = True) -> list[Program]:
+def layout_of(case: Case) -> Layout:
     schedule, p, m, v = case
-    return programs(Layout(pp=p, global_batch=m, schedule=schedule, chunks=v, overlap=overlap))
+    return Layout(pp=p, global_batch=m, schedule=schedule, chunks=v)
 
 
-def that_hang(found: list[Case], overlap: bool = True, **how: Any) -> set[Case]:
-    return {case for case in found if stuck(issued(case, overlap), **how)}
+@cache
+def issued(case: Case, overlap: bool = True, connect: bool = True) -> list[Program]:
+    return programs(replace(layout_of(case), overlap=overlap), connect=connect)
+
+
+def that_hang(found: list[Case], overlap: bool = True, connect: bool = True, **how: Any) -> set[Case]:
+    return {case for case in found if stuck(issued(case, overlap, connect), **how)}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     "found", [SMALL, pytest.param(cases(8, 16), marks=pytest.mark.slow)], ids=["p4-m5", "p8-m16"]
 )
-def test_no_schedule_hangs_on_connected_channels(found: list[Case], overlap: bool) -> None:
+def test_no_schedule_hangs(found: list[Case], overlap: bool) -> None:
     """Whatever its code's first use waits for; and but for interleaved stages, whatever any computation waits for."""
     assert not that_hang(found, overlap)
     assert not that_hang(found, overlap, loads="first")
     assert not that_hang([case for case in found if case[0] != "interleaved"], overlap, loads="always")
 
 
-def test_lazily_connected_channels_hang_with_one_micro_batch() -> None:
+def test_one_micro_batch_hangs_on_channels_that_are_connected_in_the_step() -> None:
     """The hosts of both ends meet at the first message, and each stage would post a receive before its send."""
     one = {(schedule, p, m, v) for schedule, p, m, v in SMALL if schedule != "interleaved" and m == 1}
-    assert that_hang(SMALL, connected=False) == one
+    assert that_hang(SMALL, connect=False) == one
+
+
+def test_a_step_uses_the_channels_that_were_connected() -> None:
+    for case in SMALL:
+        for connected, all_of_it in zip(starts(layout_of(case)), issued(case), strict=True):
+            step = all_of_it[len(connected) :]
+            assert all_of_it[: len(connected)] == connected
+            assert {line.channel for line in step if isinstance(line, Message)} == {
+                line.channel for line in connected if isinstance(line, Message)
+            }
+
+
+@pytest.mark.parametrize("layout", WITH_PIPELINES, ids=str)
+def test_the_groups_of_a_layout_are_connected_in_one_order(layout: Layout) -> None:
+    """No rank waits for one that waits for it, and all ranks of a communicator meet."""
+    found = starts(layout)
+    assert not stuck(found)
+    met = {line.ranks for program in found for line in program if isinstance(line, Meet)}
+    axes = {ranks for axis in ("dp", "cp", "tp", "pp") for ranks in groups(layout, axis) if len(ranks) > 1}
+    ends = {(ranks[0], ranks[-1]) for ranks in groups(layout, "pp")}
+    assert met == axes | ends | {tuple(range(layout.world))}
 
 
 def test_activations_and_gradients_cannot_share_a_communicator() -> None:

@@ -115,6 +115,12 @@ def test_memory_that_is_not_accounted_for_is_left_out_and_said(chosen: Any) -> N
     assert measured_row(foreign)["peak"] == measured_row(first)["peak"]
 
 
+def test_what_is_beside_torch_on_a_gpu_is_said_with_what_is_resident(chosen: Any) -> None:
+    first = chosen.measured[0]
+    on_gpu = replace(first, metrics={**first.metrics, "memory.context_bytes": 1.5e9})
+    assert measured_row(on_gpu)["resident"] == f"{measured_row(first)['resident']}; 1.5 GB of its GPU"
+
+
 def test_only_failures(chosen: Any) -> None:
     failed = [r for r in chosen.measured if r.outcome != "ok"]
     assert failed

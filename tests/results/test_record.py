@@ -119,6 +119,19 @@ def test_a_step_in_which_a_rank_had_no_core_has_no_bubble_to_speak_of() -> None:
     assert (nothing["pipeline.in_flight"], nothing["pipeline.undisturbed_steps"]) == (2, 0)
 
 
+def test_what_is_beside_torch_on_a_gpu_is_that_of_the_fullest_rank() -> None:
+    ranks = results()
+    assert "memory.context_bytes" not in build(ranks).metrics
+    for rank, end in zip(ranks, (7, 5), strict=True):
+        rank["memory"]["beside_torch"] = {"start": 2, "dp": end - 3, "end": end}
+    record = build(ranks)
+    assert record.metrics["memory.context_bytes"] == 7
+    assert [held.beside_torch for held in record.memory_by_rank] == [
+        {"start": 2, "dp": 4, "end": 7},
+        {"start": 2, "dp": 2, "end": 5},
+    ]
+
+
 def test_the_worst_rank_gives_the_outcome() -> None:
     ranks = results()
     ranks[1].update(outcome="diverged", reason="loss is nan at step 2")

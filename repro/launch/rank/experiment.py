@@ -27,6 +27,7 @@ from repro.measure.memory import MemoryTracker
 from repro.measure.timing import COMPUTING, CORE, StepClock
 from repro.measure.waiting import StageWaits
 from repro.models import flops
+from repro.parallel.connect import END, outside
 from repro.parallel.mesh import Mesh
 from repro.results.found import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 from repro.results.metrics import per_layer
@@ -261,7 +262,7 @@ class Run:
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
         samples = e.layout.global_batch
-        process = process_memory(self.device)
+        process = process_memory(self.device, self.mesh)
         return RankResult(
             rank=self.mesh.rank,
             outcome=outcome,
@@ -276,7 +277,12 @@ class Run:
             pipeline=self._pipeline(),
             software=asdict(self.engine.about()),
             kernels=self.kernels.as_dict(),
-            memory=replace(self.memory, rss_peak_bytes=process.rss_peak_bytes, cuda=process.cuda),
+            memory=replace(
+                self.memory,
+                rss_peak_bytes=process.rss_peak_bytes,
+                cuda=process.cuda,
+                beside_torch=process.beside_torch,
+            ),
             comm=self.comm,
             comm_per_layer=per_layer(e, self.mesh.pp.rank, self.comm),
             network=self.network.report(self.carried, timed) if self.network else None,
@@ -315,16 +321,18 @@ class Run:
         )
 
 
-def process_memory(device: torch.device) -> RankMemory:
-    """What the process has taken: peak resident set and, on CUDA, what the caching allocator says."""
-    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else None
-    return RankMemory(
-        rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        cuda={}
-        if stats is None
-        else {
+def process_memory(device: torch.device, mesh: Mesh) -> RankMemory:
+    """What the process has taken: peak resident set, and on CUDA what the caching allocator and the driver say."""
+    resident = RankMemory(rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    if device.type != "cuda":
+        return resident
+    stats = torch.cuda.memory_stats(device)
+    return replace(
+        resident,
+        cuda={
             "allocated_peak": stats.get("allocated_bytes.all.peak", 0),
             "reserved_peak": stats.get("reserved_bytes.all.peak", 0),
             "retries": stats.get("num_alloc_retries", 0),
         },
+        beside_torch={**mesh.beside_torch, END: outside(device)},
     )

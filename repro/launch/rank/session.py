@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from repro.config import Experiment
+from repro.config.engines import NATIVE
 from repro.config.enums import Phase
 from repro.engines import load
 from repro.launch.beacon import Beacon
@@ -21,6 +23,7 @@ from repro.launch.rank.device import own_device
 from repro.launch.rank.experiment import Diverged, Run
 from repro.launch.rank.on_network import OnNetwork
 from repro.parallel import mesh as meshes
+from repro.parallel.connect import connect
 from repro.parallel.mesh import Mesh
 
 __all__ = ["Diverged", "run_rank"]
@@ -48,11 +51,12 @@ def process_group(rank: int, world: int, device: torch.device, rendezvous: str) 
 
 
 def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
-    """This rank's groups for one experiment."""
+    """This rank's groups for one experiment, connected; engines that are libraries connect groups of their own."""
     layout = experiment.layout
-    if layout.world == 1:
-        return meshes.single()
-    return meshes.distributed(layout, device.type)
+    mesh = meshes.single() if layout.world == 1 else meshes.distributed(layout, device.type)
+    if device.type != "cuda" or experiment.engine != NATIVE:
+        return mesh
+    return replace(mesh, beside_torch=connect(mesh, device))
 
 
 def run_rank(

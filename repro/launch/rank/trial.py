@@ -63,4 +63,4 @@ def _try(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     beacon.phase(index, STEPS, Phase.DONE)
-    return {"memory": process_memory(device).as_dict(), "parameters": engine.local_parameters()}
+    return {"memory": process_memory(device, mesh).as_dict(), "parameters": engine.local_parameters()}
