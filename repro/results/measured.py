@@ -42,6 +42,9 @@ def experiment_record(
         if worst.outcome != "ok":
             outcome, reason = worst.outcome, f"rank {worst.rank}: {worst.reason}"
     first = results[0] if results else None
+    if first and first.environment:
+        environment = {**provenance.get("environment", {}), **first.environment}
+        provenance = {**provenance, "environment": environment}
     return ExperimentRecord(
         suite=suite,
         name=experiment.name,

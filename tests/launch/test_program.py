@@ -17,7 +17,7 @@ from repro.launch import stacks
 from repro.launch.beacon import Lookout
 from repro.launch.interrupt import Stopped
 from repro.launch.job import Job
-from repro.launch.rank import program
+from repro.launch.rank import gpu_settings, program
 from tests.training import TINY
 
 
@@ -56,9 +56,9 @@ class Ran:
             raise self.raises
         return {e.key: {"of": e.name} for e in job.experiments}
 
-    def main(self) -> tuple[int, dict[str, Any]]:
+    def main(self, *options: str) -> tuple[int, dict[str, Any]]:
         rank = ["--rank", "1", "--folder", str(self.folder), "--rendezvous", "file:///x", "--parent", "99"]
-        code = program.main([str(self.folder / "job.json"), *rank, "--target", "a_target:run"])
+        code = program.main([str(self.folder / "job.json"), *rank, "--target", "a_target:run", *options])
         return code, json.loads((self.folder / "rank-1.json").read_text())
 
     def finished(self) -> dict[str, Any]:
@@ -80,6 +80,17 @@ def test_under_a_limit_the_engine_is_there_before_it(tmp_path: Path, monkeypatch
     rank = Ran(tmp_path, monkeypatch, memory=10**6)
     rank.main()
     assert rank.calls[2:] == [("load", "native", "cpu"), ("limit", 10**6, "cpu"), "lift"]
+
+
+def test_on_a_gpu_its_settings_are_there_before_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Ran(tmp_path, monkeypatch, memory=10**6)
+    monkeypatch.setattr(
+        gpu_settings, "apply", lambda experiments: rank.calls.append([e.name for e in experiments])
+    )
+    rank.main("--device", "cuda")
+    assert rank.calls[2:] == [["a", "b"], ("load", "native", "cuda"), ("limit", 10**6, "cuda"), "lift"]
 
 
 @pytest.mark.parametrize(

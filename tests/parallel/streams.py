@@ -137,7 +137,8 @@ class _Chunk:
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
         self.host.compute(self.chunk, "B")
 
-    def after_backward(self) -> None: ...
+    def after_backward(self) -> None:
+        self.host.compute(self.chunk, "reduce")
 
 
 @contextmanager
@@ -180,14 +181,20 @@ def programs(layout: Layout, *, connect: bool = True) -> list[Program]:
     return found
 
 
+_Ended = tuple[Hashable, int]
+"""A communicator and how many of its messages."""
+
+
 class _Rank:
     def __init__(self, program: Program):
         self.program, self.at = program, 0
-        self.main: list[tuple[Hashable, int] | None] = []
-        """What was issued to compute, in order: the message that is waited for, as (communicator, number), or None."""
+        self.main: list[tuple[_Ended, ...]] = []
+        """What was issued to compute, in order: what each waits for."""
         self.ran = 0
-        self.messages: list[tuple[Hashable, int]] = []
+        self.messages: list[_Ended] = []
         self.streams: dict[Hashable, list[Message]] = defaultdict(list)
+        self.behind: dict[Hashable, list[tuple[_Ended, ...]]] = defaultdict(list)
+        """What each message of a stream waits for besides."""
         self.ended: dict[Hashable, int] = defaultdict(int)
 
     @property
@@ -200,25 +207,39 @@ class _Rank:
     def head(self, key: Hashable) -> Message | None:
         """The communicator's next message, if all that it comes after has run."""
         queue, ended = self.streams[key], self.ended[key]
-        return queue[ended] if ended < len(queue) and queue[ended].after <= self.ran else None
+        if ended == len(queue) or queue[ended].after > self.ran or not self.over(self.behind[key][ended]):
+            return None
+        return queue[ended]
+
+    def over(self, awaited: tuple[_Ended, ...]) -> bool:
+        """Whether all of these messages have come."""
+        return all(self.ended[key] >= count for key, count in awaited)
+
+    def before_in_queue(self) -> tuple[_Ended, ...]:
+        """What must be over for all that was issued to have begun, each message after the one before it."""
+        return tuple((key, len(queue) - 1) for key, queue in self.streams.items())
 
 
 class _Machine:
-    def __init__(self, ranks: list[_Rank], loads: str, communicator: Callable[[Channel], Hashable]):
+    def __init__(
+        self, ranks: list[_Rank], loads: str, one_queue: bool, communicator: Callable[[Channel], Hashable]
+    ):
         self.ranks, self.loads, self.communicator = ranks, loads, communicator
+        self.one_queue = one_queue
         self.met: dict[Hashable, set[int]] = defaultdict(set)
 
     def host(self, number: int) -> bool:
         """Issue a rank's next line; whether its host got past it."""
         rank = self.ranks[number]
         line = rank.program[rank.at]
+        behind = rank.before_in_queue() if self.one_queue else ()
         if isinstance(line, Compute):
             waits = self.loads == "always" or (self.loads == "first" and line.first)
             if waits and not rank.idle:
                 return False
-            rank.main.append(None)
+            rank.main.append(behind)
         elif isinstance(line, Wait):
-            rank.main.append(rank.messages[line.message])
+            rank.main.append((rank.messages[line.message], *behind))
         elif isinstance(line, Synchronize):
             if not rank.idle:
                 return False
@@ -231,18 +252,17 @@ class _Machine:
             self.met[key].add(number)
             if len(self.met[key]) < 2:
                 return False
+            after = len(rank.main) if self.one_queue else line.after
+            rank.streams[key].append(line._replace(after=after))
+            rank.behind[key].append(behind)
             rank.messages.append((key, len(rank.streams[key])))
-            rank.streams[key].append(line)
         rank.at += 1
         return True
 
     def device(self, rank: _Rank) -> bool:
         """Run what the rank's device can run; whether it ran anything."""
         before = rank.ran
-        while rank.ran < len(rank.main):
-            awaited = rank.main[rank.ran]
-            if awaited is not None and rank.ended[awaited[0]] <= awaited[1]:
-                break
+        while rank.ran < len(rank.main) and rank.over(rank.main[rank.ran]):
             rank.ran += 1
         carried = [self._message(rank, key) for key in list(rank.streams)]
         return rank.ran > before or any(carried)
@@ -265,14 +285,17 @@ def stuck(
     all_programs: Sequence[Program],
     *,
     loads: str = "",
+    one_queue: bool = False,
     communicator: Callable[[Channel], Hashable] = lambda channel: channel,
 ) -> list[int]:
     """The stages that never end; none if all is well.
 
     `loads`: `always` whoever issues computation first waits for all that its device was given, as when memory is
     given back; `first` only before the first of a kind, as when a kernel's code is loaded.
+    `one_queue`: a device takes everything in the order in which it was issued, whatever the stream, and begins nothing
+    before it has begun what comes before (`CUDA_DEVICE_MAX_CONNECTIONS=1`).
     """
-    machine = _Machine([_Rank(program) for program in all_programs], loads, communicator)
+    machine = _Machine([_Rank(program) for program in all_programs], loads, one_queue, communicator)
     progress = True
     while progress:
         progress = False

@@ -31,7 +31,7 @@ def experiment(name: str = "a", seed: int = 0) -> Experiment:
 
 def build(results: list[dict[str, Any]], **more: Any) -> ExperimentRecord:
     common = {"suite": "s", "provenance": {"git": "x"}, "wall_s": 1.0}
-    return experiment_record(experiment(), typed(results), **common, **more)
+    return experiment_record(experiment(), typed(results), **(common | more))
 
 
 def typed(results: list[dict[str, Any]]) -> list[RankResult]:
@@ -130,6 +130,15 @@ def test_what_is_beside_torch_on_a_gpu_is_that_of_the_fullest_rank() -> None:
         {"start": 2, "dp": 4, "end": 7},
         {"start": 2, "dp": 2, "end": 5},
     ]
+
+
+def test_what_a_rank_set_for_its_gpu_is_part_of_where_the_record_comes_from() -> None:
+    ranks = results()
+    assert build(ranks).provenance == {"git": "x"}
+    ranks[0]["environment"] = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    place = {"git": "x", "environment": {"NCCL_DEBUG": "WARN"}}
+    both = {"NCCL_DEBUG": "WARN", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert build(ranks, provenance=place).provenance == {"git": "x", "environment": both}
 
 
 def test_the_worst_rank_gives_the_outcome() -> None:

@@ -17,6 +17,7 @@ from repro.data import open_stream
 from repro.engines import build_engine
 from repro.engines.native import NativeEngine
 from repro.launch.interrupt import Stopped
+from repro.launch.rank import gpu_settings
 from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
 from repro.launch.rank.inputs import Inputs
 from repro.launch.rank.on_network import OnNetwork
@@ -276,6 +277,7 @@ class Run:
             phase_seconds={p: sum(row[p] for row in self.phase_rows) / timed for p in phases},
             pipeline=self._pipeline(),
             software=asdict(self.engine.about()),
+            environment=gpu_settings.in_force() if self.device.type == "cuda" else None,
             kernels=self.kernels.as_dict(),
             memory=replace(
                 self.memory,

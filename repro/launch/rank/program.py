@@ -24,6 +24,7 @@ from repro.launch import stacks
 from repro.launch.beacon import Beacon
 from repro.launch.interrupt import Stopped
 from repro.launch.job import Job
+from repro.launch.rank import gpu_settings
 from repro.launch.rank.memory_limit import lift_memory_limit, limit_memory
 
 TARGET = "repro.launch.rank.session:run_rank"
@@ -49,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     beacon = Beacon(folder / "beacon", options.rank, keep)
     outcome, reason = "ok", ""
     diverged: type[BaseException] = FloatingPointError
+    if options.device == "cuda":
+        gpu_settings.apply(job.experiments)
     try:
         module_name, function = options.target.split(":")
         module = importlib.import_module(module_name)

@@ -1,0 +1,52 @@
+"""What a rank on a GPU sets before torch is there: chosen by its experiments, unless the user has, and recorded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from repro.config import Experiment, Layout
+from repro.launch.rank import gpu_settings
+from repro.launch.rank.gpu_settings import CONNECTIONS, KEEPS, PRIORITY, apply, choose, in_force
+from tests.training import tiny
+
+OURS = tiny(Layout())
+
+
+def of(engine: str, **layout: int) -> Experiment:
+    return replace(tiny(Layout(**layout)), engine=engine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("version", "keeps"),
+    [("2.6.0+cu126", True), ("2.7.1", True), ("2.8.0", False), ("2.10.0a0+git1", False), ("unknown", False)],
+)
+def test_until_torch_2_7_tensors_are_held_and_no_stream_is_recorded(version: str, keeps: bool) -> None:
+    assert (KEEPS in choose([OURS], version)) == keeps
+
+
+@pytest.mark.parametrize(
+    ("others", "connections", "priority"),
+    [
+        ([], "32", True),
+        ([of("torch", dp=2)], "32", False),
+        ([of("deepspeed", dp=2)], "32", False),
+        ([of("megatron", dp=2)], "32", False),
+        ([of("megatron", tp=2)], "1", False),
+        ([of("megatron", dp=2), of("megatron", tp=2)], "1", False),
+    ],
+)
+def test_libraries_get_what_they_ask_for(others: list[Experiment], connections: str, priority: bool) -> None:
+    found = choose([of("native", tp=2), *others], "2.9.0")
+    assert found == {CONNECTIONS: connections, **({PRIORITY: "1"} if priority else {})}
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (CONNECTIONS, KEEPS, PRIORITY):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpu_settings, "version", lambda package: {"torch": "2.6.0"}[package])
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {PRIORITY: "0"})
+    apply([OURS])
+    assert in_force() == {CONNECTIONS: "32", KEEPS: "1", PRIORITY: "0"}
