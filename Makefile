@@ -24,6 +24,7 @@
 #                the default Linux wheel of torch it also downloads CUDA libraries, which work but are large
 #   CONSTRAINTS  pins for pip; `make CONSTRAINTS= test` keeps the torch that a GPU machine has    constraints-cpu.txt
 #   RESULTS      where records are stored                                              results
+#   TODAY        the system that smoke and simulate ask the claims again of            dgx-h100
 #   N, GPUS, RATE, DBD, LAB, ...   what slurm-lab starts: slurm/lab --help
 #   REPORT_ARGS  more arguments for the report of smoke and simulate, e.g. --notebooks after `make test`
 #   WORKERS      how many tests run at once in `make test` and `make test-slow`        2
@@ -37,6 +38,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints-cpu.txt
 TORCH_INDEX ?=
 RESULTS ?= results
+TODAY ?= dgx-h100
 PYTEST_ARGS ?=
 WORKERS ?= 2
 LABS ?= 3
@@ -60,9 +62,12 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
 PUBLISHED := zero_memory zero_r turing_nlg deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput \
 	zero_superlinear megatron_2019 megatron_2021 megatron_figures yuan one_node today
 
-# Simulate all of them; the table and the report come even if an experiment failed.
+# Simulate all of them, and the claims asked again of a system of today; the table and the report come even if an
+# experiment failed.
 define simulated
 $(BIN)/repro run $(PUBLISHED:%=suites/%.toml) --evidence simulated --only '?[!w]*' --results $(RESULTS) || status=$$?; \
+case $$status in 2|130|143) exit $$status;; esac; \
+$(BIN)/repro run suites/again.toml --evidence simulated --system $(TODAY) --results $(RESULTS) || status=$$?; \
 case $$status in 2|130|143) exit $$status;; esac; \
 $(BIN)/repro claims --results $(RESULTS) || status=$$?; \
 $(BIN)/repro report --results $(RESULTS) $(REPORT_ARGS) || status=$$?; \

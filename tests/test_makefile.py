@@ -81,6 +81,15 @@ def test_help_names_every_target(copy: Path) -> None:
         assert f"make {target}" in done.stdout
 
 
+def test_what_is_asked_again_is_simulated_on_one_system_of_today(copy: Path) -> None:
+    log = fake_environment(copy)
+    for arguments, system in (((), "dgx-h100"), (("TODAY=dgx-h200",), "dgx-h200")):
+        log.write_text("")
+        assert make(copy, "simulate", *arguments).returncode == 0
+        line = f"repro run suites/again.toml --evidence simulated --system {system} --results results"
+        assert line in log.read_text().splitlines()
+
+
 def test_no_python(copy: Path) -> None:
     done = make(copy, "smoke", "PYTHON=no-such-python")
     assert done.returncode != 0
@@ -125,11 +134,11 @@ def test_smoke_runs_then_shows_claims_then_the_report(copy: Path) -> None:
     log = fake_environment(copy)
     assert make(copy, "smoke").returncode == 0
     calls = [line for line in log.read_text().splitlines() if line.startswith("repro")]
-    assert [call.split()[1] for call in calls] == ["run", "run", "claims", "report"]
+    assert [call.split()[1] for call in calls] == ["run", "run", "run", "claims", "report"]
     assert "--evidence simulated" in calls[1]
 
 
-@pytest.mark.parametrize(("status", "commands"), [(1, 4), (2, 1), (130, 1)])
+@pytest.mark.parametrize(("status", "commands"), [(1, 5), (2, 1), (130, 1)])
 def test_smoke_reports_failures_but_stops_on_bad_input_and_ctrl_c(
     copy: Path, status: int, commands: int
 ) -> None:

@@ -110,3 +110,12 @@ def show(value: float, like: Printed | None = None) -> str:
     if abs(value) >= 1000 or float(value).is_integer():
         return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.4g}"
     return f"{value:.4g}"
+
+
+def with_unit(text: str, unit: str) -> str:
+    """`31.4 GB`, `44.8%`, `9.09x [8.7, 9.5]`; nothing twice."""
+    if not unit or text.endswith(unit):
+        return text
+    value, bracket, interval = text.partition(" [")
+    joined = f"{value}{unit}" if unit in ("x", "%") else f"{value} {unit}"
+    return joined + bracket + interval

@@ -150,7 +150,7 @@ class Records:
             if not fits:
                 return 0 if what == "largest" else math.inf
             chosen = best(fits, key=values.__getitem__)
-            if chosen == end:
+            if chosen == end and (what, values[end]) != ("smallest", 1):  # nothing is below a degree of 1
                 raise Missing(end, f"it fits, so the {what} {name} that does is beyond it")
             return values[chosen]
 
@@ -163,8 +163,16 @@ class Records:
             return extreme(name, experiments, max, "largest")
 
         def smallest(name: str, *experiments: str) -> Value:
-            """The smallest `setting` among experiments that fit; at least one must not: `layout.tp`."""
+            """The smallest `setting` among experiments that fit; at least one must not, or it is 1: `layout.tp`."""
             return extreme(name, experiments, min, "smallest")
+
+        def fastest(name: str, *experiments: str) -> Value | Uncertain:
+            """The most of a `metric` among experiments that end ok: `fastest("samples_per_s", ...)`."""
+            fits = [experiment for experiment in experiments if outcome(experiment) == "ok"]
+            if not fits:
+                raise Missing(" and ".join(experiments), "none of them fits")
+            found = [metric(experiment, name) for experiment in fits]
+            return max(found, key=lambda one: float(one.value if isinstance(one, Uncertain) else one))
 
         def rising(*values: float) -> Value:
             """`"rising"` if each of them is above the one before it, else `"not rising"`."""
@@ -234,6 +242,7 @@ class Records:
             "failure": failure,
             "largest": largest,
             "smallest": smallest,
+            "fastest": fastest,
             "rising": rising,
             "strayed": strayed,
             "apart": apart,
@@ -258,13 +267,13 @@ def _sizes(model: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 _FOLLOWS = {
     "model": ("model",),
-    "layout.tp": ("layout.tp", "layout.dp", "layout.global_batch"),
+    "layout.tp": ("layout.tp", "layout.dp", "layout.global_batch", "layout.sp"),
     "layout.micro_batch": ("layout.micro_batch", "layout.global_batch"),
     "layout.world": ("layout.tp", "layout.dp", "layout.micro_batch"),
 }
-"""What differs with a setting: a model in every size; under another tensor parallelism the GPUs that
-are left; under another micro-batch the global one; under another number of GPUs how the same global batch is
-spread over them."""
+"""What differs with a setting: a model in every size; under another tensor parallelism the GPUs that are left, and
+sequence parallelism, which a degree of 1 has not; under another micro-batch the global one; under another number of
+GPUs how the same global batch is spread over them."""
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:

@@ -20,6 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro.claims.again.answers import Answer, answers, systems_of
+from repro.claims.again.questions import load as load_questions
 from repro.claims.judge import judge
 from repro.claims.ledger import EMULATED, KINDS, Ledger
 from repro.claims.reader import load
@@ -176,6 +178,13 @@ class JudgedStore:
     def implied(self) -> list[Implied]:
         """What the published values need of each unknown, those with most rows first."""
         return implied(self.judged, self.records)
+
+    @cached_property
+    def asked_again(self) -> dict[str, list[Answer]]:
+        """By system of today that is simulated, what it answers to the claims asked again (`repro.claims.again`)."""
+        of = systems_of(self.records)
+        questions = load_questions(self.ledger).asked if of else ()
+        return {system: answers(questions, self.records, system) for system in of}
 
     def unknowns(self) -> pd.DataFrame:
         """One row per unknown: its range, how many rows it moves and settles, what would measure it."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.commands import evaluations
 from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
+from repro.claims.published import with_unit
 from repro.claims.results import (
     BAD,
     CONSISTENT,
@@ -141,7 +142,7 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
     row = result.row
     published = f"{row.bound} {row.published}".strip()
     if row.printed is not None:
-        published = _with_unit(published, row.unit)
+        published = with_unit(published, row.unit)
     return {
         "label": row.label,
         "published": published + (f" ± {row.error:g}" if row.error else ""),
@@ -152,7 +153,7 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
         "reason": "" if result.reason == claim.needs or result.findings else result.reason,
         "note": row.note,
         "given": row.given,
-        "blind": _with_unit(row.blind.text, row.unit) if row.blind else "",
+        "blind": with_unit(row.blind.text, row.unit) if row.blind else "",
         "main": row.main,
         "findings": [_finding(finding, result) for finding in result.findings],
     }
@@ -217,16 +218,7 @@ def _beside_the_rule(finding: Finding) -> str:
 
 def _value(finding: Finding, result: RowResult) -> str:
     """The value for a person, with the row's unit if it is a number."""
-    return finding.text if isinstance(finding.value, str) else _with_unit(finding.text, result.row.unit)
-
-
-def _with_unit(text: str, unit: str) -> str:
-    """`31.4 GB`, `44.8%`, `9.09x [8.7, 9.5]`; nothing twice."""
-    if not unit or text.endswith(unit):
-        return text
-    value, bracket, interval = text.partition(" [")
-    joined = f"{value}{unit}" if unit in ("x", "%") else f"{value} {unit}"
-    return joined + bracket + interval
+    return finding.text if isinstance(finding.value, str) else with_unit(finding.text, result.row.unit)
 
 
 def _source(text: str, ledger: Ledger) -> dict[str, str]:

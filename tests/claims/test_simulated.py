@@ -138,6 +138,15 @@ def test_what_differs_in_something_else_as_well_is_no_search() -> None:
         call("largest", "model.published_params", "s/a", "s/c", of=[small, other])
 
 
+def test_a_degree_of_one_is_the_smallest_that_there_is() -> None:
+    """Where it fits, nothing below it could have been tried."""
+    one = [record(name, "ok", differ="tp") for name in ("one", "a")]
+    assert call("setting", "s/one", "layout.tp", of=one) == 1
+    assert call("smallest", "layout.tp", "s/one", "s/a", of=one) == 1
+    with pytest.raises(Missing, match="it fits, so the largest"):
+        call("largest", "layout.tp", "s/one", of=one[:1])
+
+
 def test_a_model_of_longer_sequences_is_no_search_for_the_largest() -> None:
     """Before, the sequence of a model counted as a part of it, and that of the training was zero in both."""
     small, large = record("a"), record("c", "oom")
@@ -235,9 +244,12 @@ def test_every_search_of_the_ledger_could_have_come_out_otherwise(search: tuple[
     if function == "smallest":
         by_setting.reverse()
     assert len(by_setting) > 1
-    end = by_setting[-1][1]
-    with pytest.raises(Missing, match="it fits, so the"):
-        call(function, setting, *names, of=made(names, names))
+    least, end = by_setting[-1]
+    if (function, least) == ("smallest", 1):  # nothing is below it
+        assert call(function, setting, *names, of=made(names, names)) == 1
+    else:
+        with pytest.raises(Missing, match="it fits, so the"):
+            call(function, setting, *names, of=made(names, names))
     limits = [call(function, setting, *names, of=made((fits,), names)) for _, fits in by_setting[:-1]]
     assert limits == [value for value, name in by_setting if name != end]
 

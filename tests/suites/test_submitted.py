@@ -25,8 +25,8 @@ SUITES = {
 }
 """All but the suite for the GPU at hand, of which no profile can know what it is, and those of emulated networks, which
 are on one machine."""
-REHEARSED = [suite for name, suite in SUITES.items() if name != "slow_links"]
-"""`slow_links` is rehearsed by the suites of its twins, on emulated networks."""
+REHEARSED = [suite for name, suite in SUITES.items() if name not in ("slow_links", "again")]
+"""`slow_links` is rehearsed by the suites of its twins, on emulated networks; `again` is simulated alone."""
 LAB_RANKS = 8
 """Four nodes of two."""
 

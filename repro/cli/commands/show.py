@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from repro.cli.commands.options import Json, Ledger, StoredResults, writable
+from repro.config.errors import require
 
 app = typer.Typer()
 
@@ -18,9 +19,23 @@ def claims(
     claim: Annotated[str, typer.Argument(help="Show this claim in full.", metavar="ID")] = "",
     results: StoredResults = Path("results"),
     ledger: Ledger = None,
+    system: Annotated[
+        str,
+        typer.Option(help="Ask the claims again of this system: predictions, no verdicts.", metavar="SYSTEM"),
+    ] = "",
     json: Json = False,
 ) -> int:
     """Show the ledger: published value, conditions, source, evidence and verdict."""
+    if system:
+        from repro.cli.views.again import command as ask_again
+
+        require(
+            not ledger,
+            "--ledger",
+            str(*(ledger or ())[:1]),
+            "left out with --system: the questions are of our ledger",
+        )
+        return ask_again(claim, system, json, results)
     from repro.cli.views.claims import command
 
     return command(claim, json, results, tuple(ledger or ()))

@@ -7,16 +7,17 @@ them the newest `MOST` of each kind.  What is left out is counted on the page, a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro.claims.again.answers import PREDICTIONS, Answer, how_to_simulate
 from repro.claims.commands import Catalogue
 from repro.claims.table import summary, table, totals
 from repro.measure.provenance import program
 from repro.render import units
-from repro.render.units import interval
+from repro.render.units import NOTHING, interval
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
 from repro.report.origins import Machines
@@ -75,6 +76,7 @@ def context(
         "about": verdicts.by_about(claims),
         "figures": figures,
         "unknowns": _unknowns(found.shopping_list),
+        "again": _again(found.asked_again),
         "measured": lists[0],
         "simulated": lists[1],
         "bases": BASES,
@@ -102,6 +104,29 @@ def _unknowns(found: ShoppingList) -> dict[str, Any]:
         for one in found.inputs[:SHOWN]
     ]
     return {"words": found.words, "lines": lines}
+
+
+def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
+    """The claims asked again as text: a line a question, with an answer of every system that is simulated."""
+    lines = [
+        {
+            "claim": answers[0].question.claim,
+            "asks": answers[0].question.asks,
+            "note": answers[0].question.note,
+            "published": answers[0].published,
+            "answers": [
+                {"text": one.text or NOTHING, "word": one.word or one.lacks, "rests_on": one.rests_on}
+                for one in answers
+            ],
+        }
+        for answers in zip(*found.values(), strict=True)
+    ]
+    return {
+        "words": PREDICTIONS,
+        "systems": list(found),
+        "lines": lines,
+        "command": how_to_simulate("SYSTEM"),
+    }
 
 
 def render(values: dict[str, Any]) -> str:

@@ -1,0 +1,157 @@
+"""Claims asked again of a machine of today: the questions are whole, and answers say what records say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from repro import suites
+from repro.claims.again.answers import SUITE, Answer, answers, systems_of
+from repro.claims.again.questions import ASKED, Questions
+from repro.claims.again.questions import load as load_questions
+from repro.claims.expression import texts
+from repro.claims.reader import load
+from repro.config import ConfigError, Experiment, Layout, Model, OperatorSet
+from repro.results.interval import Sensitivity, StepInterval
+from repro.results.schema import SIMULATED, ExperimentRecord
+from repro.simulate.time.basis import BOUND, PUBLISHED
+from tests.claims.made_up import record
+
+LEDGER = load()
+QUESTIONS = load_questions(LEDGER)
+ROW = 'claim = "ds-3p75x-lowbw"\nrow = "throughput over Megatron"\nasks = "?"\n'
+RATIO = """value = 'metric("again/a", "samples_per_s") / metric("again/b", "samples_per_s")'\n"""
+
+
+def test_every_claim_of_speed_and_memory_is_asked_again_or_said_why_not() -> None:
+    asked = {question.claim for question in QUESTIONS.asked}
+    assert asked | QUESTIONS.left_out.keys() == {c.id for c in LEDGER.claims if c.family in ASKED}
+
+
+def test_questions_read_the_suite_and_all_of_it() -> None:
+    suite = suites.load(Path(__file__).parents[2] / f"suites/{SUITE}.toml")
+    there = {f"{suite.name}/{entry.experiment.name}" for entry in suite.entries}
+    read = {
+        text
+        for question in QUESTIONS.asked
+        for text in texts(question.value, question.row.variables)
+        if "/" in text
+    }
+    assert read == there
+
+
+def test_a_suite_s_llamas_have_the_sizes_that_they_are_called() -> None:
+    from repro.models.parameters import total
+
+    for entry in suites.load(Path(__file__).parents[2] / f"suites/{SUITE}.toml").entries:
+        model = entry.experiment.model
+        assert total(model) == pytest.approx(model.published_params, rel=0.05), model.name
+
+
+def asked(folder: Path, text: str) -> Questions:
+    path = folder / "questions.toml"
+    path.write_text(f"[[question]]\n{ROW}{text}")
+    return load_questions(LEDGER, path)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("value = 'PEEK'", "PEEK"),
+        ("value = '1'\nwords = [\"a\", 2]", "words"),
+        ('value = \'1\'\nwords = ["a", 2, "b", 1, "c"]', "words"),
+        ("value = '1'\nwords = [1, \"b\", 2]", "words"),
+        ('value = \'1\'\n[[left_out]]\nbecause = ""\nclaims = ["ds-3p75x-lowbw"]', "left_out"),
+        ('value = \'1\'\n[[left_out]]\nbecause = ""\nclaims = ["ds-3p75x"]', "did you mean ds-3p75x-lowbw"),
+    ],
+)
+def test_a_wrong_question_is_one_line(tmp_path: Path, text: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong) as found:
+        asked(tmp_path, text)
+    assert "questions.toml" in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_a_row_that_the_claim_has_not_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "questions.toml"
+    path.write_text('[[question]]\nclaim = "tnlg-throughput"\nrow = "a GPU"\nasks = ""\nvalue = "1"\n')
+    with pytest.raises(ConfigError, match=r"row = 'a GPU': must be a row of the claim: per GPU, of 125 TF"):
+        load_questions(LEDGER, path)
+
+
+def simulated(name: str, step_s: float = 1.0, outcome: str = "ok", moved: float = 1.0) -> ExperimentRecord:
+    """A step of 100 samples on a system; an unknown makes it `moved` times as long at its high end and in all draws."""
+    moves = [Sensitivity(key="links.nvlink.x", low=1, best=1, high=2, low_s=step_s, high_s=moved * step_s)]
+    metrics = {"step_seconds.median": step_s, "samples_per_s": 100 / step_s, "memory.states_bytes": 8e9}
+    made = record(f"again/{name}", outcome=outcome, **metrics)
+    interval = StepInterval(draws=[moved * step_s] * 4, moves=moves)
+    return replace(made, evidence=SIMULATED, interval=interval)
+
+
+def answer(folder: Path, text: str, *records: ExperimentRecord, system: str = "dgx-h100") -> Answer:
+    (found,) = answers(asked(folder, text).asked, records, system)
+    return found
+
+
+def test_an_answer_is_of_its_system_with_what_unknowns_leave(tmp_path: Path) -> None:
+    records = [
+        simulated("a@dgx-h100", 0.5, moved=0.25),
+        simulated("b@dgx-h100"),
+        simulated("a@dgx-h200", 9.0),
+    ]
+    words = 'words = ["no gain", 1.05, "a smaller gain", 3, "as then"]'
+    found = answer(tmp_path, RATIO + words, *records)
+    assert (found.value, found.low, found.high) == (2.0, 2.0, 8.0)
+    assert (found.text, found.published) == ("2x [2, 8]", "3.75x")
+    assert found.word == "a smaller gain (or as then)"
+    assert systems_of(records) == ["dgx-h100", "dgx-h200"]
+
+
+def test_a_value_at_a_threshold_has_the_word_behind_it(tmp_path: Path) -> None:
+    (question,) = asked(tmp_path, 'value = \'1\'\nwords = ["under", 2, "from 2 on"]').asked
+    assert [question.word(value) for value in (1.99, 2.0, 2.01)] == ["under", "from 2 on", "from 2 on"]
+
+
+def test_what_is_not_simulated_or_does_not_fit_has_no_value(tmp_path: Path) -> None:
+    missing = answer(tmp_path, RATIO, simulated("a@dgx-h100"))
+    assert (missing.value, missing.unrecorded, missing.lacks) == (None, True, "b: no record")
+    records = simulated("a@dgx-h100"), simulated("b@dgx-h100", outcome="oom")
+    full = answer(tmp_path, RATIO, *records)
+    assert (full.value, full.unrecorded, full.lacks) == (None, False, "b: it does not fit")
+    memory = """value = 'metric("again/b", "memory.states_bytes") / 8e9'"""
+    assert answer(tmp_path, memory, *records).value == 1.0  # what it needs is known
+
+
+def test_the_fastest_of_what_fits(tmp_path: Path) -> None:
+    text = """value = 'fastest("samples_per_s", "again/a", "again/b", "again/c")'"""
+    a, c = simulated("a@dgx-h100", 2.0), simulated("c@dgx-h100", 1.0)
+    assert answer(tmp_path, text, a, c, simulated("b@dgx-h100", 0.1, outcome="oom")).value == 100.0
+    assert answer(tmp_path, text, a, c, simulated("b@dgx-h100", 0.1)).value == 1000.0
+    none = answer(tmp_path, text, *(simulated(f"{name}@dgx-h100", outcome="oom") for name in "abc"))
+    assert none.lacks.endswith("none of them fits")
+    assert answer(tmp_path, text, a, c).unrecorded
+
+
+def test_the_peak_is_the_system_s(tmp_path: Path) -> None:
+    text = """value = 'metric("again/a", "samples_per_s") * 989.4e12 / PEAK'"""
+    assert answer(tmp_path, text, simulated("a@dgx-h100")).value == pytest.approx(100.0)
+    assert answer(tmp_path, text, simulated("a@dgx2"), system="dgx2").lacks.startswith("cannot be computed")
+
+
+def test_it_says_what_the_times_rest_on(tmp_path: Path) -> None:
+    """Of a ratio the weaker of its runs'; of bytes nothing."""
+
+    def on_h100(name: str, kernels: str) -> ExperimentRecord:
+        model = Model(name="m", layers=2, hidden=16, heads=2, vocab=64, seq=16)
+        layout = Layout(kernels=OperatorSet(kernels))
+        conditions = Experiment(name=name, model=model, layout=layout, system="dgx-h100").as_dict()
+        return replace(simulated(f"{name}@dgx-h100"), conditions=conditions)
+
+    records = [on_h100("a", "fused-2024"), on_h100("b", "fused-2024")]
+    assert answer(tmp_path, RATIO, *records).rests_on == PUBLISHED
+    records[1] = on_h100("b", "unfused")
+    assert answer(tmp_path, RATIO, *records).rests_on == BOUND
+    memory = """value = 'metric("again/b", "memory.states_bytes") / 8e9'"""
+    assert answer(tmp_path, memory, *records).rests_on == ""

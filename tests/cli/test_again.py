@@ -1,0 +1,74 @@
+"""`repro claims --system S`: a table, JSON, and one line where nothing is simulated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from repro.cli.views.again import command
+from repro.config import ConfigError, Experiment, Layout, Model
+from repro.results.schema import SIMULATED
+from repro.results.store import Store
+from tests.claims.made_up import record
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A store with two sides of one question on dgx-h100."""
+    model = Model(name="m", layers=2, hidden=16, heads=2, vocab=64, seq=16)
+    with Store(tmp_path / "results") as store:
+        store.prepare()
+        for name, rate in (("1.5b-zero1", 300.0), ("1.5b-mp4", 200.0)):
+            made = record(f"again/{name}@dgx-h100", samples_per_s=rate, **{"step_seconds.median": 1.0})
+            experiment = Experiment(name=made.name, model=model, layout=Layout(), system="dgx-h100")
+            conditions = experiment.as_dict()
+            store.append(replace(made, id=name, evidence=SIMULATED, conditions=conditions))
+    return tmp_path / "results"
+
+
+def test_answers_stand_beside_what_was_published(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("ds-3p75x-lowbw", "dgx-h100", False, results) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "3.75x 1.5x a smaller gain" in text
+    assert "1.5b-dp: no record" in text
+    assert "no verdicts" in text
+    assert "1 not simulated yet: `repro run again --evidence simulated --system dgx-h100`" in text
+
+
+def test_where_nothing_is_simulated_one_line_says_what_does_it(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("", "dgx-h200", False, results) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("`repro run again --evidence simulated --system dgx-h200` does it.")
+
+
+def test_json_has_every_answer(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("", "dgx-h100", True, results) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["system"] == "dgx-h100"
+    assert "no verdicts" in document["is"]
+    first = document["answers"][0]
+    assert (first["claim"], first["published"], first["unit"], first["value"]) == (
+        "ds-3p75x-lowbw",
+        "3.75",
+        "x",
+        1.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("claim", "system", "right"),
+    [
+        ("", "dgx-h10", "did you mean dgx-h100"),
+        ("ds-3p75", "dgx-h100", "did you mean ds-3p75x-lowbw"),
+        ("tnlg-lambada", "dgx-h100", "is not asked again: it is of no throughput"),
+        ("yuan-bubble", "dgx-h100", "is not asked again: sizes or a schedule decide it"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(results: Path, claim: str, system: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=right):
+        command(claim, system, False, results)

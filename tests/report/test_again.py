@@ -1,0 +1,37 @@
+"""The page's section of claims asked again: what the answers say, and nothing without them."""
+
+from __future__ import annotations
+
+from repro.claims.again.answers import Answer
+from repro.claims.again.questions import load as load_questions
+from repro.claims.reader import load
+from repro.report.page.context import _again, template
+
+QUESTIONS = load_questions(load()).asked
+
+
+def rendered(*systems: str) -> str:
+    made = Answer(question=QUESTIONS[0], value=1.5, low=1.25, high=4.0, word="a smaller gain (or as then)")
+    lacking = Answer(question=QUESTIONS[1], lacks="1.5b-dp: it does not fit")
+    return template("again.html").render(again=_again({system: [made, lacking] for system in systems}))
+
+
+def test_a_line_has_what_was_published_and_an_answer_of_every_system() -> None:
+    text = rendered("dgx-h100", "dgx-h200")
+    assert text.count("<b>1.5x [1.25, 4]</b>") == 2
+    assert text.count("a smaller gain (or as then)") == 2
+    assert text.count("1.5b-dp: it does not fit") == 2
+    assert "Predicted on dgx-h200" in text
+    assert "<td>3.75x</td>" in text
+    assert 'href="#claim-ds-3p75x-lowbw"' in text
+    assert "no verdicts" in text
+
+
+def test_without_simulations_there_is_no_section() -> None:
+    assert rendered().strip() == ""
+
+
+def test_what_an_answer_rests_on_is_said() -> None:
+    answer = Answer(question=QUESTIONS[0], value=1.5, rests_on="published point")
+    text = template("again.html").render(again=_again({"dgx-h100": [answer]}))
+    assert 'title="rests on: published point"' in text
