@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from repro.doctor import binding
 from repro.doctor.check import LIMITED, NO, YES, Check
 from repro.doctor.kernels import kernels
 from repro.engines import missing
@@ -135,6 +136,7 @@ def _cuda(torch: Any) -> list[Check]:
         "one rank each: ZeRO, data and tensor parallelism" if count > 1 else "one rank: single-device runs"
     )
     checks = [Check("CUDA", YES, f"{count} device{'s' if count > 1 else ''}, driver {driver}", ranks)]
+    checks += binding.of_task(os.environ, count)
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)

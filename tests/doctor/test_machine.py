@@ -94,6 +94,15 @@ def test_v100_with_a_torch_that_dropped_it() -> None:
     assert "no kernels for sm_70; builds for CUDA 12.6 still do" in device.enables
 
 
+def test_one_gpu_of_several_that_a_task_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    one = [check.name for check in machine._cuda(fake_torch((9, 0), ["sm_90"]))]
+    assert one == ["CUDA", "GPU binding", "cuda:0"]
+    assert "GPU binding" not in {
+        check.name for check in machine._cuda(fake_torch((9, 0), ["sm_90"], count=4))
+    }
+
+
 def test_several_gpus_and_nccl() -> None:
     checks = machine._cuda(fake_torch((9, 0), ["sm_90"], count=4))
     assert [check.name for check in checks] == ["CUDA", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]

@@ -31,6 +31,18 @@ def test_a_good_profile(
     assert checks["request"].startswith("yes")
 
 
+def test_tasks_that_would_see_their_own_gpu_alone(
+    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[slurm]\ngpus_per_node = 4\n")
+    _, checks = examine(path, tmp_path / "results", capsys)
+    assert "GPU binding" not in checks
+    path.write_text('[slurm]\ngpus_per_node = 4\noptions = { gpu-bind = "single:1" }\n')
+    _, checks = examine(path, tmp_path / "results", capsys)
+    assert checks["GPU binding"].startswith("limited: gpu-bind = single:1")
+
+
 def test_what_differs_for_some_cases_is_looked_at_too(
     slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

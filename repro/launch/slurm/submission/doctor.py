@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from repro.config import ConfigError
+from repro.doctor import binding
 from repro.doctor.check import LIMITED, NO, YES, Check
 from repro.launch.slurm.site.limits import clock, minutes
 from repro.launch.slurm.site.profile import CaseClass, Profile
@@ -52,6 +53,7 @@ def examine(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
     for entry in site.case:
         yield _case(site, entry, partitions)
     yield from _gpus(site, partition)
+    yield from binding.of_options(site.slurm.options)
     accepted = _request(site)
     yield accepted
     if nodes and not accepted.fatal:
