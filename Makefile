@@ -22,7 +22,10 @@
 #   PYTHON       interpreter that makes .venv (3.10 or newer)                         python3
 #   TORCH_INDEX  an extra package index for torch, e.g. PyTorch's own index of CPU builds; where pip finds only
 #                the default Linux wheel of torch it also downloads CUDA libraries, which work but are large
-#   CONSTRAINTS  pins for pip; `make CONSTRAINTS= test` keeps the torch that a GPU machine has    constraints-cpu.txt
+#   CONSTRAINTS  pins for pip, of torch among others                                   constraints-cpu.txt
+#   KEEP_TORCH   1: use the torch that PYTHON has (or the environment VENV) and let pip replace it by no other;
+#                an environment that was made so stays so
+#   VENV         the environment, made where there is none                             .venv
 #   RESULTS      where records are stored                                              results
 #   TODAY        the system that smoke and simulate ask the claims again of            dgx-h100
 #   N, GPUS, RATE, DBD, LAB, ...   what slurm-lab starts: slurm/lab --help
@@ -35,7 +38,9 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-CONSTRAINTS ?= constraints-cpu.txt
+KEPT := $(VENV)/kept-torch.txt
+KEEP_TORCH ?= $(if $(wildcard $(KEPT)),1)
+CONSTRAINTS ?= $(if $(KEEP_TORCH),,constraints-cpu.txt)
 TORCH_INDEX ?=
 RESULTS ?= results
 TODAY ?= dgx-h100
@@ -56,7 +61,22 @@ INSTALLED_ENGINES := $(VENV)/.installed-engines
 INSTALLED_MUTANTS := $(VENV)/.installed-mutants
 NVRTC13 := $(VENV)/nvrtc13/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
-	$(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
+	$(if $(KEEP_TORCH),-c $(KEPT)) $(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
+
+# An environment that an environment's python makes sees what that one was made with, not what is in it.
+define find_torch
+$(PYTHON) -c 'from importlib.metadata import version; version("torch")' 2>/dev/null || { \
+  echo "error: $(PYTHON) has no torch to keep; whose is it? make KEEP_TORCH=1 PYTHON=/path/to/python" >&2; exit 1; }; \
+$(PYTHON) -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' || { \
+  echo "error: the torch of $(PYTHON) is in an environment; install beside it: make KEEP_TORCH=1 VENV=/path/to/environment" >&2; exit 1; }
+endef
+
+# The torch that is there becomes a pin: pip says what asks for another one, and replaces nothing.
+define keep_torch
+version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null) || { \
+  echo "error: $(VENV) has no torch to keep; whose is it? make KEEP_TORCH=1 PYTHON=/path/to/python" >&2; exit 1; }; \
+echo "torch==$$version" > $(KEPT) && echo "keeping torch $$version"
+endef
 
 # Published layouts on up to thousands of GPUs, traced without their twins (twin-*).
 PUBLISHED := zero_memory zero_r turing_nlg deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput \
@@ -82,7 +102,7 @@ PICTURES := build/pictures
 # others, also where the environment asks for none to be kept.  `make clean` removes it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+.PHONY: help smoke simulate test test-slow engines test-engines test-slurm driver test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -98,12 +118,19 @@ $(CREATED):
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "error: $(PYTHON) cannot make virtual environments; install its venv package" >&2; \
 	  echo "       (Debian, Ubuntu: apt-get install python3-venv; Fedora: dnf install python3-pip)" >&2; exit 1; }
+	@$(if $(KEEP_TORCH),$(find_torch),:)
 	@echo "making $(VENV) with $$($(PYTHON) --version 2>&1)"
-	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PYTHON) -m venv --clear $(if $(KEEP_TORCH),--system-site-packages) $(VENV)
+
+$(KEPT): | $(CREATED)
+	@test ! -e $(INSTALLED) || { \
+	  echo "error: $(VENV) has the pinned torch; make another one: make KEEP_TORCH=1 VENV=DIR" >&2; exit 1; }
+	@$(keep_torch)
 
 # The second stamp depends on the first, so that `make -j` never runs two pips in one environment.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) $(if $(KEEP_TORCH),$(KEPT)) | $(CREATED)
 	@echo "installing the harness and torch in $(VENV) (the first time takes a minute or more)"
+	@$(if $(KEEP_TORCH),$(keep_torch),:)
 	@$(PIP) -e '.[lab,report,slurm,text]'
 	@touch $@
 
@@ -151,28 +178,35 @@ test-engines: $(INSTALLED_TEST) $(INSTALLED_ENGINES)
 test-slurm: $(INSTALLED_TEST)
 	REPRO_SLURM=1 $(BIN)/python -m pytest -n $(LABS) --dist loadgroup tests/slurm_lab $(PYTEST_ARGS)
 
-test-gpu: $(INSTALLED_TEST)
+# Both end early with one line where this torch cannot use a GPU, the first time before minutes of installation.
+driver: | $(CREATED)
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null || { \
+	  echo "error: no NVIDIA driver on this machine (libcuda.so.1), so no GPU: make test runs what needs none" >&2; exit 1; }
+
+test-gpu: driver $(INSTALLED_TEST)
+	@$(BIN)/python -m repro.doctor.gpu
 	$(BIN)/python -m pytest -m 'gpu and not benchmarks' -rs $(PYTEST_ARGS)
 
-bench-gpu: $(INSTALLED_TEST)
+bench-gpu: driver $(INSTALLED_TEST)
+	@$(BIN)/python -m repro.doctor.gpu
 	KERNEL_RECORDS=$(RESULTS) $(BIN)/python -m pytest tests/gpu/test_bandwidth.py -rs --benchmark-only \
 	  --override-ini='addopts=--import-mode=importlib --strict-markers' $(PYTEST_ARGS)
 
 # mypy sees the packages where an installation has them: kernels/ as repro.kernels.
 check: $(INSTALLED_TEST)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
 	@rm -rf build/typed && mkdir -p build/typed/repro
 	@ln -s $(CURDIR)/repro/* $(CURDIR)/kernels build/typed/repro
-	cd build/typed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
+	cd build/typed && $(abspath $(BIN))/python -m mypy --config-file $(CURDIR)/pyproject.toml
 
 # Resumes where it was broken off; what survived is tried again.
 mutants: $(INSTALLED_MUTANTS)
 	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) --base $(BASE) $(ROOM:%=--room %) $(SAMPLE:%=--sample %) $(SEED:%=--seed %)
 
 format: $(INSTALLED_TEST)
-	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
 
 benchmarks: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest --benchmark-only --override-ini='addopts=--import-mode=importlib' $(PYTEST_ARGS)
@@ -184,7 +218,7 @@ artifact: $(INSTALLED)
 notebooks: $(INSTALLED)
 	@$(PIP) -e '.[notebooks]'
 	@$(BIN)/jupytext-config --sys-prefix set-default-viewer python
-	$(BIN)/jupyter lab --notebook-dir=. reports
+	$(BIN)/python -m jupyter lab --notebook-dir=. reports
 
 browser-packages:
 	@tests/report/browser-packages

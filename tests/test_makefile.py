@@ -32,6 +32,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "PYTHON",
         "VENV",
         "CONSTRAINTS",
+        "KEEP_TORCH",
         "TORCH_INDEX",
         "RESULTS",
     }
@@ -122,12 +123,87 @@ def test_installs_once_and_again_when_requirements_change(copy: Path) -> None:
     assert log.read_text().count("pip install") == 5  # the second NVRTC stays
 
 
-def test_a_cluster_keeps_its_torch_and_an_index_can_be_named(copy: Path) -> None:
+def test_pins_can_be_left_out_and_an_index_named(copy: Path) -> None:
     log = fake_environment(copy)
     assert make(copy, "test", "CONSTRAINTS=", "TORCH_INDEX=https://example.org/cpu").returncode == 0
     install = next(line for line in log.read_text().splitlines() if "pip install" in line)
-    assert "constraints" not in install
+    assert " -c " not in install
     assert "--extra-index-url https://example.org/cpu" in install
+
+
+def interpreter(folder: Path, torch: str, prefix: str = "") -> Path:
+    """A python that has this torch, or none; in an environment if `prefix` is not empty.
+
+    Environments that it makes see its torch only if it is told so; whatever they are asked goes to `log`.
+    """
+    answer = f"echo {torch}" if torch else "exit 1"
+    inside = f"""case "$*" in
+  *sys.prefix*) {f"exit {len(prefix)}"};;
+  *metadata*) {answer};;
+  *"-m venv"*) for last; do :; done; mkdir -p $last/bin; echo "venv $*" >> {folder}/log
+    case "$*" in *--system-site-packages*) cp $0 $last/bin/python;; *) cp {folder}/bare $last/bin/python;; esac;;
+  *) echo "python $*" >> {folder}/log;;
+esac"""
+    script(folder / "bare", f'case "$*" in *metadata*) exit 1;; *) echo "python $*" >> {folder}/log;; esac')
+    return script(folder / "machines", inside)
+
+
+def test_the_machines_torch_is_seen_and_held_by_every_later_command(copy: Path) -> None:
+    """Also without the variable, and when the machine has another one."""
+    python = interpreter(copy, "2.7.1+cu126")
+    done = make(copy, "test", "KEEP_TORCH=1", f"PYTHON={python}")
+    assert done.returncode == 0, done.stderr
+    assert "keeping torch 2.7.1+cu126" in done.stdout
+    assert "--system-site-packages" in (copy / "log").read_text()
+    assert (copy / ".venv/kept-torch.txt").read_text() == "torch==2.7.1+cu126\n"
+    interpreter(copy, "2.8.0+cu126").replace(copy / ".venv/bin/python")
+    later = (copy / ".venv/.installed-test").stat().st_mtime + 10
+    os.utime(copy / "pyproject.toml", (later, later))
+    assert make(copy, "test", f"PYTHON={python}").returncode == 0
+    assert (copy / ".venv/kept-torch.txt").read_text() == "torch==2.8.0+cu126\n"
+    installs = [line for line in (copy / "log").read_text().splitlines() if "pip install" in line]
+    assert len(installs) == 4
+    assert all(line.count(" -c ") == 1 and "-c .venv/kept-torch.txt" in line for line in installs)
+
+
+@pytest.mark.parametrize(
+    ("torch", "prefix", "says"),
+    [
+        ("", "", "has no torch to keep; whose is it?"),
+        ("2.7.1", "/env", "is in an environment; install beside it"),
+    ],
+)
+def test_no_environment_is_made_that_would_not_see_the_torch(
+    copy: Path, torch: str, prefix: str, says: str
+) -> None:
+    done = make(copy, "test", "KEEP_TORCH=1", f"PYTHON={interpreter(copy, torch, prefix)}")
+    assert says in done.stderr
+    assert not (copy / ".venv").exists()
+
+
+def test_an_environment_with_the_pinned_torch_is_not_taken_for_the_machines(copy: Path) -> None:
+    python = interpreter(copy, "2.7.1")
+    assert make(copy, "test", f"PYTHON={python}").returncode == 0
+    done = make(copy, "test", "KEEP_TORCH=1", f"PYTHON={python}")
+    assert "error: .venv has the pinned torch; make another one: make KEEP_TORCH=1 VENV=DIR" in done.stderr
+    assert make(copy, "test", "KEEP_TORCH=1", "VENV=other", f"PYTHON={python}").returncode == 0
+
+
+@pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
+@pytest.mark.parametrize(
+    ("lacking", "asked"), [("libcuda", ["libcuda"]), ("doctor.gpu", ["libcuda", "pip", "pip", "doctor.gpu"])]
+)
+def test_gpu_targets_end_before_any_test_and_without_a_driver_before_the_installation(
+    copy: Path, target: str, lacking: str, asked: list[str]
+) -> None:
+    log = fake_environment(copy)
+    script(copy / ".venv/bin/python", f'echo "python $*" >> {log}; case "$*" in *{lacking}*) exit 1;; esac')
+    done = make(copy, target)
+    assert done.returncode != 0
+    assert ("error: no NVIDIA driver on this machine" in done.stderr) is (lacking == "libcuda")
+    calls = log.read_text().splitlines()
+    assert len(calls) == len(asked)
+    assert all(word in call for word, call in zip(asked, calls, strict=True))
 
 
 def test_smoke_runs_then_shows_claims_then_the_report(copy: Path) -> None:

@@ -20,7 +20,15 @@ from repro.config.twin import TwinOf
 PROTOCOL = 1
 """Version of the measurement protocol; raised when a change makes older measurements not comparable."""
 _REMARKS = ("published_name", "published_params", "source", "note")
-_NOT_OF_THE_COURSE = ("steps", "untimed_steps", "seq", "decay_steps", "checkpoint_every", "continues")
+_NOT_OF_THE_COURSE = (
+    "steps",
+    "untimed_steps",
+    "seq",
+    "decay_steps",
+    "checkpoint_every",
+    "continues",
+    "deterministic",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

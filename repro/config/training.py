@@ -45,7 +45,11 @@ class Training:
     dropout: float = 0.0
     """Probability on the embedding and on both residual branches."""
     attention_dropout: float = 0.0
-    """Probability on the attention weights (uses the explicit softmax, as the 2019-2020 codes did)."""
+    """Probability on the attention weights, which are then written, as the 2019-2020 codes did: in the step's dtype,
+    in fp32 with `cp` and `kernels = "reference"`."""
+    deterministic: bool = False
+    """On GPUs, the same bits from every run of one layout on the same GPUs and software, slower and with more memory in
+    attention's backward; on CPUs that is so without.  Where an operator cannot, the run fails and says which."""
     loss_scale: float = 65536.0
     """Initial dynamic loss scale (fp16 only)."""
     loss_scale_window: int = 1000

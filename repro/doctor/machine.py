@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from repro.doctor import binding
 from repro.doctor.check import LIMITED, NO, YES, Check
+from repro.doctor.gpu import devices
 from repro.doctor.kernels import kernels
 from repro.engines import missing
 from repro.lab import ability
-from repro.measure.provenance import cpu, gpus, memory, versions
+from repro.measure.provenance import cpu, memory, versions
 from repro.render import units
 
 OLDEST_TORCH = (2, 6)
@@ -39,7 +39,7 @@ def examine(results: Path, compile_for: str = "") -> list[Check]:
         *checks,
         _torch(torch),
         _gloo(torch),
-        *_cuda(torch),
+        *devices(torch),
         _nccl(torch),
         *kernels(torch, compile_for),
         *_systems(),
@@ -114,75 +114,6 @@ def _gloo(torch: Any) -> Check:
         meaning = "data, tensor and ZeRO parallelism on this machine's CPUs"
         return Check("gloo", YES, "in this torch", meaning)
     return Check("gloo", NO, "not in this torch", "no parallel runs on CPUs")
-
-
-def _cuda(torch: Any) -> list[Check]:
-    without = "claims that need a GPU stay `not run`"
-    in_machine = gpus()
-    if not torch.cuda.is_available():
-        if in_machine:
-            names = ", ".join(sorted({str(gpu["name"]) for gpu in in_machine}))
-            why = (
-                "this torch has no CUDA"
-                if not torch.version.cuda
-                else "torch cannot use it (driver too old?)"
-            )
-            hint = f"{names} in the machine, but {why}"
-            return [Check("CUDA", NO, hint, f"{without}; install a CUDA build of torch")]
-        return [Check("CUDA", NO, "no NVIDIA GPU or driver found", without)]
-    driver = in_machine[0]["driver"] if in_machine else "unknown"
-    count = torch.cuda.device_count()
-    ranks = (
-        "one rank each: ZeRO, data and tensor parallelism" if count > 1 else "one rank: single-device runs"
-    )
-    checks = [Check("CUDA", YES, f"{count} device{'s' if count > 1 else ''}, driver {driver}", ranks)]
-    checks += binding.of_task(os.environ, count)
-    for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
-        capability = (properties.major, properties.minor)
-        text = (
-            f"{properties.name}, {units.size(properties.total_memory)}, compute capability "
-            f"{capability[0]}.{capability[1]}"
-        )
-        name = f"cuda:{index}"
-        if not runs_on(capability, torch.cuda.get_arch_list()):
-            hint = f"this torch holds no kernels for sm_{capability[0]}{capability[1]}"
-            if capability[0] < 8:
-                hint += "; builds for CUDA 12.6 still do"
-            checks.append(Check(name, NO, text, hint))
-        else:
-            checks.append(Check(name, YES, text, precisions(capability)))
-    return checks
-
-
-def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Whether a torch built for `architectures` (`sm_70`, `compute_90`) runs on a device.
-
-    Machine code runs within a major version on the same or a later minor one; intermediate code
-    (`compute_`) on anything later.  An empty list tells nothing, and is believed to work.
-    """
-    if not architectures:
-        return True
-    for architecture in architectures:
-        kind, _, digits = architecture.partition("_")
-        digits = "".join(character for character in digits if character.isdigit())
-        if not digits:
-            continue
-        built = (int(digits[:-1]), int(digits[-1]))
-        if kind == "compute" and built <= capability:
-            return True
-        if kind == "sm" and built[0] == capability[0] and built[1] <= capability[1]:
-            return True
-    return False
-
-
-def precisions(capability: tuple[int, int]) -> str:
-    """Which training precisions a device really has.  torch's own answer counts emulated bf16 as support."""
-    if capability >= (8, 0):
-        return "fp32, fp16 and bf16 by tensor cores"
-    if capability >= (7, 0):
-        return "fp32 and fp16 (with loss scaling) by tensor cores; no bf16, although torch emulates it"
-    return "fp32; fp16 without tensor cores, slow; no bf16"
 
 
 def _nccl(torch: Any) -> Check:

@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from typing import TYPE_CHECKING
 
 from repro.config.engines import NATIVE
@@ -34,14 +36,30 @@ _LIBRARIES = {"torch": "torch._dynamo", "deepspeed": "deepspeed", "megatron": "m
 """What an engine imports beyond torch when it is built: libraries, no part of a model."""
 
 
+_TORCH = (2, 10)
+"""What torch's engine needs of it: from there on `replicate` runs on FSDP2, and a pipeline's step keeps no outputs."""
+
+
 def missing(engine: str) -> str:
     """Which library the engine lacks here and how to get it, `deepspeed: pip install ...`; empty if it lacks none."""
+    if engine == "torch" and (older := _older_torch()):
+        return f"torch {'.'.join(map(str, _TORCH))}: this one, {older}, is older than engine torch is written for"
     library = _LIBRARIES.get(engine, "torch").partition(".")[0]
     try:
         found = importlib.util.find_spec(library)
     except ModuleNotFoundError:
         found = None
     return "" if found else f"{library}: {extras.installation(library)}"
+
+
+def _older_torch() -> str:
+    """The version of this torch if it is older; empty where it is not, or nobody can say."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    number = re.match(r"(\d+)\.(\d+)", version)
+    return version if number and (int(number[1]), int(number[2])) < _TORCH else ""
 
 
 def load(engine: str, device_type: str) -> None:

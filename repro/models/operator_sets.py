@@ -1,7 +1,9 @@
 """One layer as the software of three years ran it: the same function, in more or fewer operators.
 
 `fused`    no operator writes the scores, [b, a/t, s, s]; the rest of a layer as in `softmax` (`reference` is the
-           same without the CUDA kernels of `kernels/`; `fused-2024` is the same in later software)
+           same without the CUDA kernels of `kernels/`; `fused-2024` is the same in later software).  With dropout of
+           attention weights `softmax` itself: a fused attention draws its dropout from a generator and positions of
+           its own, so that no other layout would drop the same
 `softmax`  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): q k^T and p v are batched
            products that write and read the scores; scale, mask and softmax are one operator; so are bias and
            GELU, and bias, dropout and residual
@@ -109,20 +111,19 @@ def attention(
     With `cp` ranks to a sample q is one of its 2 cp chunks, and k and v are those up to its end.  `mask`: from `past`
     where it is unfused, else from `alibi` or None.
     """
-    if not operators.writes_scores:
-        return (
-            kernels.causal_attention(q, k, v, mask)
-            if dropout is None
-            else _explicit(q, k, v, dropout, mask, q.shape[2] * (2 * cp if cp > 1 else 1))
-        )
-    if operators is OperatorSet.SOFTMAX:
+    if not operators.writes_scores and dropout is None:
+        return kernels.causal_attention(q, k, v, mask)
+    if operators.plain or cp > 1:
+        assert dropout is not None
+        return _explicit(q, k, v, dropout, mask, q.shape[2] * (2 * cp if cp > 1 else 1))
+    if operators is not OperatorSet.UNFUSED:
         return _softmax(q, k, v, dropout, mask)
     assert mask is not None
     return _unfused(q, k, v, dropout, mask)
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Tensor | None, s: int) -> Tensor:
-    """Written out in fp32, since no fused attention draws its dropout from counters; of samples of s tokens."""
+    """Written out in fp32 by torch's own operators, of samples of s tokens; there may be more keys than queries."""
     queries, keys, d = q.shape[-2], *k.shape[-2:]
     future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
     scores = _by_keys(q, k.transpose(-1, -2)) / math.sqrt(d)

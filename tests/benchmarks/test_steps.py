@@ -17,6 +17,7 @@ from repro.config import Experiment, Layout, Training
 from repro.launch.rank.experiment import Run
 from repro.models import load
 from repro.parallel import mesh as meshes
+from tests.engines.needs import needs
 from tests.pool import RankPool
 
 RUNS: dict[str, Run] = {}
@@ -40,7 +41,7 @@ def take_steps(engine: str, zero: int, steps: int) -> float:
 
 
 @pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("engine", ["native", "torch"])
+@pytest.mark.parametrize("engine", ["native", pytest.param("torch", marks=needs("torch"))])
 def test_step(benchmark: Any, two: RankPool, engine: str, zero: int) -> None:
     two.run(take_steps, engine, zero, 1)
     benchmark.group = f"step, stage {zero}, two ranks"

@@ -39,17 +39,17 @@ def experiment(
     return tiny(layout, model, steps=steps, **settings)
 
 
-def start(experiment: Experiment, root: Path) -> Run:
+def start(experiment: Experiment, root: Path, device: str = "cpu") -> Run:
     layout = experiment.layout
-    mesh = meshes.distributed(layout, "cpu") if layout.world > 1 else meshes.single()
+    mesh = meshes.distributed(layout, device) if layout.world > 1 else meshes.single()
     place = CheckpointPlace(root, root / "stop") if experiment.training.checkpoint_every else None
-    return Run(experiment, mesh, torch.device("cpu"), lambda step, phase: None, place)
+    return Run(experiment, mesh, torch.device(device), lambda step, phase: None, place)
 
 
-def train(experiment: Experiment, root: Path, until: int = WHOLE) -> dict[str, Any]:
+def train(experiment: Experiment, root: Path, until: int = WHOLE, device: str = "cpu") -> dict[str, Any]:
     """One start of a run; it goes on from what is in `root` and is broken off after step `until`."""
     torch.set_num_threads(1)
-    run = start(experiment, root)
+    run = start(experiment, root, device)
     run.prelude()
     run.steps(until - run.index)
     return run.result().as_dict()

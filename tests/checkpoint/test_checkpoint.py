@@ -19,6 +19,7 @@ from repro.checkpoint.state import STATES
 from repro.config import Experiment, Layout
 from repro.launch.interrupt import Stopped
 from repro.launch.rank.checkpoints import ABOUT
+from repro.launch.rank.repeatable import ENVIRONMENT
 from tests.checkpoint.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
 from tests.launch.runs import fill, small_disk
 from tests.parallel.test_architectures import FAMILIES
@@ -129,21 +130,38 @@ def test_the_same_layout_goes_on_to_the_bit(
     name: str, precision: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Weights, moments, losses, norms, and in fp16 the scaler, which skips and halves on both sides of the stop."""
-    layout = replace(LAYOUTS[name], precision=precision)
-    scaling = {"loss_scale": 2.0**24, "loss_scale_hysteresis": 1} if precision == "fp16" else {}
-    run = on(layout, request)
-    through, halves = (experiment(layout, **scaling) for _ in range(2))
-    reference = run(train, through, tmp_path / "through")
-    run(train, halves, tmp_path / "halves", HALF)
-    result = run(train, halves, tmp_path / "halves")
+    goes_on_to_the_bit(replace(LAYOUTS[name], precision=precision), tmp_path, on(LAYOUTS[name], request))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_on_a_gpu_that_needs_deterministic_algorithms(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which every operator of the step has."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    layout = replace(LAYOUTS["dp1"], precision=precision)
+    there = lambda function, *arguments: function(*arguments, device="cuda")
+    goes_on_to_the_bit(layout, tmp_path, there, deterministic=True)
+
+
+def goes_on_to_the_bit(layout: Layout, root: Path, run: Any, **training: Any) -> None:
+    """Train through, and with a stop: everything is equal."""
+    if layout.precision == "fp16":
+        training |= {"loss_scale": 2.0**24, "loss_scale_hysteresis": 1}
+    through, halves = (experiment(layout, **training) for _ in range(2))
+    reference = run(train, through, root / "through")
+    run(train, halves, root / "halves", HALF)
+    result = run(train, halves, root / "halves")
     for series in ("loss", "grad_norm", "loss_scale", "skipped_steps"):
         assert result[series] == reference[series], series
-    if precision == "fp16":
+    if layout.precision == "fp16":
         skipped = set(reference["skipped_steps"])
         assert skipped
         assert len(set(reference["loss_scale"])) > 2
-    expected = whole(checkpoint(tmp_path / "through", through, WHOLE))
-    for key, values in whole(checkpoint(tmp_path / "halves", halves, WHOLE)).items():
+    expected = whole(checkpoint(root / "through", through, WHOLE))
+    for key, values in whole(checkpoint(root / "halves", halves, WHOLE)).items():
         assert torch.equal(values, expected[key]), key
 
 

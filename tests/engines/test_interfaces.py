@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.needs import needs
 from tests.lab.on_networks import experiments, most_over_ledger, run, suite
 
 pytestmark = pytest.mark.usefixtures("emulation")
-MODULES = {"megatron": "megatron.core"}
 LAYOUTS = {"deepspeed": "dp = 4, zero = 2", "megatron": "dp = 2, tp = 2", "torch": "dp = 4"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", LAYOUTS)
+@pytest.mark.parametrize("engine", [pytest.param(name, marks=needs(name)) for name in LAYOUTS])
 def test_bytes_of_the_interfaces_are_those_counted_and_headers(engine: str, tmp_path: Path) -> None:
-    pytest.importorskip(MODULES.get(engine, engine), reason=f"needs {engine}: pip install -e '.[engines]'")
     body = f'[[experiment]]\nname = "one"\nengine = "{engine}"\nnetwork = "slow"\nlayout = {{ {LAYOUTS[engine]} }}\n'
     code, err = run(suite(tmp_path, body), tmp_path / "results")
     assert code == 0, err

@@ -10,9 +10,11 @@ import torch
 from repro.config import Layout
 from repro.launch.rank.experiment import Run
 from repro.parallel import mesh as meshes
+from tests.engines.needs import needs
 from tests.pool import RankPool
 from tests.training import smallest, tiny
 
+pytestmark = needs("torch")
 SMALL = 2048
 """More bytes than all of AdamW's step counters, one fp32 a parameter, have here."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from repro.config.enums import Phase
 from repro.measure.timing import StepClock
 from repro.measure.waiting import StageWaits
+from tests.engines.needs import needs
 from tests.engines.slowed import BACKWARD_S, FORWARD_S, SCHEDULES, busy_and_idle, of_formula
 from tests.engines.told_time import told_time
 from tests.pool import RankPool
@@ -62,7 +63,7 @@ def test_who_waits_for_a_message_is_idle(two: RankPool, message: Callable[[Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["native", "torch"])
+@pytest.mark.parametrize("engine", ["native", pytest.param("torch", marks=needs("torch"))])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_waits_for_its_part_of_the_passes(two: RankPool, engine: str, name: str) -> None:
     """Our engine says so of itself too."""

@@ -13,6 +13,7 @@ from repro.engines import build_engine
 from repro.measure.collectives import CollectiveWatch
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import CommLedger
+from tests.engines.needs import needs
 from tests.pool import RankPool
 from tests.training import LEARNING, micro_batches, smallest, tiny
 
@@ -73,6 +74,7 @@ def test_products_counted_both_ways(four: RankPool) -> None:
             assert len(watch) > 2
 
 
+@needs("torch")
 @pytest.mark.parametrize("zero", range(4))
 def test_what_torchs_strategies_send(two: RankPool, zero: int) -> None:
     """DDP's all-reduce, ZeroRedundancyOptimizer's broadcasts after it, FSDP2's gathers: in elements.

@@ -10,10 +10,11 @@ import torch
 
 from repro.config import Layout
 from repro.config.enums import Category
-from repro.engines import build_engine, missing
+from repro.engines import build_engine
 from repro.measure.memory import MemoryTracker, _with_total
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
+from tests.engines.needs import needs
 from tests.pool import RankPool
 from tests.training import micro_batches, smallest, tiny
 
@@ -57,18 +58,14 @@ def follow(layout: Layout, engine: str) -> tuple[int, dict[str, int]]:
     return tracker.operators, tracker.peak
 
 
-def installed(engine: str) -> Any:
-    return pytest.mark.skipif(bool(missing(engine)), reason=missing(engine))
-
-
 BF16 = {"dp": 2, "micro_batch": 2, "precision": "bf16"}
 CASES = [
     *(("native", {**BF16, "zero": zero}) for zero in range(4)),
     ("native", {"tp": 2, "micro_batch": 2, "recompute": True, "pa": True, "pa_cpu": True}),
     ("native", {"pp": 2, "micro_batch": 1, "global_batch": 4}),
-    *(("torch", {**BF16, "zero": zero}) for zero in range(4)),
-    *(pytest.param("deepspeed", {**BF16, "zero": z}, marks=installed("deepspeed")) for z in range(4)),
-    *(pytest.param("megatron", {**BF16, "zero": z}, marks=installed("megatron")) for z in range(2)),
+    *(pytest.param("torch", {**BF16, "zero": z}, marks=needs("torch")) for z in range(4)),
+    *(pytest.param("deepspeed", {**BF16, "zero": z}, marks=needs("deepspeed")) for z in range(4)),
+    *(pytest.param("megatron", {**BF16, "zero": z}, marks=needs("megatron")) for z in range(2)),
 ]
 
 

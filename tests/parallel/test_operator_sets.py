@@ -214,6 +214,20 @@ def test_dropout_of_the_weights_is_one_operator(kernels: str) -> None:
     }
 
 
+def test_fused_kernels_write_the_scores_where_weights_are_dropped_and_not_in_fp32() -> None:
+    """As the softmax set does: what the simulation counts is what runs."""
+    fused, softmax = traced("fused", DROPOUT), traced("softmax", DROPOUT)
+    seen = [
+        sorted(
+            (o.name, n, o.read, o.written) for n, o in found.operators() if max(o.read, o.written) >= SCORES
+        )
+        for found, _ in (fused, softmax)
+    ]
+    assert seen[0] == seen[1]
+    assert seen[0]
+    assert max(written for _, _, _, written in seen[0]) < 2 * SCORES, "fp32 scores have twice these bytes"
+
+
 def test_operators_outside_attention() -> None:
     """Biases, GELU, dropouts and residuals: one operator each, and none for a dropout of nothing."""
     names = {

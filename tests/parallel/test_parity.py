@@ -11,6 +11,7 @@ import torch
 from repro.config import Experiment, Layout, Model
 from repro.engines import build_engine
 from repro.parallel import mesh as meshes
+from tests.engines.needs import needs
 from tests.pool import RankPool
 from tests.training import LEARNING, TINY, Trained, micro_batches, smallest, tiny, train
 
@@ -137,6 +138,7 @@ def test_mixed_precision_equals_one_process_within_its_rounding(
         assert trained.scale == expected.scale
 
 
+@needs("torch")
 def test_one_process_is_what_torch_computes() -> None:
     """The reference itself: our step on one rank against torch's modules, autograd and torch.optim.AdamW."""
     assert_same([alone()], train(tiny(Layout(micro_batch=BATCH), engine="torch")), 1e-5, 1e-5)

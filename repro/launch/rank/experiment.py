@@ -21,6 +21,7 @@ from repro.launch.rank import gpu_settings
 from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
 from repro.launch.rank.inputs import Inputs
 from repro.launch.rank.on_network import OnNetwork
+from repro.launch.rank.repeatable import deterministic
 from repro.launch.rank.series import Diverged, Series
 from repro.measure.collectives import CollectiveWatch
 from repro.measure.kernels import KernelTally
@@ -246,7 +247,7 @@ class Run:
         scale = self.engine.loss_scale()
         if scale is not None:
             self.series.scales.append(scale.clone())
-        with self.kernels.counting():
+        with deterministic(self.experiment.training.deterministic), self.kernels.counting():
             self.series.norms.append(self.engine.step(micro_batches, phase))
         self.index += 1
         if self.left and self.inputs.early:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from repro.config import Experiment, Layout
-from repro.engines import build_engine, missing
+from repro.engines import build_engine
 from repro.parallel import mesh as meshes
+from tests.engines.needs import needs
 from tests.training import Trained, micro_batches, smallest, tiny
 
-needs_megatron = pytest.mark.skipif(bool(missing("megatron")), reason=missing("megatron"))
+needs_megatron = needs("megatron")
 
 
 def build(experiment: Experiment) -> Any:

@@ -13,9 +13,11 @@ from repro.config import Layout
 from repro.engines import build_engine
 from repro.measure.collectives import CollectiveWatch
 from repro.parallel import mesh as meshes
+from tests.engines.needs import needs
 from tests.pool import RankPool
 from tests.training import TINY, micro_batches, tiny
 
+pytestmark = needs("torch")
 Rows = dict[tuple[str, str], tuple[int, int]]
 
 

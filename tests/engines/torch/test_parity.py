@@ -11,10 +11,12 @@ import torch
 from repro.config import Layout, Model
 from repro.engines import build_engine
 from repro.parallel import mesh as meshes
+from tests.engines.needs import needs
 from tests.parallel.test_parity import BATCH, alone
 from tests.pool import RankPool
 from tests.training import LEARNING, Trained, smallest, tiny, train
 
+pytestmark = needs("torch")
 COSINE: dict[str, Any] = {**LEARNING, "schedule": "cosine", "min_lr": 3e-4}
 """The weights move as far as in 20 steps of the ordinary rate."""
 DROPPED: dict[str, Any] = {"steps": 6, "dropout": 0.1, "attention_dropout": 0.1}
