@@ -58,13 +58,16 @@ def test_every_system_loads_and_every_number_has_a_source(name: str) -> None:
 
 def test_published_numbers() -> None:
     dgx = {"dgx1-v100-16gb", "dgx1-v100-32gb", "dgx2", "dgx2h", "dgx-a100-40gb", "dgx-h100", "dgx-h200"}
-    assert dgx | {"llama3-h100", "lowbw-v100", "selene", "yuan", "local"} == set(names())
+    today = {"llama3-h100", "dgx-b200", "gb200-nvl72", "mi300x"}
+    assert dgx | today | {"lowbw-v100", "selene", "yuan", "local"} == set(names())
     dgx2 = load("dgx2")
     assert (dgx2.devices_per_node.value, dgx2.nodes.value) == (16, 25)
     assert dgx2.peak("fp16") == 125e12
     assert dgx2.link_per_device("inter-node") == 6.25e9
     assert load("lowbw-v100").link_per_device("inter-node") == 1.25e9
     assert load("selene").link_per_device("inter-node") == 25e9
+    for name in ("dgx-b200", "gb200-nvl72", "mi300x"):  # 400 Gb/s for each device
+        assert load(name).link_per_device("inter-node") == 50e9
     assert load("yuan").device.memory_bytes.value is None
     with pytest.raises(ConfigError, match=r"precision = 'bf16': must be one that NVIDIA V100"):
         dgx2.peak("bf16")

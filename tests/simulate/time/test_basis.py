@@ -28,6 +28,9 @@ def record(system: str, **differs: object) -> ExperimentRecord:
         ("dgx-h200", PUBLISHED),
         ("yuan", PUBLISHED),
         ("dgx2", BOUND),
+        ("dgx-b200", BOUND),
+        ("gb200-nvl72", BOUND),
+        ("mi300x", BOUND),
         ("gone.toml", ""),
     ],
 )
