@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from repro import cli, suites, systems
-from repro.calibrate import plan
+from repro.calibrate import clock, plan
 from repro.calibrate.command import calibrate
 from repro.calibrate.fit import rate_of
 from repro.calibrate.machines import Here
@@ -25,6 +25,7 @@ from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
 from repro.launch.local import launch
 from repro.simulate.trace.roles import roles, trace
+from tests.calibrate.small_cache import CACHE
 from tests.training import tiny
 
 SMALL_CACHE = "tests.calibrate.small_cache:run_rank"
@@ -114,6 +115,7 @@ def test_one_rank_has_no_collectives(
         return {"outcome": "ok", "results": [found[first.key]], "load": 0.0}
 
     monkeypatch.setattr(Here, "measure", measure)
+    monkeypatch.setattr(clock, "cache_bytes", lambda device: CACHE)
     path = tmp_path / "one.toml"
     asked = ["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick", "--json"]
     assert cli.main(asked) == 0

@@ -122,8 +122,12 @@ def hand_over(
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        *(("dp1", "fp16"), ("dp2-z0", "fp32"), ("dp2-z1", "bf16"), ("dp2-z2", "fp16"), ("dp2-z3", "fp32")),
-        *(("dp2-z3", "fp16"), ("tp2", "bf16"), ("pp2", "fp32"), ("tp2-dp2-z3", "bf16")),
+        *(("dp1", "fp16"), ("dp2-z2", "fp16"), ("dp2-z3", "fp16"), ("tp2", "bf16"), ("pp2", "fp32")),
+        ("tp2-dp2-z3", "bf16"),
+        *(
+            pytest.param(f"dp2-z{zero}", precision, marks=pytest.mark.slow)
+            for zero, precision in ((0, "fp32"), (1, "bf16"), (3, "fp32"))
+        ),
     ],
 )
 def test_the_same_layout_goes_on_to_the_bit(

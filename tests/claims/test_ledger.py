@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites
 from repro.claims.judge import experiments, judge
 from repro.claims.ledger import ITSELF, Ledger
-from repro.claims.reader import load
 from repro.claims.results import (
     BAD,
     GOOD,
@@ -23,6 +21,7 @@ from repro.claims.results import (
 )
 from repro.claims.tolerance import RELATIVE
 from repro.config import ConfigError
+from tests import committed
 
 IDS = [
     "zero-mem-formula-baseline",
@@ -138,7 +137,7 @@ IDS = [
 
 @pytest.fixture(scope="module")
 def ledger() -> Ledger:
-    return load()
+    return committed.ledger()
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +356,7 @@ def test_evidence_reads_experiments_that_a_suite_has(ledger: Ledger) -> None:
     folder = Path(__file__).parents[2] / "suites"
     known = {
         f"{suite.name}/{entry.experiment.name}"
-        for suite in (suites.load(path) for path in folder.glob("*.toml"))
+        for suite in (committed.suite(path) for path in folder.glob("*.toml"))
         for entry in suite.entries
     }
     for claim in ledger.claims:

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from repro import suites
 from repro.claims.expression import arguments
 from repro.claims.judge import experiments, judge, judge_claim
-from repro.claims.reader import load
 from repro.claims.records import Missing, Records
 from repro.claims.results import (
     NOT_COMPARABLE,
@@ -24,10 +22,11 @@ from repro.claims.tolerance import accepted
 from repro.config import Experiment, Layout, Model
 from repro.launch.simulated import attempt, system_of
 from repro.results.schema import ExperimentRecord
+from tests import committed
 from tests.claims import made_up
 from tests.records import changed
 
-LEDGER = load()
+LEDGER = committed.ledger()
 SIZES = {"a": 1e9, "b": 2e9, "c": 4e9}
 
 
@@ -75,7 +74,7 @@ def test_a_failure_says_where_and_at_what() -> None:
 
 def test_ddps_copies_decide_whether_1p5b_fits() -> None:
     """1.4B fits a V100 beside them and 1.5B does not, which it would without (ZERO3 p.2, DS-FEB20 README)."""
-    suite = suites.load(Path(__file__).parents[2] / "suites/zero_memory.toml")
+    suite = committed.suite(Path(__file__).parents[2] / "suites/zero_memory.toml")
     ended = {}
     for name in ("dp-mp1-1.4b", "dp-mp1-1.5b"):
         for view in (False, True):
@@ -182,7 +181,7 @@ def test_what_is_missing_says_how_to_simulate_it() -> None:
 
 
 def simulated(suite: str, *names: str) -> list[ExperimentRecord]:
-    loaded = suites.load(Path(__file__).parents[2] / "suites" / f"{suite}.toml")
+    loaded = committed.suite(Path(__file__).parents[2] / "suites" / f"{suite}.toml")
     found = [loaded.entry(name).experiment for name in names]
     return [attempt(experiment, system_of(experiment), suite) for experiment in found]
 
@@ -210,7 +209,7 @@ def test_table_1_comes_out_with_the_papers_own_digits() -> None:
 
 KNOWN = {
     f"{suite.name}/{entry.experiment.name}": entry.experiment
-    for suite in (suites.load(path) for path in (Path(__file__).parents[2] / "suites").glob("*.toml"))
+    for suite in (committed.suite(path) for path in (Path(__file__).parents[2] / "suites").glob("*.toml"))
     for entry in suite.entries
 }
 

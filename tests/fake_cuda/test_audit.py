@@ -94,7 +94,7 @@ QUICK = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stand-in for CUDA's runtime, compiled."""
     torch_home, library = Path(torch.__file__).parent, tmp_path_factory.mktemp("fake_cuda") / "runtime.so"
@@ -105,27 +105,6 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr[:3000]
     return library
-
-
-def audited(runtime: Path, cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the audit says of each case, in a process of its own."""
-    command = [sys.executable, "-m", "tests.fake_cuda.audit", str(runtime)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    lines = "".join(json.dumps(each) + "\n" for each in cases)
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
-
-
-def test_nothing_is_asked_that_cuda_refuses(runtime: Path) -> None:
-    found = audited(runtime, QUICK)
-    assert {name: answer["broken"] for name, answer in found.items()} == {each["name"]: [] for each in QUICK}
-    for each in QUICK:
-        expected = ["cuda"] if each["kernels"] else ["torch: no NVRTC"]
-        assert found[each["name"]]["ran"] in (
-            expected,
-            [] if each["layout"]["kernels"] == "reference" else expected,
-        )
 
 
 FAULTS = {
@@ -171,17 +150,43 @@ FAULTS = {
 }
 
 
-def test_faults_are_found(runtime: Path) -> None:
-    cases = [{**where, "name": fault, "fault": change} for fault, (change, where, _) in FAULTS.items()]
-    for fault, answer in audited(runtime, cases).items():
-        assert any(FAULTS[fault][2] in broken for broken in answer["broken"]), (fault, answer["broken"])
+WIDE = case(kernels="reference")
+WIDE |= {"name": "wide", "model": {**GPT2, "hidden": 2048, "heads": 16}}
 
 
-def test_torchs_adamw_has_few_calls(runtime: Path) -> None:
+@pytest.fixture(scope="module")
+def audited(runtime: Path) -> dict[str, dict[str, Any]]:
+    """What the audit says of each case, all in one process: importing torch on the stand-in costs more than a case."""
+    faulty = [{**where, "name": fault, "fault": change} for fault, (change, where, _) in FAULTS.items()]
+    cases = [*QUICK, *faulty, WIDE]
+    command = [sys.executable, "-m", "tests.fake_cuda.audit", str(runtime)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    lines = "".join(json.dumps(each) + "\n" for each in cases)
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
+
+
+def test_nothing_is_asked_that_cuda_refuses(audited: dict[str, dict[str, Any]]) -> None:
+    for each in QUICK:
+        found = audited[each["name"]]
+        assert found["broken"] == [], each["name"]
+        expected = ["cuda"] if each["kernels"] else ["torch: no NVRTC"]
+        assert found["ran"] in (
+            expected,
+            [] if each["layout"]["kernels"] == "reference" else expected,
+        )
+
+
+def test_faults_are_found(audited: dict[str, dict[str, Any]]) -> None:
+    for fault, (_, _, said) in FAULTS.items():
+        broken = audited[fault]["broken"]
+        assert any(said in each for each in broken), (fault, broken)
+
+
+def test_torchs_adamw_has_few_calls(audited: dict[str, dict[str, Any]]) -> None:
     """A baseline of a call for every 2**20 elements would flatter our kernel by a tenth of a step."""
-    wide = case(kernels="reference")
-    wide["model"] = {**GPT2, "hidden": 2048, "heads": 16}
-    (answer,) = audited(runtime, [wide]).values()
+    answer = audited["wide"]
     assert answer["broken"] == []
     # Two steps over a bucket each of matrices and of vectors; 12 h^2 + V h + ... = 51 M elements in pieces of 2**24.
     assert 0 < answer["updates"] <= 2 * (51_000_000 // 2**24 + 8)

@@ -21,7 +21,7 @@ except Unavailable as error:
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
-@pytest.mark.parametrize("architecture", [70, 80, 90])
+@pytest.mark.parametrize("architecture", [70, pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("program", families.examples(), ids=lambda program: program.name)
 def test_compiles_without_spills(program: Program, architecture: int) -> None:
     if architecture not in ARCHITECTURES:

@@ -62,9 +62,17 @@ def states(psi: int, nd: int, stage: int, precision: str) -> tuple[float, float,
     )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("pool", ["two", "four"])
+STATES = [
+    pytest.param(
+        pool, zero, precision, marks=pytest.mark.slow if pool == "four" and precision != "fp16" else ()
+    )
+    for pool in ("two", "four")
+    for zero in range(4)
+    for precision in ("bf16", "fp32", "fp16")
+]
+
+
+@pytest.mark.parametrize(("pool", "zero", "precision"), STATES)
 def test_states_are_what_the_paper_says_to_the_byte(
     request: pytest.FixtureRequest, pool: str, zero: int, precision: str
 ) -> None:

@@ -105,6 +105,7 @@ def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout:
     assert_same(found, alone(model=model, **training), 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("varied", VARIED)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_each_alone(two: RankPool, zero: int, varied: str) -> None:
@@ -116,8 +117,19 @@ def test_each_alone(two: RankPool, zero: int, varied: str) -> None:
     assert_same(found, alone(model=model, steps=6, **training), 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", [*LAYOUTS[:4], LAYOUTS[5], LAYOUTS[14], LAYOUTS[-2]], ids=name_of)
+MIXED = [
+    pytest.param(
+        layout,
+        precision,
+        id=f"{name_of(layout)}-{precision}",
+        marks=pytest.mark.slow if precision == "bf16" and layout.zero < 3 else (),
+    )
+    for layout in (*LAYOUTS[:4], LAYOUTS[5], LAYOUTS[14], LAYOUTS[-2])
+    for precision in ("bf16", "fp16")
+]
+
+
+@pytest.mark.parametrize(("layout", "precision"), MIXED)
 def test_mixed_precision_equals_one_process_within_its_rounding(
     request: pytest.FixtureRequest, layout: Layout, precision: str
 ) -> None:

@@ -95,7 +95,11 @@ def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout)
     assert_same(whole(found), expected, 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[2], LAYOUTS[5], LAYOUTS[9], EIGHT[1]], ids=name_of)
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[1], LAYOUTS[2], LAYOUTS[5], LAYOUTS[9], pytest.param(EIGHT[1], marks=pytest.mark.slow)],
+    ids=name_of,
+)
 def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout: Layout) -> None:
     """With recomputation, tiny buckets and dropout it is still one process's run."""
     settings, training = EVERYTHING
@@ -104,7 +108,7 @@ def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout:
     assert_same(whole(found), alone(model=model, **training), 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_low_precision_on_three_axes(eight: RankPool, precision: str) -> None:
     """Scaled losses and skipped steps are the same on all stages, and close to one process's."""
     layout = replace(EIGHT[0], zero=1, precision=precision)
@@ -170,8 +174,24 @@ def _live_activations(experiment: Experiment) -> dict[str, Any]:
 # -- communication -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *EIGHT], ids=name_of)
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+SHOWN_IN_SHAPE = [LAYOUTS[2], LAYOUTS[7], EIGHT[1], EIGHT[2]]
+RECOMPUTED = [
+    layout for layout in [*LAYOUTS, *EIGHT] if layout in SHOWN_IN_SHAPE or (layout.tp, layout.dp) == (2, 1)
+]
+"""Recomputation is to change what tp sends, and nothing else."""
+TRAFFIC = [
+    pytest.param(
+        layout,
+        recompute,
+        id=f"{name_of(layout)}{'-recompute' * recompute}",
+        marks=pytest.mark.slow if recompute and layout not in RECOMPUTED else (),
+    )
+    for recompute in (False, True)
+    for layout in (*LAYOUTS, *EIGHT)
+]
+
+
+@pytest.mark.parametrize(("layout", "recompute"), TRAFFIC)
 def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, recompute: bool) -> None:
     """2104.04473 sec. 3.2: bsh per boundary, direction and micro-batch; tp and dp as without a pipeline."""
     experiment = two_steps(layout) if recompute else all_steps(layout)
@@ -226,7 +246,7 @@ def _check_data_parallel(layout: Layout, rows: dict[Any, Any], psi: int) -> None
         assert rows["all_gather", "dp", "parameters"]["payload_bytes"] == 4 * psi
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[7], EIGHT[1], EIGHT[2]], ids=name_of)
+@pytest.mark.parametrize("layout", SHOWN_IN_SHAPE, ids=name_of)
 def test_shape_only_counts_what_gloo_sends(request: pytest.FixtureRequest, layout: Layout) -> None:
     """Every stage runs on meta tensors, and counts the same messages."""
     experiment = two_steps(layout)

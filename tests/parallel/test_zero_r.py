@@ -55,12 +55,15 @@ def twins(dp: int, **settings: Any) -> Layout:
     return replace(TP, dp=dp, micro_batch=BATCH // dp // 2, global_batch=BATCH, **settings)
 
 
+SINGLY = [*(replace(TP, **switch) for switch in (CPU, MD)), replace(TP, tp=4, **PA), twins(2, zero=1, **ALL)]
+"""What others of `PARITY` have together."""
 PARITY = [
-    *(replace(TP, **switch) for switch in (PA, CPU, MD, ALL)),
-    *(replace(TP, tp=4, **switch) for switch in (PA, ALL)),
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in SINGLY),
+    *(replace(TP, **switch) for switch in (PA, ALL)),
+    replace(TP, tp=4, **ALL),
     replace(TP, sp=True, pa_cpu=True, **MD),
     twins(2, zero=0, **ALL, **FUSED),
-    *(twins(2, zero=z, **ALL) for z in (1, 2, 3)),
+    *(twins(2, zero=z, **ALL) for z in (2, 3)),
     twins(2, zero=2, **PA, **FUSED),
     *(twins(2, tp=1, zero=z, **FUSED) for z in (0, 1)),
     twins(2, tp=1, zero=0, gradient_as_bucket_view=False, **FUSED),

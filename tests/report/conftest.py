@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from repro.claims import reader
+from repro.claims import commands, reader
 from repro.report import evidence
 from repro.report.evidence import JudgedStore
 from repro.report.exports import artifact
@@ -43,14 +43,19 @@ def built(report: Report) -> Path:
 
 
 READ_ONCE = functools.cache(reader.load)
+ONE_CATALOGUE = functools.cache(commands.Catalogue)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_ledger() -> Iterator[None]:
-    """The ledger's files, which no test here changes, are read and checked once."""
+def read_once() -> Iterator[None]:
+    """The ledger's and the suites' files, which no test here changes, are read and checked once."""
+    from repro.report.page import build
+
     with pytest.MonkeyPatch.context() as patch:
         for module in (reader, evidence, artifact):
             patch.setattr(module, "load", READ_ONCE)
+        for module in (commands, artifact, build):
+            patch.setattr(module, "Catalogue", ONE_CATALOGUE)
         yield
 
 

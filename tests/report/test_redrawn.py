@@ -23,7 +23,7 @@ from repro.report.figures.values import Ours, Value, View
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.record import failed_record
 from repro.simulate.time.basis import PUBLISHED
-from repro.suites.read import load as load_suite
+from tests import committed
 from tests.records import changed
 
 SUITES = Path(__file__).parents[2] / "suites"
@@ -77,7 +77,7 @@ def records() -> tuple[ExperimentRecord, ...]:
         here = ("smoke", "machine", "kernels", "quality", "convergence")
         if path.stem in here or path.stem.startswith("windtunnel"):
             continue
-        suite = load_suite(path)
+        suite = committed.suite(path)
         for entry in suite.entries:
             e = entry.experiment
             if e.name.startswith("twin"):

@@ -11,9 +11,7 @@ import pytest
 import synthetic
 from overlaps import troubles
 
-from repro import suites
 from repro.claims.judge import experiments, judge
-from repro.claims.reader import load
 from repro.cli import main
 from repro.cli.views import validate
 from repro.report.figures import draw_all, validation
@@ -40,15 +38,16 @@ from repro.validate.published import (
     families,
     points,
 )
+from tests import committed
 from tests.records import changed
 
-LEDGER = load()
+LEDGER = committed.ledger()
 FOLDER = Path(__file__).parents[2] / "suites"
 
 
 def record(suite: str, name: str, flops: float, samples: float = 100.0) -> ExperimentRecord:
     """A run of a suite with invented rates, in the shape of a simulated record."""
-    (entry,) = (e for e in suites.load(FOLDER / f"{suite}.toml").entries if e.experiment.name == name)
+    (entry,) = (e for e in committed.suite(FOLDER / f"{suite}.toml").entries if e.experiment.name == name)
     metrics = {
         "hardware_flops_per_s.device": flops,
         "hardware_flops_per_s": flops * entry.experiment.layout.world,
@@ -148,7 +147,7 @@ def test_every_row_about_time_reads_experiments_that_exist() -> None:
     known = {
         f"{path.stem}/{entry.experiment.name}"
         for path in FOLDER.glob("*.toml")
-        for entry in suites.load(path).entries
+        for entry in committed.suite(path).entries
     }
     for claim in LEDGER.claims:
         for row in claim.rows:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from repro import suites
 from repro.claims.expression import arguments
 from repro.claims.judge import experiments
 from repro.claims.reader import load as load_ledger
 from repro.results.curves import STRETCH
+from tests import committed
 
-SUITE = suites.load(Path(__file__).parents[2] / "suites" / "convergence.toml")
+SUITE = committed.suite(Path(__file__).parents[2] / "suites" / "convergence.toml")
 EXPERIMENTS = {entry.experiment.name: entry.experiment for entry in SUITE.entries}
 REFERENCE = EXPERIMENTS["fp32"]
 CONTROLS = {name for name in EXPERIMENTS if name.startswith("order-")}

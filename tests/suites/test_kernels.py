@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from repro import suites
+from tests import committed
 
 FOLDER = Path(__file__).parents[2] / "suites"
 
 
 def test_compared_layouts_differ_by_their_operators_alone() -> None:
-    suite = suites.load(FOLDER / "kernels.toml")
+    suite = committed.suite(FOLDER / "kernels.toml")
     assert len(suite.comparisons) == 7
     for comparison in suite.comparisons:
         members = [suite.entry(name).experiment for name in (comparison.baseline, *comparison.subjects)]

@@ -7,14 +7,15 @@ from statistics import median
 
 import pytest
 
-from repro import suites, systems
+from repro import systems
 from repro.claims.reader import load as load_ledger
 from repro.models.parameters import total
 from repro.simulate.time.calibration_points import calibration_points
 from repro.simulate.time.predict import predict
 from repro.simulate.trace.roles import trace_roles
+from tests import committed
 
-ENTRIES = suites.load(Path(__file__).parents[2] / "suites/one_node.toml").entries
+ENTRIES = committed.suite(Path(__file__).parents[2] / "suites/one_node.toml").entries
 EXPERIMENTS = {entry.experiment.name: entry.experiment for entry in ENTRIES}
 PRINTED = {
     "mpt-760m": 760_470_528,

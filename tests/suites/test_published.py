@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites
-from repro.claims.reader import load as load_ledger
 from repro.config import Experiment
+from tests import committed
 
 FOLDER = Path(__file__).parents[2] / "suites"
 
 
 def published(name: str) -> dict[str, Experiment]:
     """The experiments of a suite that are not for the machine at hand."""
-    entries = suites.load(FOLDER / f"{name}.toml").entries
+    entries = committed.suite(FOLDER / f"{name}.toml").entries
     return {e.experiment.name: e.experiment for e in entries if e.experiment.system != "local"}
 
 
@@ -120,7 +119,7 @@ UNPUBLISHED = {
 def table1() -> dict[str, dict[str, int]]:
     """The lines of MEG2 Table 1 as the ledger has them, by the name of the experiment."""
     lines = {}
-    for row in load_ledger().claim("meg2-table1-weak-scaling").rows:
+    for row in committed.ledger().claim("meg2-table1-weak-scaling").rows:
         line = row.label.partition(":")[0].lower().replace("1008b", "1t")
         numbers = {key: value for key, value in row.variables.items() if isinstance(value, int)}
         lines[f"table1-{line}"] = numbers
@@ -201,7 +200,7 @@ def test_ddp_of_2020_is_where_the_source_says_ddp() -> None:
 def lines(claim: str, column: str) -> list[tuple[dict[str, float], str, int]]:
     """The lines of a claim's table: its numbers, its label, and the printed value of `column`."""
     found = []
-    for row in load_ledger().claim(claim).rows:
+    for row in committed.ledger().claim(claim).rows:
         if row.label.endswith(f": {column}") and row.printed is not None:
             numbers = {key: value for key, value in row.variables.items() if isinstance(value, int)}
             found.append((numbers, row.label.partition(":")[0], int(row.printed.value)))
@@ -253,7 +252,9 @@ def test_software_is_named_wherever_time_is_predicted() -> None:
 
 def test_yuans_pipeline() -> None:
     layout = YUAN["yuan-245b"].layout
-    rows = {row.label: row.printed.value for row in load_ledger().claim("yuan-config").rows if row.printed}
+    rows = {
+        row.label: row.printed.value for row in committed.ledger().claim("yuan-config").rows if row.printed
+    }
     assert (layout.tp, layout.pp, layout.dp, layout.micro_batch) == (8, 38, 7, 1)
     assert layout.accumulation == rows["micro-batches per pipeline"] == 480
     assert {len(part) for part in layout.parts(76)} == {2} == {rows["layers per stage"]}
@@ -269,7 +270,7 @@ def test_c1_to_c5_are_the_papers_table_3() -> None:
         "5": (2, True, True, True, True),
     }
     seen = set()
-    for entry in suites.load(FOLDER / "zero_r.toml").entries:
+    for entry in committed.suite(FOLDER / "zero_r.toml").entries:
         name, layout = entry.experiment.name, entry.experiment.layout
         if match := re.search(r"-c(\d)", name):
             found = (layout.zero, layout.cb, layout.md, layout.pa, layout.pa_cpu)
@@ -291,7 +292,7 @@ FAMILIES = sorted(
 @pytest.mark.parametrize("suite", FAMILIES)
 def test_twins_rehearse_every_suite_on_one_machine(suite: str) -> None:
     """Few processes and steps, ends that come soon, and a turn of every comparison that a cluster would make."""
-    loaded = suites.load(FOLDER / f"{suite}.toml")
+    loaded = committed.suite(FOLDER / f"{suite}.toml")
     twins = {e.experiment.name: e.experiment for e in loaded.entries if e.experiment.system == "local"}
     assert twins
     assert published(suite)
@@ -305,7 +306,7 @@ def test_twins_rehearse_every_suite_on_one_machine(suite: str) -> None:
 
 def test_published_sizes_are_compared_apart() -> None:
     """Two of them do not fit a device together; each turn has its untimed steps and at least one that counts."""
-    compared = {suite: suites.load(FOLDER / f"{suite}.toml").comparisons for suite in FAMILIES}
+    compared = {suite: committed.suite(FOLDER / f"{suite}.toml").comparisons for suite in FAMILIES}
     assert sum(map(bool, compared.values())) >= 5
     for suite, comparisons in compared.items():
         assert all(one.apart and one.rounds >= 3 for one in comparisons), suite

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites
 from repro.claims.formulas import gpt_params
 from repro.claims.reader import load as load_ledger
 from repro.config import Experiment
 from repro.launch.outlook import outlook
 from repro.results.schema import MEASURED, SIMULATED
 from repro.results.store import Store
+from tests import committed
 from tests.records import changed, made_up
 
 SUITE_FOLDER = Path(__file__).parents[2] / "suites"
-SUITE = suites.load(SUITE_FOLDER / "quality.toml")
+SUITE = committed.suite(SUITE_FOLDER / "quality.toml")
 EXPERIMENTS = {entry.experiment.name: entry.experiment for entry in SUITE.entries}
 MEGATRON = {"355M": "quality-355m", "2.5B": "quality-2.5b", "8.3B": "quality-8.3b"}
 TURING, YUAN = "quality-turing-nlg-17b", "quality-yuan-245b"
@@ -95,7 +95,7 @@ def test_no_recipe_is_left_out() -> None:
 
 
 def test_yuans_layout_is_the_one_that_its_rate_is_predicted_for() -> None:
-    yuan = suites.load(SUITE_FOLDER / "yuan.toml").entry("yuan-245b").experiment
+    yuan = committed.suite(SUITE_FOLDER / "yuan.toml").entry("yuan-245b").experiment
     assert EXPERIMENTS[YUAN].layout == yuan.layout
 
 
@@ -119,7 +119,7 @@ def test_a_dry_run_says_what_recipes_hold_and_of_how_much(tmp_path: Path) -> Non
 
 
 def test_a_dry_run_says_what_does_not_fit_and_what_was_traced(tmp_path: Path) -> None:
-    entry = suites.load(SUITE_FOLDER / "turing_nlg.toml").entry("megatron-mp4")
+    entry = committed.suite(SUITE_FOLDER / "turing_nlg.toml").entry("megatron-mp4")
     asked = ([SUITE_FOLDER / "turing_nlg.toml"], ["megatron-mp4"], tmp_path, False, MEASURED, "")
     (row,) = outlook(*asked)
     assert row.memory.endswith("GB of 32.7 GB: does not fit")

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites
 from repro.config import Experiment
 from repro.launch.simulated import attempt, needs, system_of
 from repro.simulate.placement import Placement
 from repro.simulate.trace.roles import roles, shortened
+from tests import committed
 
 FOLDER = Path(__file__).parents[2] / "suites"
 EVERYTHING = {
     f"{suite.name}/{entry.experiment.name}": entry
-    for suite in (suites.load(path) for path in sorted(FOLDER.glob("*.toml")))
+    for suite in (committed.suite(path) for path in sorted(FOLDER.glob("*.toml")))
     for entry in suite.entries
 }
 SMALL = (

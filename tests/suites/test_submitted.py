@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites
 from repro.config import Experiment
 from repro.launch.slurm.site import profile
 from repro.launch.slurm.site.profile import Profile
@@ -15,11 +14,12 @@ from repro.launch.slurm.submission.intent import intend
 from repro.results.store import Store
 from repro.suites import Suite
 from repro.systems import load as load_system
+from tests import committed
 
 ROOT = Path(__file__).parents[2]
 PROFILES = {path.stem: profile.load(path) for path in sorted((ROOT / "slurm").glob("*.toml"))}
 SUITES = {
-    path.stem: suites.load(path)
+    path.stem: committed.suite(path)
     for path in sorted((ROOT / "suites").glob("*.toml"))
     if path.stem != "one_gpu" and not path.stem.startswith("windtunnel_")
 }

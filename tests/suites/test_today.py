@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites
 from repro.claims.reader import load as load_ledger
 from repro.config import Experiment
 from repro.models import flops
 from repro.models.parameters import total
 from repro.simulate.time.calibration_points import calibration_points
+from tests import committed
 
-ENTRIES = suites.load(Path(__file__).parents[2] / "suites/today.toml").entries
+ENTRIES = committed.suite(Path(__file__).parents[2] / "suites/today.toml").entries
 EXPERIMENTS = {entry.experiment.name: entry.experiment for entry in ENTRIES}
 PRINTED = {
     "mpt-1b-512": 1_315_950_592,

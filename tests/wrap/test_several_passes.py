@@ -102,8 +102,14 @@ def test_one_loss_of_several_forward_passes(two: RankPool, loss_of: Pass, zero: 
     assert_same(two.run(train, Plain, layout_of(zero), loss_of), alone(Plain, loss_of))
 
 
-@STAGES
-@pytest.mark.parametrize("kind", [Reentrant, Segments, Shared, DataDependent])
+UNUSUAL = [
+    pytest.param(kind, zero, marks=pytest.mark.slow if zero in (1, 2) and kind is not Segments else ())
+    for kind in (Reentrant, Segments, Shared, DataDependent)
+    for zero in range(4)
+]
+
+
+@pytest.mark.parametrize(("kind", "zero"), UNUSUAL)
 def test_unusual_modules_in_several_passes(two: RankPool, kind: type[nn.Module], zero: int) -> None:
     for loss_of in (once, pair, chain):
         assert_same(two.run(train, kind, layout_of(zero), loss_of), alone(kind, loss_of))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from repro.config.enums import ACCOUNTED
+from repro.config.enums import ACCOUNTED, Category
 from repro.simulate.memory.live import LiveBytes
 from repro.simulate.trace.events import Operator, PhaseStart
 from repro.simulate.trace.roles import Trace
 
 POINTS = 96
 STEPS = 10_000
-"""A record keeps bytes in whole parts of this many of the peak."""
+"""A record keeps bytes in whole parts of this many of the device's peak."""
 
 
 def over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, 
         elif isinstance(event, PhaseStart):
             phases.setdefault(min(POINTS - 1, len(found)), (event.name, event.micro_batch))
         seen()
-    unit = max(1, max(sum(point.values()) for point in found) // STEPS)
+    unit = max(1, max(sum(point.values()) - point[Category.HOST] for point in found) // STEPS)
     scaled = {
         category: [round(point[category] / unit) for point in found]
         for category in ACCOUNTED

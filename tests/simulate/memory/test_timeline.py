@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
 from repro import systems
 from repro.config import Experiment, Layout, Model
+from repro.config.enums import Category
 from repro.simulate.memory.timeline import POINTS, STEPS, over_step
 from repro.simulate.record import simulated_record
 from repro.simulate.step import simulate
+from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
 
 MODEL = Model(name="m", layers=4, hidden=256, heads=4, vocab=512, seq=128)
 
 
-def test_the_peak_and_the_states_are_those_of_the_step() -> None:
-    e = Experiment(
-        name="e",
-        model=MODEL,
-        layout=Layout(dp=4, zero=1, precision="fp16", micro_batch=2, recompute=True),
-        system="dgx2",
-    )
+LAYOUTS = {
+    "device": Layout(dp=4, zero=1, precision="fp16", micro_batch=2, recompute=True),
+    "host": Layout(tp=2, micro_batch=16, recompute=True, pa=True, pa_cpu=True, precision="fp16"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_peak_and_the_states_are_those_of_the_step(layout: Layout) -> None:
+    """The device's: what lies in host memory is a row of its own, and decides nothing."""
+    e = Experiment(name="e", model=MODEL, layout=layout, system="dgx2")
     found = simulate(e, systems.load("dgx2"), time=True)
     memory = simulated_record(e, found, systems.load("dgx2"), suite="s", wall_s=0.0).series.memory
     rows = {name: row if len(row) > 1 else row * POINTS for name, row in memory["bytes"].items()}
     assert {len(row) for row in rows.values()} == {POINTS}
+    assert (Category.HOST in rows) == layout.pa_cpu
+    rows.pop(Category.HOST, None)
     room = len(rows) * memory["unit"]
     peak = max(map(sum, zip(*rows.values(), strict=True))) * memory["unit"]
     assert abs(peak - found.roles[0].memory.peak_bytes) <= room
@@ -42,3 +53,18 @@ def test_without_time_the_step_is_laid_out_by_the_bytes_that_it_moves() -> None:
     assert series.memory == over_step(traced, lambda operator: operator.read + operator.written)
     starts = [part for part, _, _ in series.memory["phases"]]
     assert starts == sorted(set(starts))
+
+
+def test_of_the_moments_of_a_part_the_one_that_holds_most_on_the_device_is_kept() -> None:
+    """By hand, all in one part: 30 bytes on the device, then 20 beside 1000 of the host."""
+    step: list[Event] = [
+        PhaseStart("forward", 0),
+        Alloc(1, 20, Category.PARAMETERS, "empty", "model.py:1"),
+        Alloc(2, 10, Category.ACTIVATIONS, "mm", "model.py:2"),
+        Free(2),
+        Alloc(3, 1000, Category.HOST, "empty", "offload.py:3"),
+    ]
+    traced = SimpleNamespace(events=step, step_start=0, step_stop=len(step))
+    found = over_step(traced, lambda operator: 1.0)  # type: ignore[arg-type]
+    assert found["unit"] == 1
+    assert {key: row[0] for key, row in found["bytes"].items()} == {"parameters": 20, "activations": 10}

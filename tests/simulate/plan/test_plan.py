@@ -77,7 +77,8 @@ def test_a_given_cp_is_taken() -> None:
     assert {(x.cp, x.tp * x.pp * x.dp) for x in found} == {(4, 4)}
     assert {(x.dp, x.zero) for x in found if x.dp == 1 and x.pp == 1} == {(1, z) for z in range(4)}
     with Workers(1) as workers:
-        (row, *_) = plan(request(8, cp=2, tp=2, pp=2, global_batch=8, limit=10**8), workers).rows
+        given = {"tp": 2, "pp": 2, "zero": 1, "sp": False, "recompute": False, "micro_batch": 1}
+        (row, *_) = plan(request(8, cp=2, global_batch=8, limit=10**8, **given), workers).rows
     assert (row.layout.cp, row.layout.dp, row.outcome) == (2, 1, OK)
     assert row.comm["bytes_by_group"]["cp"] > 0
 

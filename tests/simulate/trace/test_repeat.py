@@ -89,8 +89,24 @@ def assert_same(whole: Trace, found: Trace) -> None:
     assert (whole.step_start, whole.step_stop) == (found.step_start, found.step_stop)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["", "dropout"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+DROPPING = (
+    *("one", "zero1", "zero3-recomputed", "sp-recomputed", "cp-sp-recomputed", "pa-cpu-md"),
+    *("1f1b-recomputed", "interleaved", "softmax", "unfused"),
+)
+"""Layouts of each way to draw what is dropped, and to draw it again."""
+REPEATED = [
+    pytest.param(
+        layout,
+        dropout,
+        id=f"{name}{'-dropout' if dropout else ''}",
+        marks=pytest.mark.slow if dropout and name not in DROPPING else (),
+    )
+    for name, layout in LAYOUTS.items()
+    for dropout in (0.0, 0.1)
+]
+
+
+@pytest.mark.parametrize(("layout", "dropout"), REPEATED)
 def test_every_event_is_that_of_a_trace_without_repeats(layout: Layout, dropout: float) -> None:
     training = Training(dropout=dropout, attention_dropout=dropout)
     experiment = Experiment(name="e", model=MODEL, layout=layout, training=training)
