@@ -141,6 +141,8 @@ def test_statistics_by_family() -> None:
     assert by_name["all rates"].median == pytest.approx(0.1)
     assert by_name["all rates"].worst.label == "40B: baseline per GPU"
     assert families([]) == []
+    (slow, _) = families(found(record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 0.6)))
+    assert (slow.points, slow.close, slow.median) == (1, 0, pytest.approx(0.4))
 
 
 def test_every_row_about_time_reads_experiments_that_exist() -> None:

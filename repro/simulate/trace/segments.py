@@ -109,11 +109,11 @@ class Pass:
 
 
 def segment_of(
-    recorder: TraceRecorder, running: Pass, places: dict[int, int], result: Tensor, gradient: int = -1
+    recorder: TraceRecorder, running: Pass, places: dict[int, int], result: Tensor, gradient: int
 ) -> Segment:
     """What `running` has done until now, as a segment; `places` of storages by their numbers, to which its own come.
 
-    `result` is what it returns, `gradient` the storage that came in.
+    `result` is what it returns, `gradient` the storage that came in; -1: none.
     """
     returned = recorder.number(result)
     made = {call.gradient: call.operands[0] for call in running.calls if call.gradient >= 0}

@@ -193,6 +193,8 @@ def test_the_order() -> None:
     assert ideal_s(asked, replace(plain, recompute=True), {}) == pytest.approx(work * 7.465 / 5.616, rel=1e-3)
     piped = replace(plain, pp=2, dp=32)
     assert ideal_s(asked, piped, {}) == pytest.approx(work * 1.5)  # one of two micro-batches
+    chunked = replace(piped, schedule="interleaved", chunks=2)
+    assert ideal_s(asked, chunked, {}) == pytest.approx(work * 1.25)
     fast, slow = (PlanRow(plain, OK, SHALLOW, {"peak_bytes": 1}, {}, s) for s in (1.0, 2.0))
     full = PlanRow(plain, OOM, FULL, {"peak_bytes": 1}, {}, 0.1)
     assert sorted([full, slow, fast], key=order) == [fast, slow, full]
