@@ -10,12 +10,13 @@ import pytest
 
 from repro import models
 from repro.claims.commands import evaluations
-from repro.claims.judge import judge
-from repro.claims.reader import load
+from repro.claims.judge import judge_claim
+from repro.claims.records import Records
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, RowResult
 from repro.results.schema import EvaluationRecord, Record
 from repro.results.schema import read as read_record
 from repro.results.store import Store, read
+from tests import committed
 
 GPT2 = asdict(models.load("gpt2-1.5b"))
 
@@ -41,7 +42,7 @@ def scored(
 
 
 def row(claim: str, label: str, *records: Record) -> RowResult:
-    (result,) = [result for result in judge(load(), records) if result.claim.id == claim]
+    result = judge_claim(committed.ledger().claim(claim), Records(records))
     return next(row for row in result.rows if row.row.label == label)
 
 
@@ -56,7 +57,7 @@ def test_without_a_record_the_command_is_said() -> None:
         "`repro evaluate --weights DIR --task lambada --protocol gpt2 --data FILE`"
         in found.findings[0].reason
     )
-    (claim,) = [claim for claim in load().claims if claim.id == "tnlg-lambada"]
+    claim = committed.ledger().claim("tnlg-lambada")
     assert [command.text.split()[7] for command in evaluations(claim)] == ["megatron", "gpt2"]
 
 

@@ -8,16 +8,16 @@ import pytest
 
 from repro.claims.judge import judge_claim
 from repro.claims.ledger import Ledger
-from repro.claims.reader import load
 from repro.claims.records import Records
 from repro.claims.results import NOT_REPRODUCED, REPRODUCED
 from repro.results.schema import ExperimentRecord
+from tests import committed
 from tests.claims.made_up import record
 
 
 @pytest.fixture(scope="module")
 def ledger() -> Ledger:
-    return load()
+    return committed.ledger()
 
 
 PSI = 1_000_003

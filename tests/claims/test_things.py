@@ -10,6 +10,7 @@ from repro.claims.reader import load
 from repro.claims.table import summary, totals, why
 from repro.claims.things import Things, count
 from repro.results.schema import Record
+from tests import committed
 from tests.claims.made_up import record
 from tests.claims.test_judge import HEAD
 
@@ -67,7 +68,7 @@ def test_what_is_consistent_is_counted_apart(tmp_path: Path) -> None:
 
 def test_the_ledgers_cells_are_far_more_than_its_things() -> None:
     """95 analytic values are one formula of model-state bytes; before, the totals counted cells."""
-    counts = summary(judge(load(), []))
+    counts = summary(judge(committed.ledger(), []))
     found = counts["evidence"]["analytic"]
     assert found["rows_decided"] > 5 * found["things"]
 
@@ -77,6 +78,6 @@ def test_every_verdict_is_said_in_one_sentence(tmp_path: Path) -> None:
     (result,) = judge(load(tmp_path), [])
     expected = "The value that is the claim agrees with a paper's formula, evaluated from sizes (1 independent test)."
     assert why(result) == expected
-    for judged in judge(load(), []):
+    for judged in judge(committed.ledger(), []):
         assert why(judged).endswith(".")
         assert "\n" not in why(judged)

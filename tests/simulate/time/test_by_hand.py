@@ -132,6 +132,9 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     assert isinstance(late, OperatorBlock)
     assert late.seconds == pytest.approx(30 * US)
     assert dict(late.parts) == pytest.approx({"elementwise": 12 * US, "host": 18 * US})
+    assert compiler.items([add._replace(calls=3)]) == [
+        OperatorBlock(30 * US, (("elementwise", 4 * US), ("host", 26 * US)))
+    ]
     (long,) = compiler.items([add, reduced, Wait(7)])
     assert isinstance(long, OperatorBlock)
     assert long.seconds == pytest.approx(104 * US)
