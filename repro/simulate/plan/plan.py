@@ -13,7 +13,8 @@ What the allocator reserves beyond live bytes decides where these are within `MA
 in full, and so are the first ones of the plan.
 
 A plan that shows a few rows decides no more than it takes to know them: a row is left open once so many others are
-faster than it can be at all (`repro.simulate.plan.least`).  The first rows are those of a plan that times every layout.
+faster than it can be at all (`repro.simulate.plan.least`), or, where the allocator would have to decide, than its
+shallow traces say.  The first rows are those of a plan that decides every layout.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ MARGIN = 1.12
 """Reserved over live bytes at most, seen in full traces of models of published size (1.01 to 1.10)."""
 SEGMENTS = 40 * 2**20
 """... and what it may leave unused in its last segments (`repro.simulate.memory.pools`)."""
+WHOLE = 0.97
+"""A whole step takes at least so much of what its shallow traces say (tests/simulate/test_steptime.py: within 1 %)."""
 CONFIRMED = 3
 """So many of the first rows are traced in full."""
 AHEAD = 2
@@ -82,13 +85,15 @@ class Planner:
                 row.open = not self.no_time or self._is_close(row)
 
     def decide(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
-        """The answers for rows that are open."""
-        close = [row for row in rows if self._is_close(row)]
-        others = [row for row in rows if not self._is_close(row)]
-        self.time(others)
-        for row in others:
-            row.open = False
-        return [*others, *self.full(close)]
+        """The next that is to be known of rows that are open: their times, then what the allocator makes of them."""
+        untimed = [] if self.no_time else [row for row in rows if not row.time]
+        timed = [row for row in rows if row.time or self.no_time]
+        self.time(untimed)
+        for row in untimed:
+            row.open = self._is_close(row)
+            if row.time:
+                row.least_s = WHOLE * row.time["step_s"]
+        return [*untimed, *self.full(timed)]
 
     def _is_close(self, row: PlanRow) -> bool:
         """Whether the allocator decides if it fits."""

@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from repro.config import Experiment, Layout, Model, Training
+from repro.host.garbage import uncollected
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
 from repro.simulate.plan.least import Work
@@ -84,6 +85,7 @@ def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layo
     return replace(layout, pp=pp, dp=dp, stage_layers=(), micro_batch=micro_batch, global_batch=whole)
 
 
+@uncollected()
 def trace_family(
     model: Model, seq: int, layout: Layout, narrowest: int, widest: int
 ) -> tuple[dict[str, LayoutFamily], int]:

@@ -18,6 +18,7 @@ from typing import Any
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.host.garbage import uncollected
 from repro.models import flops
 from repro.parallel.pipeline.schedule import FORWARD, Action
 from repro.results.interval import StepInterval
@@ -26,6 +27,7 @@ from repro.simulate.plan.least import least_seconds
 from repro.simulate.plan.shallow import LayoutFamily
 from repro.simulate.plan.widen import widened
 from repro.simulate.time import calibration_points, efficiency
+from repro.simulate.time.account import OnlyTheEnd, StageTime
 from repro.simulate.time.basis import rests_on
 from repro.simulate.time.device import DeviceCost
 from repro.simulate.time.interval import all_cases, at, of_seconds
@@ -104,12 +106,17 @@ class Times:
         systems, cost = self._cases[key]
         network = SeveralNetworks(systems, _groups(layout))
         seconds = network.lanes(0.0)
-        for weight, _, timeline in self._timelines(layout, families, cost, network):
+        for weight, _, timeline in self._timelines(layout, families, cost, network, account=OnlyTheEnd):
             seconds = seconds + weight * timeline.step_s
         return of_seconds(found, (seconds[1:] * (step_s / seconds[0])).tolist())
 
     def _timelines(
-        self, layout: Layout, families: dict[str, LayoutFamily], cost: OperatorCost, network: Networks
+        self,
+        layout: Layout,
+        families: dict[str, LayoutFamily],
+        cost: OperatorCost,
+        network: Networks,
+        account: type[StageTime] = StageTime,
     ) -> Iterator[tuple[float, Point, Timeline]]:
         """The small schedules whose weighted sum is the step's: the weight of each, its size and its events."""
         layers = self.model.layers // (layout.pp * layout.chunks)
@@ -120,7 +127,7 @@ class Times:
             if weight:
                 programs = self._programs(layout, families, deep, cost, network)
                 for point, share in points(layout).items():
-                    yield weight * share, point, self._scheduled(layout, point, programs, network)
+                    yield weight * share, point, self._scheduled(layout, point, programs, network, account)
 
     def _cost(self, layout: Layout) -> tuple[DeviceCost, float]:
         key = layout.precision, layout.kernels
@@ -160,7 +167,12 @@ class Times:
         return found
 
     def _scheduled(
-        self, layout: Layout, point: Point, programs: dict[str, StageProgram], network: Networks
+        self,
+        layout: Layout,
+        point: Point,
+        programs: dict[str, StageProgram],
+        network: Networks,
+        account: type[StageTime],
     ) -> Timeline:
         stages, micro_batches = point
         small = _with(layout, stages, micro_batches)
@@ -171,6 +183,7 @@ class Times:
             network if stages == layout.pp else _Edges(network, stages),
             overlap_cost=network.overlap_cost,
             ranks_per_core=self.system.ranks_per_core,
+            account=account,
         )
 
     def _document(self, layout: Layout, point: Point, timeline: Timeline) -> dict[str, Any]:
@@ -209,6 +222,7 @@ class Times:
         return found
 
 
+@uncollected()
 def times_of(
     model: Model,
     seq: int,
@@ -220,6 +234,7 @@ def times_of(
     return [times.family(layouts, traced) for layouts, traced in families]
 
 
+@uncollected()
 def intervals_of(
     model: Model,
     seq: int,

@@ -11,7 +11,7 @@ from repro.config import Experiment, Layout, Model
 from repro.host.workers import Workers
 from repro.simulate.plan import plan as plans
 from repro.simulate.plan.candidates import Request
-from repro.simulate.plan.rows import OK, PlanRow
+from repro.simulate.plan.rows import OK, SHALLOW, PlanRow
 from repro.simulate.plan.shallow import family_of, trace_family
 from repro.simulate.plan.steptime import Times
 from repro.simulate.time.predict import predict
@@ -93,3 +93,31 @@ def test_the_first_rows_are_those_of_a_plan_that_times_every_layout(
     assert all(row.least_s >= third for row in few.rows if row.open)
     assert not any(row.open for row in whole.rows)
     assert len(timed) < every
+
+
+def test_the_allocator_is_asked_only_for_rows_that_may_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row near the limit is timed from shallow traces first, and open as far as these may be wrong."""
+    planner = plans.Planner(asked(8, 10**9), Workers(1))
+    live = planner.request.allocatable
+    rows = [
+        PlanRow(BASE, OK, SHALLOW, {"peak_bytes": live - 1}, open=True),
+        PlanRow(replace(BASE, zero=1), OK, SHALLOW, {"peak_bytes": live // 2}, open=True),
+    ]
+    traced: list[PlanRow] = []
+
+    def time(some: list[PlanRow]) -> None:
+        for row in some:
+            row.time = {"step_s": 2.0}
+
+    def full(some: list[PlanRow]) -> list[PlanRow]:
+        traced.extend(some)
+        return some
+
+    monkeypatch.setattr(planner, "time", time)
+    monkeypatch.setattr(planner, "full", full)
+    close, far = planner.decide(rows)
+    assert (close.open, far.open, traced) == (True, False, [])
+    assert close.seconds == plans.WHOLE * 2.0
+    assert far.seconds == 2.0
+    planner.decide([close])
+    assert traced == [close]
