@@ -51,7 +51,8 @@ class Group:
             payload = message.numel() * message.element_size()
             self.ledger.count(op, self.name, self.size, payload, purpose)
 
-    def _issued(self, work: Work) -> Work:
+    def _issued(self, work: Work, read: Tensor) -> Work:
+        work.hold(read)
         if self.blocking:
             work.wait()
         return work
@@ -59,19 +60,19 @@ class Group:
     def all_reduce(self, tensor: Tensor, op: str = SUM, purpose: str = "") -> Work:
         """Reduce `tensor` (contiguous, any shape) in place over the group."""
         self._count("all_reduce", tensor, purpose)
-        return self._issued(self.transport.all_reduce(tensor, op))
+        return self._issued(self.transport.all_reduce(tensor, op), tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
         """Sum flat `input` [n * k]; the rank's part comes in `output` [k], possibly a view of it."""
         assert input.numel() == output.numel() * self.size
         self._count("reduce_scatter", input, purpose)
-        return self._issued(self.transport.reduce_scatter(output, input))
+        return self._issued(self.transport.reduce_scatter(output, input), input)
 
     def all_gather(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
         """Concatenate the ranks' flat `input` [k] in `output` [n * k]; `input` may be a part of it."""
         assert output.numel() == input.numel() * self.size
         self._count("all_gather", output, purpose)
-        return self._issued(self.transport.all_gather(output, input))
+        return self._issued(self.transport.all_gather(output, input), input)
 
     def broadcast(self, tensor: Tensor, source: int, purpose: str = "") -> Work:
         """Copy `tensor` in place from the group's rank `source`."""
@@ -84,7 +85,7 @@ class Group:
         Messages of one channel between two ranks arrive in the order in which they were sent.
         """
         self._count("send", tensor, purpose)
-        return self.transport.send(tensor, to, channel)
+        return self.transport.send(tensor, to, channel).hold(tensor)
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
         """Receive the channel's next message from `source` in `tensor`; its sender has counted it."""

@@ -20,11 +20,17 @@ SUM, MAX = "sum", "max"
 class Work:
     """A collective under way.  `wait()` returns when its result may be used (on CUDA: enqueued after)."""
 
-    __slots__ = ("_finish", "_works")
+    __slots__ = ("_finish", "_held", "_works")
 
     def __init__(self, *works: dist.Work, finish: Callable[[], None] | None = None):
         self._works: tuple[dist.Work, ...] | None = works
         self._finish = finish
+        self._held: Tensor | None = None
+
+    def hold(self, tensor: Tensor) -> Work:
+        """This, keeping the memory of what is read until it has been, whatever the transport keeps."""
+        self._held = tensor
+        return self
 
     def wait(self) -> None:
         """Block (CPU) or order the current stream after the collective (CUDA).  A second call does nothing."""
@@ -36,6 +42,7 @@ class Work:
         if self._finish is not None:
             self._finish()
             self._finish = None
+        self._held = None
 
 
 class Transport(Protocol):

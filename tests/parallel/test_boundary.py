@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +64,25 @@ def test_of_a_split_message_only_the_part_that_is_sent_is_held() -> None:
     (part,) = notes.sent
     assert torch.equal(part, whole.view(-1)[32:])
     assert part.untyped_storage().nbytes() == whole.untyped_storage().nbytes() // 2
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "send"])
+def test_what_is_read_is_held_until_it_is_waited_for(op: str) -> None:
+    group = Group("dp", (0, 1), 0, Notes(), CommLedger())
+    read = torch.zeros({"all_gather": 2}.get(op, 4))
+    gone = weakref.ref(read)
+    more = {
+        "reduce_scatter": (torch.zeros(2), read),
+        "all_gather": (torch.zeros(4), read),
+        "send": (read, 1, 0),
+    }
+    work = getattr(group, op)(*more.pop(op, (read,)))
+    group.transport.sent.clear()  # type: ignore[attr-defined]
+    more.clear()
+    del read
+    assert gone() is not None
+    work.wait()
+    assert gone() is None
 
 
 def test_two_messages_of_a_kind_are_under_way_and_the_oldest_is_waited_for() -> None:

@@ -1,14 +1,15 @@
 """Process groups without messages, each on a stream of its own, with NCCL's order (torch's ProcessGroupNCCL).
 
 A collective starts after what the current stream has been given when it is issued; `wait` has the stream that is
-current then go on after it.  What keeps its operands' memory meanwhile differs (`Keeps`).
+current then go on after it.  Torch keeps its operands' memory meanwhile, until 2.7 by telling the allocator, since 2.8
+(and before with `TORCH_NCCL_AVOID_RECORD_STREAMS=1`) what it reads by a reference.  Here it keeps nothing, so that what
+is in order here is so under either rule: what the product holds (`Work.hold`) must do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,18 +18,6 @@ from torch import Tensor
 
 from repro.parallel import transports
 from tests.races.device import Device, line_of_product
-
-
-class Keeps(Enum):
-    """How torch keeps the operands of a collective that is under way."""
-
-    RECORD = "record_stream"
-    """Tells the allocator which stream uses them: the default until torch 2.7."""
-    STASH = "stash"
-    """Holds a reference to what is read until `wait`; memory that is resized away is gone all the same.  The default
-    since 2.8, before with `TORCH_NCCL_AVOID_RECORD_STREAMS=1`, which then held no more than that."""
-    NOTHING = "nothing"
-    """Neither: all that is left is what the product itself holds."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +35,11 @@ class FakeWork:
 
     device: Device
     moment: dict[str, int]
-    kept: list[Tensor] = field(default_factory=list)
 
     def wait(self) -> bool:
         """Order the current stream after it."""
         if self.device.heeds(line_of_product()):
             self.device.order.waits(self.device.current, self.moment)
-            self.kept.clear()
         return True
 
 
@@ -62,10 +49,8 @@ class FakeNccl:
     ReduceOp = dist.ReduceOp
     ProcessGroup, Work = dist.ProcessGroup, dist.Work
 
-    def __init__(self, device: Device, keeps: Keeps):
-        self.device, self.keeps = device, keeps
-        self._stashed: list[FakeWork] = []
-        """Works that nobody waits for: torch's watchdog holds them until they are over."""
+    def __init__(self, device: Device):
+        self.device = device
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand in for `torch.distributed` where collectives are issued."""
@@ -89,12 +74,6 @@ class FakeNccl:
         for tensor in writes:
             device.touch(tensor, group.name, writes=True, what=what)
         work = FakeWork(device, device.order.reached(group.name))
-        if self.keeps is Keeps.RECORD:
-            for tensor in (*reads, *writes):
-                device.storage_of(tensor).used_by.add(group.name)
-        elif self.keeps is Keeps.STASH:
-            work.kept += reads
-            self._stashed.append(work)
         if not async_op:
             work.wait()
         return work

@@ -20,7 +20,7 @@ from repro.parallel import storage
 from repro.parallel.transports import NcclTransport, Transport
 from repro.parallel.zero_r.partitioned_activations import Checkpoints
 from tests.races.device import Device, Stream
-from tests.races.nccl import FakeGroup, FakeNccl, Keeps
+from tests.races.nccl import FakeGroup, FakeNccl
 
 
 @dataclass
@@ -57,7 +57,6 @@ def run(
     experiment: Experiment,
     *,
     stage: int = 0,
-    keeps: Keeps = Keeps.STASH,
     dropped: str = "",
     steps: int = 2,
 ) -> Seen:
@@ -68,7 +67,7 @@ def run(
     device.dropped = dropped
     with pytest.MonkeyPatch.context() as patch, uncompiled(), device:
         device.install(patch)
-        FakeNccl(device, keeps).install(patch)
+        FakeNccl(device).install(patch)
         patch.setattr(Checkpoints, "_side", lambda self, x: Stream(device, "copies"))
         patch.setattr(Inputs, "_side", lambda self: Stream(device, "inputs"))
         patch.setattr(Tensor, "pin_memory", _page_locked)

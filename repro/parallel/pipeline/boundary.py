@@ -70,7 +70,7 @@ class Boundary:
     """The wires of one rank.  Tensors are [b, s, h] (`shape`), in `like`'s dtype and on its device."""
 
     UNDER_WAY = 2
-    """Messages of one kind to one rank that may be under way; each holds its tensor."""
+    """Messages of one kind to one rank that may be under way; each holds its tensor (`Work.hold`)."""
     PURPOSE = ("activations", "gradients")
 
     def __init__(
@@ -89,7 +89,7 @@ class Boundary:
         self.later = Later() if like.is_cuda else None
         self._expected: _Expected | None = None
         self._posted: deque[tuple[Tensor, Work]] = deque()
-        self._sent: dict[tuple[int, int], deque[tuple[Tensor, Work]]] = {}
+        self._sent: dict[tuple[int, int], deque[Work]] = {}
 
     @staticmethod
     def channel(kind: str) -> int:
@@ -137,14 +137,14 @@ class Boundary:
         channel = self.channel(kind)
         under_way = self._sent.setdefault((to, channel), deque())
         while len(under_way) >= self.UNDER_WAY:
-            under_way.popleft()[1].wait()
+            under_way.popleft().wait()
         self.post()  # between this and the message, which may be what the other one waits for, nothing is computed
-        under_way.append((flat, self.pp.send(flat, to, channel, self.PURPOSE[channel])))
+        under_way.append(self.pp.send(flat, to, channel, self.PURPOSE[channel]))
         if not self.overlap:
-            under_way.popleft()[1].wait()
+            under_way.popleft().wait()
 
     def finish(self) -> None:
         """Wait until the last messages are sent, before their tensors are freed."""
         for under_way in self._sent.values():
             while under_way:
-                under_way.popleft()[1].wait()
+                under_way.popleft().wait()
