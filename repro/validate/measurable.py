@@ -25,7 +25,11 @@ OPERATORS = "seconds of every operator on the devices that are there, which need
 PRODUCTS = "the fastest product of all ranks at once; the peak is then what is reached"
 COPIES = "a copy of four caches on all ranks at once; the bandwidth is then what is reached"
 LINK = "collectives by size in every group of a layout, all groups at once, in place of the formula"
+UNITS = "seconds of every operator on the devices that are there, in place of waves of tiles"
+MEMORY = "what the driver says that the device has"
 _HOW = (
+    ("device.memory_bytes", HERE, "device.memory_bytes", MEMORY),
+    ("device.time.multiprocessors", HERE, "device.operators", UNITS),
     ("device.time.pace", HERE, "device.operators", OPERATORS),
     ("device.time.matmul_efficiency", HERE, "device.peak_flops", PRODUCTS),
     ("device.peak_flops.*", HERE, "device.peak_flops", PRODUCTS),

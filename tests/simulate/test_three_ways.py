@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -98,12 +99,23 @@ OTHERS = {
 """Layers that are not GPT-2's."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+TOGETHER = (
+    *("dp4-z2", "dp2-tp2-z2", "cp2-tp2-pa", "cp2-dp2-z3", "cp2-recompute", "pp2-dp2-z1", "tp2-pa"),
+    *("llama-tp4", "llama-cp4", "bloom-cp2"),
+)
+"""What these have others have one by one: `make test-slow` has them."""
+
+
+def quick(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in TOGETHER else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", quick(LAYOUTS))
 def test_three_ways_equal(request: pytest.FixtureRequest, name: str) -> None:
     agree(request, tiny(LAYOUTS[name], MODEL, steps=2, untimed_steps=1))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", quick(OTHERS))
 def test_three_ways_equal_of_other_layers(request: pytest.FixtureRequest, name: str) -> None:
     family, layout = OTHERS[name]
     model = replace(FAMILIES[family], hidden=MODEL.hidden, layers=MODEL.layers, seq=MODEL.seq)

@@ -79,7 +79,14 @@ def assert_same(found: list[Trained], expected: Trained, loss: float, parameters
         assert trained.skipped == expected.skipped
 
 
-@pytest.mark.parametrize("layout", FP32, ids=name_of)
+TOGETHER = [
+    pytest.param(layout, marks=pytest.mark.slow if layout in (FP32[11], FP32[13], FP32[15]) else ())
+    for layout in FP32
+]
+"""Of those on four ranks one under each of FSDP and pipelines is quick; two ranks have every axis by itself."""
+
+
+@pytest.mark.parametrize("layout", TOGETHER, ids=name_of)
 def test_fp32(request: pytest.FixtureRequest, layout: Layout) -> None:
     expected = alone(model=smallest(layout), **COSINE)
     assert expected.loss[-1] < 0.95 * expected.loss[0], "the run must learn, or parity shows little"
@@ -93,8 +100,19 @@ def test_dropout(request: pytest.FixtureRequest, layout: Layout) -> None:
     assert_same(run(request, layout, **DROPPED), expected, 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", [FP32[0], FP32[1], FP32[3], FP32[6], FP32[8], FP32[13]], ids=name_of)
+HALF = [
+    pytest.param(
+        layout,
+        precision,
+        id=f"{name_of(layout)}-{precision}",
+        marks=pytest.mark.slow if precision == "bf16" and layout not in (FP32[0], FP32[3]) else (),
+    )
+    for layout in (FP32[0], FP32[1], FP32[3], FP32[6], FP32[8], FP32[13])
+    for precision in ("bf16", "fp16")
+]
+
+
+@pytest.mark.parametrize(("layout", "precision"), HALF)
 def test_16_bits(request: pytest.FixtureRequest, layout: Layout, precision: str) -> None:
     """Equal to a few units in the last place: torch rounds at other places than we do."""
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
