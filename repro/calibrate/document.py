@@ -45,7 +45,7 @@ def tables(
     copy = ranks[0]["copy"]["nbytes"] / middle(rank["copy"]["median"] for rank in ranks)
     peak = max(row["flops"] / row["median"] for row in rows if row["name"] in fit.PRODUCTS)
     together = "alone" if count == 1 else f"all {count} ranks at once"
-    device = _processor(here, per_node) if on_cpu else _gpu(here)
+    device = _processor(here, per_node) if on_cpu else _gpu(ranks)
     links = document_links.tables(ranks, device.pop("links"), together)
     facts = {
         "device": device["name"],
@@ -168,16 +168,19 @@ def _processor(here: dict[str, Any], count: int) -> dict[str, Any]:
     }
 
 
-def _gpu(here: dict[str, Any]) -> dict[str, Any]:
+def _gpu(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first GPU of a node; what it is linked by comes first among the links."""
-    first = here["gpus"][0]
+    here = ranks[0]["machine"]
+    first, context = here["gpus"][0], max(rank["context_bytes"] for rank in ranks)
     unknown = "the machine does not tell and it was not measured"
     classes = ("nvlink", "pcie") if here["nvlink"] else ("pcie",)
     return {
         "name": str(first["name"]),
         "compute_capability": first["compute_capability"] or "",
         "memory_bytes": quantity(first["memory_bytes"], "NVML, rank 0's node"),
-        "context_bytes": quantity(None, "it appears when a process starts CUDA and NCCL, and grows"),
+        "context_bytes": quantity(
+            context, f"measured: in use beside torch's memory at the end, the most of {len(ranks)} ranks"
+        ),
         "host_memory_bytes": quantity(here["memory"]["total_bytes"], "operating system, rank 0's node"),
         "links": {name: {"per": "device", "bandwidth": quantity(None, unknown)} for name in classes},
     }

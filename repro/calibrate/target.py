@@ -24,6 +24,7 @@ from repro.launch.rank.device import own_device
 from repro.launch.rank.session import process_group
 from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.parallel import mesh as meshes
+from repro.parallel.connect import outside
 from repro.parallel.gloo_ring import ranks_per_node
 from repro.simulate.time.emulated import RING
 from repro.systems.local import has_nvlink
@@ -106,6 +107,8 @@ def _measure(
                         op: bench.overlap_cost(op, payloads[-1] // 4, largest) for op in OVERLAPPED
                     }
             result["links_s"] = time.perf_counter() - began
+        if device == "cuda":
+            result["context_bytes"] = outside(place)
     return {experiment.key: result if i == 0 else {} for i, experiment in enumerate(job.experiments)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from repro.calibrate import document_links, toml
+from repro.calibrate.document import _gpu
 from repro.config.files import tomllib
 
 
@@ -31,3 +32,11 @@ def test_no_payload_takes_longer_than_a_larger_one() -> None:
 
     found = document_links.points([row(9e-4, 2e-4, 3e-4), row(1e-4, 1e-4, 5e-4)])
     assert found == [[2**10, 2e-4], [2**12, 2e-4], [2**14, 5e-4]]
+
+
+def test_what_torch_cannot_have_of_a_gpu_is_that_of_the_rank_that_lacks_most() -> None:
+    gpu = {"name": "A", "compute_capability": "9.0", "memory_bytes": 80}
+    machine = {"gpus": [gpu], "memory": {"total_bytes": 100}, "nvlink": True}
+    found = _gpu([{"machine": machine, "context_bytes": size} for size in (5, 7, 6)])
+    assert found["context_bytes"]["value"] == 7
+    assert found["context_bytes"]["source"].startswith("measured: in use beside torch's memory")
