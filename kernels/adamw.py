@@ -6,6 +6,7 @@ The arithmetic is that of `torch.optim.AdamW` (decoupled weight decay, 1711.0510
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,17 +84,36 @@ def _adamw(
     narrow = [i for i in range(len(masters)) if masters[i].dtype != grads[i].dtype]
     if not narrow:
         return
-    longest = max(masters[i].numel() for i in narrow)
     chunk = CHUNK if masters[0].device.type == "cpu" else DEVICE_CHUNK
-    buffer = torch.empty(min(chunk, longest), dtype=masters[0].dtype, device=masters[0].device)
-    for i in narrow:
-        for start in range(0, masters[i].numel(), chunk):
-            part = slice(start, min(masters[i].numel(), start + chunk))
-            master = masters[i][part]
-            wide = buffer[: master.numel()].copy_(grads[i][part])
-            update([master], [wide], [exp_avgs[i][part]], [exp_avg_sqs[i][part]])
-            if copies:
-                copies[i][part].copy_(master)
+    sizes = {i: masters[i].numel() for i in narrow}
+    buffer = torch.empty(min(chunk, sum(sizes.values())), dtype=masters[0].dtype, device=masters[0].device)
+    for group in _groups(sizes, chunk):
+        lists = (masters, grads, exp_avgs, exp_avg_sqs)
+        own, given, first, second = ([tensors[i][part] for i, part in group] for tensors in lists)
+        lengths = [each.numel() for each in own]
+        wide = list(buffer[: sum(lengths)].split(lengths))
+        torch._foreach_copy_(wide, given)
+        update(own, wide, first, second)
+        if copies:
+            torch._foreach_copy_([copies[i][part] for i, part in group], own)
+
+
+def _groups(sizes: dict[int, int], most: int) -> Iterator[list[tuple[int, slice]]]:
+    """Parts of tensors of these sizes, by number: groups of `most` elements together, and what is left."""
+    group: list[tuple[int, slice]] = []
+    room = most
+    for i, size in sizes.items():
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            group.append((i, slice(start, stop)))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield group
+                group, room = [], most
+    if group:
+        yield group
 
 
 def _shape(*_: object) -> None:

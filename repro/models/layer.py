@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from repro import kernels
 from repro.config import Model, OperatorSet
@@ -134,6 +136,20 @@ def normalised(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting)
     return kernels.layer_norm(x, weight, bias, eps, plain=plain)
 
 
+class _Split(torch.autograd.Function):
+    """Views of x along a dimension; the gradients come together in one tensor, written once and laid out as x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        return x.unbind(dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.stack(gradients, ctx.dim), None
+
+
 class Attention(nn.Module):
     """x + dropout(attention(norm(x))), causal; each rank has a/t of the heads.
 
@@ -201,9 +217,10 @@ class Attention(nn.Module):
         a, width, (b, s, _) = self.heads, self.setting.model.head_width, products[0].shape
         if self.whole:
             qkv = self._turned(products[0], 2 * a)  # [b, s, 3 a/t d]
-            return qkv.view(b, s, 3, a, width).permute(2, 0, 3, 1, 4).unbind(0)
+            parts: tuple[Tensor, ...] = _Split.apply(qkv.view(b, s, 3, a, width), 2)
+            return tuple(x.transpose(1, 2) for x in parts)
         q = self._turned(products[0], a).view(b, s, a, width)
-        k, v = products[1].view(b, s, self.key_heads, 2, width).unbind(3)
+        k, v = _Split.apply(products[1].view(b, s, self.key_heads, 2, width), 3)
         if self.setting.model.positions == "rotary":
             k = self._turned(k.reshape(b, s, -1), self.key_heads).view(v.shape)
         return tuple(x.transpose(1, 2) for x in (q, k, v))
