@@ -1,7 +1,7 @@
 """Loads compiled programs into the context that torch uses, and launches their kernels on torch's current stream.
 
-A launch allocates nothing on the device and waits for nothing, so it may be captured in a CUDA graph. Arguments
-are copied by the driver while it queues the launch.
+A launch allocates nothing on the device and waits for nothing. Arguments are copied by the driver while it queues the
+launch, so a CUDA graph that holds it repeats them: the same in every step, but for dropout's, whose key is one.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
 """The step on fake tensors of the device "cuda": `python -m tests.fake_cuda.audit RUNTIME.so`, a process of its own.
 
 Reads cases as JSON lines {"name", "layout", "model", "training", "kernels", "fault"} and answers each with a line
-{"name", "broken", "ran", "updates"}: what CUDA would refuse, what computed each operator (`repro.kernels.ran`), and how
-often torch's AdamW was called.  The operators of `repro::` run as on a GPU, down to the launch, by the bindings; or,
-where "kernels" is false, as on one without NVRTC.  "fault" is Python that runs first.
+{"name", "broken", "ran", "updates", "passes", "told"}: what CUDA would refuse, what computed each operator
+(`repro.kernels.ran`), how often torch's AdamW was called, what the last step asked of the device (`counts.Pass`), and
+the operators of a pass to which the host told something else than in the step before.  The operators of `repro::` run
+as on a GPU, down to the launch, by the bindings; or, where "kernels" is false, as on one without NVRTC.  "fault" is
+Python that runs first.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import linecache
 import os
 import sys
 import traceback
@@ -17,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType, ModuleType
 from typing import Any
 
 if __name__ == "__main__":
@@ -26,7 +30,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from tests.fake_cuda.counts import Counts
 from tests.fake_cuda.rules import broken
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
@@ -67,11 +73,17 @@ class Nothing:
 
     processors = 132
 
+    def __init__(self, counts: Counts):
+        self.counts, self.source = counts, ""
+
     def load(self, program: Program) -> Nothing:
-        return self
+        found = Nothing(self.counts)
+        found.source = program.source
+        return found
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
         assert blocks > 0
+        self.counts.kernel(f"{self.source}.{kernel}", (blocks, arguments))
 
 
 def _no_nvrtc(index: int) -> Any:
@@ -124,6 +136,7 @@ class Audit(TorchDispatchMode):
         self.found: Counter[str] = Counter()
         self.updates = 0
         """Calls of torch's AdamW."""
+        self.counts = Counts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,12 +147,12 @@ class Audit(TorchDispatchMode):
         for reason in broken(name, args, kwargs):
             self.found[f"{reason} in {_place()}"] += 1
         self.updates += name == "_fused_adamw_"
-        if name in NO_FAKE:
-            return NO_FAKE[name](*args, **kwargs)
         try:
-            return func(*args, **kwargs)
+            made = NO_FAKE.get(name, func)(*args, **kwargs)
         except Exception as error:
             raise RuntimeError(f"{name} in {_place()}: {error}") from error
+        self.counts.operator(func, tree_leaves((args, kwargs)), tree_leaves(made))
+        return made
 
 
 NO_FAKE: dict[str, Callable[..., Any]] = {
@@ -153,10 +166,28 @@ NO_FAKE: dict[str, Callable[..., Any]] = {
 
 def _place() -> str:
     """The suite's line that asked for the operator."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/tests/" not in frame.filename and ("/repro/" in frame.filename or "/kernels/" in frame.filename):
-            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} ({frame.line})"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/tests/" not in file and ("/repro/" in file or "/kernels/" in file):
+            line = linecache.getline(file, frame.f_lineno).strip()
+            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno} ({line})"
+        frame = frame.f_back
     return "autograd"
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False, enable_gqa: bool = False
+) -> Tensor:
+    """torch's choice on a GPU, which one built without CUDA cannot make; without a mask always a causal one."""
+    is_causal = attn_mask is None
+    if is_causal and q.dtype != torch.float32:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    bias = None if attn_mask is None else attn_mask.expand(q.shape[0], -1, -1, -1)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, bias, True, is_causal=is_causal)[0]  # type: ignore[no-any-return]
 
 
 class _Stream:
@@ -193,6 +224,12 @@ def stand_in() -> None:
         return torch.empty(self.shape, dtype=self.dtype, pin_memory=True)
 
     torch.empty = empty  # type: ignore[assignment]
+    torch.nn.functional.scaled_dot_product_attention = _attention
+    bias = ModuleType(
+        "torch.nn.attention.bias"
+    )  # torch's own is a subclass of tensors, which fake ones cannot be
+    bias.causal_lower_right = lambda queries, keys: None  # type: ignore[attr-defined]
+    sys.modules[bias.__name__] = bias
     FakeTensor.pin_memory = pin_memory  # type: ignore[method-assign]
     split_parameter = tensor.split_parameter
 
@@ -212,7 +249,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     assert set(training) <= set(Training.__dataclass_fields__)
     experiment = tiny(layout, model, **training)
     audit, before = Audit(), dispatch.ran()
-    dispatch.device = _no_nvrtc if not case["kernels"] else lambda index: Nothing()  # type: ignore[assignment]
+    dispatch.device = _no_nvrtc if not case["kernels"] else lambda index: Nothing(audit.counts)  # type: ignore[assignment]
     device = torch.device("cuda")
     error = ""
     try:
@@ -221,9 +258,13 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
                 mesh = meshes.build(layout, rank, lambda ranks: Checked(audit.found))
                 engine = NativeEngine(experiment, mesh, device)
                 inputs = Inputs(open_stream(experiment.training, model), layout, rank, device)
+                steps = []
                 for step in range(2):
-                    engine.step(inputs.of(step), lambda phase: None)
+                    audit.counts.passes = []
+                    audit.counts.begins("input")
+                    engine.step(inputs.of(step), audit.counts.begins)
                     inputs.fetch(step + 1)
+                    steps.append(audit.counts.passes)
                 engine.synchronize()
     except Exception as raised:
         last = traceback.extract_tb(raised.__traceback__)[-8:]
@@ -231,7 +272,16 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         error = f"{type(raised).__name__}: {raised} at {where}"
     found = [*([error] if error else []), *audit.found]
     ran = sorted({how for _, how in dispatch.ran() - before})
-    return {"name": case["name"], "broken": found, "ran": ran, "updates": audit.updates}
+    # What is made once is made in the first micro-batch.
+    told = {name for k in (-3, -2) for name in steps[0][k].differs(steps[1][k])} if not error else set()
+    return {
+        "name": case["name"],
+        "broken": found,
+        "ran": ran,
+        "updates": audit.updates,
+        "passes": [(each.phase, each.launches, each.allocations) for each in audit.counts.passes],
+        "told": sorted(told),
+    }
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ class Device(UncompiledMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name, reads, writes, view = _described(func)
+        name, reads, writes, view = described(func)
         what = f"{name.removeprefix('aten.')} {line_of_product()}"
         if name in WAITS:
             self.host_waits_for(self.current, what)
@@ -193,9 +193,20 @@ class Stream:
         return Event(self.device.order.reached(self.name))
 
 
+class Described(NamedTuple):
+    """What an operator's schema says."""
+
+    name: str
+    reads: tuple[Any, ...]
+    """Arguments, by place or name."""
+    writes: tuple[Any, ...]
+    view: bool
+    """Whether it returns the memory of an operand and does nothing."""
+
+
 @cache
-def _described(func: Any) -> tuple[str, tuple[Any, ...], tuple[Any, ...], bool]:
-    """An operator's name, what it reads and what it writes (arguments by place or name), and whether it only views."""
+def described(func: Any) -> Described:
+    """The operator's."""
     name = str(func.overloadpacket)
     reads: list[Any] = []
     writes: list[Any] = []
@@ -206,7 +217,7 @@ def _described(func: Any) -> tuple[str, tuple[Any, ...], tuple[Any, ...], bool]:
     returns = func._schema.returns
     alias = returns[0].alias_info if returns else None
     view = name in VIEWS or (alias is not None and not alias.is_write)
-    return name, tuple(reads), tuple(writes), view
+    return Described(name, tuple(reads), tuple(writes), view)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

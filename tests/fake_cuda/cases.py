@@ -1,0 +1,135 @@
+"""What is run on the fake device: layouts, layers, and a process that answers of many cases at once (see `audit`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.test_architectures import BLOOM, FALCON, LLAMA, NEOX
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+COMPILER = shutil.which("g++")
+
+needs_compiler = pytest.mark.skipif(
+    COMPILER is None or torch.version.cuda is not None,
+    reason="needs g++, and a torch without CUDA for which tests/fake_cuda/runtime.cpp can stand in",
+)
+
+Answers = dict[str, dict[str, Any]]
+"""What the audit says of each case, by its name."""
+
+GPT2: dict[str, Any] = {}
+LAYERS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "neox": NEOX,
+    "bloom": BLOOM,
+    "falcon": FALCON,
+    "biased": {**LLAMA, "biases": "all", "norm": "layer"},
+    "plain": {"biases": "none", "positions": "alibi", "kv_heads": 2},
+}
+
+SETS = ("fused", "fused-2024", "reference", "softmax", "unfused")
+
+ALONE: dict[str, Any] = {"micro_batch": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {**ALONE, "global_batch": 4},
+    "recompute": {**ALONE, "recompute": True},
+    "zero1": {**ALONE, "dp": 2, "zero": 1},
+    "zero1-2020": {**ALONE, "dp": 2, "zero": 1, "zero1_reduce": "all-reduce", "overlap": False},
+    "zero2-no-cb": {**ALONE, "dp": 2, "zero": 2, "cb": False},
+    "zero3": {**ALONE, "dp": 2, "zero": 3, "recompute": True},
+    "zero3-2021": {**ALONE, "dp": 2, "zero": 3, "zero3_gather": "parameter"},
+    "pa": {**ALONE, "tp": 2, "dp": 2, "zero": 2, "recompute": True, "pa": True, "md": True},
+    "pa-cpu": {**ALONE, "tp": 2, "recompute": True, "pa": True, "pa_cpu": True},
+    "pa-cpu-md": {**ALONE, "tp": 2, "sp": True, "recompute": True, "pa_cpu": True, "md": True},
+    "sp": {**ALONE, "tp": 2, "sp": True},
+    "cp": {**ALONE, "cp": 2, "dp": 2, "zero": 1},
+    "pp": {**ALONE, "pp": 2, "dp": 2, "zero": 1, "global_batch": 8},
+    "interleaved": {
+        **ALONE,
+        "pp": 2,
+        "schedule": "interleaved",
+        "tp": 2,
+        "chunks": 2,
+        "scatter_gather": True,
+        "global_batch": 4,
+    },
+    "ddp-2019": {**ALONE, "dp": 2, "gradient_as_bucket_view": False, "overlap": False},
+}
+
+
+def case(
+    name: str = "gpt2",
+    layout: str = "alone",
+    precision: str = "bf16",
+    kernels: str = "fused",
+    *,
+    nvrtc: bool = True,
+    dropout: float = 0.1,
+    layers: int = 1,
+) -> dict[str, Any]:
+    """One run of the audit; GPT-2's sets of operators drop attention weights where anything is dropped."""
+    drop = dropout if kernels in ("softmax", "unfused") else 0.0
+    layout_of = LAYOUTS[layout]
+    layers = layout_of["pp"] * layout_of.get("chunks", 1) if "pp" in layout_of else layers
+    said = [name, layout, precision, kernels, f"{dropout}", f"{layers}", *([] if nvrtc else ["no-nvrtc"])]
+    return {
+        "name": "-".join(said),
+        "layout": {**LAYOUTS[layout], "precision": precision, "kernels": kernels},
+        "model": {**LAYERS[name], "layers": layers},
+        "training": {"dropout": dropout, "attention_dropout": drop},
+        "kernels": nvrtc,
+        "fault": "",
+    }
+
+
+QUICK = [
+    case(dropout=0.0),
+    case(dropout=0.0, layers=2),
+    case(kernels="reference", dropout=0.0),
+    case(precision="fp16", kernels="softmax", nvrtc=False),
+    case(kernels="unfused", dropout=0.0),
+    case("llama", "zero3", nvrtc=False),
+    case("bloom", "pp"),
+    case("neox", "pa-cpu", "fp16"),
+]
+"""Of the ordinary tests."""
+
+PIECES = {
+    **case(kernels="reference", layers=2),
+    "name": "AdamW's gradients widened 2**13 elements at once",
+    "fault": "import repro.kernels.adamw as m; m.DEVICE_CHUNK = 2**13",
+}
+
+
+def compiled(folder: Path) -> Path:
+    """The stand-in for CUDA's runtime."""
+    torch_home, library = Path(torch.__file__).parent, folder / "runtime.so"
+    places = [f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", f"-Wl,-rpath,{torch_home / 'lib'}"]
+    command = [COMPILER or "g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(HERE / "runtime.cpp")]
+    done = subprocess.run(
+        [*command, "-o", str(library), *places, "-lc10", "-ltorch_cpu"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[:3000]
+    return library
+
+
+def audited(runtime: Path, cases: Sequence[dict[str, Any]]) -> Answers:
+    """What the audit says, in a process of its own."""
+    command = [sys.executable, "-m", "tests.fake_cuda.audit", str(runtime)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    lines = "".join(json.dumps(each) + "\n" for each in cases)
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
