@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, permutations
@@ -298,13 +299,16 @@ class Layout:
         """The axes along which the members of a `group` differ: its own, of `dp` also cp, the inner one."""
         return ("dp", "cp") if group == "dp" else (group,)
 
-    def offsets(self, group: str) -> tuple[int, ...]:
+    def offsets(self, group: str) -> Sequence[int]:
         """How far the members of a `group` are from its first; see `group_of`."""
-        found: tuple[int, ...] = (0,)
-        for axis in self.within(group):
-            steps = [self.strides[axis] * i for i in range(getattr(self, axis))]
-            found = tuple(offset + step for offset in found for step in steps)
-        return found
+        steps = [
+            range(0, self.strides[axis] * getattr(self, axis), self.strides[axis])
+            for axis in self.within(group)
+        ]
+        outer, inner = steps if len(steps) == 2 else (steps[0], range(1))
+        if len(inner) == 1:
+            return outer  # a hundred thousand replicas, and no loop over them
+        return tuple(far + near for far in outer for near in inner)
 
     def group_of(self, group: str, rank: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` in their index along tp, cp or pp only, ordered by that index.
@@ -312,7 +316,10 @@ class Layout:
         Of `dp` in their indices along dp and cp, the `copies` of one part of the model, replica by replica.
         """
         first = rank - sum(self.strides[axis] * self.index_of(axis, rank) for axis in self.within(group))
-        return tuple(first + offset for offset in self.offsets(group))
+        offsets = self.offsets(group)
+        if isinstance(offsets, range):
+            return tuple(range(first, first + offsets.stop, offsets.step))
+        return tuple(first + offset for offset in offsets)
 
     def parts(self, layers: int) -> list[range]:
         """The layers of each of the pp * chunks parts of a model; part k is chunk k // pp of stage k % pp.

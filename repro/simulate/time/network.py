@@ -35,12 +35,15 @@ PCIE = "pcie"
 class Network:
     """The links of `system` as the groups of `layout` use them."""
 
-    def __init__(self, system: System, layout: Layout):
+    def __init__(self, system: System, layout: Layout, like: Network | None = None):
+        """`like`: one of the same layout on nodes of as many devices, whose groups lie on them as these do."""
         self.system, self.layout = system, layout
         self.placement = Placement(layout, system)
         self._link, self._rings = cache(self._link_of), cache(self._rings_of)
         self._spans = cache(self._spans_of)
         self._on_nodes, self._edge = cache(self._on_nodes_of), cache(self._edge_of)
+        if like is not None:
+            self._on_nodes, self._edge = like._on_nodes, like._edge
         self._edge_link, self._edge_rate = cache(self._slowest_link), cache(self._slowest_rate)
         # A step asks for the same few collectives thousands of times.
         self._seconds, self._send_seconds = cache(self._seconds_of), cache(self._send_seconds_of)
@@ -161,7 +164,7 @@ class Network:
             slowest = pods.rings(self.placement.nodes(on.members), slowest)
         kinds = np.stack([on.nodes, slowest, start, within, between, half], axis=1)
         size = on.members.shape[1]
-        return tuple(Ring(size, int(nodes), *rest) for nodes, *rest in np.unique(kinds, axis=0).tolist())
+        return tuple(Ring(size, int(nodes), *rest) for nodes, *rest in _different(kinds))
 
     def _rate_inside(self, link: str, groups: Numbers, ranks: Numbers) -> Numbers:
         """Bytes/s of a ring in nodes in which `ranks` devices form `groups` rings at the same time."""
@@ -209,7 +212,7 @@ class Network:
         edge = self._edge(from_stage, to_stage)
         across = edge.nodes > 1
         senders = edge.members[across if across.any() else slice(None), :1]
-        alone = GroupsOnNodes(senders, self.placement.nodes(senders))
+        alone = edge.once("senders", lambda: GroupsOnNodes(senders, self.placement.nodes(senders)))
         if across.any():
             # A message takes all adapters near its device in turn, where a ring takes its communicator's.
             rates = replace(self._adapters(), switch=1).rates(alone, alone.ranks > 0)
@@ -218,3 +221,12 @@ class Network:
             return float(rates.min())
         ranks = alone.by_node(alone.ranks)
         return float(self._rate_inside(self._edge_link(from_stage, to_stage), ranks, ranks)[alone.node].min())
+
+
+def _different(rows: Numbers) -> list[list[float]]:
+    """The different ones of many rows that are of few kinds, in order."""
+    found = []
+    while len(rows):
+        found.append(rows[0].tolist())
+        rows = rows[(rows != rows[0]).any(axis=1)]
+    return sorted(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import log2
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ ALL_REDUCE, BROADCAST = "all_reduce", "broadcast"
 TREE_EFFICIENCY = 0.9
 """What a tree reaches of the rings' bandwidth: NVIDIA/nccl src/graph/tuning.cc."""
 Numbers = npt.NDArray[Any]
+T = TypeVar("T")
 
 
 class Ring(NamedTuple):
@@ -73,6 +74,14 @@ class GroupsOnNodes:
         self.nodes = np.bincount(self.group)
         """Of each group."""
         self._first = np.searchsorted(self.group, np.arange(len(members)))
+        self._known: dict[object, Any] = {}
+
+    def once(self, key: object, find: Callable[[], T]) -> T:
+        """What `find` says, found once: of where the groups lie and of `key` alone."""
+        if key not in self._known:
+            self._known[key] = find()
+        found: T = self._known[key]
+        return found
 
     def members_of(self, entry: int) -> list[int]:
         """The ranks of one entry."""
@@ -106,11 +115,15 @@ class Adapters:
 
     def rates(self, on: GroupsOnNodes, across: Numbers) -> Numbers:
         """Bytes/s in and out of their nodes of the entries that are `across`: of groups that leave their nodes."""
+        count, part = on.once((self.devices, self.count, self.switch), lambda: self._parts(on, across))
+        whole: Numbers = np.minimum(np.minimum(self.rings, count), part) * self.each
+        return whole[across]
+
+    def _parts(self, on: GroupsOnNodes, across: Numbers) -> tuple[Numbers, Numbers]:
+        """Of each entry that is `across`, how many adapters it takes, and how many it is left by the others."""
         reached: Numbers = self._reached(on) & across[:, None]
         users = np.stack([on.by_node(column) for column in reached.T], axis=1)
-        fair = (reached * self.each / np.maximum(users[on.node], 1)).sum(axis=1)
-        whole: Numbers = np.minimum(np.minimum(self.rings, reached.sum(axis=1)) * self.each, fair)
-        return whole[across]
+        return reached.sum(axis=1), (reached / np.maximum(users[on.node], 1)).sum(axis=1)
 
     def _reached(self, on: GroupsOnNodes) -> Numbers:
         """Which adapters each entry's group takes [entries, adapters]."""

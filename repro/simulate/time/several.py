@@ -56,7 +56,14 @@ class SeveralNetworks:
 
     def __init__(self, systems: Sequence[System], layout: Layout):
         keys = [(id(system.links), system.devices_per_node) for system in systems]
-        networks = _Alike(keys, lambda lane: Network(systems[lane], layout))
+        placed: dict[object, Network] = {}
+
+        def network_of(lane: int) -> Network:
+            """Where groups lie is found once for all systems whose nodes have as many devices."""
+            found = Network(systems[lane], layout, placed.get(systems[lane].devices_per_node))
+            return placed.setdefault(systems[lane].devices_per_node, found) and found
+
+        networks = _Alike(keys, network_of)
         self.layout, self.system = layout, systems[0]
         self.lanes = np.zeros(len(systems)).__add__
         """A number as lanes."""
