@@ -94,7 +94,12 @@ EVERYTHING = (
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS[:4], LAYOUTS[5], LAYOUTS[6], LAYOUTS[14], LAYOUTS[17], LAYOUTS[-2]], ids=name_of
+    "layout",
+    [
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in (*LAYOUTS[:2], LAYOUTS[17])),
+        *(*LAYOUTS[2:4], LAYOUTS[5], LAYOUTS[6], LAYOUTS[14], LAYOUTS[-2]),
+    ],
+    ids=name_of,
 )
 def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout: Layout) -> None:
     """Recomputation, accumulation, the size of buckets and dropout, all at once: still one process's numbers."""
