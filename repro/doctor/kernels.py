@@ -8,8 +8,8 @@ from repro.config.errors import ConfigError
 from repro.doctor.check import LIMITED, NO, YES, Check
 from repro.render import units
 
-ARCHITECTURES = (70, 80, 90)
-"""V100, A100 and H100: what `--kernels all` compiles for, as far as this NVRTC can."""
+ARCHITECTURES = (70, 80, 90, 100)
+"""V100, A100, H100 and B200: what `--kernels all` compiles for, as far as this NVRTC can."""
 REFERENCE = "torch's operators run on a GPU, and every record says so"
 
 
@@ -61,9 +61,7 @@ def _families(torch: Any, compile_for: str) -> list[Check]:
     from repro.kernels.cuda import families
 
     if compile_for:
-        targets = [
-            compiler.target(capability) for capability in _asked(compile_for, compiler.architectures())
-        ]
+        targets = [compiler.target(capability) for capability in asked(compile_for, compiler.architectures())]
     elif torch.cuda.is_available():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         targets = sorted({compiler.target((device.major, device.minor)) for device in devices})
@@ -78,17 +76,18 @@ def _families(torch: Any, compile_for: str) -> list[Check]:
     ]
 
 
-def _asked(compile_for: str, known: tuple[int, ...]) -> list[tuple[int, int]]:
+def asked(compile_for: str, known: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Compute capabilities; `all`: those of `ARCHITECTURES` that are `known`.  Raises `ConfigError`."""
     if compile_for == "all":
         return [divmod(architecture, 10) for architecture in ARCHITECTURES if architecture in known]
-    asked = []
+    found = []
     for word in compile_for.split(","):
         digits = word.strip().removeprefix("sm_").replace(".", "")
         if not digits.isdigit() or len(digits) < 2:
             right = "architectures such as sm_70, sm_80,sm_90 or 9.0, or all"
             raise ConfigError("--kernels", compile_for, right)
-        asked.append(divmod(int(digits), 10))
-    return asked
+        found.append(divmod(int(digits), 10))
+    return found
 
 
 def _family(name: str, family: Any, target: Any, *, compile: bool) -> Check:

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles for V100, A100 and H100 without a GPU, and nothing is spilled."""
+"""Every CUDA source compiles for V100, A100, H100 and B200 without a GPU, and nothing is spilled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from repro.doctor.sizes import size_classes
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda import families
 from repro.kernels.cuda.program import Program, Unavailable
@@ -21,12 +22,19 @@ except Unavailable as error:
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
-@pytest.mark.parametrize("architecture", [70, pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize(
+    "architecture",
+    [70, pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("program", families.examples(), ids=lambda program: program.name)
 def test_compiles_without_spills(program: Program, architecture: int) -> None:
     if architecture not in ARCHITECTURES:
         pytest.skip(f"NVRTC {compiler.version()} does not compile for sm_{architecture}")
-    compiled = compiler.compile(program, compiler.Target(f"sm_{architecture}"))
+    check(program, compiler.Target(f"sm_{architecture}"))
+
+
+def check(program: Program, target: compiler.Target) -> None:
+    compiled = compiler.compile(program, target)
     assert compiled.code.startswith(b"\x7fELF")
     assert not [line for line in compiled.log.splitlines() if "warning" in line and "deprecated" not in line]
     found = resources(compiled.log)
@@ -37,6 +45,20 @@ def test_compiles_without_spills(program: Program, architecture: int) -> None:
         assert kernel.registers <= 128
         assert kernel.registers * program.threads <= 65536
         assert kernel.shared_bytes <= 48 * 1024
+
+
+PARTS = 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [70, 80, 90, 100])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_size_of_every_suite_compiles_without_spills(part: int, architecture: int) -> None:
+    """Also of rows at any address."""
+    if architecture not in ARCHITECTURES:
+        pytest.skip(f"NVRTC {compiler.version()} does not compile for sm_{architecture}")
+    for each in size_classes(anywhere=True)[part::PARTS]:
+        check(each.program, compiler.Target(f"sm_{architecture}"))
 
 
 def test_the_message_of_the_compiler_reaches_the_user() -> None:

@@ -6,22 +6,82 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from repro.doctor.check import Check
 from repro.render.console import print_json, stdout
+
+if TYPE_CHECKING:
+    from repro.doctor.kernel_table import KernelRow
 
 
 def machine(results: Path, compile_for: str, json: bool) -> int:
     """Examine this machine; 1 if the harness cannot run anything here, else 0.
 
-    `compile_for`: the architectures for which all CUDA kernels are compiled.  Raises `ConfigError`.
+    `compile_for`: the architectures for which all CUDA kernels are compiled and listed.  Raises `ConfigError`.
     """
+    from repro.doctor.kernel_table import table
     from repro.doctor.machine import examine
     from repro.measure.provenance import gpus
 
-    more = {"gpus": gpus()} if json else {}
-    return _answer(examine(results, compile_for), json=json, undone="run here", more=more)
+    checks = examine(results, compile_for)
+    rows = table(compile_for) if compile_for else []
+    more = {"gpus": gpus(), **({"kernels": [asdict(row) for row in rows]} if rows else {})} if json else {}
+    code = _answer(checks, json=json, undone="run here", more=more)
+    if rows and not json:
+        _kernels(rows)
+    return code
+
+
+def _kernels(rows: Sequence[KernelRow]) -> None:
+    """A line for each kernel of each size class, a column for each architecture; then what it amounts to."""
+    from repro.render.table import table
+
+    architectures = list(dict.fromkeys(row.architecture for row in rows))
+    lines: dict[tuple[str, str], dict[str, KernelRow]] = {}
+    for row in rows:
+        lines.setdefault((row.program, row.kernel), {})[row.architecture] = row
+    shown = table("kernel", "columns", "threads", *architectures, left=2)
+    for (program, kernel), of in lines.items():
+        row = next(iter(of.values()))
+        sizes = (
+            f"{row.sizes[0]}"
+            if len(row.sizes) == 1
+            else f"{row.sizes[0]}-{row.sizes[-1]}"
+            if row.sizes
+            else "any"
+        )
+        cells = [_cell(of[a]) if a in of else "-" for a in architectures]
+        shown.add_row(
+            f"{program.partition(' ')[0]}.{kernel} {_specialised(program)}", sizes, str(row.threads), *cells
+        )
+    console = stdout(least=140)
+    console.print()
+    console.print(shown)
+    spilled = sum(row.spilled_bytes > 0 for row in rows)
+    console.print(
+        "registers of a thread / shared bytes of a block / occupancy / most of the memory's bandwidth that its "
+        f"threads can ask for (a bound: nothing of it was timed); {spilled or 'nothing'} spilled."
+    )
+
+
+def _cell(row: KernelRow) -> str:
+    spilled = f" spilled {row.spilled_bytes}" if row.spilled_bytes else ""
+    return f"{row.registers}/{row.shared_bytes}/{row.occupancy:.0%}/{row.bandwidth:.0%}{spilled}"
+
+
+def _specialised(program: str) -> str:
+    """The definitions that tell programs of a source apart, short."""
+    words = dict(word.split("=") for word in program.split()[1:])
+    kinds = [words[key] for key in ("TYPE", "GRADIENT", "COPY") if key in words]
+    rest = {
+        "WIDTH": "by ",
+        "HAS_BIAS": "bias ",
+        "HAS_RESIDUAL": "residual ",
+        "DROP": "drop ",
+        "CENTRED": "centred ",
+    }
+    return " ".join([*kinds, *(f"{name}{words[key]}" for key, name in rest.items() if key in words)])
 
 
 def cluster(profile: Path, results: Path, nodes: int, json: bool) -> int:

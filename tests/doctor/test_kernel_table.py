@@ -1,0 +1,74 @@
+"""The table of `repro doctor --kernels`: every size class, by a compiler that answers at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from repro import cli, models
+from repro.doctor import kernel_table
+from repro.doctor.sizes import size_classes
+from repro.kernels.cuda import cache
+from repro.kernels.cuda import compile as compiler
+from repro.kernels.cuda.compile import Compiled, Target
+from repro.kernels.cuda.program import Program, Unavailable
+
+LOG = """ptxas info    : Compiling entry function '{kernel}' for 'sm_80'
+    0 bytes stack frame, {spilled} bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, 64 bytes smem, 400 bytes cmem[0]
+"""
+
+
+@pytest.fixture(autouse=True)
+def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(program: Program, target: Target) -> Compiled:
+        if program.source == "norm":
+            raise Unavailable("nonsense")
+        spilled = 8 * (program.source == "rope" and target.architecture == "sm_70")
+        return Compiled(
+            b"code", "".join(LOG.format(kernel=name, spilled=spilled) for name in program.kernels)
+        )
+
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "compile", compile)
+    monkeypatch.setattr(compiler, "version", lambda: (12, 9))
+    monkeypatch.setattr(compiler, "architectures", lambda: (70, 80, 90, 100))
+
+
+def test_every_kernel_of_every_size_class_has_a_row() -> None:
+    rows = kernel_table.table("sm_70,sm_90")
+    compiled = [each for each in size_classes() if each.program.source != "norm"]
+    assert len(rows) == 2 * sum(len(each.program.kernels) for each in compiled)
+    assert {row.architecture for row in rows} == {"sm_70", "sm_90"}
+    assert {row.program.split()[0] for row in rows if row.spilled_bytes} == {"rope"}
+    assert all(0 < row.occupancy <= 1 and 0 < row.bandwidth <= 1 for row in rows)
+
+
+def test_every_hidden_size_is_in_a_class() -> None:
+    """Of every norm, in both directions."""
+    norms = [each for each in size_classes() if each.program.source.startswith("layernorm")]
+    for model in map(models.load, models.names()):
+        centred = int(model.norm == "layer")
+        found = [
+            each
+            for each in norms
+            if model.hidden in each.sizes and ("CENTRED", centred) in each.program.definitions
+        ]
+        assert {kernel for each in found for kernel in each.program.kernels} >= {"forward"}, model.name
+        assert {kernel for each in found for kernel in each.program.kernels} & {"backward", "gradients"}
+
+
+def test_it_is_printed_and_in_the_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["doctor", "--kernels", "sm_70,sm_80", "--results", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "layernorm.forward half by 8" in text
+    assert "40/64/" in text
+    assert "spilled 8" in text
+    assert "a bound: nothing of it was timed" in " ".join(text.split())
+    assert cli.main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["kernels"]
+    assert {row["architecture"] for row in rows} == {"sm_70", "sm_80"}
+    assert {"kernel", "sizes", "registers", "shared_bytes", "occupancy", "bandwidth"} <= set(rows[0])
