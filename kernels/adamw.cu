@@ -66,7 +66,8 @@ __device__ inline void update(const Shard& shard, const Step& step, long long i)
   if (HAS_COPY) store(shard.copy + i, master);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) adamw(const __grid_constant__ Arguments a) {
+// One block at least: left to itself the assembler spills a few registers for the sake of one block more.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) adamw(const __grid_constant__ Arguments a) {
   const Step step(a);
   int s = 0;
   for (int chunk = blockIdx.x; chunk < a.chunks[a.shard_count - 1]; chunk += gridDim.x) {

@@ -59,7 +59,8 @@ struct Mask {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ Arguments a) {
+// One block at least: left to itself the assembler spills a few registers for the sake of one block more.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Arguments a) {
   const Place at = place(a.columns, V, a.at_once);
   if (at.idle) return;
   const Mask mask(a, at.column);

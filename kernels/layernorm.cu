@@ -25,7 +25,8 @@ static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other argument
 __device__ inline int column(int item) { return (item * THREADS + (int)threadIdx.x) * V; }
 
 #if !BACKWARD
-extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ Arguments a) {
+// One block at least: left to itself the assembler spills a few registers for the sake of one block more.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Arguments a) {
   for (long long row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const TYPE* x = a.x + row * a.columns;
     float values[ITEMS][V];

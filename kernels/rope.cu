@@ -21,7 +21,8 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
 
-extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_constant__ Arguments a) {
+// One block at least: left to itself the assembler spills a few registers for the sake of one block more.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rotary(const __grid_constant__ Arguments a) {
   const int of_pairs = a.pairs / V, of_rest = (a.head_width - 2 * a.pairs) / V, vectors = of_pairs + of_rest;
   const long long all = a.tokens * vectors, stride = (long long)gridDim.x * THREADS;
   for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < all; i += stride) {

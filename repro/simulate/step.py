@@ -119,6 +119,7 @@ class Simulation:
                 "limit_bytes": self.limit_bytes,
                 "states_bytes": fullest.memory.states_bytes,
                 "host_bytes": fullest.memory.host_bytes,
+                "host_reserved_bytes": fullest.memory.host_reserved_bytes,
                 "init_peak_bytes": fullest.memory.init_peak_bytes,
                 "by_category": fullest.memory.by_category,
                 "most_by_category": fullest.memory.most,

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from repro.config.attention import unfused
 from repro.render import units, words
 from repro.render.console import stdout
 from repro.render.table import bar, table
@@ -48,6 +49,8 @@ def show_fit(question: Question, document: dict[str, Any]) -> None:
         f"{units.size(document['limit_bytes'])} for torch, {units.size(document['context_bytes'])} of context "
         "beside it\n"
     )
+    if note := unfused(question.model, question.layout, question.system.device.compute_capability):
+        console.print(f"{note}\n", style="yellow", markup=False)
     rows = table("", "layers", "micro-batch", "parameters", "needs GB", left=1)
     for name, key in (("fits", "largest"), ("does not", "first_failing")):
         row = document[key]
@@ -114,6 +117,8 @@ def show_plan(request: Request, plan: Plan, top: int) -> None:
     console.print(
         f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}{slower}; {plan.traces} traces\n"
     )
+    if note := unfused(request.model, rows[0].layout, request.system.device.compute_capability):
+        console.print(f"{note}\n", style="yellow", markup=False)
     shown = fits[:top]
     if shown:
         _layouts(console, request, shown, timed=not plan.no_time)

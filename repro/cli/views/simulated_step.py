@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from repro.cli.views.step_time import show_time
+from repro.config.attention import unfused
 from repro.config.system import System
 from repro.render import units, words
 from repro.render.console import stdout
@@ -33,6 +34,10 @@ def show(simulation: Simulation, system: System) -> None:
         f"{units.parameters(document['params'])} parameters, {e.seq} tokens a sample; "
         f"{words.layout(e.layout, batches=True)}"
     )
+    if not e.training.attention_dropout and (
+        note := unfused(e.model, e.layout, system.device.compute_capability)
+    ):
+        console.print(note, style="yellow", markup=False)
     _memory(console, simulation, document["memory"])
     _traffic(console, document["comm"])
     _work(console, document)
@@ -79,7 +84,10 @@ def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) ->
             parts.add_row(term, bar(console, size, whole, room=False).ljust(BAR), gb(size), gb(most))
     console.print(parts)
     if memory["host_bytes"]:
-        console.print(f"In host memory, for each GPU: {units.size(memory['host_bytes'])}")
+        console.print(
+            f"In host memory, for each GPU: {units.size(memory['host_bytes'])}; page-locked "
+            f"{units.size(memory['host_reserved_bytes'])}, since torch rounds each piece up to a power of two"
+        )
     where = f"{memory['peak_line']} ({memory['peak_operator']})"
     console.print(f"The peak is in {memory['peak_phase']}, {where}.", markup=False)
     if simulation.outcome == "ok":

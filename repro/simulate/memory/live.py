@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from repro.config.enums import ACCOUNTED, MODEL_STATES, Category
+from repro.simulate.memory.pinned import PinnedMemory
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, PhaseStart
 
 
@@ -54,6 +55,8 @@ class Memory:
     operator: str = ""
     """The operator that it called there."""
     init_peak_bytes: int = 0
+    host_reserved_bytes: int = 0
+    """Page-locked on a GPU's machine: what its allocator holds for `host_bytes`."""
     states: dict[str, int] = field(default_factory=dict)
     """Model states after the step, by category."""
 
@@ -70,9 +73,10 @@ class Memory:
 
 def measure(events: Iterable[Event]) -> Memory:
     """Go through a trace's allocations and releases."""
-    found, live, phase = Memory(), LiveBytes(), ""
+    found, live, pinned, phase = Memory(), LiveBytes(), PinnedMemory(), ""
     for event in events:
         live.see(event)
+        pinned.see(event)
         if isinstance(event, (Alloc, Mark)):
             category = event.category
             found.most[category] = max(found.most[category], live.now[category])
@@ -83,5 +87,6 @@ def measure(events: Iterable[Event]) -> Memory:
             if phase == "init":
                 found.init_peak_bytes = found.peak_bytes
             phase = event.name
+    found.host_reserved_bytes = pinned.reserved
     found.states = {category: live.now[category] for category in MODEL_STATES}
     return found

@@ -55,3 +55,15 @@ def test_the_peak_is_the_first_moment_that_holds_most() -> None:
         0,
         0,
     )
+
+
+def test_page_locked_memory_is_rounded_to_powers_of_two_and_kept() -> None:
+    """A piece of 5 bytes takes 8; what is freed serves the next of its size, and no other."""
+
+    def host(id: int, size: int) -> Alloc:
+        return Alloc(id, size, Category.HOST, "", "")
+
+    device = Alloc(9, 1000, Category.ACTIVATIONS, "", "")
+    found = measure([host(1, 5), device, host(2, 8), Free(1), host(3, 7), host(4, 4), Free(9), host(5, 1)])
+    assert found.host_bytes == 8 + 7 + 4 + 1
+    assert found.host_reserved_bytes == 8 + 8 + 4 + 1

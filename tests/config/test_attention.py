@@ -1,0 +1,36 @@
+"""Heads that torch has no fused attention for are said on a V100, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from repro import cli, models
+from repro.config import Layout
+from repro.config.attention import unfused
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "capability", "said"),
+    [
+        (16, {}, "7.0", True),  # 100 elements
+        (25, {}, "7.0", False),  # 64
+        (16, {}, "8.0", False),
+        (16, {}, "", False),
+        (16, {"precision": "fp32"}, "7.0", False),
+        (16, {"kernels": "unfused"}, "7.0", False),
+    ],
+)
+def test_heads_of_100(heads: int, keys: dict[str, str], capability: str, said: bool) -> None:
+    layout = Layout(**{"precision": "fp16", **keys})
+    model = replace(models.load("gpt2-1.5b"), heads=heads)
+    assert bool(unfused(model, layout, capability)) is said
+
+
+@pytest.mark.parametrize(("heads", "said"), [("16", True), ("25", False)])
+def test_fit_says_so(heads: str, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `suites/one_gpu.toml` asks has none."""
+    asked = ["fit", "--system", "dgx2", "--gpus", "1", "--hidden", "1600", "--heads", heads]
+    assert cli.main([*asked, "--precision", "fp16", "--micro-batch", "1", "--recompute"]) == 0
+    assert ("Heads of 100 elements are no multiple of 8" in " ".join(capsys.readouterr().out.split())) is said
