@@ -53,7 +53,7 @@ ASSUMED: dict[str, Quantity] = {
         low=0.92,
         high=1.08,
         source="devices of one kind in one cluster differ by 8 % on average, 22 % at most (2208.11035v3); low: what "
-        "was measured was a slow one; high: it was a fast one, and the slowest of many sets the pace",
+        "was measured was a slow one; high: it was a fast one",
     ),
     "spread": Quantity(value=0, source="all devices of a run take the same"),
 }

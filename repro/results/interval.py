@@ -26,6 +26,16 @@ Case: TypeAlias = int | tuple[str, bool] | Other
 """The number of a joint draw; or the key of an unknown that is alone at an end of its range, True at the high one."""
 
 
+def part_of(value: float, left: float, right: float) -> float:
+    """How far `value` is on the way from `left` to `right`, by logarithms; from 0, which has none, by the values."""
+    return log(value / left) / log(right / left) if left else value / right
+
+
+def between(left: float, right: float, part: float) -> float:
+    """What lies that `part` of the way, likewise."""
+    return left * exp(part * log(right / left)) if left else part * right
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity(RecordPart):
     """One unknown number of a system and the step at both ends of its range, all others at their best values."""
@@ -42,12 +52,10 @@ class Sensitivity(RecordPart):
 
     def at(self, value: float) -> float:
         """Seconds of a step with another value, on straight lines between logarithms of the curve's points."""
-        points = [(log(x), log(y)) for x, y in self.curve or ()]
-        place = log(value)
-        after = min(max(bisect_left(points, (place,)), 1), len(points) - 1)
+        points = self.curve or []
+        after = min(max(bisect_left(points, [value]), 1), len(points) - 1)
         (left, low), (right, high) = points[after - 1], points[after]
-        part = min(1.0, max(0.0, (place - left) / (right - left)))
-        return exp(low + part * (high - low))
+        return between(low, high, part_of(min(max(value, left), right), left, right))
 
     @property
     def span(self) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import exp, log
 from typing import Any
 
 from repro.claims.allowed import allowed
@@ -20,7 +19,7 @@ from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.published import UNITS
 from repro.claims.records import Records
 from repro.claims.results import ClaimResult, Finding, RowResult
-from repro.results.interval import Other, Sensitivity
+from repro.results.interval import Other, Sensitivity, between, part_of
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.validate.published import points
 from repro.validate.unknowns import in_doubt, name, simulated
@@ -165,8 +164,7 @@ def _crossing(curve: Curve, target: float) -> float | None:
     """Where the prediction is `target`, on straight lines between logarithms; the first where it is so twice."""
     for (left, low), (right, high) in pairwise(curve):
         if min(low, high) <= target <= max(low, high) and low != high:
-            part = (log(target) - log(low)) / (log(high) - log(low))
-            return exp(log(left) + part * (log(right) - log(left)))
+            return between(left, right, part_of(target, low, high))
     return None
 
 

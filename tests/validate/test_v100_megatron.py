@@ -1,0 +1,56 @@
+"""Megatron-LM on V100, every published rate that calibrates nothing: how far off, and which the interval holds.
+
+`repro validate` prints the same after the suites were simulated.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from repro import suites, systems
+from repro.claims.judge import experiments, judge
+from repro.claims.reader import load
+from repro.config import Experiment
+from repro.launch.simulated import attempt, system_of
+from repro.validate.published import V100_MEGATRON, families, points
+
+FOLDER = Path(__file__).parents[2] / "suites"
+EVERYTHING = {
+    f"{suite.name}/{entry.experiment.name}": entry.experiment
+    for suite in (suites.load(path) for path in sorted(FOLDER.glob("*.toml")))
+    for entry in suite.entries
+}
+
+
+def on_v100_without_zero(experiment: Experiment) -> bool:
+    if experiment.system in systems.HERE or experiment.engine != "native" or experiment.layout.zero:
+        return False
+    return systems.load(experiment.system).device.compute_capability == "7.0"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_half_are_within_a_fifth_and_half_are_held_by_what_inputs_leave_open() -> None:
+    ledger = load()
+    read = {
+        name
+        for claim in ledger.claims
+        for row in claim.rows
+        for evidence in row.evidence
+        if evidence.kind == "simulated"
+        for name in experiments(evidence.value, row.variables)
+    }
+    records = []
+    for name in sorted(read):
+        if on_v100_without_zero(EVERYTHING[name]):
+            suite = name.partition("/")[0]
+            records.append(attempt(EVERYTHING[name], system_of(EVERYTHING[name]), suite))
+    seen = points(judge(ledger, records), records)
+    (found,) = (family for family in families(seen) if family.name == V100_MEGATRON)
+    errors = {point.name: point.error for point in seen if not point.left_out}
+    assert found.points == 23
+    assert found.median <= 0.2, errors
+    held = {point.name: point.holds for point in seen if not point.left_out}
+    assert found.held > found.points / 2, held
