@@ -21,7 +21,7 @@ class Measurement:
     """What that fact says of it; without a command, what would say it."""
 
 
-OPERATORS = "seconds of every operator on the devices that are there, which need no pace then"
+OPERATORS = "seconds of every operator on the devices that are there, which need no pace and no waves then"
 PRODUCTS = "the fastest product of all ranks at once; the peak is then what is reached"
 COPIES = "a copy of four caches on all ranks at once; the bandwidth is then what is reached"
 LINK = "collectives by size in every group of a layout, all groups at once, in place of the formula"
@@ -31,6 +31,9 @@ _HOW = (
     ("device.memory_bytes", HERE, "device.memory_bytes", MEMORY),
     ("device.time.multiprocessors", HERE, "device.operators", UNITS),
     ("device.time.pace", HERE, "device.operators", OPERATORS),
+    ("device.time.multiprocessors", HERE, "device.operators", OPERATORS),
+    ("device.time.spread", "", "", "the same products on every device of the cluster, each by itself"),
+    ("device.memory_bytes", HERE, "device.memory_bytes", "what the driver says of the device that is there"),
     ("device.time.matmul_efficiency", HERE, "device.peak_flops", PRODUCTS),
     ("device.peak_flops.*", HERE, "device.peak_flops", PRODUCTS),
     ("device.time.memory_efficiency", HERE, "device.memory_bandwidth", COPIES),

@@ -13,8 +13,9 @@ from repro import suites, systems
 from repro.claims.judge import experiments, judge
 from repro.claims.reader import load
 from repro.config import Experiment
-from repro.launch.simulated import attempt, system_of
-from repro.validate.published import V100_MEGATRON, families, points
+from repro.simulate.record import simulated_record
+from repro.simulate.step import simulate
+from repro.validate.published import DIRECT, TIMED, V100_MEGATRON, families, points
 
 FOLDER = Path(__file__).parents[2] / "suites"
 EVERYTHING = {
@@ -38,19 +39,24 @@ def test_half_are_within_a_fifth_and_half_are_held_by_what_inputs_leave_open() -
         name
         for claim in ledger.claims
         for row in claim.rows
+        if row.unit in DIRECT
         for evidence in row.evidence
-        if evidence.kind == "simulated"
+        if evidence.kind == "simulated" and any(metric in evidence.value.text for metric in TIMED)
         for name in experiments(evidence.value, row.variables)
     }
     records = []
     for name in sorted(read):
-        if on_v100_without_zero(EVERYTHING[name]):
-            suite = name.partition("/")[0]
-            records.append(attempt(EVERYTHING[name], system_of(EVERYTHING[name]), suite))
+        experiment = EVERYTHING[name]
+        if on_v100_without_zero(experiment):
+            system = systems.load(experiment.system)
+            found = simulate(experiment, system, time=True, interval=True)
+            records.append(
+                simulated_record(experiment, found, system, suite=name.partition("/")[0], wall_s=0.0)
+            )
     seen = points(judge(ledger, records), records)
-    (found,) = (family for family in families(seen) if family.name == V100_MEGATRON)
+    (family,) = (one for one in families(seen) if one.name == V100_MEGATRON)
     errors = {point.name: point.error for point in seen if not point.left_out}
-    assert found.points == 23
-    assert found.median <= 0.2, errors
+    assert family.points == 23
+    assert family.median <= 0.2, errors
     held = {point.name: point.holds for point in seen if not point.left_out}
-    assert found.held > found.points / 2, held
+    assert family.held > family.points / 2, held
