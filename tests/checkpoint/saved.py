@@ -28,6 +28,8 @@ LAYOUTS = {
     "tp2-dp2-z1": Layout(tp=2, dp=2, zero=1, micro_batch=2, global_batch=4),
     "tp2-dp2-z3": Layout(tp=2, dp=2, zero=3, sp=True, micro_batch=2, global_batch=4),
     "pp2-dp2-z2": Layout(pp=2, dp=2, zero=2, micro_batch=1, global_batch=4),
+    "cp2": Layout(cp=2, micro_batch=2, global_batch=4),
+    "cp2-dp2-z3": Layout(cp=2, dp=2, zero=3, micro_batch=1, global_batch=4),
     "tp2-pp2": Layout(tp=2, pp=2, micro_batch=2, global_batch=4, recompute=True),
 }
 

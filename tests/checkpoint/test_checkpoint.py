@@ -75,6 +75,8 @@ def uninterrupted() -> list[float]:
         ("tp2", "pp2"),
         ("tp2-dp2-z3", "pp2-dp2-z2"),
         ("tp2-pp2", "dp1"),
+        ("cp2", "tp2"),
+        ("cp2-dp2-z3", "dp2-z1"),
     ],
 )
 def test_any_layout_reads_what_any_layout_wrote(

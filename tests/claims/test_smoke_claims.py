@@ -93,10 +93,10 @@ def test_parity_compares_every_layout_with_one_process(ledger: Ledger) -> None:
     records = [record("smoke/parity-single", **{"loss.last": 3.0})]
     records += [record(str(name), **{"loss.last": 3.00001}) for name in names]
     result = judge_claim(ledger.claim("repro-parity"), Records(records))
-    assert (result.verdict, len(result.rows)) == (REPRODUCED, 16)
+    assert (result.verdict, len(result.rows)) == (REPRODUCED, 17)
     records[-1].metrics["loss.last"] = 3.0001
     result = judge_claim(ledger.claim("repro-parity"), Records(records))
-    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 15/16")
+    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 16/17")
 
 
 def test_what_stage_3_gathers_must_not_grow_with_the_depth(ledger: Ledger) -> None:

@@ -347,3 +347,18 @@ def test_more_than_anybody_had_is_said(gpus: str, said: str, capsys: pytest.Capt
     cli.main(["simulate", *GPT2, "--gpus", gpus, "--json"])
     err = capsys.readouterr().err
     assert err.startswith(said) if said else not err
+
+
+def test_context_parallelism_of_fit_and_plan(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    """Two ranks that share a sample's tokens hold more layers than two that have a sample each."""
+    asked = [*FIT[:-1], "2048", "--memory-limit", "1.5GB", "--json"]
+    found = [json.loads(run(capsys, *asked, "--cp", str(cp))[1]) for cp in (1, 2)]
+    assert [(fit["layout"]["cp"], fit["layout"]["dp"]) for fit in found] == [(1, 2), (2, 1)]
+    alone, shared = (fit["largest"]["layers"] for fit in found)
+    assert alone < shared <= 2 * alone + 1
+    asked = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
+    code, out = run(capsys, *asked, "--cp", "2", "--json")
+    assert code == 0
+    assert {row["layout"]["cp"] for row in json.loads(out)} == {2}
+    assert cli.main([*asked, "--cp", "3"]) == 2
+    assert "tp x cp x pp = 1 x 3 x 1" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from repro import cli
+from repro import cli, suites
 from repro.launch.local import room
 
 FREE = 10 * 10**9
@@ -64,6 +64,28 @@ def test_a_dry_run_says_it_of_each(suite: str, capsys: pytest.CaptureFixture[str
     fits = int(where["batch"].split("at most ")[1].split(" ")[0])
     states = 16 * 7_248_640
     assert 0 <= FREE - states - fits * INPUTS < INPUTS
+
+
+@pytest.mark.parametrize(
+    ("shape", "states", "samples"),
+    [
+        ("cp = 2, zero = 0", 2 * 16, 1),  # both ranks hold the model, and a half of each sample's tokens
+        ("cp = 2, zero = 3", 16, 1),
+        ("cp = 2, dp = 2, zero = 0", 4 * 16, 2),
+    ],
+)
+def test_context_parallelism_splits_a_sample_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, states: int, samples: int
+) -> None:
+    path = tmp_path / "cp.toml"
+    experiment = f'name = "a"\nmodel = "gpt2-tiny"\nlayout = {{ {shape}, micro_batch = 10 }}\n'
+    path.write_text(f'[suite]\nname = "cp"\n[[experiment]]\n{experiment}')
+    (entry,) = suites.load(path).entries
+    needed = states * 7_248_640 + 10 * samples * INPUTS
+    monkeypatch.setattr(room, "memory_and_swap", lambda: needed)
+    assert room.too_large(entry.experiment) == ""
+    monkeypatch.setattr(room, "memory_and_swap", lambda: needed - 1)
+    assert "layout.micro_batch = 10, and at most 9 fit" in room.too_large(entry.experiment)
 
 
 def test_it_is_refused_in_one_line_and_nothing_starts(
