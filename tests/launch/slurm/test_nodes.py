@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import socket
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -101,6 +105,15 @@ def test_gpus_are_looked_at_where_there_are_some(monkeypatch: pytest.MonkeyPatch
     assert (seen.gpus, seen.links) == ([{"uuid": "GPU-5"}], {"nvlinks": [2]})
     bare = nodes.report(said, gpus=False)
     assert (bare.gpus, bare.links) == ([], {})
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_a_task_of_an_allocation_looks_at_its_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(topology, "gpu_links", lambda: {"nvlinks": [2]})
+    monkeypatch.setenv("SLURM_PROCID", "7")
+    monkeypatch.setattr(sys, "argv", ["nodes", str(tmp_path)])
+    runpy.run_module(nodes.__name__, run_name="__main__")
+    assert json.loads(nodes.file_of(tmp_path, 7).read_text())["links"] == {"nvlinks": [2]}
 
 
 def test_a_ranks_gpu() -> None:
