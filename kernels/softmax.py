@@ -75,26 +75,28 @@ backward_operator = operator(
 
 class _CausalSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
-        y: Tensor = forward_operator(scores, scale)
+    def forward(ctx: Any, scores: Tensor, scale: float, plain: bool) -> Tensor:
+        y: Tensor = (_forward if plain else forward_operator)(scores, scale)
         ctx.save_for_backward(y)
-        ctx.scale = scale
+        ctx.scale, ctx.plain = scale, plain
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return backward_operator(grad, *ctx.saved_tensors, ctx.scale), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (y,) = ctx.saved_tensors
+        return (_backward if ctx.plain else backward_operator)(grad, y, ctx.scale), None, None
 
 
-def causal_softmax(scores: Tensor, scale: float) -> Tensor:
+def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tensor:
     """Weights [..., s, s] in the dtype of scores [..., s, s] (query, key): softmax of scale * scores over the past.
 
-    Saved for backward: the result, nothing else. Raises ValueError when there are not as many keys as queries.
+    Saved for backward: the result, nothing else. `plain`: by torch's operators on every device. Raises ValueError when
+    there are not as many keys as queries.
     """
     if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2]:
         raise ValueError(f"causal_softmax needs scores [..., s, s], not {list(scores.shape)}")
-    return _CausalSoftmax.apply(scores, scale)
+    return _CausalSoftmax.apply(scores, scale, plain)
 
 
 def forward_cost(scores: Operand, *_: object) -> Cost:

@@ -46,7 +46,7 @@ class Training:
     """Probability on the embedding and on both residual branches."""
     attention_dropout: float = 0.0
     """Probability on the attention weights, which are then written, as the 2019-2020 codes did: in the step's dtype,
-    in fp32 with `cp` and `kernels = "reference"`."""
+    with `cp` in fp32."""
     deterministic: bool = False
     """On GPUs, the same bits from every run of one layout on the same GPUs and software, slower and with more memory in
     attention's backward; on CPUs that is so without.  Where an operator cannot, the run fails and says which."""

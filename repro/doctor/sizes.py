@@ -38,11 +38,8 @@ class SizeClass(NamedTuple):
 
 
 @cache
-def size_classes(anywhere: bool = False) -> list[SizeClass]:
-    """Of all suites' experiments and of all model files in every precision.
-
-    `anywhere`: also for rows that are whole vectors but begin at an address that is none, which ours do not.
-    """
+def size_classes() -> list[SizeClass]:
+    """Of all suites' experiments and of all model files in every precision, at the addresses that our tensors have."""
     experiments = [entry.experiment for path in SUITES.files() for entry in load(path).entries]
     rows = {(e.model, e.layout.precision) for e in experiments}
     rows |= {(model, precision) for model in map(models.load, models.names()) for precision in KINDS}
@@ -54,11 +51,10 @@ def size_classes(anywhere: bool = False) -> list[SizeClass]:
     found: dict[str, tuple[Program, set[int]]] = {}
     asked = [
         *((program, 0) for precision in KINDS for program in _of_any_rows(KINDS[precision])),
-        *(each for model, precision in rows for each in _of_model(model, KINDS[precision], anywhere)),
+        *(each for model, precision in rows for each in _of_model(model, KINDS[precision])),
         *(
-            (softmax.program(KINDS[precision], seq, width, backward), seq)
+            (softmax.program(KINDS[precision], seq, _width(KINDS[precision], seq), backward), seq)
             for seq, precision in scores
-            for width in _widths(KINDS[precision], seq, anywhere)
             for backward in (False, True)
         ),
     ]
@@ -73,16 +69,15 @@ def _whole(kind: str) -> int:
     return 4 if kind == "float" else 8
 
 
-def _widths(kind: str, size: int, anywhere: bool) -> set[int]:
+def _width(kind: str, size: int) -> int:
     """Elements that a thread reads at once of rows of this size."""
-    return {_whole(kind) if size % _whole(kind) == 0 else 1, *([1] if anywhere else [])}
+    return _whole(kind) if size % _whole(kind) == 0 else 1
 
 
-def _of_model(model: Model, kind: str, anywhere: bool) -> Iterator[tuple[Program, int]]:
-    for width in _widths(kind, model.hidden, anywhere):
-        for backward in (False, True):
-            centred = model.norm == "layer"
-            yield layernorm.program(kind, kind, model.hidden, width, backward, centred), model.hidden
+def _of_model(model: Model, kind: str) -> Iterator[tuple[Program, int]]:
+    width, centred = _width(kind, model.hidden), model.norm == "layer"
+    for backward in (False, True):
+        yield layernorm.program(kind, kind, model.hidden, width, backward, centred), model.hidden
 
 
 def _of_any_rows(kind: str) -> Iterator[Program]:

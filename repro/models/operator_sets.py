@@ -76,14 +76,14 @@ class WeightDropout:
     first_head: int
     """The first of this rank's."""
 
-    def __call__(self, weights: Tensor) -> Tensor:
-        """In one operator, of all queries."""
+    def __call__(self, weights: Tensor, plain: bool = False) -> Tensor:
+        """In one operator, of all queries; by torch's own where `plain`."""
         b, a, s, _ = weights.shape
         # A head is a stretch of s rows of its sample.
         rows, first = self.heads * s, self.first_head * s
         flat = weights.view(b, a * s, s)
         dropped = kernels.bias_dropout_residual(
-            flat, None, None, self.p, self.key, self.first_sample, rows, first, True
+            flat, None, None, self.p, self.key, self.first_sample, rows, first, True, plain=plain
         )
         return dropped.view(b, a, s, s)
 
@@ -113,17 +113,17 @@ def attention(
     """
     if not operators.writes_scores and dropout is None:
         return kernels.causal_attention(q, k, v, mask)
-    if operators.plain or cp > 1:
+    if cp > 1:
         assert dropout is not None
-        return _explicit(q, k, v, dropout, mask, q.shape[2] * (2 * cp if cp > 1 else 1))
+        return _explicit(q, k, v, dropout, mask, q.shape[2] * 2 * cp)
     if operators is not OperatorSet.UNFUSED:
-        return _softmax(q, k, v, dropout, mask)
+        return _softmax(q, k, v, dropout, mask, operators.plain)
     assert mask is not None
     return _unfused(q, k, v, dropout, mask)
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Tensor | None, s: int) -> Tensor:
-    """Written out in fp32 by torch's own operators, of samples of s tokens; there may be more keys than queries."""
+    """Written out in fp32 by torch's own operators, for chunks of samples of s tokens: more keys than queries."""
     queries, keys, d = q.shape[-2], *k.shape[-2:]
     future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
     scores = _by_keys(q, k.transpose(-1, -2)) / math.sqrt(d)
@@ -144,10 +144,12 @@ def _by_keys(x: Tensor, y: Tensor) -> Tensor:
     return (x.reshape(b, y.shape[1], -1, x.shape[-1]) @ y).view(b, a, s, -1)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor | None) -> Tensor:
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor | None, plain: bool
+) -> Tensor:
     """The scores pass through memory 4 times in forward and 7 times in backward; one copy of them is kept."""
-    weights = kernels.causal_softmax(_scores(q, k, mask), 1 / math.sqrt(q.shape[-1]))
-    return _by_keys(weights if dropout is None else dropout(weights), v)
+    weights = kernels.causal_softmax(_scores(q, k, mask), 1 / math.sqrt(q.shape[-1]), plain=plain)
+    return _by_keys(weights if dropout is None else dropout(weights, plain), v)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

@@ -54,10 +54,9 @@ PARTS = 12
 @pytest.mark.parametrize("architecture", [70, 80, 90, 100])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_size_of_every_suite_compiles_without_spills(part: int, architecture: int) -> None:
-    """Also of rows at any address."""
     if architecture not in ARCHITECTURES:
         pytest.skip(f"NVRTC {compiler.version()} does not compile for sm_{architecture}")
-    for each in size_classes(anywhere=True)[part::PARTS]:
+    for each in size_classes()[part::PARTS]:
         check(each.program, compiler.Target(f"sm_{architecture}"))
 
 
