@@ -91,6 +91,7 @@ def rank(nvlink: bool) -> dict[str, Any]:
             "memory": {"total_bytes": 2**40},
         },
         "per_node": 2,
+        "context_bytes": 1,
         "threads": 1,
         "cache_bytes": 1,
         "operators": [{"name": "aten.mm", "nbytes": b, "flops": f, **call} for b, f in sizes]
