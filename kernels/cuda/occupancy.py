@@ -1,9 +1,9 @@
-"""What a kernel's registers and shared memory leave of a multiprocessor, and so of its GPU's bandwidth: a bound.
+"""How many threads of a kernel a multiprocessor holds, by registers and shared memory, and if its memory needs more.
 
-Little's law: a memory of bandwidth B and latency L is busy while B L bytes are asked for.  A kernel asks for what its
-resident threads have each asked for before they wait; here the least of that, one access of one operand, or a thread's
-part of a row that a block holds.  Latency is that of an idle memory, so a fraction of 1 says that threads do not keep a
-kernel from its bandwidth, not that it reaches it; one below 1 is a kernel that cannot.
+Little's law: a memory of bandwidth B and latency L is busy while B L bytes are asked for.  Of what each resident thread
+asks for before it waits the least is counted: one access of one operand, or its part of a row that a block holds.
+Latency is that of an idle memory.  So a part of 1 says that no lack of threads keeps a kernel from the bandwidth,
+not that it gets there; one below 1, where it would be if it waited for each operand by itself.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from repro.kernels.cuda.program import Program
 from repro.kernels.cuda.resources import Resources
 
 BYTES = {"float": 4, "half": 2, "bfloat16": 2}
+"""Of an element, by its type in the sources."""
 ROWS = 8192
-"""Rows of a micro-batch: 8 samples of 1024 tokens."""
+"""Rows of a micro-batch: 8 samples of 1024 tokens.  The last wave of their blocks is not full."""
 
 
 class Gpu(NamedTuple):
@@ -64,7 +65,7 @@ class Filled(NamedTuple):
     occupancy: float
     """Part of its warps that are there."""
     bandwidth: float
-    """Most of the memory's bandwidth that they can ask for, 0 to 1."""
+    """Part of the memory's bandwidth that they ask for at least, 0 to 1."""
 
 
 def blocks_at_once(used: Resources, threads: int, gpu: Gpu) -> int:
@@ -86,7 +87,7 @@ def asked_for(program: Program) -> int:
 
 
 def filled(program: Program, used: Resources, gpu: Gpu) -> Filled:
-    """How full a multiprocessor is, and what that asks of memory in the last wave's time as well."""
+    """How full a multiprocessor is, and what that asks of memory in the mean of all waves."""
     blocks = blocks_at_once(used, program.threads, gpu)
     known, by_rows = dict(program.definitions), program.source in ("layernorm", "cross_entropy")
     if program.source == "layernorm" and known["BACKWARD"]:

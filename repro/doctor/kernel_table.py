@@ -26,7 +26,7 @@ class KernelRow:
     spilled_bytes: int
     occupancy: float
     bandwidth: float
-    """Most of the memory's bandwidth that its threads can ask for, 0 to 1; how: `repro.kernels.cuda.occupancy`."""
+    """Part of the memory's bandwidth that its threads ask for at least, 0 to 1; how: `repro.kernels.cuda.occupancy`."""
 
 
 def table(compile_for: str) -> list[KernelRow]:

@@ -21,7 +21,7 @@ class Measurement:
     """What that fact says of it; without a command, what would say it."""
 
 
-OPERATORS = "seconds of every operator on the devices that are there, which need no pace and no waves then"
+OPERATORS = "seconds of every operator on the devices that are there, which need no pace then"
 PRODUCTS = "the fastest product of all ranks at once; the peak is then what is reached"
 COPIES = "a copy of four caches on all ranks at once; the bandwidth is then what is reached"
 LINK = "collectives by size in every group of a layout, all groups at once, in place of the formula"

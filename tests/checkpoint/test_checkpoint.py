@@ -19,7 +19,7 @@ from repro.checkpoint.state import STATES
 from repro.config import Experiment, Layout
 from repro.launch.interrupt import Stopped
 from repro.launch.rank.checkpoints import ABOUT
-from repro.launch.rank.repeatable import ENVIRONMENT
+from repro.launch.rank.gpu_settings import REPEATABLE
 from tests.checkpoint.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
 from tests.launch.runs import fill, small_disk
 from tests.parallel.test_architectures import FAMILIES
@@ -145,7 +145,7 @@ def test_on_a_gpu_that_needs_deterministic_algorithms(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which every operator of the step has."""
-    for name, value in ENVIRONMENT.items():
+    for name, value in REPEATABLE.items():
         monkeypatch.setenv(name, value)
     layout = replace(LAYOUTS["dp1"], precision=precision)
     there = lambda function, *arguments: function(*arguments, device="cuda")

@@ -44,6 +44,7 @@ def test_where_nothing_is_simulated_one_line_says_what_does_it(
     assert command("", "dgx-h200", False, results) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("`repro run again --evidence simulated --system dgx-h200` does it.")
+    assert command("", "dgx-h200", True, results) == 1
 
 
 def test_json_has_every_answer(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

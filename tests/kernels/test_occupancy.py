@@ -1,4 +1,4 @@
-"""How many blocks a multiprocessor holds, and the bandwidth that they can ask for, on cases counted by hand."""
+"""How many blocks a multiprocessor holds, and the bandwidth that they ask for, on cases counted by hand."""
 
 from __future__ import annotations
 

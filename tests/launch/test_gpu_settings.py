@@ -9,7 +9,7 @@ import pytest
 
 from repro.config import Experiment, Layout
 from repro.launch.rank import gpu_settings
-from repro.launch.rank.gpu_settings import CONNECTIONS, KEEPS, PRIORITY, apply, choose, in_force
+from repro.launch.rank.gpu_settings import CONNECTIONS, KEEPS, PRIORITY, REPEATABLE, apply, choose, in_force
 from tests.training import tiny
 
 OURS = tiny(Layout())
@@ -43,10 +43,18 @@ def test_libraries_get_what_they_ask_for(others: list[Experiment], connections: 
     assert found == {CONNECTIONS: connections, **({PRIORITY: "1"} if priority else {})}
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_equal_bits_where_one_experiment_asks_for_them(asked: bool) -> None:
+    found = choose([OURS, tiny(Layout(), deterministic=asked)], "2.9.0")
+    assert (REPEATABLE.items() <= found.items()) == asked
+    assert REPEATABLE["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (CONNECTIONS, KEEPS, PRIORITY):
+    for name in (CONNECTIONS, KEEPS, PRIORITY, *REPEATABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(gpu_settings, "version", lambda package: {"torch": "2.6.0"}[package])
-    monkeypatch.setattr(os, "environ", dict(os.environ) | {PRIORITY: "0"})
-    apply([OURS])
-    assert in_force() == {CONNECTIONS: "32", KEEPS: "1", PRIORITY: "0"}
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {PRIORITY: "0", "NCCL_NVLS_ENABLE": "2"})
+    apply([OURS, tiny(Layout(), deterministic=True)])
+    repeatable = {**REPEATABLE, "NCCL_NVLS_ENABLE": "2"}
+    assert in_force() == {CONNECTIONS: "32", KEEPS: "1", PRIORITY: "0", **repeatable}

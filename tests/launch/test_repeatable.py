@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,32 +11,10 @@ import torch
 from repro.config import Layout
 from repro.config.enums import Phase
 from repro.kernels.cuda.program import SOURCES
-from repro.launch.job import Job
-from repro.launch.rank import session
 from repro.launch.rank.experiment import Run
-from repro.launch.rank.repeatable import ENVIRONMENT, deterministic
+from repro.launch.rank.repeatable import deterministic
 from repro.parallel import mesh as meshes
-from tests.launch.test_session import Silent
 from tests.training import tiny
-
-
-@pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the session sets is gone afterwards."""
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, "")  # so that it is restored
-        monkeypatch.delenv(name)
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_the_session_sets_what_a_process_reads_once(asked: bool, clean: None) -> None:
-    os.environ["NCCL_NVLS_ENABLE"] = "2"
-    pair = [tiny(Layout(), steps=2, untimed_steps=1, deterministic=each) for each in (False, asked)]
-    beacon: Any = Silent()
-    torch.set_num_threads(1)
-    session.run_rank(Job(experiments=pair), rank=0, world=1, device="cpu", rendezvous="", beacon=beacon)
-    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if asked else None)
-    assert os.environ["NCCL_NVLS_ENABLE"] == "2", "what somebody has set stays"
 
 
 @pytest.mark.parametrize("asked", [False, True])

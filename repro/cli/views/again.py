@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def command(claim: str, system: str, json: bool, results: Path) -> int:
-    """Print what the store `results` predicts of `system`; 0, or 1 where it has nothing of it.
+    """Print what the store `results` predicts of `system`; 0, or 1 where it has nothing of it, as JSON too.
 
     Raises `ConfigError` for an unknown system, and for a claim that is unknown or not asked again.
     """
@@ -38,11 +38,12 @@ def command(claim: str, system: str, json: bool, results: Path) -> int:
         asked = questions.asked
     name = systems.load(system).name
     found = answers(asked, read(results), system)
+    nothing = all(answer.unrecorded for answer in found)
     if json:
         print_json({"system": name, "is": PREDICTIONS, "answers": [answer.as_dict() for answer in found]})
-        return 0
+        return int(nothing)
     console = stdout(WIDE)
-    if all(answer.unrecorded for answer in found):
+    if nothing:
         console.print(
             f"Nothing is predicted of {name} in {results}; `{how_to_simulate(system)}` does it.",
             markup=False,

@@ -60,8 +60,8 @@ def _kernels(rows: Sequence[KernelRow]) -> None:
     console.print(shown)
     spilled = sum(row.spilled_bytes > 0 for row in rows)
     console.print(
-        "registers of a thread / shared bytes of a block / occupancy / most of the memory's bandwidth that its "
-        f"threads can ask for (a bound: nothing of it was timed); {spilled or 'nothing'} spilled."
+        "registers of a thread / shared bytes of a block / occupancy / part of the memory's bandwidth that its threads "
+        f"ask for at least (by Little's law: nothing was timed); {spilled or 'nothing'} spilled."
     )
 
 

@@ -26,6 +26,9 @@ KEEPS = "TORCH_NCCL_AVOID_RECORD_STREAMS"
 until it has looked at events; as since 2.8, `1` has what is read held until it is waited for."""
 PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 """Collectives get a free multiprocessor before the products that they overlap with.  Libraries have their own way."""
+REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+"""For equal bits (`repro.launch.rank.repeatable`): cuBLAS chooses by the workspace that it happens to get, and sums in
+NVLink's switches (NVLS) are left out, as in Megatron-LM's deterministic mode."""
 
 
 def choose(experiments: Sequence[Experiment], torch_version: str) -> dict[str, str]:
@@ -37,6 +40,8 @@ def choose(experiments: Sequence[Experiment], torch_version: str) -> dict[str, s
         found[KEEPS] = "1"
     if all(e.engine == NATIVE for e in experiments):
         found[PRIORITY] = "1"
+    if any(e.training.deterministic for e in experiments):
+        found |= REPEATABLE
     return found
 
 
@@ -47,5 +52,6 @@ def apply(experiments: Sequence[Experiment]) -> None:
 
 
 def in_force() -> dict[str, str]:
-    """What this process runs with, whoever set it."""
-    return {name: os.environ[name] for name in (CONNECTIONS, KEEPS, PRIORITY) if name in os.environ}
+    """What of these this process runs with, whoever set it."""
+    names = (CONNECTIONS, KEEPS, PRIORITY, *REPEATABLE)
+    return {name: os.environ[name] for name in names if name in os.environ}

@@ -1,27 +1,16 @@
 """The same bits from a training whenever it is run: what that takes on GPUs.
 
 Our kernels add in an order that only the sizes and the GPU's model decide (no atomics in `kernels/*.cu`).  Others do
-not: the backward of torch's fused attention adds the queries' gradients with atomics unless it is told otherwise, and
-cuBLAS chooses by the workspace that it happens to get.  Sums in NVLink's switches (NVLS) are left out, as in
-Megatron-LM's deterministic mode.
+not: the backward of torch's fused attention adds the queries' gradients with atomics unless it is told otherwise.  What
+cuBLAS and NCCL have to be told is in the environment (`repro.launch.rank.gpu_settings.REPEATABLE`).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-
-ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
-"""What cuBLAS and NCCL read when a process first uses them."""
-
-
-def prepare() -> None:
-    """Set the environment of this process, but for what somebody has set."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from repro.config.enums import Phase
 from repro.engines import load
 from repro.launch.beacon import Beacon
 from repro.launch.job import Job
-from repro.launch.rank import repeatable
 from repro.launch.rank.checkpoints import CheckpointPlace
 from repro.launch.rank.device import own_device
 from repro.launch.rank.experiment import Diverged, Run
@@ -69,8 +68,6 @@ def run_rank(
     both; others run one after the other.  Compared `apart`, each turn builds its experiment anew.
     """
     place = own_device(device)
-    if any(experiment.training.deterministic for experiment in job.experiments):
-        repeatable.prepare()
     with process_group(rank, world, place, rendezvous), OnNetwork.of(job, rank) as network:
         if job.compare:
             return (_compare_apart if job.apart else _compare)(job, place, beacon, network)
