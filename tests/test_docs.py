@@ -59,6 +59,13 @@ def test_the_citation_is_of_this_version() -> None:
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_every_suite_is_in_a_table() -> None:
+    tables = "".join(
+        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("concepts.md", "twins.md")
+    )
+    assert [f.stem for f in (ROOT / "suites").glob("*.toml") if f"\n| [{f.stem}](" not in tables] == []
+
+
 def test_the_docs_are_listed() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"(docs/{page.name})" in readme for page in PAGES[3:])

@@ -97,7 +97,6 @@ def rank(nvlink: bool) -> dict[str, Any]:
         "operators": [{"name": "aten.mm", "nbytes": b, "flops": f, **call} for b, f in sizes]
         + [{"name": "elementwise", "nbytes": b, "flops": 0, **call} for b, _ in sizes],
         "launch": {**call, "operators": [("elementwise", 1, 1)]},
-        "context_bytes": 10**9,
         "copy": {"nbytes": 10**9, **call},
         "host_copy": {"nbytes": 10**9, **call},
         "links": links,

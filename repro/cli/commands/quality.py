@@ -21,7 +21,7 @@ def _degree(text: str) -> Any:
 Weights = Annotated[
     Path,
     typer.Option(
-        help="A folder of transformers' GPT-2, of a checkpoint of Megatron-LM, or of one of `repro run`.",
+        help="A folder of transformers (GPT-2, Llama, ...), or a checkpoint of Megatron-LM or `repro run`.",
         metavar="DIR",
     ),
 ]

@@ -92,7 +92,7 @@ def doctor(
     kernels: Annotated[
         str,
         typer.Option(
-            help="Compile every CUDA kernel for these architectures, with or without a GPU: sm_70,sm_80 or all.",
+            help="Compile and list every CUDA kernel for these architectures, GPU or not: sm_70,sm_80 or all.",
             metavar="ARCH",
         ),
     ] = "",

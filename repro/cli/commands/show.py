@@ -43,7 +43,9 @@ def claims(
 
 @app.command(epilog="Example:  repro models gpt2-1.5b")
 def models(
-    name: Annotated[str, typer.Argument(help="Show this model in full.", metavar="NAME")] = "",
+    name: Annotated[
+        str, typer.Argument(help="Show this model, or the one in this file, in full.", metavar="NAME")
+    ] = "",
     json: Json = False,
 ) -> int:
     """Show model files with exact parameter counts and the memory of their states."""
@@ -78,7 +80,7 @@ def report(
     ] = False,
     json: Json = False,
 ) -> int:
-    """Write tables and plots of the stored records to index.html."""
+    """Write the page index.html: claims with their evidence, figures, and the stored records."""
     from repro.cli.views.report import report as command
 
     return command(results, out, json, notebooks, tuple(ledger or ()))
@@ -91,8 +93,8 @@ def export(
     table: Annotated[
         str,
         typer.Option(
-            help="summary (for a pull request), claims, values (every published one), experiments, comparisons"
-            " or records (provenance of each)."
+            help="summary (for a pull request), claims, values (every published one), experiments, comparisons,"
+            " records (provenance of each) or unknowns."
         ),
     ] = "claims",
     form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
