@@ -340,9 +340,8 @@ class Layout:
         what = f"a divisor or a multiple of kv_heads = {keys} ({model.name})"
         require(keys % self.tp == 0 or self.tp % keys == 0, "tp", self.tp, what)
         other = next(iter(model.departures()), "")
-        what = (
-            f"fused, reference or softmax: the software of 2019 has no {other} = {getattr(model, other, '')}"
-        )
+        later = ", ".join(each for each in OperatorSet if each is not OperatorSet.UNFUSED)
+        what = f"one of {later}: the software of 2019 has no {other} = {getattr(model, other, '')}"
         require(not other or self.kernels is not OperatorSet.UNFUSED, "kernels", self.kernels, what)
         require(
             not self.sp or model.seq % self.tp == 0,

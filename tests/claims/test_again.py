@@ -42,6 +42,15 @@ def test_questions_read_the_suite_and_all_of_it() -> None:
     assert read == there
 
 
+def test_what_was_published_is_neither_less_nor_more_than_then() -> None:
+    for question in QUESTIONS.asked:
+        if question.words and question.row.printed is not None:
+            word = question.word(question.row.printed.value)
+            assert not word.startswith(("less", "more than", "fewer", "a smaller", "a larger")), (
+                question.row.label
+            )
+
+
 def test_a_suite_s_llamas_have_the_sizes_that_they_are_called() -> None:
     from repro.models.parameters import total
 

@@ -66,7 +66,11 @@ def test_json_has_every_answer(results: Path, capsys: pytest.CaptureFixture[str]
     [
         ("", "dgx-h10", "did you mean dgx-h100"),
         ("ds-3p75", "dgx-h100", "did you mean ds-3p75x-lowbw"),
-        ("tnlg-lambada", "dgx-h100", "is not asked again: it is of no throughput"),
+        (
+            "tnlg-lambada",
+            "dgx-h100",
+            "is not asked again: its family is quality, not one of throughput, memory",
+        ),
         ("yuan-bubble", "dgx-h100", "is not asked again: sizes or a schedule decide it"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from repro import systems
 from repro.claims.again.answers import PREDICTIONS, Answer, answers, how_to_simulate
+from repro.claims.again.questions import ASKED
 from repro.claims.again.questions import load as load_questions
 from repro.claims.reader import load
 from repro.config.errors import ConfigError
@@ -29,10 +30,10 @@ def command(claim: str, system: str, json: bool, results: Path) -> int:
     ledger = load()
     questions = load_questions(ledger)
     if claim:
-        ledger.claim(claim)
+        family = ledger.claim(claim).family
         asked = tuple(question for question in questions.asked if question.claim == claim)
         if not asked:
-            why = questions.left_out.get(claim, "it is of no throughput, memory or time")
+            why = questions.left_out.get(claim, f"its family is {family}, not one of {', '.join(ASKED)}")
             raise ConfigError("claim", claim, says=f"is not asked again: {why}")
     else:
         asked = questions.asked
