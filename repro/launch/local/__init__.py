@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: `launcher` starts them, `once` runs one job whose results are taken at once.
+"""Ranks as processes of this machine: `launch` starts them, `once` runs one job whose results are taken at once.
 
-`processes` is what any launcher knows of a rank's process.  The rest of `launch` and `calibrate` import it.
+`room` says what is too large to start.  The rest of `launch` and `calibrate` import it.
 """
