@@ -42,6 +42,7 @@ NOT_HERE = {
     "repro collect": "a cluster",
     "repro lab": "network namespaces",
     "repro doctor --kernels": "a compiler; tests/kernels compile them",
+    "repro claims --system": "records of a minute's simulation; tests/cli makes some",
 }
 """What examples need that a test has not: they are parsed all the same, and what can show what it would do does."""
 SHOWS = ("repro run suites/", "repro run windtunnel_", "repro submit")

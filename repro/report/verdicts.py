@@ -181,6 +181,8 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
 
 BARS = 5
 """Unknowns of a tornado, those that move the value most."""
+LEAST = 0.0005
+"""Share of the doubt that one of them has at least: less is printed as nothing."""
 
 
 def tornado(doubt: Doubt) -> list[dict[str, Any]]:
@@ -188,7 +190,7 @@ def tornado(doubt: Doubt) -> list[dict[str, Any]]:
 
     `left` and `width` in percent; `best`: where the value at the best numbers lies.
     """
-    shown = list(doubt.alone.items())[:BARS]
+    shown = [(key, pair) for key, pair in doubt.alone.items() if doubt.shares[key] >= LEAST][:BARS]
     ends = [end for _, pair in shown for end in pair] + [doubt.best]
     start, whole = min(ends), (max(ends) - min(ends)) or 1.0
 

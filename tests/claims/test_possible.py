@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from repro.claims.doubt import Doubt
 from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, POSSIBLE, REPRODUCED, ClaimResult, RowResult
 from repro.claims.table import as_dict, summary, totals, why
 from repro.report.exports.compare import BETTER, SAME, WORSE, _judged
-from repro.report.verdicts import row_view
+from repro.report.verdicts import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
 from tests.claims.made_up import record
@@ -177,6 +178,11 @@ def test_a_tornado_has_the_unknowns_that_move_a_value_most_as_parts_of_the_wides
         (LAUNCH, 100 / 9.9),
     ]
     assert finding.deciding == (RINGS,)
+
+
+def test_a_tornado_leaves_out_what_would_be_printed_as_nothing() -> None:
+    doubt = Doubt(1.0, 3.0, 1.0, 3.0, 2.0, {"rings": (1.0, 3.0), "pcie": (2.0, 2.002), "launch": (2.0, 2.0009)})
+    assert [bar["key"] for bar in tornado(doubt)] == ["rings", "pcie"]
 
 
 def test_a_certain_value_has_no_tornado(tmp_path: Path) -> None:
