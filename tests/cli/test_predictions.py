@@ -204,6 +204,8 @@ def test_a_prediction_says_what_it_rests_on(
     line = next(line for line in table.splitlines() if line.startswith("2 x 1 x 2"))
     bound = basis == BOUND
     assert ("at least" in page, "≥" in line, "≤" in line) == (bound, bound, bound)
+    assert step["interval"]["low_s"] < step["step_s"]
+    assert ("by the best values of what is not known" in " ".join(page.split())) == bound
     assert max(map(len, table.splitlines())) <= 80
 
 

@@ -31,8 +31,10 @@ def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | N
     step, basis = time["step_s"], time["rests_on"]
     least, most = ("at least ", "at most ") if basis == BOUND else ("", "")
     mfu = "" if time["mfu"] is None else f"; MFU {most}{units.percent(time['mfu'])}"
+    less = basis == BOUND and time["interval"] is not None and time["interval"]["low_s"] < step
+    by = " by the best values of what is not known for certain" if less else ""
     console.print(
-        f"\n[bold]A step takes {least}{units.seconds(step)}[/]: {most}{units.number(time['samples_per_s'])} "
+        f"\n[bold]A step takes {least}{units.seconds(step)}[/]{by}: {most}{units.number(time['samples_per_s'])} "
         f"samples/s, {units.flop_rate(time['flops_per_device'])} per GPU (recomputation counted){mfu}"
     )
     if time["interval"] is not None:

@@ -35,7 +35,7 @@ tolerance, and the cost in GPU-hours on the cluster that it needs. `make artifac
 (`repro/claims/*.toml`) and the suites (`suites/*.toml`); a test compares them.
 
 - **Here** needs no GPU: `make smoke` (two cores, minutes) measures the small twins and simulates every published
-  layouts; the simulated commands below take about a second or a few for each experiment.
+  layout; the simulated commands below take about a second or a few for each experiment.
 - **On a cluster** `repro submit` runs the measured commands. Cost: from the arithmetic of the steps at the device's
   peak rate to the time limits of the experiments. `repro submit SUITE --profile PROFILE --dry-run` says what is
   predicted in between, once the store has the simulated records.
