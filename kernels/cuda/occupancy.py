@@ -8,6 +8,7 @@ not that it gets there; one below 1, where it would be if it waited for each ope
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 from repro.kernels.cuda import layernorm
@@ -95,5 +96,5 @@ def filled(program: Program, used: Resources, gpu: Gpu) -> Filled:
     in_flight = blocks * program.threads * asked_for(program)
     needed = gpu.bandwidth * LATENCY / gpu.clock / gpu.processors
     whole = ROWS / (blocks * gpu.processors) if by_rows and blocks else 1.0
-    waves = whole / -(-whole // 1) if whole > 1 else 1.0
+    waves = whole / ceil(whole) if whole > 1 else 1.0
     return Filled(blocks, blocks * -(-program.threads // 32) / WARPS, min(1.0, in_flight / needed) * waves)

@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from repro.cli.commands.options import Json, Ledger, StoredResults, writable
-from repro.config.errors import require
+from repro.config.errors import ConfigError
 
 app = typer.Typer()
 
@@ -29,12 +29,9 @@ def claims(
     if system:
         from repro.cli.views.again import command as ask_again
 
-        require(
-            not ledger,
-            "--ledger",
-            str(*(ledger or ())[:1]),
-            "left out with --system: the questions are of our ledger",
-        )
+        if ledger:
+            what = "left out with --system: the questions are of our ledger"
+            raise ConfigError("--ledger", str(ledger[0]), what)
         return ask_again(claim, system, json, results)
     from repro.cli.views.claims import command
 

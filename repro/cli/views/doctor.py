@@ -44,13 +44,7 @@ def _kernels(rows: Sequence[KernelRow]) -> None:
     shown = table("kernel", "columns", "threads", *architectures, left=2)
     for (program, kernel), of in lines.items():
         row = next(iter(of.values()))
-        sizes = (
-            f"{row.sizes[0]}"
-            if len(row.sizes) == 1
-            else f"{row.sizes[0]}-{row.sizes[-1]}"
-            if row.sizes
-            else "any"
-        )
+        sizes = "-".join(map(str, dict.fromkeys((row.sizes[0], row.sizes[-1])))) if row.sizes else "any"
         cells = [_cell(of[a]) if a in of else "-" for a in architectures]
         shown.add_row(
             f"{program.partition(' ')[0]}.{kernel} {_specialised(program)}", sizes, str(row.threads), *cells

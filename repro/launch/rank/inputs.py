@@ -51,9 +51,8 @@ class Inputs:
         made = self._made(step).pin_memory()
         if not self._places:
             self._places = tuple(torch.empty_like(made, device=self._device) for _ in range(2))
-            self._begun = torch.cuda.current_stream(
-                self._device
-            ).record_event()  # what had this memory is over
+            now = torch.cuda.current_stream(self._device)
+            self._begun = now.record_event()  # whatever had this memory is over by then
         assert self._begun is not None
         self._copies.wait_event(self._begun)
         both = self._places[step % 2]

@@ -60,8 +60,10 @@ class SeveralNetworks:
 
         def network_of(lane: int) -> Network:
             """Where groups lie is found once for all systems whose nodes have as many devices."""
-            found = Network(systems[lane], layout, placed.get(systems[lane].devices_per_node))
-            return placed.setdefault(systems[lane].devices_per_node, found) and found
+            system = systems[lane]
+            found = Network(system, layout, placed.get(system.devices_per_node))
+            placed.setdefault(system.devices_per_node, found)
+            return found
 
         networks = _Alike(keys, network_of)
         self.layout, self.system = layout, systems[0]
