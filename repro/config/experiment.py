@@ -17,7 +17,7 @@ from repro.config.sizes import TENSOR_BYTES, at_most
 from repro.config.training import Training
 from repro.config.twin import TwinOf
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the measurement protocol; raised when a change makes older measurements not comparable."""
 _REMARKS = ("published_name", "published_params", "source", "note")
 _NOT_OF_THE_COURSE = (
