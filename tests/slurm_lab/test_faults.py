@@ -184,7 +184,7 @@ def test_out_of_memory_and_time(lab: Lab, tmp_path: Path) -> None:
     assert found == {"big": ("done", "out-of-memory"), "slow": ("failed", "time-out")}, bench.logs()
     assert "can't allocate memory" in bench.latest()["big"]["reason"]
     assert "not done after 40 s (limits.timeout_s)" in status["slow"]["detail"]
-    assert f"(ranks 0, 1 at step {STEP}, forward, after all_reduce" in status["slow"]["detail"]
+    assert f"(ranks 0, 1 at step {STEP}, input, after all_reduce" in status["slow"]["detail"]
     bench.release("slow")
     suite = bench.suite(big, case("slow", "dp = 2", more=long))
     assert bench.submit(suite)["cases"] == 1, "only what has no result"
