@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from repro.config import Experiment, Layout
 from repro.config.enums import Category
-from repro.data import TokenStream
+from repro.data.stream import SyntheticStream
 from repro.engines.native import NativeEngine
 from repro.launch.rank.inputs import Inputs
 from repro.measure.uncompiled import uncompiled
@@ -36,16 +35,11 @@ class Seen:
     """Bytes of every allocation of each step."""
 
 
-class _Shapes(TokenStream):
+class _Shapes(SyntheticStream):
     """Samples without data."""
-
-    epoch = 0
 
     def samples(self, first: int, count: int) -> Tensor:
         return torch.empty(count, self.seq + 1, dtype=torch.int64, device="meta")
-
-    def _tokens(self, numbers: object) -> NoReturn:
-        raise NotImplementedError
 
 
 def _page_locked(made: Tensor) -> Tensor:
