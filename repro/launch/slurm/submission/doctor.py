@@ -53,7 +53,7 @@ def examine(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
     for entry in site.case:
         yield _case(site, entry, partitions)
     yield from _gpus(site, partition)
-    yield from binding.of_options(site.slurm.options)
+    yield from binding.of_options(site.slurm.options, site.gpus_per_node)
     accepted = _request(site)
     yield accepted
     if nodes and not accepted.fatal:
