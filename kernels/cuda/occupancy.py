@@ -12,10 +12,10 @@ from math import ceil
 from typing import NamedTuple
 
 from repro.kernels.cuda import layernorm
-from repro.kernels.cuda.program import Program
+from repro.kernels.cuda.program import TYPES, Program
 from repro.kernels.cuda.resources import Resources
 
-BYTES = {"float": 4, "half": 2, "bfloat16": 2}
+BYTES = {name: dtype.itemsize for dtype, name in TYPES.items()}
 """Of an element, by its type in the sources."""
 ROWS = 8192
 """Rows of a micro-batch: 8 samples of 1024 tokens.  The last wave of their blocks is not full."""

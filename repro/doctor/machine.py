@@ -14,7 +14,7 @@ from repro.doctor.gpu import devices
 from repro.doctor.kernels import kernels
 from repro.engines import missing
 from repro.lab import ability
-from repro.measure.provenance import cpu, memory, versions
+from repro.measure.provenance import cpu, memory, release, versions
 from repro.render import units
 
 OLDEST_TORCH = (2, 6)
@@ -99,8 +99,7 @@ def _torch(torch: Any) -> Check:
     if torch.version.cuda:
         architectures = torch.cuda.get_arch_list()
         text += f" for {', '.join(architectures)}" if architectures else ""
-    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if number < OLDEST_TORCH:
+    if () < release(version) < OLDEST_TORCH:
         return Check("torch", NO, text, "at least 2.6 is needed", fatal=True)
     if not torch.distributed.is_available():
         return Check(

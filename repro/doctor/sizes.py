@@ -21,11 +21,13 @@ from repro.kernels.cuda import (
     rope,
     softmax,
 )
-from repro.kernels.cuda.program import Program
+from repro.kernels.cuda.occupancy import BYTES
+from repro.kernels.cuda.program import TYPES, Program
+from repro.parallel.precision import DTYPES
 from repro.suites import load
 from repro.suites.packaged import SUITES
 
-KINDS = {"fp32": "float", "fp16": "half", "bf16": "bfloat16"}
+KINDS = {precision: TYPES[dtype] for precision, dtype in DTYPES.items()}
 """A layout's precision -> the type in the sources."""
 
 
@@ -64,14 +66,10 @@ def size_classes() -> list[SizeClass]:
     return sorted(classes, key=lambda each: (each.program.source, each.program.definitions, each.sizes))
 
 
-def _whole(kind: str) -> int:
-    """Elements of 16 bytes."""
-    return 4 if kind == "float" else 8
-
-
 def _width(kind: str, size: int) -> int:
-    """Elements that a thread reads at once of rows of this size."""
-    return _whole(kind) if size % _whole(kind) == 0 else 1
+    """Elements that a thread reads at once of rows of this size: of 16 bytes where that goes."""
+    whole = 16 // BYTES[kind]
+    return 1 if size % whole else whole
 
 
 def _of_model(model: Model, kind: str) -> Iterator[tuple[Program, int]]:
@@ -83,7 +81,7 @@ def _of_model(model: Model, kind: str) -> Iterator[tuple[Program, int]]:
 def _of_any_rows(kind: str) -> Iterator[Program]:
     yield from (cross_entropy.program(kind), norm.program(kind), columns.program(kind))
     yield from {adamw.program(kind, kind if kind != "float" else ""), adamw.program("float", kind)}
-    for width in (_whole(kind), 1):
+    for width in (16 // BYTES[kind], 1):
         yield from (gelu.program(kind, kind, width), glu.program(kind, width), rope.program(kind, width))
         for bias in ("", kind):
             for residual in (False, True):

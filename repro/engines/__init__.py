@@ -8,13 +8,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
-import re
 from typing import TYPE_CHECKING
 
 from repro.config.engines import NATIVE
 from repro.host import extras
+from repro.measure.provenance import release, versions
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +53,8 @@ def missing(engine: str) -> str:
 
 def _older_torch() -> str:
     """The version of this torch if it is older; empty where it is not, or nobody can say."""
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    number = re.match(r"(\d+)\.(\d+)", version)
-    return version if number and (int(number[1]), int(number[2])) < _TORCH else ""
+    version = versions(["torch"]).get("torch", "")
+    return version if () < release(version) < _TORCH else ""
 
 
 def load(engine: str, device_type: str) -> None:

@@ -132,6 +132,12 @@ def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
+def release(version: str) -> tuple[int, ...]:
+    """Its first two numbers, (2, 6) of `2.6.0+cu126`; empty where nobody can say, as of `main`."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else ()
+
+
 def torch_build() -> dict[str, str | None]:
     """`cuda`, `hip` and `git` that torch was built with, read from its files; empty where unknown."""
     build: dict[str, str | None] = {}

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro import systems
 from repro.claims.again.answers import Answer, answers, systems_of
 from repro.claims.again.questions import load as load_questions
 from repro.claims.judge import judge
@@ -184,7 +185,7 @@ class JudgedStore:
         """By system of today that is simulated, what it answers to the claims asked again (`repro.claims.again`)."""
         of = systems_of(self.records)
         questions = load_questions(self.ledger).asked if of else ()
-        return {system: answers(questions, self.records, system) for system in of}
+        return {name: answers(questions, self.records, systems.load(name)) for name in of}
 
     def unknowns(self) -> pd.DataFrame:
         """One row per unknown: its range, how many rows it moves and settles, what would measure it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites
+from repro import suites, systems
 from repro.claims.again.answers import SUITE, Answer, answers, systems_of
 from repro.claims.again.questions import ASKED, Questions
 from repro.claims.again.questions import load as load_questions
@@ -100,7 +100,7 @@ def simulated(name: str, step_s: float = 1.0, outcome: str = "ok", moved: float 
 
 
 def answer(folder: Path, text: str, *records: ExperimentRecord, system: str = "dgx-h100") -> Answer:
-    (found,) = answers(asked(folder, text).asked, records, system)
+    (found,) = answers(asked(folder, text).asked, records, systems.load(system))
     return found
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import linecache
 import os
 import sys
 import traceback
@@ -20,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 if __name__ == "__main__":
@@ -65,7 +64,10 @@ from repro.launch.rank.inputs import Inputs  # noqa: E402
 from repro.parallel import mesh as meshes  # noqa: E402
 from repro.parallel import tensor  # noqa: E402
 from repro.parallel.transports import NoTransport, Work  # noqa: E402
+from repro.simulate.trace.lines import innermost  # noqa: E402
 from tests.training import TINY, tiny  # noqa: E402
+
+line = innermost(("repro",))
 
 
 class Nothing:
@@ -145,12 +147,12 @@ class Audit(TorchDispatchMode):
             with self:
                 return OPERATORS[name](*args, **kwargs)
         for reason in broken(name, args, kwargs):
-            self.found[f"{reason} in {_place()}"] += 1
+            self.found[f"{reason} in {line()}"] += 1
         self.updates += name == "_fused_adamw_"
         try:
             made = NO_FAKE.get(name, func)(*args, **kwargs)
         except Exception as error:
-            raise RuntimeError(f"{name} in {_place()}: {error}") from error
+            raise RuntimeError(f"{name} in {line()}: {error}") from error
         self.counts.operator(func, tree_leaves((args, kwargs)), tree_leaves(made))
         return made
 
@@ -162,18 +164,6 @@ NO_FAKE: dict[str, Callable[..., Any]] = {
     "_fused_adamw_": lambda *_, **__: None,
 }
 """Operators whose results `FakeTensorMode` does not know without a runtime."""
-
-
-def _place() -> str:
-    """The suite's line that asked for the operator."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "/tests/" not in file and ("/repro/" in file or "/kernels/" in file):
-            line = linecache.getline(file, frame.f_lineno).strip()
-            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno} ({line})"
-        frame = frame.f_back
-    return "autograd"
 
 
 def _attention(
@@ -291,12 +281,12 @@ def main() -> None:
     with FakeTensorMode(), torch.no_grad():  # import and build once what all cases need
         x = torch.empty(2, 8, device="cuda")
         torch.native_layer_norm(x @ x.t() + 1, (2,), None, None, 1e-5)
-    for line in sys.stdin.readlines():
+    for asked in sys.stdin.readlines():
         # A child each, so that no fault and no cache of one case is seen by the next.
         if child := os.fork():
             os.waitpid(child, 0)
             continue
-        case = json.loads(line)
+        case = json.loads(asked)
         exec(case["fault"], {"torch": torch})
         print(json.dumps(run(case)), flush=True)
         os._exit(0)

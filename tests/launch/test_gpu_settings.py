@@ -53,7 +53,7 @@ def test_equal_bits_where_one_experiment_asks_for_them(asked: bool) -> None:
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (CONNECTIONS, KEEPS, PRIORITY, *REPEATABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(gpu_settings, "version", lambda package: {"torch": "2.6.0"}[package])
+    monkeypatch.setattr(gpu_settings, "versions", lambda packages: {"torch": "2.6.0"})
     monkeypatch.setattr(os, "environ", dict(os.environ) | {PRIORITY: "0", "NCCL_NVLS_ENABLE": "2"})
     apply([OURS, tiny(Layout(), deterministic=True)])
     repeatable = {**REPEATABLE, "NCCL_NVLS_ENABLE": "2"}

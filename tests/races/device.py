@@ -6,12 +6,10 @@ Operators run on the current stream, which a dispatch mode tells; `torch.cuda`'s
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +19,7 @@ from torch import Tensor
 from repro.config.enums import Category
 from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage as marks
+from repro.simulate.trace.lines import innermost
 from tests.races.order import HOST, Moment, Order
 from tests.races.storages import Storage, Storages
 
@@ -32,6 +31,10 @@ EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided"
 """Allocate and write nothing."""
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.unique_dim")
 """Have the host wait for what they return, or for its size."""
+line_of_product = innermost(
+    ("repro",), but=("repro.parallel.transports", "repro.parallel.comm", "repro.parallel.storage")
+)
+"""That says what is done, not how a wait is passed on."""
 
 
 class Device(UncompiledMode):
@@ -226,26 +229,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for entry in value:
             yield from _tensors(entry)
-
-
-def line_of_product() -> str:
-    """File and line of the innermost frame of the product that says what is done, not how a wait is passed on."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        place = _place(frame.f_code)
-        if place:
-            return f"{place}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "the test"
-
-
-@cache
-def _place(code: CodeType) -> str:
-    file = code.co_filename.replace("\\", "/")
-    if file.endswith(("parallel/transports.py", "parallel/comm.py", "parallel/storage.py")):
-        return ""
-    for folder in ("/repro/", "/kernels/"):
-        at = file.rfind(folder)
-        if at >= 0 and "/tests/" not in file:
-            return file[at + 1 :].removeprefix("repro/")
-    return ""

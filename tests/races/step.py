@@ -65,6 +65,9 @@ def run(
         patch.setattr(Checkpoints, "_side", lambda self, x: Stream(device, "copies"))
         patch.setattr(Inputs, "_side", lambda self: Stream(device, "inputs"))
         patch.setattr(Tensor, "pin_memory", _page_locked)
+        patch.setattr(
+            meshes, "process_group", lambda pair, purpose: FakeGroup(f"channel {purpose}", pair, rank)
+        )
         mesh = meshes.build(layout, rank, lambda ranks: _transport(layout, rank, ranks))
         engine = NativeEngine(experiment, mesh, torch.device("meta"))
         model = experiment.model
@@ -91,12 +94,7 @@ def _rank(layout: Layout, stage: int) -> int:
 
 def _transport(layout: Layout, rank: int, ranks: tuple[int, ...]) -> Transport:
     """NCCL's, as `repro.parallel.mesh.distributed` makes it: communicators of their own for each pair of stages."""
-    channels = {}
-    if layout.pp > 1 and ranks == layout.group_of("pp", rank):
-        for channel, way in enumerate((1, -1)):
-            for source in range(layout.pp):
-                to = (source + way) % layout.pp
-                pair = ranks[source], ranks[to]
-                channels[source, to, channel] = FakeGroup(f"channel {channel} {source}-{to}", pair, rank)
+    piped = layout.pp > 1 and ranks == layout.group_of("pp", rank)
+    channels = meshes._channels(ranks, ring=layout.chunks > 1) if piped else {}
     name = next((axis for axis in ("tp", "cp", "dp", "pp") if ranks == layout.group_of(axis, rank)), "")
     return NcclTransport(FakeGroup(name or f"ranks {ranks}", ranks, rank), channels)  # type: ignore[arg-type]

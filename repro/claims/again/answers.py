@@ -19,6 +19,7 @@ from repro.claims.judge import experiments
 from repro.claims.published import UNITS, show, with_unit
 from repro.claims.records import Missing, Records
 from repro.config.errors import ConfigError
+from repro.config.system import System
 from repro.results.metrics import SPEED
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.results.select import select
@@ -94,13 +95,12 @@ def systems_of(records: Iterable[Record]) -> list[str]:
     return [name for name in systems.names() if name in names]
 
 
-def answers(questions: Iterable[Question], records: Iterable[Record], system: str) -> list[Answer]:
-    """An answer to each question on `system`, a name or a file.  Raises `ConfigError` if it is not known."""
-    loaded = systems.load(system)
-    ending = f"@{loaded.name}"
+def answers(questions: Iterable[Question], records: Iterable[Record], system: System) -> list[Answer]:
+    """An answer to each question on `system`."""
+    ending = f"@{system.name}"
     of_it = [record for record in _asked(records) if record.name.endswith(ending)]
     of_it = [replace(record, name=record.name.removesuffix(ending)) for record in of_it]
-    quantity = loaded.device.peak_flops.get("bf16")
+    quantity = system.device.peak_flops.get("bf16")
     peak = None if quantity is None else quantity.value
     named = {name: record for (_, name), record in select(of_it).by_name.items()}
     seen = Records(of_it)

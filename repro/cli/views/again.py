@@ -37,8 +37,8 @@ def command(claim: str, system: str, json: bool, results: Path) -> int:
             raise ConfigError("claim", claim, says=f"is not asked again: {why}")
     else:
         asked = questions.asked
-    name = systems.load(system).name
-    found = answers(asked, read(results), system)
+    asked_of = systems.load(system)
+    name, found = asked_of.name, answers(asked, read(results), asked_of)
     nothing = all(answer.unrecorded for answer in found)
     if json:
         print_json({"system": name, "is": PREDICTIONS, "answers": [answer.as_dict() for answer in found]})

@@ -7,12 +7,11 @@ device, and what waits for a first use is waited for by no schedule (`repro.para
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from repro.config import Experiment
 from repro.config.engines import NATIVE
+from repro.measure.provenance import release, versions
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Queues of a device that the streams of a process share, 8 unless something else is said.
@@ -35,8 +34,7 @@ def choose(experiments: Sequence[Experiment], torch_version: str) -> dict[str, s
     """For a process that runs these experiments with this torch (`2.6.0+cu126`)."""
     in_order = any(e.engine == "megatron" and e.layout.tp > 1 for e in experiments)
     found = {CONNECTIONS: "1" if in_order else "32"}
-    number = re.match(r"(\d+)\.(\d+)", torch_version)
-    if number and (2, 6) <= (int(number[1]), int(number[2])) < (2, 8):
+    if (2, 6) <= release(torch_version) < (2, 8):
         found[KEEPS] = "1"
     if all(e.engine == NATIVE for e in experiments):
         found[PRIORITY] = "1"
@@ -47,7 +45,7 @@ def choose(experiments: Sequence[Experiment], torch_version: str) -> dict[str, s
 
 def apply(experiments: Sequence[Experiment]) -> None:
     """Set them for this process, but for what the user has set."""
-    for name, value in choose(experiments, version("torch")).items():
+    for name, value in choose(experiments, versions(["torch"]).get("torch", "")).items():
         os.environ.setdefault(name, value)
 
 

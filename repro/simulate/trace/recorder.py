@@ -6,12 +6,10 @@ tells of every message.  What the device would do is then known without the devi
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -24,10 +22,14 @@ from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
 from repro.parallel.ledger import CommLedger
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, PhaseStart
+from repro.simulate.trace.lines import innermost
 from repro.simulate.trace.shapes import Call, Shapes, call_of, written_to
 
 UNSEEN = torch._C._DisableTorchDispatch
 """A context: what is made inside is not part of the step."""
+line_of_step = innermost(
+    ("repro.parallel", "repro.models", "repro.train", "repro.kernels"), but=("repro.parallel.storage",)
+)
 
 
 class RecordingLedger(CommLedger):
@@ -146,7 +148,7 @@ class TraceRecorder(UncompiledMode):
         else:
             self._released.discard(number)
             category = storage.category_of(seen) or Category.OTHER
-            self.events.append(Alloc(number, size, category, "restore", _line()))
+            self.events.append(Alloc(number, size, category, "restore", line_of_step()))
 
     def copied(self, whole: Tensor, parts: int) -> None:
         """A tensor was copied in so many equal parts, one by one."""
@@ -175,7 +177,7 @@ class TraceRecorder(UncompiledMode):
             return
         # Before the mark comes: what the forward pass makes is activations.
         born = Category.ACTIVATIONS if self._phase == "forward" else Category.OTHER
-        self._follow(seen, Alloc(-1, seen.nbytes(), born, name, _line()), unmarked=True)
+        self._follow(seen, Alloc(-1, seen.nbytes(), born, name, line_of_step()), unmarked=True)
 
     def _follow(self, seen: torch.UntypedStorage, event: Alloc, *, unmarked: bool) -> None:
         """Record, as `event`, that a storage is allocated, and later that it is freed."""
@@ -259,27 +261,3 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-_OUR_CODE = ("repro/parallel/", "repro/models/", "repro/train/", "/kernels/")
-
-
-def _line() -> str:
-    """File and line of the innermost frame in the code of the step."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        place = _place(frame.f_code)
-        if place:
-            return f"{place}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
-
-
-@cache
-def _place(code: CodeType) -> str:
-    file = code.co_filename.replace("\\", "/")
-    for folder in _OUR_CODE:
-        at = file.rfind(folder)
-        if at >= 0 and not file.endswith("parallel/storage.py"):
-            return file[at:].lstrip("/")
-    return ""

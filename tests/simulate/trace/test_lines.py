@@ -1,0 +1,43 @@
+"""Which line asked for something: by the module that runs, wherever the code lies on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from repro.simulate.trace.lines import innermost
+
+SOURCE = "\n\ndef through(call):\n    return call()\n"
+
+
+def module(name: str, file: str = "/somewhere.py") -> Callable[[Callable[[], Any]], Any]:
+    """A function of a module of that name, which calls what it is given in its fourth line."""
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(SOURCE, file, "exec"), names)
+    through: Callable[[Callable[[], Any]], Any] = names["through"]
+    return through
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("repro.models.gpt", "repro/models/gpt.py:4"),
+        ("repro.kernels.cuda.norm", "kernels/cuda/norm.py:4"),
+        ("repro.models_of_others", "?"),
+        ("repro.parallel.storage", "?"),
+        ("tests.kernels.norm", "?"),
+    ],
+)
+def test_a_line_of_the_packages(name: str, line: str) -> None:
+    found = innermost(("repro.models", "repro.parallel", "repro.kernels"), but=("repro.parallel.storage",))
+    assert module(name)(found) == line
+
+
+def test_the_innermost_of_several_and_no_folder_of_that_name() -> None:
+    found = innermost(("repro.models", "repro.kernels"))
+    outer, inner = module("repro.models.gpt"), module("repro.models.layer")
+    assert outer(lambda: inner(found)) == "repro/models/layer.py:4"
+    others = module("torch.nn.functional", "/home/me/kernels/.venv/torch/nn/functional.py")
+    assert outer(lambda: others(found)) == "repro/models/gpt.py:4"
