@@ -1,9 +1,9 @@
 # make smoke       install, run suites/smoke.toml on this machine, simulate every published experiment, print the claims table
 # make simulate    the simulations alone: some four minutes on two cores
-# make test        install with the test extra, run the test suite but for its slow tests
+# make test        install with the test extra, run the test suite but for its slow tests and those of DeepSpeed and Megatron-core
 # make test-slow   whole commands and trainings: what the documentation shows, faults of real ranks, links as fast as asked
 # make engines     install DeepSpeed and Megatron-core, so that smoke runs them beside ours
-# make test-engines  the tests of what they train (make engines installs them)
+# make test-engines  the tests of what they train, which are in no other target (make engines installs them)
 # make test-slurm  the tests on a real SLURM of one machine (root; make slurm-packages installs it)
 # make test-gpu    the kernels' tests and the whole step on a CUDA device
 # make bench-gpu   each kernel's bandwidth on a CUDA device, beside torch's; a record goes to RESULTS
@@ -170,10 +170,10 @@ test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-slow: $(INSTALLED_TEST) $(NVRTC13)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m 'slow and not library' $(PYTEST_ARGS)
 
 test-engines: $(INSTALLED_TEST) $(INSTALLED_ENGINES)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m '' tests/engines/deepspeed tests/engines/megatron tests/engines/test_interfaces.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m library $(PYTEST_ARGS)
 
 test-slurm: $(INSTALLED_TEST)
 	REPRO_SLURM=1 $(BIN)/python -m pytest -n $(LABS) --dist loadgroup tests/slurm_lab $(PYTEST_ARGS)

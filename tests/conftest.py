@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from repro.engines import missing
 from repro.lab import ability
 from tests.pool import RankPool
 
@@ -72,6 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shared = "ranks" if POOLS.intersection(named) else "report" if "report" in named else str(item.path)
         item.add_marker(pytest.mark.xdist_group(shared))
     _need_gpu([item for item in items if item.get_closest_marker("gpu")])
+    _need_libraries(items)
 
 
 def _asked_for(item: pytest.Item) -> tuple[str, ...]:
@@ -91,3 +93,10 @@ def _need_gpu(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.skip(reason="needs a CUDA device: `make test-gpu` on a machine with one")
             )
+
+
+def _need_libraries(items: list[pytest.Item]) -> None:
+    """They say so where the engine they train in is not installed."""
+    for item in items:
+        if (marked := item.get_closest_marker("library")) and (lacks := missing(*marked.args)):
+            item.add_marker(pytest.mark.skip(reason=lacks))

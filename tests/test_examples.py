@@ -29,6 +29,7 @@ NOT_HERE = {
     "repro run windtunnel_3p75x": "half an hour behind emulated networks",
     "repro run suites/convergence": "half an hour of training",
     "repro run suites/one_gpu": "a GPU",
+    "repro run again --evidence simulated": "a minute of simulations",
     "repro run mine.toml": "the twin of a calibrated machine, 16 ranks",
     "repro calibrate": "minutes of measuring",
     "repro simulate --model smoke-speed": "a calibrated machine",
@@ -45,7 +46,7 @@ NOT_HERE = {
     "repro claims --system": "records of a minute's simulation; tests/cli makes some",
 }
 """What examples need that a test has not: they are parsed all the same, and what can show what it would do does."""
-SHOWS = ("repro run suites/", "repro run windtunnel_", "repro submit")
+SHOWS = ("repro run suites/", "repro run windtunnel_", "repro run again", "repro submit")
 """Of these, what has `--dry-run`."""
 STANDS_FOR = re.compile(r"\b[A-Z]{2,}\b|\[|·|--model M\b| [ABNPSM]\b")
 """Of a command that shows its form and is none."""

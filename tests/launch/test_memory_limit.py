@@ -13,12 +13,12 @@ import pytest
 
 from repro.config import Layout
 from repro.config.experiment import Limits
-from repro.engines import missing
 from repro.launch.job import Job
 from repro.launch.local.launch import LocalLaunch
 from repro.launch.rank import memory_limit
 from repro.launch.rank.memory_limit import data_bytes
 from repro.launch.supervise import watch
+from tests.engines.needs import needs
 from tests.training import smallest, tiny
 
 
@@ -61,10 +61,7 @@ ROOM = {"native": 20, "torch": 40, "megatron": 40, "deepspeed": 100}
     [
         "native",
         pytest.param("torch", marks=pytest.mark.slow),
-        *(
-            pytest.param(name, marks=pytest.mark.skipif(bool(missing(name)), reason=missing(name)))
-            for name in ("deepspeed", "megatron")
-        ),
+        *(pytest.param(name, marks=needs(name)) for name in ("deepspeed", "megatron")),
     ],
 )
 def test_no_room_for_a_group_is_out_of_memory(tmp_path: Path, engine: str) -> None:

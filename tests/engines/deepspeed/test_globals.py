@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from repro.config import Layout
 from repro.engines import build_engine
 from repro.parallel import mesh as meshes
+from tests.engines.needs import needs
 from tests.pool import RankPool
 from tests.training import micro_batches, smallest, tiny, train
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[engines]'")
+pytestmark = needs("deepspeed")
 
 PARTITIONED = Layout(tp=2, dp=2, zero=2, micro_batch=2, global_batch=8, recompute=True, pa=True, md=True)
 PLAIN = Layout(dp=4, zero=3, micro_batch=2, global_batch=8, recompute=True)

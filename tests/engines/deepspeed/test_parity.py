@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from repro.config import Layout, Model
+from tests.engines.needs import needs
 from tests.parallel.test_architectures import FAMILIES
 from tests.pool import RankPool
 from tests.training import LEARNING, Trained, smallest, tiny, train
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[engines]'")
+pytestmark = needs("deepspeed")
 
 PLAIN = [Layout(dp=2, zero=zero, micro_batch=4, global_batch=8) for zero in range(4)]
 VARIED = {

@@ -12,10 +12,11 @@ from repro.config import Layout
 from repro.config.errors import ConfigError
 from repro.launch.rank.experiment import Run
 from repro.parallel import mesh as meshes
+from tests.engines.needs import needs
 from tests.pool import RankPool
 from tests.training import TINY, tiny
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[engines]'")
+pytestmark = needs("deepspeed")
 
 COUNTERS = 4 * 100
 """Bytes of AdamW's step counters at most, one a parameter where it has tensors of its own."""
