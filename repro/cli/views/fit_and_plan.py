@@ -162,9 +162,10 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
         if console.width < ROOMY:
             columns = [heading for heading in columns if heading not in WHERE]
     axes = words.axes(row.layout for row in rows)
-    made = table(" x ".join(axes), "ZeRO", "mb", "also", *columns, left=4, gap=1)
+    numbered = any(row.undecided for row in rows)
+    made = table(" # " * numbered + " x ".join(axes), "ZeRO", "mb", "also", *columns, left=4, gap=1)
     made.columns[1].justify = made.columns[2].justify = "right"
-    for row in rows:
+    for place, row in enumerate(rows, 1):
         layout, time = row.layout, row.time
         extra = {"recompute": "rc", "sp": "sp", "pa": "pa"}
         size = row.memory.get("reserved_bytes") if row.evidence == FULL else None
@@ -189,7 +190,7 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
             cells += [f"{least}{whole['days']:,.1f}"]
             cells += [least + units.number(whole["cost"] / 1e6)] if "cost" in whole else []
         made.add_row(
-            words.degrees(layout, axes),
+            f"{place:2} " * numbered + words.degrees(layout, axes),
             str(layout.zero),
             str(layout.micro_batch),
             " ".join(short for key, short in extra.items() if getattr(layout, key)),
@@ -219,24 +220,26 @@ def _ends(found: dict[str, Any] | None) -> str:
 
 
 def _undecided(console: Console, rows: Sequence[PlanRow]) -> None:
-    """Say where another layout may be the fastest, as far as numbers of the system are not known."""
-    from repro.simulate.plan.rows import UNDECIDED, faster
+    """Say where the order of layouts is not decided, since numbers of the system are not known."""
+    from repro.simulate.plan.undecided import PART
 
-    first, *others = rows
-    open_ = {
-        number: part for number, row in enumerate(others, 2) if (part := faster(row, first) or 0) > UNDECIDED
-    }
-    if first.interval is None or first.time["interval"] is None:
+    if rows[0].interval is None:
         return
-    moves = " and ".join(move["key"] for move in first.time["interval"]["moves"][:2])
-    if open_:
-        named = ", ".join(f"{number}. ({units.percent(part)})" for number, part in open_.items())
-        text = f"Which is the fastest is not decided by what is known: {named} of the rows is faster than "
-        text += f"the first in so many draws of its unknown numbers; {moves} move the first one most."
+    most = f"{100 * (1 - PART):.0f} % or more of all draws of the system's unknown numbers"
+    if any(one.than == 1 for row in rows for one in row.undecided):
+        text = "Which is the fastest is not decided by what is known."
     else:
-        most = units.percent(1 - UNDECIDED)
-        text = f"In {most} of all draws of unknown numbers the first is faster than each of the others."
-    console.print("\n" + textwrap.fill(text, console.width), markup=False)
+        text = f"The first is faster than each of the others in {most}."
+    pairs = [
+        f"{one.than} and {place} ({units.percent(one.part)}, {' or '.join(one.by[:2])})"
+        for place, row in enumerate(rows, 1)
+        for one in row.undecided
+        if one.than in (1, place - 1)
+    ]
+    if pairs:
+        text += f"  Two whose order is one way in less than {most}, with the part that has it the other way and what "
+        text += f"decides: {', '.join(pairs)}."
+    console.print("\n" + textwrap.fill(text, console.width, break_on_hyphens=False), markup=False)
 
 
 def _ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:

@@ -32,6 +32,7 @@ from repro.simulate.plan.closed_form import ruled_out, stage_parameters, state_b
 from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, PlanRow, ideal_s, order
 from repro.simulate.plan.shallow import LayoutFamily, family_of, trace_family
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
+from repro.simulate.plan.undecided import undecided
 
 MARGIN = 1.12
 """Reserved over live bytes at most, seen in full traces of models of published size (1.01 to 1.10)."""
@@ -132,7 +133,7 @@ class Planner:
                         row.time = answer
 
     def intervals(self, rows: Sequence[PlanRow]) -> None:
-        """Say of `rows`, which fit and have times, what their steps may take instead."""
+        """Say of `rows`, which fit and have times, what their steps may take instead, and which order is open."""
         from repro.simulate.plan.steptime import intervals_of
 
         request, count = self.request, min(self.workers.count, len(rows))
@@ -150,6 +151,9 @@ class Planner:
             for row, interval in zip(share, found, strict=True):
                 row.interval = interval
                 row.time["interval"] = None if interval is None else interval.summary(row.time["step_s"])
+        steps = [(row, (row.time["step_s"], row.interval)) for row in rows if row.interval is not None]
+        for (row, _), found_of in zip(steps, undecided([step for _, step in steps]), strict=True):
+            row.undecided = found_of
 
     def full(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         """The same rows from full traces."""

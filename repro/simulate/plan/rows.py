@@ -10,6 +10,7 @@ from repro.models import flops
 from repro.models.parameters import total
 from repro.results.interval import StepInterval
 from repro.simulate.plan.candidates import Request
+from repro.simulate.plan.undecided import Undecided
 
 STATES, SHALLOW, FULL = "states", "shallow", "full"
 OK, OOM = "ok", "oom"
@@ -32,6 +33,8 @@ class PlanRow:
     numbers for it, or nothing was traced."""
     interval: StepInterval | None = None
     """What the step may take instead, of rows that are shown."""
+    undecided: list[Undecided] = field(default_factory=list)
+    """Rows before it that it may be faster than, likewise."""
     ruled_out_by: str = ""
     """The term that rules it out: model states, activations, ... or fragmentation."""
     reason: str = ""
@@ -55,18 +58,6 @@ class PlanRow:
     def bubble(self) -> float:
         """Idle over busy time of the pipeline, (p - 1) / (v m) (2104.04473 sec. 2.2)."""
         return (self.layout.pp - 1) / (self.layout.chunks * self.layout.accumulation)
-
-
-UNDECIDED = 0.05
-"""Of the joint draws: where another layout is faster in more of them, what is known does not say which is."""
-
-
-def faster(row: PlanRow, first: PlanRow) -> float | None:
-    """Part of the joint draws in which `row` is faster than `first`; None where they have none."""
-    if row.interval is None or first.interval is None:
-        return None
-    pairs = list(zip(row.interval.draws, first.interval.draws, strict=True))
-    return sum(mine < its for mine, its in pairs) / len(pairs)
 
 
 def order(row: PlanRow) -> tuple[Any, ...]:
@@ -164,6 +155,7 @@ def document(request: Request, row: PlanRow) -> dict[str, Any]:
         "bubble": row.bubble,
         "ideal_s": row.ideal_s,
         "time": row.time or None,
+        "undecided": [one.as_dict() for one in row.undecided],
         "training": training(request, row),
         "trace_seconds": row.trace_seconds,
     }

@@ -1,0 +1,141 @@
+"""Where the order of two layouts is not decided by what is known: by hand, of a plan, and as it is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from repro import systems
+from repro.cli.views.fit_and_plan import show_plan
+from repro.config import Layout, Model
+from repro.config.system import System
+from repro.host.workers import Workers
+from repro.results.interval import Sensitivity, StepInterval
+from repro.simulate.plan.candidates import Request
+from repro.simulate.plan.plan import Plan, plan
+from repro.simulate.plan.rows import OK, SHALLOW, PlanRow, document
+from repro.simulate.plan.undecided import Undecided, undecided
+from repro.systems.unknowns import unknowns, with_values
+
+MODEL = Model(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=512)
+RINGS = "links.inter-node.rings"
+
+
+def move(key: str, low_s: float, high_s: float) -> Sensitivity:
+    return Sensitivity(key=key, low=1.0, best=2.0, high=3.0, low_s=low_s, high_s=high_s)
+
+
+def row(step_s: float, draws: list[float], *moves: Sensitivity) -> PlanRow:
+    found = PlanRow(Layout(precision="fp16"), OK, SHALLOW, {"peak_bytes": 10**9})
+    found.interval = StepInterval(draws=draws, moves=list(moves))
+    keys = ("flops_per_device", "samples_per_s", "exposed_s", "bubble_s")
+    found.time = {"step_s": step_s, "mfu": None, "rests_on": "", **dict.fromkeys(keys, 1.0)}
+    found.time["interval"] = found.interval.summary(step_s)
+    return found
+
+
+def compared(*rows: PlanRow) -> list[list[Undecided]]:
+    return undecided([(row.time["step_s"], row.interval) for row in rows if row.interval is not None])
+
+
+def test_the_ratio_of_two_layouts_tells_draw_by_draw() -> None:
+    """A wide range that slows both alike leaves their order alone; one in 20 draws is not enough, two are."""
+    alike = [1.0 + i for i in range(20)]
+    first = row(2.0, alike)
+    never = row(2.2, [1.1 * seconds for seconds in alike])
+    once = row(2.3, [0.9, *(1.2 * seconds for seconds in alike[1:])])
+    twice = row(2.4, [0.9, 1.9, *(1.3 * seconds for seconds in alike[2:])])
+    assert compared(first, never) == [[], []]
+    assert compared(first, once, twice) == [[], [], [Undecided(1, 0.1, ())]]
+
+
+def test_what_turns_the_order_by_itself_decides_or_what_comes_nearest() -> None:
+    draws = [2.0, 2.0, 3.0, 3.0]
+    first = row(2.0, draws, move("slow", 1.0, 8.0), move("links", 1.8, 2.6), move("rate", 2.0, 2.3))
+    # `slow` moves both alike.  The ratio is 2.2 / 1.8 to 2.2 / 2.6 by `links`, 1.1 to 2.2 / 2.3 by `rate`.
+    other = row(2.2, [2.1, 2.2, 2.4, 2.5], move("slow", 1.1, 8.8))
+    # ... and 1.2 / 1 to 9.6 / 8, 2.4 / 1.8 to 2.4 / 2.6, 1.2 to 2.4 / 2.3.
+    third = row(2.4, [1.9, 2.4, 2.9, 3.5], move("slow", 1.2, 9.6))
+    # Neither end turns this one: 3 / 1.8 to 3 / 2.6 is the most.
+    last = row(3.0, [1.8, 4.0, 4.0, 4.0], move("slow", 1.5, 12.0))
+    _, *open_ = compared(first, other, third, last)
+    assert open_[0] == [Undecided(1, 0.5, ("links", "rate"))]
+    assert open_[1][0] == Undecided(1, 0.5, ("links",))
+    assert open_[2][0] == Undecided(1, 0.25, ("links",))
+
+
+@pytest.fixture(scope="module")
+def exact() -> System:
+    system = systems.load("dgx2")
+    return with_values(system, {one.key: one.best for one in unknowns(system)})
+
+
+def asked(system: System) -> Request:
+    given = {"pp": 1, "zero": 0, "micro_batch": 2, "sp": False, "recompute": False, "kernels": "softmax"}
+    return Request(MODEL, system, 64, 32 * 10**9, MODEL.seq, given)
+
+
+def planned(system: System) -> Plan:
+    with Workers(1) as workers:
+        return plan(asked(system), workers, 4, whole=False)
+
+
+def test_a_plan_names_the_unknown_that_turns_two_layouts(
+    exact: System, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As said, at an end of the range a plan of exact numbers has them in the other order; of these nothing is said."""
+    link = exact.links["inter-node"]
+    known = link.used("inter-node", "rings")
+    rings = replace(known, low=1, high=8, source="low: one; high: one for each adapter")
+    ranged = replace(exact, links={**exact.links, "inter-node": replace(link, rings=rings)})
+    found = planned(ranged)
+    pairs = [(row, one) for row in found.rows for one in row.undecided]
+    assert pairs
+    few, many = ([row.layout for row in planned(with_values(exact, {RINGS: value})).rows] for value in (1, 8))
+    for row, one in pairs:
+        other = found.rows[one.than - 1]
+        assert one.by == (RINGS,)
+        turned = [order.index(row.layout) < order.index(other.layout) for order in (few, many)]
+        assert any(turned)
+    said = [document(asked(ranged), row)["undecided"] for row in found.rows[:4]]
+    assert json.loads(json.dumps(said)) == [
+        [{"than": one.than, "part": one.part, "by": [RINGS]} for one in row.undecided]
+        for row in found.rows[:4]
+    ]
+    show_plan(asked(ranged), found, 4)
+    told = " ".join(capsys.readouterr().out.split())
+    for row, one in pairs:
+        if one.than in (1, found.rows.index(row)):
+            assert f"{one.than} and {found.rows.index(row) + 1} (" in told
+    assert f"%, {RINGS})" in told
+
+
+def test_of_exact_numbers_nothing_is_said(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(exact)
+    assert [document(asked(exact), row)["undecided"] for row in found.rows] == [[] for _ in found.rows]
+    show_plan(asked(exact), found, 4)
+    told = capsys.readouterr().out
+    assert "unknown" not in told
+    assert "decide" not in told
+    assert " # " not in told
+
+
+@pytest.mark.parametrize(("draw", "fastest"), [(0.9, False), (1.1, True)])
+def test_what_is_said_of_the_first_and_of_neighbours(
+    draw: float, fastest: bool, exact: System, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = row(1.0, [1.0, 1.0], move("links.a", 0.7, 1.3))
+    others: Any = [row(1.2, [draw, 1.2]), row(1.3, [1.05, 1.3], move("links.b", 1.1, 1.3))]
+    rows = [first, *others]
+    for one, open_ in zip(rows, compared(*rows), strict=True):
+        one.undecided = open_
+    show_plan(asked(exact), Plan(rows, 0, ""), 3)
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("The first is faster than each of the others in 95 % or more" in told) == fastest
+    assert ("Which is the fastest is not decided by what is known." in told) == (not fastest)
+    assert ("1 and 2 (50.0 %, links.a)" in told) == (not fastest)
+    assert ("2 and 3 (" in told) == fastest
+    assert "# tp x pp x dp" in told
