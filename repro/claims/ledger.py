@@ -174,7 +174,7 @@ class Ledger:
         near = difflib.get_close_matches(claim_id, known, n=3, cutoff=0.4)
         near += [k for k in known if claim_id and claim_id in k and k not in near][: 3 - len(near)]
         hint = (
-            f"did you mean {' or '.join(near)}?"
+            f"no such claim; did you mean {' or '.join(near)}?"
             if near
             else "must be a claim's id; `repro claims` lists them"
         )

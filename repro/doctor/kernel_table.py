@@ -24,8 +24,9 @@ class KernelRow:
     registers: int
     shared_bytes: int
     spilled_bytes: int
-    occupancy: float
-    bandwidth: float
+    occupancy: float | None
+    """Part of a multiprocessor's warps that are there, 0 to 1; None with `bandwidth`: the GPU is not described."""
+    bandwidth: float | None
     """Part of the memory's bandwidth that its threads ask for at least, 0 to 1; how: `repro.kernels.cuda.occupancy`."""
 
 
@@ -43,22 +44,20 @@ def table(compile_for: str) -> list[KernelRow]:
 
     try:
         capabilities = asked(compile_for, compiler.architectures())
-        targets = [
-            (a * 10 + b, compiler.target((a, b))) for a, b in capabilities if a * 10 + b in occupancy.GPUS
-        ]
+        targets = [(occupancy.GPUS.get(a * 10 + b), compiler.target((a, b))) for a, b in capabilities]
     except Unavailable:
         return []
-    todo = [(each, number, target) for each in size_classes() for number, target in targets]
+    todo = [(each, gpu, target) for each in size_classes() for gpu, target in targets]
 
     def rows(one: Any) -> list[KernelRow]:
-        each, number, target = one
+        each, gpu, target = one
         try:
             log = cache.compiled(each.program, target).log
         except Unavailable:
             return []
         found = []
         for name, used in resources(log).items():
-            fill = occupancy.filled(each.program, used, occupancy.GPUS[number])
+            fill = occupancy.filled(each.program, used, gpu) if gpu else None
             found.append(
                 KernelRow(
                     kernel=name,
@@ -69,8 +68,8 @@ def table(compile_for: str) -> list[KernelRow]:
                     registers=used.registers,
                     shared_bytes=used.shared_bytes,
                     spilled_bytes=used.spilled_bytes,
-                    occupancy=fill.occupancy,
-                    bandwidth=fill.bandwidth,
+                    occupancy=fill and fill.occupancy,
+                    bandwidth=fill and fill.bandwidth,
                 )
             )
         return found

@@ -19,6 +19,7 @@ from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.published import UNITS
 from repro.claims.records import Records
 from repro.claims.results import ClaimResult, Finding, RowResult
+from repro.render.words import counted
 from repro.results.interval import Other, Sensitivity, between, part_of
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.validate.published import points
@@ -81,7 +82,7 @@ class Implied:
     def words(self) -> str:
         """What is implied, in a sentence or two."""
         exact = [need.value for need in self.needs if need.value is not None]
-        text = f"{len(self.needs)} row{'s' * (len(self.needs) != 1)}"
+        text = counted(len(self.needs), "row")
         if exact:
             text += (
                 f" need {min(exact):.3g} to {max(exact):.3g}" if len(exact) > 1 else f" need {exact[0]:.3g}"

@@ -14,6 +14,7 @@ from typing import Any
 from repro import systems
 from repro.claims.results import ClaimResult, Finding, RowResult
 from repro.config import OperatorSet
+from repro.render.words import counted
 from repro.results.interval import Sensitivity
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import select
@@ -78,9 +79,9 @@ class ShoppingList:
     def words(self) -> str:
         """What the list says, in a sentence."""
         return (
-            f"{self.rows} rows have a predicted time that unknown numbers leave in doubt. A number settles a row if it "
-            f"carries more than half of what all of them move it, one at a time; the first {SHOWN} settle "
-            f"{self.settled_by_the_first}. {self.possible} verdicts are possible as far as they are known."
+            f"Unknown numbers leave the predicted times of {counted(self.rows, 'row')} in doubt. A number settles a "
+            f"row if it carries more than half of what all of them move it, one at a time; the first {SHOWN} settle "
+            f"{self.settled_by_the_first}. Verdicts that are possible as far as they are known: {self.possible}."
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "compile", compile)
     monkeypatch.setattr(compiler, "version", lambda: (12, 9))
-    monkeypatch.setattr(compiler, "architectures", lambda: (70, 80, 90, 100))
+    monkeypatch.setattr(compiler, "architectures", lambda: (70, 80, 86, 90, 100))
 
 
 def test_every_kernel_of_every_size_class_has_a_row() -> None:
@@ -43,7 +43,13 @@ def test_every_kernel_of_every_size_class_has_a_row() -> None:
     assert len(rows) == 2 * sum(len(each.program.kernels) for each in compiled)
     assert {row.architecture for row in rows} == {"sm_70", "sm_90"}
     assert {row.program.split()[0] for row in rows if row.spilled_bytes} == {"rope"}
-    assert all(0 < row.occupancy <= 1 and 0 < row.bandwidth <= 1 for row in rows)
+    assert all(0 < (part or 0) <= 1 for row in rows for part in (row.occupancy, row.bandwidth))
+
+
+def test_of_a_gpu_of_which_too_little_is_known_what_the_compiler_says() -> None:
+    known, unknown = (kernel_table.table(each) for each in ("sm_80", "sm_86"))
+    assert [(row.kernel, row.registers) for row in unknown] == [(row.kernel, row.registers) for row in known]
+    assert {(row.occupancy, row.bandwidth) for row in unknown} == {(None, None)}
 
 
 def test_every_hidden_size_is_in_a_class() -> None:
@@ -61,14 +67,15 @@ def test_every_hidden_size_is_in_a_class() -> None:
 
 
 def test_it_is_printed_and_in_the_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["doctor", "--kernels", "sm_70,sm_80", "--results", str(tmp_path)]
+    arguments = ["doctor", "--kernels", "sm_70,sm_86", "--results", str(tmp_path)]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     assert "layernorm.forward half by 8" in text
-    assert "40/64/" in text
+    assert "40/64/–/–" in text
+    assert "layernorm.forward half by 8 centred 4" in " ".join(text.split())  # and the columns of its rows
     assert "spilled 8" in text
     assert "ask for at least (by Little's law: nothing was timed)" in " ".join(text.split())
     assert cli.main([*arguments, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["kernels"]
-    assert {row["architecture"] for row in rows} == {"sm_70", "sm_80"}
+    assert {row["architecture"] for row in rows} == {"sm_70", "sm_86"}
     assert {"kernel", "sizes", "registers", "shared_bytes", "occupancy", "bandwidth"} <= set(rows[0])

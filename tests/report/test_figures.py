@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import synthetic
 
 from repro.report.figures import communication, comparison, convergence, draw_all, loss, measured_states, peak
-from repro.report.figures.style import CATEGORY, look
+from repro.report.figures.style import CATEGORY, Drawing, canvas, look, svg
 from repro.report.origins import Machines
 from repro.report.page.record_tables import measured_row
 from repro.results.select import select
@@ -142,3 +143,13 @@ def test_machines_are_told_apart() -> None:
     other = changed(records[1], provenance=synthetic.PROVENANCE | {"host": "another"})
     assert {entry["host"] for entry in Machines([records[0], other]).entries} == {"synthetic", "another"}
     assert Machines([changed(records[0], provenance={})]).entries[0]["commit"] == "not a checkout"
+
+
+def test_small_letters_at_the_side_push_nothing_out_of_the_svg() -> None:
+    """Which draws them as wide as they are: the layout must not count with letters rounded to dots."""
+    with look():
+        figure, axes = canvas(2)
+        axes.set_yticks([0], ["micro-batch 2 batch 512: per GPU, micro-batch 2 batch 512"], fontsize=6)
+        axes.set_ylabel("44 rows")
+    (place,) = re.findall(r'x="([0-9.]+)"[^>]*>44 rows</text>', svg(Drawing("a", "a", "", (), figure=figure)))
+    assert float(place) > 7  # turned by a right angle: the letters of 9 points stand to the left of it

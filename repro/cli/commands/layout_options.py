@@ -84,7 +84,9 @@ QUESTION = [
     _parameter(
         "system", Annotated[str, typer.Option("--system", help="A system's name, or its file.", metavar="S")]
     ),
-    _parameter("gpus", Annotated[int, typer.Option("--gpus", help="Devices: tp x pp x dp.", metavar="N")]),
+    _parameter(
+        "gpus", Annotated[int, typer.Option("--gpus", help="Devices: tp x cp x pp x dp.", metavar="N")]
+    ),
     *(_parameter(key, annotation, None) for key, annotation in LAYOUT.items()),
     _parameter(
         "seq",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.doctor.check import Check
 from repro.render.console import print_json, stdout
+from repro.render.units import NOTHING
 
 if TYPE_CHECKING:
     from repro.doctor.kernel_table import KernelRow
@@ -61,21 +62,17 @@ def _kernels(rows: Sequence[KernelRow]) -> None:
 
 def _cell(row: KernelRow) -> str:
     spilled = f" spilled {row.spilled_bytes}" if row.spilled_bytes else ""
-    return f"{row.registers}/{row.shared_bytes}/{row.occupancy:.0%}/{row.bandwidth:.0%}{spilled}"
+    parts = [NOTHING if part is None else f"{part:.0%}" for part in (row.occupancy, row.bandwidth)]
+    return "/".join([str(row.registers), str(row.shared_bytes), *parts]) + spilled
 
 
 def _specialised(program: str) -> str:
     """The definitions that tell programs of a source apart, short."""
     words = dict(word.split("=") for word in program.split()[1:])
     kinds = [words[key] for key in ("TYPE", "GRADIENT", "COPY") if key in words]
-    rest = {
-        "WIDTH": "by ",
-        "HAS_BIAS": "bias ",
-        "HAS_RESIDUAL": "residual ",
-        "DROP": "drop ",
-        "CENTRED": "centred ",
-    }
-    return " ".join([*kinds, *(f"{name}{words[key]}" for key, name in rest.items() if key in words)])
+    width = [f"by {words['WIDTH']}"] if "WIDTH" in words else []
+    flags = {"HAS_BIAS": "bias", "HAS_RESIDUAL": "residual", "DROP": "drop", "CENTRED": "centred"}
+    return " ".join([*kinds, *width, *(name for key, name in flags.items() if words.get(key) == "1")])
 
 
 def cluster(profile: Path, results: Path, nodes: int, json: bool) -> int:

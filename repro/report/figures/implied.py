@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from repro.render.words import counted
 from repro.report.figures.style import BLUE, GREY, INK, MUTED, VERMILION, Drawing, canvas, quiet
 from repro.results.schema import SIMULATED
 from repro.validate.implied import Implied, Need
@@ -66,7 +67,7 @@ def _panel(axes: Axes, one: Implied) -> None:
     few = len(one.needs) <= LABELLED
     named = [(y, _short(need)) for y, need in enumerate(one.needs) if few or need.row in against]
     axes.set_yticks([y for y, _ in named], [words for _, words in named], fontsize=6)
-    axes.set_ylabel(f"{len(one.needs)} rows")
+    axes.set_ylabel(counted(len(one.needs), "row"))
     axes.set(xscale="log", xlim=one.searched, ylim=(len(one.needs) - 0.4, -0.6))
     axes.set_title(f"{one.key} of {one.system}")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -113,6 +113,8 @@ def look() -> Iterator[None]:
         "svg.fonttype": "none",
         "svg.hashsalt": "repro",
         "font.family": "DejaVu Sans",
+        # Where a layout is settled letters are as wide as in the SVG: rounded to dots, small ones pushed others out.
+        "text.hinting": "none",
         "font.size": 9,
         "mathtext.fontset": "dejavusans",
         "mathtext.default": "regular",

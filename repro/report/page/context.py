@@ -18,6 +18,7 @@ from repro.claims.table import summary, table, totals
 from repro.measure.provenance import program
 from repro.render import units
 from repro.render.units import NOTHING, interval
+from repro.render.words import counted
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
 from repro.report.origins import Machines
@@ -147,6 +148,7 @@ def template(name: str) -> Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["code"] = _code
+    environment.filters["counted"] = counted
     return environment.get_template(name)
 
 
