@@ -16,7 +16,7 @@ from repro.parallel import mesh as meshes
 from tests.training import TINY, tiny
 
 MODEL = replace(TINY, name="tiny-2", layers=2)
-HALF, WHOLE = 5, 10
+HALF, WHOLE = 3, 6
 LAYOUTS = {
     "dp1": Layout(micro_batch=2, global_batch=4),
     "dp2-z0": Layout(dp=2, micro_batch=1, global_batch=4),

@@ -155,7 +155,7 @@ def test_on_a_gpu_that_needs_deterministic_algorithms(
 def goes_on_to_the_bit(layout: Layout, root: Path, run: Any, **training: Any) -> None:
     """Train through, and with a stop: everything is equal."""
     if layout.precision == "fp16":
-        training |= {"loss_scale": 2.0**24, "loss_scale_hysteresis": 1}
+        training |= {"loss_scale": 2.0**21, "loss_scale_hysteresis": 1}
     through, halves = (experiment(layout, **training) for _ in range(2))
     reference = run(train, through, root / "through")
     run(train, halves, root / "halves", HALF)
@@ -163,8 +163,8 @@ def goes_on_to_the_bit(layout: Layout, root: Path, run: Any, **training: Any) ->
     for series in ("loss", "grad_norm", "loss_scale", "skipped_steps"):
         assert result[series] == reference[series], series
     if layout.precision == "fp16":
-        skipped = set(reference["skipped_steps"])
-        assert skipped
+        skipped = reference["skipped_steps"]
+        assert min(skipped) < HALF <= max(skipped) < WHOLE - 1
         assert len(set(reference["loss_scale"])) > 2
     expected = whole(checkpoint(root / "through", through, WHOLE))
     for key, values in whole(checkpoint(root / "halves", halves, WHOLE)).items():
@@ -201,13 +201,13 @@ def test_each_rank_writes_only_what_it_owns(tmp_path: Path, two: RankPool) -> No
 
 
 def test_a_run_keeps_the_newest_two_and_in_the_end_one(tmp_path: Path) -> None:
-    kept = experiment(LAYOUTS["dp1"], every=2)
+    kept = experiment(LAYOUTS["dp1"], every=1)
     root = tmp_path / kept.key
-    train(kept, tmp_path, 7)
-    assert index.complete(root) == [4, 6]
+    train(kept, tmp_path, 4)
+    assert index.complete(root) == [3, 4]
     result = train(kept, tmp_path)
     assert index.complete(root) == [WHOLE]
-    assert result["checkpoints"]["written"] == [8, WHOLE]
+    assert result["checkpoints"]["written"] == [5, WHOLE]
     assert train(kept, tmp_path)["checkpoints"]["resumed"] == [], (
         "what is done and is wanted again begins again"
     )
@@ -216,9 +216,9 @@ def test_a_run_keeps_the_newest_two_and_in_the_end_one(tmp_path: Path) -> None:
 def test_a_longer_run_of_the_same_name_goes_on_from_the_end(
     tmp_path: Path, uninterrupted: list[float]
 ) -> None:
-    train(experiment(LAYOUTS["dp1"], steps=7), tmp_path, 7)
+    train(experiment(LAYOUTS["dp1"], steps=4), tmp_path, 4)
     result = train(experiment(LAYOUTS["dp1"]), tmp_path)
-    assert [start["step"] for start in result["checkpoints"]["resumed"]] == [7]
+    assert [start["step"] for start in result["checkpoints"]["resumed"]] == [4]
     assert result["loss"] == uninterrupted
 
 
@@ -249,7 +249,7 @@ def stopped(experiment: Experiment, root: Path) -> str:
 
 
 def test_all_ranks_stop_after_the_same_step_and_go_on_from_there(tmp_path: Path, two: RankPool) -> None:
-    wanted = experiment(LAYOUTS["dp2-z2"])
+    wanted = experiment(LAYOUTS["dp2-z2"], every=WHOLE)
     said = two.run(stopped, wanted, tmp_path)
     assert said == ["stopped on request after step 3; the next run goes on from there"] * 2
     (tmp_path / "stop").unlink()
@@ -289,7 +289,7 @@ def test_a_kill_in_mid_write_leaves_the_checkpoint_before(
     assert process.exitcode == -signal.SIGKILL
     root = tmp_path / killed.key
     assert index.complete(root) == [HALF - 1]
-    assert (root / "step-8").is_dir(), "it was killed in the middle"
+    assert (root / f"step-{2 * (HALF - 1)}").is_dir(), "it was killed in the middle"
     result = train(killed, tmp_path)
     assert [start["step"] for start in result["checkpoints"]["resumed"]] == [HALF - 1]
     assert result["loss"] == uninterrupted

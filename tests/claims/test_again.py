@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites, systems
+from repro import systems
 from repro.claims.again.answers import SUITE, Answer, answers, systems_of
 from repro.claims.again.questions import ASKED, Questions
 from repro.claims.again.questions import load as load_questions
 from repro.claims.expression import texts
-from repro.claims.reader import load
 from repro.config import ConfigError, Experiment, Layout, Model, OperatorSet
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.time.basis import BOUND, PUBLISHED
+from tests import committed
 from tests.claims.made_up import record
 
-LEDGER = load()
+LEDGER = committed.ledger()
 QUESTIONS = load_questions(LEDGER)
 ROW = 'claim = "ds-3p75x-lowbw"\nrow = "throughput over Megatron"\nasks = "?"\n'
 RATIO = """value = 'metric("again/a", "samples_per_s") / metric("again/b", "samples_per_s")'\n"""
@@ -31,7 +31,7 @@ def test_every_claim_of_speed_and_memory_is_asked_again_or_said_why_not() -> Non
 
 
 def test_questions_read_the_suite_and_all_of_it() -> None:
-    suite = suites.load(Path(__file__).parents[2] / f"suites/{SUITE}.toml")
+    suite = committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml")
     there = {f"{suite.name}/{entry.experiment.name}" for entry in suite.entries}
     read = {
         text
@@ -54,7 +54,7 @@ def test_what_was_published_is_neither_less_nor_more_than_then() -> None:
 def test_a_suite_s_llamas_have_the_sizes_that_they_are_called() -> None:
     from repro.models.parameters import total
 
-    for entry in suites.load(Path(__file__).parents[2] / f"suites/{SUITE}.toml").entries:
+    for entry in committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml").entries:
         model = entry.experiment.model
         assert total(model) == pytest.approx(model.published_params, rel=0.05), model.name
 

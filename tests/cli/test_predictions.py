@@ -359,7 +359,8 @@ def test_context_parallelism_of_fit_and_plan(capsys: pytest.CaptureFixture[str],
     alone, shared = (fit["largest"]["layers"] for fit in found)
     assert alone < shared <= 2 * alone + 1
     asked = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
-    code, out = run(capsys, *asked, "--cp", "2", "--json")
+    few = ["--zero", "1", "--micro-batch", "1", "--no-sp", "--no-recompute"]
+    code, out = run(capsys, *asked, *few, "--cp", "2", "--json")
     assert code == 0
     assert {row["layout"]["cp"] for row in json.loads(out)} == {2}
     assert cli.main([*asked, "--cp", "3"]) == 2

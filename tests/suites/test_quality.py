@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from repro.claims.formulas import gpt_params
-from repro.claims.reader import load as load_ledger
 from repro.config import Experiment
 from repro.launch.outlook import outlook
 from repro.results.schema import MEASURED, SIMULATED
@@ -31,7 +30,7 @@ def test_every_experiment_writes_checkpoints() -> None:
 def test_megatrons_sizes_and_gpus_are_those_of_table_2(label: str) -> None:
     line = next(
         row.variables
-        for row in load_ledger().claim("meg1-table2-training").rows
+        for row in committed.ledger().claim("meg1-table2-training").rows
         if row.label == f"{label}: days per epoch"
     )
     experiment = EXPERIMENTS[MEGATRON[label]]
@@ -65,7 +64,7 @@ def printed(claim: str) -> dict[str, float]:
     """The numbers of a recipe by their label in the ledger; those of a smaller sibling without its name."""
     return {
         row.label.removeprefix("13B: "): row.printed.value if row.printed else float(row.published)  # 1e-5
-        for row in load_ledger().claim(claim).rows
+        for row in committed.ledger().claim(claim).rows
     }
 
 
@@ -134,7 +133,7 @@ def test_a_dry_run_says_what_does_not_fit_and_what_was_traced(tmp_path: Path) ->
 
 def test_published_quality_is_not_comparable_or_says_what_it_needs() -> None:
     """GPT-2's numbers and the counts of the test set can be had by whoever has the files; no other weights exist."""
-    ledger = load_ledger()
+    ledger = committed.ledger()
     rows = [row for name in SUITE.claims if name != "repro-resume" for row in ledger.claim(name).rows]
     assert all(bool(row.not_comparable) != bool(row.needs) for row in rows)
     assert all(row.not_comparable for row in rows if row.metric != "exact" and "GPT-2" not in row.label)
@@ -156,6 +155,6 @@ def test_twins_train_the_same_and_go_on_under_three_layouts() -> None:
         (1, 1, 2),
     }
     assert {twin.training.steps for twin in twins.values() if twin != half} == {2 * half.training.steps}
-    rows = load_ledger().claim("repro-resume").rows
+    rows = committed.ledger().claim("repro-resume").rows
     compared = {f"quality/{name}" for name in twins} - {"quality/twin-whole", f"quality/{half.name}"}
     assert {row.variables["experiment"] for row in rows} == compared

@@ -9,20 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites, systems
+from repro import systems
 from repro.claims.judge import experiments, judge
-from repro.claims.reader import load
 from repro.config import Experiment
 from repro.simulate.record import simulated_record
 from repro.simulate.step import simulate
 from repro.validate.published import DIRECT, TIMED, V100_MEGATRON, families, points
+from tests import committed
 
 FOLDER = Path(__file__).parents[2] / "suites"
-EVERYTHING = {
-    f"{suite.name}/{entry.experiment.name}": entry.experiment
-    for suite in (suites.load(path) for path in sorted(FOLDER.glob("*.toml")))
-    for entry in suite.entries
-}
 
 
 def on_v100_without_zero(experiment: Experiment) -> bool:
@@ -34,7 +29,12 @@ def on_v100_without_zero(experiment: Experiment) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_half_are_within_a_fifth_and_half_are_held_by_what_inputs_leave_open() -> None:
-    ledger = load()
+    ledger = committed.ledger()
+    everything = {
+        f"{suite.name}/{entry.experiment.name}": entry.experiment
+        for suite in map(committed.suite, sorted(FOLDER.glob("*.toml")))
+        for entry in suite.entries
+    }
     read = {
         name
         for claim in ledger.claims
@@ -46,7 +46,7 @@ def test_half_are_within_a_fifth_and_half_are_held_by_what_inputs_leave_open() -
     }
     records = []
     for name in sorted(read):
-        experiment = EVERYTHING[name]
+        experiment = everything[name]
         if on_v100_without_zero(experiment):
             system = systems.load(experiment.system)
             found = simulate(experiment, system, time=True, interval=True)

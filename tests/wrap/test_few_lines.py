@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from repro.claims import scripts
-from repro.claims.reader import load
+from tests import committed
 from tests.pool import RankPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -102,7 +102,7 @@ def test_changed_lines(
 
 
 def test_the_claim_counts_every_pair() -> None:
-    claim = load().claim("ds-few-lines")
+    claim = committed.ledger().claim("ds-few-lines")
     counted = {evidence.value.text for row in claim.rows for evidence in row.evidence}
     assert counted == {f'changed_lines("{name}")' for name in NAMES}
     assert sorted(path.stem for path in (EXAMPLES / "zero").glob("*.py")) == NAMES

@@ -35,8 +35,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize(("system", "model"), [("dgx2", MODEL), ("dgx-h100", LLAMA)])
+ON = (("dgx2", MODEL), ("dgx-h100", LLAMA))
+TAKEN = [
+    pytest.param(*on, name, id=f"{on[0]}-{name}", marks=pytest.mark.slow if (i + j) % 2 else ())
+    for j, name in enumerate(LAYOUTS)
+    for i, on in enumerate(ON)
+]
+"""Of each layout one of both is quick."""
+
+
+@pytest.mark.parametrize(("system", "model", "name"), TAKEN)
 def test_no_step_takes_less(name: str, system: str, model: Model) -> None:
     """The whole step's schedule, and what a plan makes of shallow ones; the least is no empty promise either."""
     on = systems.load(system)
