@@ -1,14 +1,7 @@
-"""What is compared: each kernel, the same by torch's operators, as torch's users write it, and compiled by torch.
-
-A case has inputs of training's sizes, and ways to do the same work on them. Its bytes are those of the operators'
-own formulas (`repro.kernels.cost`): operands read once, results written once, whoever does it.
-"""
+"""What is compared: each kernel, the same by torch's operators, as torch's users write it, and compiled by torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,99 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import repro.kernels as kernels
-from repro.kernels.flops import cost
-
-Inputs = dict[str, Any]
-Way = Callable[[Inputs], Any]
-OURS, PLAIN, EAGER, COMPILED = "kernel", "reference", "eager", "torch.compile"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel, or the forward or backward part of one."""
-
-    name: str
-    goal: float
-    """Part of a copy's bandwidth that is asked of it on an H200 or A100; 0: nothing is."""
-    inputs: Callable[[torch.device, torch.dtype, int], Inputs]
-    """Tensors for a device and dtype, `shrink` times smaller (1 on a GPU)."""
-    nbytes: Callable[[Inputs], int]
-    ways: dict[str, Way]
-    """Who -> the work; `torch.compile` is made of `eager` where it is not there."""
-
-    def way(self, who: str) -> Way:
-        """The work by one of `names`."""
-        if who == COMPILED and who not in self.ways:
-            return torch.compile(self.ways[EAGER])
-        return self.ways[who]
-
-    @property
-    def names(self) -> list[str]:
-        """Who there is."""
-        return [*self.ways, *([COMPILED] if EAGER in self.ways and COMPILED not in self.ways else [])]
-
-
-def moved(name: str, *arguments: Any) -> int:
-    """Bytes of one call of an operator."""
-    price = cost(name, *arguments)
-    return price.bytes_read + price.bytes_written
-
-
-def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
-
-
-def _rows(width: int) -> Callable[[torch.device, torch.dtype, int], Inputs]:
-    """x, residual, gradient [8, 1024, width] and vectors [width], those that are trained with gradients."""
-
-    def make(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
-        shape = (8, max(4, 1024 // shrink), max(8, width // shrink))
-        x, residual, grad = (_random(device, dtype, *shape) for _ in range(3))
-        weight, bias = (_random(device, dtype, shape[-1]) for _ in range(2))
-        for tensor in (x, residual, weight, bias):
-            tensor.requires_grad_()
-        return {"x": x, "residual": residual, "grad": grad, "weight": weight, "bias": bias, "seq": shape[1]}
-
-    return make
-
-
-Forward = Callable[[Inputs], Tensor]
-
-
-def _both(
-    name: str,
-    goal: float,
-    inputs: Callable[[torch.device, torch.dtype, int], Inputs],
-    leaves: tuple[str, ...],
-    forward: dict[str, Forward],
-    nbytes: tuple[Callable[[Inputs], int], Callable[[Inputs], int]],
-) -> list[Case]:
-    """Forward with what it saves for backward, and backward of a graph that is kept."""
-
-    def backward(who: str) -> Callable[[Inputs], Any]:
-        @cache
-        def graph() -> Forward:  # not before it is asked for: the compiler takes seconds to import
-            return forward.get(who) or torch.compile(forward[EAGER])
-
-        def run(i: Inputs) -> Any:
-            if who not in i:
-                i[who] = graph()(i)
-            return torch.autograd.grad(i[who], [i[leaf] for leaf in leaves], i["grad"], retain_graph=True)
-
-        return run
-
-    ways = {who: backward(who) for who in [*forward, COMPILED]}
-    return [
-        Case(name, goal, inputs, nbytes[0], dict(forward)),
-        Case(f"{name} backward", goal, inputs, nbytes[1], ways),
-    ]
+from repro.kernels.bench.case import EAGER, OURS, PLAIN, Case, Inputs, Way, both, moved, random, rows
 
 
 def _layer_norm() -> list[Case]:
-    return _both(
+    return both(
         "layer norm",
         0.8,
-        _rows(4096),
+        rows(4096),
         ("x", "weight", "bias"),
         {
             OURS: lambda i: kernels.layer_norm(i["x"], i["weight"], i["bias"]),
@@ -129,10 +37,10 @@ def _statistics(x: Tensor) -> Tensor:
 
 
 def _bias_gelu() -> list[Case]:
-    return _both(
+    return both(
         "bias + GELU",
         0.9,
-        _rows(16384),
+        rows(16384),
         ("x", "bias"),
         {
             OURS: lambda i: kernels.bias_gelu(i["x"], i["bias"]),
@@ -147,10 +55,10 @@ def _bias_gelu() -> list[Case]:
 
 
 def _rms_norm() -> list[Case]:
-    return _both(
+    return both(
         "RMS norm",
         0.8,
-        _rows(4096),
+        rows(4096),
         ("x", "weight"),
         {
             OURS: lambda i: kernels.rms_norm(i["x"], i["weight"]),
@@ -167,14 +75,14 @@ def _rms_norm() -> list[Case]:
 def _swiglu() -> list[Case]:
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
         shape = (8, max(4, 1024 // shrink), max(8, 8192 // shrink))
-        x = _random(device, dtype, *shape[:-1], 2 * shape[-1])
-        return {"x": x.requires_grad_(), "grad": _random(device, dtype, *shape)}
+        x = random(device, dtype, *shape[:-1], 2 * shape[-1])
+        return {"x": x.requires_grad_(), "grad": random(device, dtype, *shape)}
 
     def eager(i: Inputs) -> Tensor:
         gate, up = i["x"].chunk(2, -1)
         return F.silu(gate) * up
 
-    return _both(
+    return both(
         "SwiGLU",
         0.9,
         inputs,
@@ -192,7 +100,7 @@ def _rotary() -> list[Case]:
     """All heads of 128, turned whole."""
 
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
-        x, grad = (_random(device, dtype, 8, max(4, 1024 // shrink), 4096) for _ in range(2))
+        x, grad = (random(device, dtype, 8, max(4, 1024 // shrink), 4096) for _ in range(2))
         return {"x": x.requires_grad_(), "grad": grad}
 
     def eager(i: Inputs) -> Tensor:
@@ -206,7 +114,7 @@ def _rotary() -> list[Case]:
     def nbytes(i: Inputs) -> int:
         return moved("rotary", i["x"], 32, 128, 128)
 
-    return _both(
+    return both(
         "rotary positions",
         0.8,
         inputs,
@@ -225,10 +133,10 @@ def _dropout() -> list[Case]:
         place = (0.1, 7, 0, i["seq"], 0, True)
         return kernels.bias_dropout_residual(i["x"], i["bias"], i["residual"], *place, plain=plain)
 
-    return _both(
+    return both(
         "bias + dropout + residual",
         0.9,
-        _rows(4096),
+        rows(4096),
         ("x", "bias"),
         {
             OURS: ours,
@@ -245,7 +153,7 @@ def _dropout() -> list[Case]:
 def _softmax() -> list[Case]:
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
         s = max(8, 1024 // shrink)
-        x, grad = (_random(device, dtype, 8, 16, s, s) for _ in range(2))
+        x, grad = (random(device, dtype, 8, 16, s, s) for _ in range(2))
         return {"x": x.requires_grad_(), "grad": grad}
 
     def eager(i: Inputs) -> Tensor:
@@ -253,7 +161,7 @@ def _softmax() -> list[Case]:
         future = torch.ones(s, s, dtype=torch.bool, device=i["x"].device).triu(1)
         return (i["x"] * 0.125).masked_fill(future, float("-inf")).softmax(-1)
 
-    return _both(
+    return both(
         "causal softmax",
         0.0,
         inputs,
@@ -268,10 +176,10 @@ def _softmax() -> list[Case]:
 
 def _cross_entropy() -> Case:
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
-        rows, vocab = max(4, 8192 // shrink), max(8, 50257 // shrink)
-        logits = _random(device, dtype, rows, vocab)
-        grad = torch.full((rows,), 1 / rows, device=device)
-        return {"logits": logits, "targets": torch.randint(vocab, (rows,), device=device), "grad": grad}
+        count, vocab = max(4, 8192 // shrink), max(8, 50257 // shrink)
+        logits = random(device, dtype, count, vocab)
+        grad = torch.full((count,), 1 / count, device=device)
+        return {"logits": logits, "targets": torch.randint(vocab, (count,), device=device), "grad": grad}
 
     def ours(i: Inputs, plain: bool = False) -> None:
         maximum = kernels.cross_entropy_max(i["logits"], plain=plain)
@@ -283,12 +191,12 @@ def _cross_entropy() -> Case:
         return torch.autograd.grad(F.cross_entropy(leaf.float(), i["targets"]), leaf)
 
     def nbytes(i: Inputs) -> int:
-        rows = torch.empty(i["logits"].shape[0], device="meta")
-        sums = torch.empty(2, rows.numel(), device="meta")
+        maximum = torch.empty(i["logits"].shape[0], device="meta")
+        sums = torch.empty(2, maximum.numel(), device="meta")
         return (
             moved("cross_entropy_max", i["logits"])
-            + moved("cross_entropy_sums", i["logits"], rows, i["targets"])
-            + moved("cross_entropy_backward_", i["logits"], rows, sums, i["targets"])
+            + moved("cross_entropy_sums", i["logits"], maximum, i["targets"])
+            + moved("cross_entropy_backward_", i["logits"], maximum, sums, i["targets"])
         )
 
     ways: dict[str, Way] = {OURS: ours, PLAIN: lambda i: ours(i, True), EAGER: eager}
@@ -300,8 +208,8 @@ def _adamw() -> Case:
 
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
         n = max(64, 2**26 // shrink**2)
-        master, first, second = (_random(device, torch.float32, n) for _ in range(3))
-        grad = _random(device, dtype, n)
+        master, first, second = (random(device, torch.float32, n) for _ in range(3))
+        grad = random(device, dtype, n)
         copies = [] if dtype == torch.float32 else [master.to(dtype)]
         scalars = {"step": torch.tensor(5.0, device=device), "lr": torch.tensor(1e-4, device=device)}
         return {"states": ([master], [grad], [first], [second.square_()], copies), **scalars}
@@ -350,7 +258,7 @@ def _adamw() -> Case:
 
 def _tensors(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
     sizes = 32 * [max(3, 2**20 // shrink), max(5, 2**19 // shrink + 1)]
-    return {"tensors": [_random(device, dtype, size) for size in sizes]}
+    return {"tensors": [random(device, dtype, size) for size in sizes]}
 
 
 def _norm() -> Case:

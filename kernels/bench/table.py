@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from repro.kernels.bench.cases import OURS
+from repro.kernels.bench.case import OURS
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from repro.config import engines
+from repro.config import engines, spread
 from repro.config.errors import ConfigError, require
 from repro.config.layout import Layout
 from repro.config.model import DEPARTURES, Model
@@ -79,7 +79,7 @@ class Experiment:
             f"at most the model's {self.model.seq} positions",
         )
         try:
-            self.layout.check(self.model)
+            spread.check(self.layout, self.model)
         except ConfigError as error:
             raise error.within(where="layout") from None
         at_most("bytes of a layer's largest tensor", self._largest_tensor(), TENSOR_BYTES)

@@ -10,7 +10,6 @@ from typing import Any
 
 from repro.config import sizes
 from repro.config.errors import ConfigError, require
-from repro.config.model import Model
 from repro.config.operator_set import OperatorSet
 from repro.config.sizes import at_most
 
@@ -330,41 +329,3 @@ class Layout:
         sizes = self.stage_layers or (layers // count,) * count
         stops = list(accumulate(sizes))
         return [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-
-    def check(self, model: Model) -> None:
-        """Raise `ConfigError` if `model` cannot be spread this way."""
-        for key, what in (("heads", "heads"), ("ffn_width", "ffn"), ("vocab", "vocab")):
-            size = getattr(model, key)
-            require(size % self.tp == 0, "tp", self.tp, f"a divisor of {what} = {size} ({model.name})")
-        keys = model.key_heads
-        what = f"a divisor or a multiple of kv_heads = {keys} ({model.name})"
-        require(keys % self.tp == 0 or self.tp % keys == 0, "tp", self.tp, what)
-        other = next(iter(model.departures()), "")
-        later = ", ".join(each for each in OperatorSet if each is not OperatorSet.UNFUSED)
-        what = f"one of {later}: the software of 2019 has no {other} = {getattr(model, other, '')}"
-        require(not other or self.kernels is not OperatorSet.UNFUSED, "kernels", self.kernels, what)
-        require(
-            not self.sp or model.seq % self.tp == 0,
-            "sp",
-            self.sp,
-            says=f"needs tp = {self.tp} to divide seq = {model.seq} ({model.name})",
-        )
-        parts = self.pp * self.chunks
-        what = f"layers = {model.layers} ({model.name})"
-        times = f"pp * chunks = {parts} must be " if self.chunks > 1 else "must be "
-        if self.stage_layers:
-            total = sum(self.stage_layers)
-            require(
-                total == model.layers,
-                "stage_layers",
-                list(self.stage_layers),
-                f"numbers that add up to {what}, not {total}",
-            )
-            return
-        require(parts <= model.layers, "pp", self.pp, says=f"{times}at most {what}")
-        require(
-            model.layers % parts == 0,
-            "pp",
-            self.pp,
-            says=f"{times}a divisor of {what}, or stage_layers with {parts} numbers that add up to it",
-        )

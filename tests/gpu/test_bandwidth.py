@@ -14,7 +14,8 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from repro.kernels.bench.cases import OURS, Case, cases
+from repro.kernels.bench.case import OURS, Case
+from repro.kernels.bench.cases import cases
 from repro.kernels.bench.clock import Clock, clock_of, copy_bandwidth, overhead_seconds
 from repro.kernels.bench.table import BenchRow
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from repro.kernels.bench import clock as clocks
-from repro.kernels.bench.cases import COMPILED, EAGER, OURS, PLAIN, Case, cases
+from repro.kernels.bench.case import COMPILED, EAGER, OURS, PLAIN, Case
+from repro.kernels.bench.cases import cases
 from repro.kernels.bench.clock import Clock, DeviceClock, copy_bandwidth, median_seconds, overhead_seconds
 from repro.kernels.bench.table import BenchRow, render
 from repro.results.select import by_key

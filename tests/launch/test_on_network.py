@@ -24,7 +24,7 @@ def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the launcher knows of the network, in whose place the ranks' rates are."""
     path = tmp_path / "network.json"
     path.write_text(json.dumps({"nodes": [11, 12], "cores": 2}))
-    monkeypatch.setattr(on_network, "_compute_rates", lambda world, pace: [1e9, 2e9, 3e9, 4e9][:world])
+    monkeypatch.setattr(on_network, "_compute_rates", lambda world, throttle: [1e9, 2e9, 3e9, 4e9][:world])
     monkeypatch.setattr(on_network, "SPREAD", 1.2)
     return path
 
@@ -36,7 +36,7 @@ def test_bytes_are_a_steps_and_a_nodes_first_rank_speaks_for_it(facts: Path) -> 
         (2, [10, 20, 30, 40], (15, 20), False),
     ):
         seen = OnNetwork(NETWORK, facts, rank)
-        seen.pace.stop()
+        seen.throttle.stop()
         said = seen.report(grown, steps=2)
         assert (said.sent_bytes, said.received_bytes) == (5, 10)
         assert (said.node_sent_bytes, said.node_received_bytes) == node
@@ -59,7 +59,7 @@ def test_bytes_are_counted_where_they_leave_a_rank_and_its_node(
 ) -> None:
     links = {"between": 1e6} if nodes > 1 else {"within": 1e6}
     seen = OnNetwork(EmulatedNetwork(nodes=nodes, ranks_per_node=2, **links), facts, rank)
-    seen.pace.stop()
+    seen.throttle.stop()
     read: list[str] = []
 
     class File:
@@ -101,15 +101,15 @@ def test_rates_are_of_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(on_network.products, "flop_in", flop_in)
     monkeypatch.setattr(on_network.dist, "barrier", lambda: done.append("all there"))
     monkeypatch.setattr(on_network.dist, "all_gather", all_gather)
-    pace: Any = SimpleNamespace(settle=settle)
-    assert on_network._compute_rates(3, pace) == [4e9, 8e9, 12e9]
+    throttle: Any = SimpleNamespace(settle=settle)
+    assert on_network._compute_rates(3, throttle) == [4e9, 8e9, 12e9]
     assert done == ["all there", "computed"]
 
 
 def test_ranks_have_some_attempts_to_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
-    def rates(world: int, pace: object) -> list[float]:
+    def rates(world: int, throttle: object) -> list[float]:
         tries.append(world)
         return [1.0, 1.0] if len(tries) == on_network.ATTEMPTS else [1.0, 2.0]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.config import ConfigError, Layout
+from repro.config import ConfigError, Layout, spread
 from repro.config.files import build
 from repro.config.model import Model
 from repro.models import FILES, _packaged, load, names
@@ -203,7 +203,7 @@ def test_shapes_are_the_printed_ones_and_split_as_published(name: str) -> None:
     layers, hidden, heads, degrees = TABLES[name]
     assert (model.layers, model.hidden, model.heads, model.ffn_width) == (layers, hidden, heads, 4 * hidden)
     for degree in degrees:
-        Layout(tp=degree).check(model)
+        spread.check(Layout(tp=degree), model)
 
 
 @pytest.mark.parametrize("name", [name for name in names() if name not in SMALL])

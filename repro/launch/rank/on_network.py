@@ -15,7 +15,7 @@ from repro.config import EmulatedNetwork
 from repro.config.network import core_share
 from repro.lab import products
 from repro.launch.job import NETWORK, Job
-from repro.launch.rank.pace import Pace
+from repro.launch.rank.throttle import Throttle
 from repro.results.network import RankOnNetwork
 
 COMPUTE_S = 0.6
@@ -34,18 +34,18 @@ class OnNetwork:
         self._node = ""
         if rank % network.ranks_per_node == 0 and network.nodes > 1:
             self._node = f"/proc/{found['nodes'][network.node_of(rank)]}/net/dev"
-        self.pace = Pace(core_share(network.world, found["cores"]))
-        self.pace.start()
+        self.throttle = Throttle(core_share(network.world, found["cores"]))
+        self.throttle.start()
         try:
-            self._rate = _equal_rates(network.world, self.pace)[rank]
+            self._rate = _equal_rates(network.world, self.throttle)[rank]
         except BaseException:
-            self.pace.stop()  # a timer that goes on would kill the rank at its end, and what it has to say with it
+            self.throttle.stop()  # a timer that goes on would kill the rank at its end, and what it has to say with it
             raise
 
     @staticmethod
     @contextmanager
     def of(job: Job, rank: int) -> Iterator[OnNetwork | None]:
-        """While it is open, this rank keeps its pace; None for a job on the machine's own network."""
+        """While it is open, this rank is held to its share of a core; None for a job on the machine's own network."""
         if job.network is None:
             yield None
             return
@@ -53,7 +53,7 @@ class OnNetwork:
         try:
             yield seen
         finally:
-            seen.pace.stop()
+            seen.throttle.stop()
 
     def counters(self) -> list[int]:
         """Bytes sent and received by this rank, then by its node where this rank speaks for it."""
@@ -65,7 +65,7 @@ class OnNetwork:
         sent, received, *node = (count / max(1, steps) for count in grown)
         return RankOnNetwork(
             compute_flops_per_s=self._rate,
-            core_share=self.pace.share,
+            core_share=self.throttle.share,
             sent_bytes=sent,
             received_bytes=received,
             node_sent_bytes=node[0] if node else None,
@@ -83,10 +83,10 @@ def _counters(file: str, interface: str) -> list[int]:
     raise OSError(f"{file} has no interface {interface}")
 
 
-def _equal_rates(world: int, pace: Pace) -> list[float]:
+def _equal_rates(world: int, throttle: Throttle) -> list[float]:
     """The compute rates of all ranks.  Raises `RuntimeError` if they are too far apart."""
     for _ in range(ATTEMPTS):  # what else runs here may disturb one of them
-        rates = _compute_rates(world, pace)
+        rates = _compute_rates(world, throttle)
         apart = (max(rates) - min(rates)) * len(rates) / sum(rates)
         if apart <= SPREAD:
             return rates
@@ -96,12 +96,12 @@ def _equal_rates(world: int, pace: Pace) -> list[float]:
     )
 
 
-def _compute_rates(world: int, pace: Pace) -> list[float]:
+def _compute_rates(world: int, throttle: Throttle) -> list[float]:
     """FLOP/s of matrix products on every rank, all at once."""
     dist.barrier()
     began = time.perf_counter()
     done = products.flop_in(COMPUTE_S, time.perf_counter)
-    pace.settle()
+    throttle.settle()
     rate = done / (time.perf_counter() - began)
     rates = [torch.zeros(1, dtype=torch.float64) for _ in range(world)]
     dist.all_gather(rates, torch.tensor([rate], dtype=torch.float64))

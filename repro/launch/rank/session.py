@@ -78,10 +78,10 @@ def run_rank(
 
 
 def _joined(experiment: Experiment, device: torch.device, beacon: Beacon, network: OnNetwork | None) -> Mesh:
-    """This rank's groups for one experiment, whose collectives the beacon hears of, and wait for the rank's pace."""
+    """This rank's groups for one experiment: the beacon hears of each collective, before which a rank is throttled."""
     mesh = mesh_of(experiment, device)
     if network is not None:
-        mesh.ledger.observers.append(lambda *_: network.pace.settle())
+        mesh.ledger.observers.append(lambda *_: network.throttle.settle())
     mesh.ledger.observers.append(lambda sequence, op, group, purpose: beacon.collective(sequence, op, group))
     return mesh
 
@@ -101,7 +101,7 @@ def _start(
 
     def report(step: int, phase: Phase) -> None:
         if network is not None:
-            network.pace.settle()
+            network.throttle.settle()
         beacon.phase(index, step, phase)
 
     if device.type == "cuda":

@@ -149,7 +149,15 @@ def template(name: str) -> Template:
     )
     environment.filters["code"] = _code
     environment.filters["counted"] = counted
+    environment.filters["breaking"] = _breaking
     return environment.get_template(name)
+
+
+def _breaking(key: str) -> Any:
+    """A key that may go on in another line behind its dots and underscores, as HTML."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(key))))
 
 
 def _code(words: str) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from repro.config import Layout, Model
+from repro.config import Layout, Model, spread
 from repro.config.errors import ConfigError, require
 from repro.config.operator_set import OperatorSet
 from repro.config.system import System
@@ -70,7 +70,7 @@ def candidates(request: Request) -> list[Layout]:
         for keys in _of_grid(request, given, tp, cp, pp):
             try:
                 layout = Layout(**keys)
-                layout.check(request.model)
+                spread.check(layout, request.model)
                 found.append(layout)
             except ConfigError as error:  # what is fixed need not go with all that is varied
                 refused.append(error)

@@ -1,4 +1,4 @@
-"""The pace of a device of its own: a rank that shares a core computes no faster while the others wait.
+"""Holds a rank that shares a core to its share of it: it computes no faster while the others wait.
 
 Eight ranks of a core compute at an eighth of its rate each; when seven of them wait for messages the eighth would
 compute eight times as fast, and the time of the messages would vanish in that.  So a rank that has computed for `c`
@@ -19,8 +19,8 @@ CATCH_UP_S = 0.02
 TICK_S = 4e-3
 
 
-class Pace:
-    """Of the main thread, from `start` to `stop`."""
+class Throttle:
+    """Holds the main thread, from `start` to `stop`."""
 
     def __init__(self, share: float):
         """`share`: seconds of processor time in each second."""

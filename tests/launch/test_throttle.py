@@ -1,4 +1,4 @@
-"""The pace of a rank that shares a core: no faster when others wait, and no credit for waiting itself."""
+"""A rank that is held to its share of a core: no faster when others wait, and no credit for waiting itself."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from repro.launch.rank import pace as module
-from repro.launch.rank.pace import CATCH_UP_S, TICK_S, Pace
+from repro.launch.rank import throttle as module
+from repro.launch.rank.throttle import CATCH_UP_S, TICK_S, Throttle
 from tests.clock import Clock
 
 SHARE = 0.25
@@ -23,9 +23,9 @@ def compute(seconds: float) -> None:
 
 @pytest.mark.parametrize("by", ["messages", "timer"])
 def test_a_thread_computes_for_its_share_of_the_time_whether_it_waited_before_or_not(by: str) -> None:
-    pace = Pace(SHARE)
+    throttle = Throttle(SHARE)
     if by == "timer":
-        pace.start()
+        throttle.start()
     try:
         spent, computed = 0.0, 0.0
         for _ in range(4):
@@ -34,10 +34,10 @@ def test_a_thread_computes_for_its_share_of_the_time_whether_it_waited_before_or
             before = time.thread_time()
             compute(0.05)
             computed += time.thread_time() - before
-            pace.settle()
+            throttle.settle()
             spent += time.perf_counter() - due
     finally:
-        pace.stop()
+        throttle.stop()
     # What it was kept from its core for it may make up for, and the kernel's timer comes late.
     assert computed < SHARE * spent + 4 * SHARE * CATCH_UP_S + TICK_S
 
@@ -72,22 +72,22 @@ class Clocks(Clock):
 
 def test_a_tick_of_the_timer_while_it_sleeps_is_not_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(monkeypatch)
-    pace = Pace(SHARE)
-    clocks.asleep = pace.settle
+    throttle = Throttle(SHARE)
+    clocks.asleep = throttle.settle
     clocks.computed = 0.02
-    pace.settle()
+    throttle.settle()
     assert clocks.slept == [pytest.approx(0.02 / SHARE - 0.02)]
 
 
 def test_it_sleeps_for_what_its_share_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(monkeypatch)
-    pace = Pace(SHARE)
+    throttle = Throttle(SHARE)
 
     def settles(computed: float, kept: float = 0.0) -> list[float]:
         clocks.computed += computed
         clocks.kept += kept
         clocks.slept.clear()
-        pace.settle()
+        throttle.settle()
         return clocks.slept
 
     assert settles(0.1) == pytest.approx([0.3])
@@ -105,10 +105,10 @@ def test_the_timer_is_of_processor_time_and_stops(monkeypatch: pytest.MonkeyPatc
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(module.signal, "signal", lambda *given: asked.append(given))
     monkeypatch.setattr(module.signal, "setitimer", lambda *given: asked.append(given))
-    pace = Pace(SHARE)
-    pace.start()
-    assert asked == [(signal.SIGVTALRM, pace._tick), (signal.ITIMER_VIRTUAL, TICK_S, TICK_S)]
-    pace.stop()
+    throttle = Throttle(SHARE)
+    throttle.start()
+    assert asked == [(signal.SIGVTALRM, throttle._tick), (signal.ITIMER_VIRTUAL, TICK_S, TICK_S)]
+    throttle.stop()
     assert asked[2:] == [(signal.ITIMER_VIRTUAL, 0), (signal.SIGVTALRM, signal.SIG_IGN)]
 
 
@@ -116,7 +116,7 @@ def test_what_a_thread_has_not_computed_it_does_not_pay_for(monkeypatch: pytest.
     """Looking at the clocks is no computing either: at a thousandth of a core it would be seconds."""
     clocks = Clocks(monkeypatch)
     clocks.look_s = 1e-5
-    pace = Pace(1e-3)
+    throttle = Throttle(1e-3)
     for _ in range(100):
-        pace.settle()
+        throttle.settle()
     assert clocks.slept == []
