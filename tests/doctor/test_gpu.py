@@ -32,6 +32,13 @@ def fake_torch(
     )
 
 
+@pytest.fixture(autouse=True)
+def outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the tests run."""
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+
 def test_v100_has_no_bf16_whatever_torch_says() -> None:
     _, device = devices(fake_torch((7, 0), ["sm_70", "sm_80"]))
     assert device.state == "yes"

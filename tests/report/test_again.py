@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from repro.claims.again.answers import Answer
 from repro.claims.again.questions import load as load_questions
-from repro.claims.reader import load
 from repro.report.page.context import _again, template
+from tests import committed
 
-QUESTIONS = load_questions(load()).asked
+QUESTIONS = load_questions(committed.ledger()).asked
 
 
 def rendered(*systems: str) -> str:
