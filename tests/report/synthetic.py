@@ -65,6 +65,7 @@ def rank_result(rank: int, e: Experiment, seed: int = 0, speed: float = 1.0) -> 
         "init_peak_bytes": 10**6,
         "rss_peak_bytes": 3 * 10**8,
         "cuda": {},
+        "beside_torch": {"start": 10**9, "end": 1_340_000_000} if e.layout.zero == 3 else None,  # as on a GPU
     }
     result = {
         "rank": rank,

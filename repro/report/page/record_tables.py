@@ -22,9 +22,7 @@ def measured_row(record: ExperimentRecord) -> dict[str, Any]:
     spread = ""
     if of(STEP_SECONDS) is not None:
         spread = f"[{units.seconds(of('step_seconds.p20'))}, {units.seconds(of('step_seconds.p80'))}]"
-    resident = units.size(of("memory.rss_peak_bytes"))
-    if of("memory.context_bytes") is not None:
-        resident += f"; {units.size(of('memory.context_bytes'))} of its GPU"
+    beside = of("memory.context_bytes")
     return {
         "name": record.name,
         "suite": record.suite,
@@ -39,7 +37,8 @@ def measured_row(record: ExperimentRecord) -> dict[str, Any]:
         "tokens_per_s": units.number(of("tokens_per_s")),
         "states": units.size(of("memory.states_bytes")),
         "peak": units.size(of("memory.peak_bytes")),
-        "resident": resident,
+        "resident": units.size(of("memory.rss_peak_bytes")),
+        "of_gpu": "" if beside is None else f"{units.size(beside)} of its GPU",
         "sent": units.size(of("comm.sent_bytes")),
         "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NOTHING,
         **identity(record),
