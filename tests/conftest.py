@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -63,17 +64,36 @@ def ranks(request: pytest.FixtureRequest) -> RankPool | None:
 POOLS = {"two", "four", "eight", "ranks"}
 
 
+LONG = (
+    *("ranks", "README.md", "first-hour.md", "simulate.md", "time.md", "kernels.md", "test_faults.py"),
+    *("test_cuda_compile.py", "fake_cuda", "test_step.py", "test_derive.py", "cores"),
+)
+"""Groups of many seconds, begun first: at the end no worker waits long for another."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A worker of pytest-xdist gets whole files, and one of them all that shares pools of ranks, or one report."""
-    for item in items:
-        if item.get_closest_marker("xdist_group"):
-            continue
-        named = {*getattr(item, "fixturenames", ()), *_asked_for(item)}
-        shared = "ranks" if POOLS.intersection(named) else "report" if "report" in named else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(shared))
+    group_of = {item: _group(item) for item in items}
+    for item, group in group_of.items():
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(group))
+    if hasattr(config, "workerinput"):
+        place = {name: at for at, name in enumerate(LONG)}
+        items.sort(key=lambda item: place.get(Path(group_of[item]).name, len(LONG)))
     _need_gpu([item for item in items if item.get_closest_marker("gpu")])
     _need_libraries(items)
+
+
+def _group(item: pytest.Item) -> str:
+    """The group that a test is marked with, or the pools, the report or the file that it shares."""
+    if marked := item.get_closest_marker("xdist_group"):
+        return str(marked.args[0])
+    named = {*getattr(item, "fixturenames", ()), *_asked_for(item)}
+    if POOLS.intersection(named):
+        library = item.get_closest_marker("library")
+        return f"ranks of {library.args[0]}" if library else "ranks"
+    return "report" if "report" in named else str(item.path)
 
 
 def _asked_for(item: pytest.Item) -> tuple[str, ...]:

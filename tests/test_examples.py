@@ -152,7 +152,12 @@ def alike(line: str, exact: bool) -> str:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW else []) for page in PAGES],
+    [
+        pytest.param(
+            page, marks=[pytest.mark.xdist_group(page.name), *[pytest.mark.slow] * (page.name in SLOW)]
+        )
+        for page in PAGES
+    ],
     ids=lambda page: page.name,
 )
 def test_they_print_what_is_shown(page: Path, folder: Path) -> None:

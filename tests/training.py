@@ -20,6 +20,8 @@ TINY = Model(name="tiny", layers=4, hidden=32, heads=4, vocab=96, seq=16)
 
 LEARNING: dict[str, Any] = {"steps": 8, "lr": 6e-3, "warmup_steps": 1}
 """What parity needs: the weights move as far as in 20 steps of the ordinary rate, the loss by over a tenth."""
+FEW = {**LEARNING, "steps": 4}
+"""The same beside `parallel/test_parity.py`, which shows that it learns: every buffer is used again, weights move."""
 
 
 def smallest(layout: Layout) -> Model:

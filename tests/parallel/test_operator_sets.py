@@ -20,7 +20,7 @@ from repro.simulate.trace.events import Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import Trace, roles, trace
 from tests.parallel.test_parity import BATCH, alone, assert_same, run
 from tests.pool import RankPool
-from tests.training import LEARNING, micro_batches, smallest, tiny, train
+from tests.training import FEW, micro_batches, smallest, tiny, train
 from tests.wrap.stock_models import BATCH as STOCK_BATCH
 from tests.wrap.stock_models import Tied, optimizer_of, train_stock
 from tests.wrap.test_parallelize import assert_trained_like_one
@@ -34,7 +34,7 @@ DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 
 def assert_same_training(pool: RankPool, layout: Layout) -> None:
     model = smallest(layout)
-    assert_same(run(pool, tiny(layout, model, **LEARNING)), alone(model=model, **LEARNING), 1e-5, 1e-5)
+    assert_same(run(pool, tiny(layout, model, **FEW)), alone(model=model, **FEW), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("training", [{}, DROPOUT], ids=["", "dropout"])
@@ -58,7 +58,7 @@ def test_one_process_equals_the_fused_kernels(kernels: str, training: dict[str, 
 def test_two_processes_equal_one(two: RankPool, layout: Layout, kernels: str) -> None:
     """With dropout: what is dropped depends on the place in the global batch and the head, nothing else."""
     layout = replace(layout, kernels=kernels)
-    model, training = smallest(layout), {**DROPOUT, **LEARNING}
+    model, training = smallest(layout), {**DROPOUT, **FEW}
     found = run(two, tiny(layout, model, **training))
     expected = alone(model=model, **training)
     if layout.pp == 1:
@@ -316,8 +316,8 @@ def test_a_stock_module_brings_its_own_operators() -> None:
 def test_pipelines_that_wait_for_their_messages(two: RankPool, layout: Layout) -> None:
     """No two stages wait for each other for ever, and the loss is that of one process."""
     model = Model(name="four", layers=4, hidden=16, heads=2, vocab=32, seq=16)
-    found = two.run(train, tiny(replace(layout, overlap=False), model, **LEARNING))
-    expected = alone(model=model, **LEARNING)
+    found = two.run(train, tiny(replace(layout, overlap=False), model, **FEW))
+    expected = alone(model=model, **FEW)
     torch.testing.assert_close(found[-1].loss, expected.loss, rtol=1e-5, atol=0.0)
 
 

@@ -112,7 +112,7 @@ def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout:
 def test_low_precision_on_three_axes(eight: RankPool, precision: str) -> None:
     """Scaled losses and skipped steps are the same on all stages, and close to one process's."""
     layout = replace(EIGHT[0], zero=1, precision=precision)
-    training = {"loss_scale": 2.0**24, "loss_scale_window": 5, "loss_scale_hysteresis": 1, "steps": 12}
+    training = {"loss_scale": 2.0**20, "loss_scale_window": 3, "loss_scale_hysteresis": 1, "steps": 8}
     model = smallest(layout)
     found = eight.run(train, tiny(layout, model, **training))
     expected = alone(precision, model, **training)

@@ -16,7 +16,7 @@ from repro.simulate.memory.live import measure
 from repro.simulate.trace.roles import roles, trace
 from tests.parallel.test_parity import BATCH, alone, assert_same, run
 from tests.pool import RankPool
-from tests.training import LEARNING, micro_batches, smallest, tiny, train
+from tests.training import FEW, micro_batches, smallest, tiny, train
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 
@@ -32,7 +32,7 @@ def test_one_process_equals_the_fused_kernels(precision: str, training: dict[str
 
 def test_two_processes_equal_one(two: RankPool) -> None:
     layout = Layout(tp=2, micro_batch=4, global_batch=BATCH, recompute=True, kernels="reference")
-    model, training = smallest(layout), {**DROPOUT, **LEARNING}
+    model, training = smallest(layout), {**DROPOUT, **FEW}
     assert_same(run(two, tiny(layout, model, **training)), alone(model=model, **training), 1e-5, 1e-5)
 
 

@@ -20,7 +20,7 @@ from repro.parallel.zero.partition import plan_bucket
 from tests.parallel.test_communication import events, traffic
 from tests.parallel.test_parity import BATCH, alone, assert_same
 from tests.pool import RankPool
-from tests.training import LEARNING, TINY, Trained, smallest, tiny, train
+from tests.training import FEW, TINY, Trained, smallest, tiny, train
 
 LIMIT = 1000
 """In place of 100,000 elements, so that a tiny model has parameters of both kinds: matrices, and the others."""
@@ -64,8 +64,8 @@ def test_trains_the_same_model(request: pytest.FixtureRequest, pool: str, recomp
         recompute=recompute,
     )
     model = smallest(layout)
-    found: list[Trained] = ranks.run(partial(limited, train), tiny(layout, model, **LEARNING))
-    assert_same(found, alone(model=model, **LEARNING), 1e-5, 1e-5)
+    found: list[Trained] = ranks.run(partial(limited, train), tiny(layout, model, **FEW))
+    assert_same(found, alone(model=model, **FEW), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("pool", ["two", "four"])

@@ -20,11 +20,11 @@ from repro.wrap.parallelize import parallelize
 from tests.parallel.test_parity import alone, assert_same
 from tests.parallel.test_pipeline import whole
 from tests.pool import RankPool
-from tests.training import LEARNING, TINY, micro_batches, tiny, train
+from tests.training import FEW, TINY, micro_batches, tiny, train
 
 BATCH = 8
 SHALLOW = replace(TINY, name="shallow", layers=2)
-DROPOUT = {"dropout": 0.1, **LEARNING}
+DROPOUT = {"dropout": 0.1, **FEW}
 TP = Layout(tp=2, micro_batch=BATCH, recompute=True)
 PA = {"pa": True}
 CPU = {"pa": True, "pa_cpu": True}
