@@ -89,6 +89,7 @@ def tables(
                 "matmul_efficiency": quantity(1, "the peak is itself the fastest product"),
                 "memory_efficiency": quantity(1, "the bandwidth is itself that of a copy"),
                 "kernel_s": quantity(kernel_s, "measured: an element-wise operator on no bytes"),
+                "fill_s": quantity(0, "the operators' own seconds have it"),
                 "launch_s": quantity(0 if on_cpu else launch_s, f"measured: {said}"),
             },
             "operators": {

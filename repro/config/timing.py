@@ -22,9 +22,9 @@ ASSUMED: dict[str, Quantity] = {
     "matmul_efficiency": Quantity(
         value=0.8,
         low=0.664,
-        high=0.869,
+        high=0.898,
         source="between the 0.78 of V100 and the 0.83 of A100; low: 83 of 125 TFLOP/s on a V100 with CUDA 9; "
-        "high: 271 of 312 on an A100 in bf16, the best of many shapes",
+        "high: 112.3 of 125 on a V100 with CUDA 10.1, the best of many shapes",
     ),
     "memory_efficiency": Quantity(
         value=0.88,
@@ -38,6 +38,12 @@ ASSUMED: dict[str, Quantity] = {
         low=2.3e-6,
         high=2.7e-6,
         source="small kernels one after another; low: 2.3 us on V100; high: 2.7 us on A100, and 2.4 us on H200",
+    ),
+    "fill_s": Quantity(
+        value=0.9e-6,
+        low=0,
+        high=2.3e-6,
+        source="0.9 us on V100, 1.1 on H200; low: what is still in the cache; high: 2.3 us on A100",
     ),
     "launch_s": Quantity(
         value=7e-6,
@@ -72,7 +78,10 @@ class DeviceTime:
     multiprocessors: Quantity = UNSAID
     """Streaming multiprocessors: a product runs in waves of this many tiles."""
     kernel_s: Quantity = UNSAID
-    """Seconds of the shortest kernel, as the device sees it."""
+    """Seconds of the shortest kernel, from its start to the next one's: what any kernel takes beside its work."""
+    fill_s: Quantity = UNSAID
+    """Seconds that one which moves bytes from memory takes beside that and its bytes: until all are under way, and
+    after the first blocks are done."""
     launch_s: Quantity = UNSAID
     """Seconds of the host for one operator of eager PyTorch."""
     pace: Quantity = UNSAID
@@ -111,6 +120,7 @@ class Timing:
     memory_efficiency: float
     multiprocessors: float
     kernel_s: float
+    fill_s: float
     launch_s: float
     pace: float
     spread: float

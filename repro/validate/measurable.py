@@ -37,6 +37,7 @@ _HOW = (
     ("device.time.memory_efficiency", HERE, "device.memory_bandwidth", COPIES),
     ("device.memory_bandwidth", HERE, "device.memory_bandwidth", COPIES),
     ("device.time.kernel_s", HERE, "device.time.kernel_s", "an element-wise operator on no bytes"),
+    ("device.time.fill_s", HERE, "device.operators", OPERATORS),
     ("device.time.launch_s", HERE, "device.time.launch_s", "a step that has nothing to compute, by operator"),
     ("links.pcie.bandwidth", HERE, "links.pcie.bandwidth", "pinned memory to all devices of a node at once"),
     ("links.inter-node.*", CLUSTER, "links.inter-node.collectives", LINK),

@@ -151,6 +151,7 @@ def _of_peak(value: float) -> str:
 
 WORDS: dict[str, Callable[[float], str]] = {
     "kernel_s": _seconds,
+    "fill_s": _seconds,
     "launch_s": _seconds,
     "latency_s": _seconds,
     "start_s": _seconds,

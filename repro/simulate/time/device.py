@@ -3,7 +3,8 @@
 A matrix product is cut in tiles, the tiles are handed to the multiprocessors in waves, and the last wave may
 be partly empty; a tile costs its K steps and a prologue.  Small tiles fill a device better and reach less of
 its peak, since they read more for the same arithmetic; a long K may be split.  The fastest choice counts.
-Everything else moves bytes.  A calibrated system has rates by operator, which count instead.
+Everything else moves bytes.  Whatever a kernel does, it begins only after the one before it (t0 + n / r, Hockney).
+A calibrated system has rates by operator, which count instead.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class DeviceCost:
         self.slowest = slowest(time.spread, devices)
         self.rates = system.device.operators
         self.launch_s = time.launch_s
-        self.kernel_s = time.kernel_s
+        self.kernel_s, self.fill_s = time.kernel_s, time.fill_s
         self.bandwidth = self.peak = 0.0
         if not self.rates:
             known = system.device.memory_bandwidth.known("device.memory_bandwidth", system=system.name)
@@ -73,14 +74,14 @@ class DeviceCost:
         if name in MATMULS:
             if self._on_ordinary_cores(operator):
                 # Bound by arithmetic alone: what was measured holds for every generation.
-                return max(self._product(operator, self.unaligned), self.kernel_s)
+                return self._product(operator, self.unaligned) + self.kernel_s
             slow = operator.itemsize == 4 and self._slow_peak
             found = self._product(operator, self._slow_peak if slow else self.peak)
         elif name.startswith(ATTENTION):
             found = self._attention(operator)
         else:
-            found = self._moved(operator)
-        return max(found, self.kernel_s * operator.calls) * self.factor
+            found = self._moved(operator) + self.fill_s * operator.calls
+        return (found + self.kernel_s * operator.calls) * self.factor
 
     def least(self, ring: float) -> tuple[float, ...] | None:
         """Seconds that nothing takes less than: of a FLOP of a product and of fused attention, of a byte that is moved,
