@@ -65,8 +65,8 @@ POOLS = {"two", "four", "eight", "ranks"}
 
 
 LONG = (
-    *("ranks", "README.md", "first-hour.md", "simulate.md", "time.md", "kernels.md", "test_faults.py"),
-    *("test_cuda_compile.py", "fake_cuda", "test_step.py", "test_derive.py", "cores"),
+    *("ranks", "test_cuda_compile.py", "test_packaging.py", "test_largest.py", "first-hour.md", "README.md"),
+    *("test_faults.py", "fake_cuda", "test_step.py", "test_derive.py", "time.md", "cores"),
 )
 """Groups of many seconds, begun first: at the end no worker waits long for another."""
 
