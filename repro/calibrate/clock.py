@@ -53,13 +53,14 @@ class OperatorClock:
         """`neighbours`: ranks of this node, this one too."""
         self.device, self.group, self.repeats = device, group, repeats
         self.ranks_per_core = max(1.0, neighbours / usable_cores()) if device.type == "cpu" else 1.0
-        self.cache = cache_bytes(device)
+        self.cache = max(1, cache_bytes(device) // (neighbours if device.type == "cpu" else 1))
+        """Of the last-level cache, in bytes: processes of one node share it, and flush their parts at once."""
         self._host_s = 0.0
         """What the host needs to begin one call."""
         self._wipe = torch.empty(self.cache + self.cache // 4, dtype=torch.uint8, device=device)
 
     def flush(self) -> None:
-        """Write more than the last-level cache holds."""
+        """Write more than the last-level cache holds, all ranks of a node together."""
         self._wipe.zero_()
 
     def synchronize(self) -> None:

@@ -190,7 +190,8 @@ def _gpu(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any]:
     """What a rank's products reach when it is held to its share of a core."""
     share = core_share(per_node, ranks[0]["machine"]["cores"])
-    return {PRODUCTS: rounded(middle(rank["products"] for rank in ranks) * share)}
+    rates = (rank["products"] for rank in ranks if rank["products"] is not None)
+    return {PRODUCTS: rounded(middle(rates) * share)}
 
 
 def _gpu_facts(here: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from repro.launch.rank.device import own_device
 from repro.launch.rank.session import process_group
 from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.parallel import mesh as meshes
+from repro.parallel.comm import Group
 from repro.parallel.connect import outside
 from repro.parallel.gloo_ring import ranks_per_node
 from repro.simulate.time.emulated import RING
@@ -83,7 +84,7 @@ def _measure(
         result["launch"] = launch.result()
         result["copy"] = copies(clock, clock.device)
         if device == "cpu":
-            result["products"] = products.of_this_core()
+            result["products"] = products_of_a_core(rank % per_node, whole)
         if device == "cuda":
             result["host_copy"] = copies(clock, torch.device("cpu"))
         result["operators_s"] = time.perf_counter() - began
@@ -151,6 +152,18 @@ def operators(
             beat()
         between()
     return rows
+
+
+def products_of_a_core(place: int, group: Group) -> float | None:
+    """FLOP/s of this core's products while each core runs one rank, as a run measures it to scale its links
+    (`repro.lab.products.of_a_rank`): ranks that take turns on a core take its caches from each other.
+
+    `place`: of this rank on its node; None on those that leave the cores to others meanwhile.
+    """
+    group.barrier()
+    found = products.of_this_core() if place < usable_cores() else None
+    group.barrier()
+    return found
 
 
 def machine() -> dict[str, Any]:

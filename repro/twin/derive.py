@@ -15,10 +15,9 @@ from repro.config.layout import ELEMENT_BYTES
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.lab.frames import payload_share
-from repro.lab.products import PRODUCTS
 from repro.models import flops, parameters
 from repro.simulate.placement import BETWEEN_NODES, Placement
-from repro.simulate.time.emulated import emulated
+from repro.simulate.time.emulated import emulated, products_of
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import KINDS, OPTIMIZER
@@ -134,7 +133,7 @@ def derive(originals: Sequence[Experiment], machine: System, choice: Choice) -> 
     found, unlimited = [], []
     for member, network in zip(members, wanted, strict=True):
         network, said = possible(network, machine)
-        network = replace(network, flops_per_s=_products(machine))
+        network = replace(network, flops_per_s=products_of(machine))
         unlimited += [text for text in said if text not in unlimited]
         twin = replace(member.twin, network=network)
         found.append(replace(member, twin=twin, machine=emulated(machine, network)))
@@ -205,11 +204,6 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
     )
     share = payload_share(bare)  # headers come on top
     return replace(bare, between=_rounded(bare.between / share), within=_rounded(bare.within / share))
-
-
-def _products(machine: System) -> float:
-    """FLOP/s of a rank's products that the rates hold for; 0 where the machine's file does not have it."""
-    return float(machine.provenance.facts.get(PRODUCTS, 0.0)) if machine.provenance else 0.0
 
 
 def _rounded(rate: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from repro.calibrate import clock as clock_module
-from repro.calibrate import plan
+from repro.calibrate import plan, target
 from repro.calibrate.calls import bind, calls_of, choose
 from repro.calibrate.clock import OperatorClock
 from repro.config import Layout
@@ -96,6 +96,23 @@ def test_the_clock_sees_what_takes_longer(monkeypatch: pytest.MonkeyPatch) -> No
     assert long.median > 10 * short.median
     assert long.low <= long.median <= long.high
     assert long.spread >= 0
+
+
+def test_ranks_that_share_a_cache_flush_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine of two cores may be told of the 480 MB of its host: of sixteen ranks each flushes a part."""
+    monkeypatch.setattr(clock_module, "cache_bytes", lambda device: 2**20)
+    alone, one_of_eight = (OperatorClock(CPU, meshes.single().world, repeats=1, neighbours=n) for n in (1, 8))
+    assert (alone.cache, one_of_eight.cache) == (2**20, 2**17)
+    assert alone._wipe.nbytes == 8 * one_of_eight._wipe.nbytes > 2**20
+
+
+def test_a_core_s_products_are_measured_as_a_run_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one rank a core, as `of_a_rank` starts them: ranks that take turns on a core would say less of it."""
+    monkeypatch.setattr(target, "usable_cores", lambda: 2)
+    monkeypatch.setattr(target.products, "of_this_core", lambda: 5e9)
+    group = meshes.single().world
+    found = [target.products_of_a_core(place, group) for place in range(4)]
+    assert found == [5e9, 5e9, None, None]
 
 
 class Busy:

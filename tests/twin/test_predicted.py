@@ -8,9 +8,14 @@ import pytest
 
 from repro import suites
 from repro.calibrate import toml
+from repro.config import EmulatedNetwork
+from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.lab.products import PRODUCTS
 from repro.launch import simulated
 from repro.results.store import read
+from repro.simulate.time.emulated import emulated
+from repro.systems.load import parse
 from repro.twin.derive import Twin
 from repro.twin.suite import Named, text
 from tests.records import latest
@@ -34,3 +39,24 @@ def test_the_records_of_a_twin_have_the_seconds_of_its_network(
         f"{member.original.name}@here": pytest.approx(member.after.step_s) for member in lowbw.members
     }
     assert all(record.experiment.network is not None for record in read(results))  # type: ignore[union-attr]
+
+
+def calibrated(**facts: float) -> System:
+    """The machine with what its file says of itself."""
+    found = tables()
+    found["provenance"] |= {"facts": facts}
+    return parse(found, name="here", file="here.toml")
+
+
+def test_links_are_as_fast_as_a_run_here_would_make_them() -> None:
+    """A suite's rates hold for ranks of one rate of compute: a run scales them, and so does what is expected of it."""
+    here = calibrated(**{PRODUCTS: 10e9})
+    written = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=2e7, flops_per_s=5e9)
+    as_run = EmulatedNetwork(nodes=4, ranks_per_node=4, between=16e6, within=4e7)
+    assert emulated(here, written).links == emulated(here, as_run).links
+
+
+def test_a_file_that_does_not_say_how_fast_ranks_compute_cannot_scale_links() -> None:
+    network = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7, flops_per_s=5e9)
+    with pytest.raises(ConfigError, match=f"{PRODUCTS}.*calibrate anew"):
+        emulated(calibrated(), network)

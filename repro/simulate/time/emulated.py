@@ -18,6 +18,7 @@ from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.timing import OperatorRate
 from repro.lab.frames import payload_share
+from repro.lab.products import PRODUCTS
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import BETWEEN_NODES
 
@@ -31,9 +32,10 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
     """`machine` (a file of `repro calibrate --system local`) as ranks on `network`.
 
     Each rank has its part of the cores to itself, whatever the others wait for, less what is kept for messages: it
-    computes at `CORES_SHARE` of the rate that the file was measured at.  Raises `ConfigError` if the file was measured
-    with another number of ranks.
+    computes at `CORES_SHARE` of the rate that the file was measured at.  Links are scaled to it as those of a run are.
+    Raises `ConfigError` if the file was measured with another number of ranks.
     """
+    network = scaled(network, machine)
     measured = machine.provenance
     if measured is None or INSIDE not in machine.links or measured.ranks != network.world:
         count = "none" if measured is None else measured.ranks
@@ -80,6 +82,25 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
         links=links,
         provenance=replace(measured, cores=0),
     )
+
+
+def scaled(network: EmulatedNetwork, machine: System) -> EmulatedNetwork:
+    """`network` where ranks compute as those of `machine`, as `repro.launch.local` makes it there.
+
+    Raises `ConfigError` if the rates hold for a rate of compute and the machine's file does not say its own.
+    """
+    if not network.flops_per_s:
+        return network
+    rate = products_of(machine)
+    if not rate:
+        right = f"with {PRODUCTS}, to which links are scaled, as repro calibrate measures now: calibrate anew"
+        raise ConfigError("machine", machine.name, right)
+    return network.scaled(rate)
+
+
+def products_of(machine: System) -> float:
+    """FLOP/s of a rank's matrix products, held to its share of a core; 0 where the machine's file does not have it."""
+    return float(machine.provenance.facts.get(PRODUCTS, 0.0)) if machine.provenance else 0.0
 
 
 def hops(ring: Collective, ranks: int) -> Collective:
