@@ -13,8 +13,11 @@ import hypothesis
 import pytest
 
 from repro.engines import missing
+from repro.host import workers
 from repro.lab import ability
-from tests.pool import RankPool
+from tests.pool import PRELOADED, RankPool
+
+workers.PRELOADED = PRELOADED  # ranks and workers are forks of one process, whoever asks for it first
 
 # How long an example takes, or is looked for, says more of the machine than of the code; the same ones every time.
 hypothesis.settings.register_profile(

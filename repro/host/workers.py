@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from repro.host.processes import die_with_parent
 from repro.host.resources import available_bytes, usable_cores
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ProcessPoolExecutor
 
 T = TypeVar("T")
+PRELOADED = ["torch", "torch.fx.experimental.symbolic_shapes"]
+"""Imported once, by the process of which all workers are forks: what traces need, the second for their first shapes."""
 WORTH = 6
 """Fewer tasks than these are done here: a process needs seconds to import torch."""
 WORKER_BYTES = 2 * 2**30
@@ -76,7 +78,9 @@ class Workers:
             from concurrent.futures import ProcessPoolExecutor
             from multiprocessing import get_context
 
-            self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), _prepare, (os.getpid(),))
+            context = get_context("forkserver")
+            context.set_forkserver_preload(PRELOADED)
+            self._pool = ProcessPoolExecutor(self.count, context, _prepare)
         return [self._pool.submit(function, *task) for task in tasks]
 
 
@@ -89,9 +93,19 @@ def _result(future: Future[T]) -> T:
         raise WorkerDied from None
 
 
-def _prepare(parent: int) -> None:
-    """A worker lives no longer than `parent`, leaves Ctrl-C to it, and takes one core."""
-    die_with_parent(parent)
+def _outlive_nobody() -> None:
+    """End when the process that uses this worker does, even by SIGKILL: the one that it is a fork of waits for it."""
+    from multiprocessing import parent_process
+
+    user = parent_process()
+    assert user is not None
+    user.join()
+    os._exit(1)
+
+
+def _prepare() -> None:
+    """A worker lives no longer than the process that uses it, leaves Ctrl-C to it, and takes one core."""
+    threading.Thread(target=_outlive_nobody, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 

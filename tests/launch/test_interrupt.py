@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import active_children
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +63,35 @@ def test_workers_are_not_waited_for_by_who_stops() -> None:
         for _ in workers.completed(time.sleep, [(0,), (100,)]):
             raise KeyboardInterrupt
     wait_for(lambda: not set(active_children()) - others)
+
+
+USES_WORKERS = """
+import os, time
+from repro.host import workers
+workers.PRELOADED.clear()
+if __name__ == "__main__":
+    with workers.Workers() as some:
+        some.count = 2
+        print(*some.completed(os.getpid, [()] * 2), flush=True)
+        list(some.completed(time.sleep, [(100,)] * 2))
+"""
+
+
+def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "uses_workers.py"
+    script.write_text(USES_WORKERS)
+    quiet = subprocess.DEVNULL  # what it did not clean up is said after it
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=quiet, text=True
+    ) as process:
+        assert process.stdout is not None
+        found = {int(number) for number in process.stdout.readline().split()}
+        assert found
+        process.kill()
+    wait_for(lambda: not any(_runs(number) for number in found))
+
+
+def _runs(number: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

@@ -15,6 +15,8 @@ class LiveBytes:
 
     def __init__(self) -> None:
         self.now: dict[str, int] = dict.fromkeys(ACCOUNTED, 0)
+        self.most: dict[str, int] = dict.fromkeys(ACCOUNTED, 0)
+        """Of each category at any moment."""
         self.total = 0
         """Of the device: without `Category.HOST`."""
         self._live: dict[int, tuple[Category, int]] = {}
@@ -34,7 +36,9 @@ class LiveBytes:
             self._add(event.category, size)
 
     def _add(self, category: Category, size: int) -> None:
-        self.now[category] += size
+        now = self.now[category] = self.now[category] + size
+        if now > self.most[category]:
+            self.most[category] = now
         if category is not Category.HOST:
             self.total += size
 
@@ -77,16 +81,14 @@ def measure(events: Iterable[Event]) -> Memory:
     for event in events:
         live.see(event)
         pinned.see(event)
-        if isinstance(event, (Alloc, Mark)):
-            category = event.category
-            found.most[category] = max(found.most[category], live.now[category])
-            if isinstance(event, Alloc) and live.total > found.peak_bytes:
+        if isinstance(event, Alloc):
+            if live.total > found.peak_bytes:
                 found.peak_bytes, found.by_category = live.total, dict(live.now)
                 found.phase, found.line, found.operator = phase, event.line, event.operator
         elif isinstance(event, PhaseStart):
             if phase == "init":
                 found.init_peak_bytes = found.peak_bytes
             phase = event.name
-    found.host_reserved_bytes = pinned.reserved
+    found.most, found.host_reserved_bytes = live.most, pinned.reserved
     found.states = {category: live.now[category] for category in MODEL_STATES}
     return found

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
+from repro.host.garbage import uncollected
 from repro.host.workers import Workers
 from repro.render import units
 from repro.simulate.plan import estimate
@@ -243,6 +244,7 @@ class Plan:
     """Why rows have no times; empty if they do."""
 
 
+@uncollected()
 def plan(request: Request, workers: Workers, shown: int = 0, *, whole: bool = True) -> Plan:
     """All sensible layouts, best first, the first that are `shown` with intervals.  `ConfigError` if there are none.
 

@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from repro.config import Experiment, Layout, Model, Training
+from repro.host.carried import Carried
 from repro.host.garbage import uncollected
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
@@ -50,8 +51,12 @@ class ShallowProfile:
     """Payload of the messages: of all micro-batches traced, and of one more."""
     micro_batches: int
     """Of these, how many were traced."""
-    timed: Trace
-    """The trace without allocations, and of what came before its step messages only: what seconds follow from."""
+    carried: Carried[Trace]
+
+    @property
+    def timed(self) -> Trace:
+        """The trace without allocations, and of what came before its step messages only: what seconds follow from."""
+        return self.carried.value
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,6 @@ def _profiles(experiment: Experiment, layers: int, names: Sequence[str]) -> dict
 
 
 def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> ShallowProfile:
-    from repro.simulate.memory.live import measure
     from repro.simulate.trace.roles import ORDINARY
 
     rows: dict[Row, tuple[int, int]] = {}
@@ -181,16 +185,17 @@ def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> ShallowP
             key = (event.op, event.group, event.purpose)
             total, one = rows.get(key, (0, 0))
             rows[key] = (total + event.payload, one + ordinary * event.payload)
+    live, most = _moments(traced.events)
     return ShallowProfile(
         layers=layers,
         in_flight=kept(layout, stage),
         layout=layout,
         parameters=traced.parameters,
-        live=_moments(traced.events),
-        most=measure(traced.events).most,
+        live=live,
+        most=most,
         rows=rows,
         micro_batches=traced.layout.accumulation,
-        timed=_timed(traced),
+        carried=Carried(_timed(traced)),
     )
 
 
@@ -207,8 +212,8 @@ def _timed(traced: Trace) -> Trace:
     return replace(traced, events=events, step_start=len(before), step_stop=len(events))
 
 
-def _moments(events: Iterable[Event]) -> dict[str, tuple[dict[str, int], ...]]:
-    """By phase, what is live when live bytes, weighted as in `WEIGHTS`, are most."""
+def _moments(events: Iterable[Event]) -> tuple[dict[str, tuple[dict[str, int], ...]], dict[str, int]]:
+    """By phase, what is live when live bytes, weighted as in `WEIGHTS`, are most; and the most of each category."""
     from repro.simulate.memory.live import LiveBytes
 
     live, phase = LiveBytes(), ""
@@ -226,4 +231,4 @@ def _moments(events: Iterable[Event]) -> dict[str, tuple[dict[str, int], ...]]:
         for i, weight in enumerate(WEIGHTS):
             if live.total + weight * kept > most[phase][i]:
                 most[phase][i], found[phase][i] = live.total + weight * kept, dict(live.now)
-    return {phase: tuple(moments) for phase, moments in found.items()}
+    return {phase: tuple(moments) for phase, moments in found.items()}, live.most

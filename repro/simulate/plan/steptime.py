@@ -176,10 +176,11 @@ class Times:
     ) -> Timeline:
         stages, micro_batches = point
         small = _with(layout, stages, micro_batches)
-        by_stage = [programs[name] for name in _names(stages)]
+        names = _names(stages)
+        by_name = {name: _of(programs[name], micro_batches) for name in dict.fromkeys(names)}
         return schedule(
             small,
-            [_of(found, micro_batches) for found in by_stage],
+            [by_name[name] for name in names],
             network if stages == layout.pp else _Edges(network, stages),
             overlap_cost=network.overlap_cost,
             ranks_per_core=self.system.ranks_per_core,

@@ -18,18 +18,18 @@ Lanes: TypeAlias = npt.NDArray[Any]
 def later(first: float, *others: float) -> float:
     """The largest; of each lane."""
     for other in others:
-        if isinstance(first, float | int) and isinstance(other, float | int):
-            first = max(first, other)
-        else:
+        if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
             first = cast(float, np.maximum(first, other))
+        elif other > first:
+            first = other
     return first
 
 
 def earlier(first: float, other: float) -> float:
     """The smaller; of each lane."""
-    if isinstance(first, float | int) and isinstance(other, float | int):
-        return min(first, other)
-    return cast(float, np.minimum(first, other))
+    if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.minimum(first, other))
+    return min(first, other)
 
 
 def anywhere(condition: Any) -> bool:

@@ -62,8 +62,9 @@ class _Schedule:
         self._sends: dict[Key, tuple[float, float]] = {}
         self._free: dict[tuple[int, int, int], float] = defaultdict(float)
         self._meetings: dict[tuple[object, ...], deque[Meeting]] = defaultdict(deque)
+        used = {id(program): _groups(program) for program in programs}
         self._members = {
-            group: {stage for stage, program in enumerate(programs) if _uses(program, group)}
+            group: {stage for stage, program in enumerate(programs) if group in used[id(program)]}
             for group in ACROSS
         }
         self.woken: list[object] = []
@@ -131,9 +132,10 @@ class _Schedule:
         return meeting
 
 
-def _uses(program: StageProgram, group: str) -> bool:
-    items = (item for piece in (*program.segments.values(), program.tail) for item in piece)
-    return any(isinstance(item, Issue) and item.group == group for item in items)
+def _groups(program: StageProgram) -> set[str]:
+    """Of its collectives."""
+    pieces = {id(piece): piece for piece in (*program.segments.values(), program.tail)}
+    return {item.group for piece in pieces.values() for item in piece if isinstance(item, Issue)}
 
 
 def schedule(
