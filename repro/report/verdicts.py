@@ -181,8 +181,8 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
 
 BARS = 5
 """Unknowns of a tornado, those that move the value most."""
-LEAST = 0.0005
-"""Share of the doubt that one of them has at least: less is printed as nothing."""
+LEAST = 0.02
+"""Share of the doubt that one of them has at least: less decides nothing, and its bar would be a line."""
 
 
 def tornado(doubt: Doubt) -> list[dict[str, Any]]:

@@ -209,6 +209,6 @@ def test_only_predictions_for_this_machine_are_held_against_its_measurements() -
     assert found == [("machine/dp-on-2", 2.0, 2.2)]
     with look():
         drawing = predicted.draw([measured], [here, other])
-    assert "seconds of a step: 1 runs, median error 10.0 %" in drawing.caption
+    assert "seconds of a step: 1 run, median error 10.0 %" in drawing.caption
     assert drawing.missing == predicted.RUN
     assert readable(drawing)

@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from repro.render import units
+from repro.render.words import counted as so_many
 from repro.report.figures.style import BLUE, GREY, INK, MUTED, Drawing, Record, canvas, quiet
 from repro.results.metrics import STEP_SECONDS
 from repro.simulate.time.basis import counted, of_record
@@ -58,7 +59,7 @@ def draw(experiments: list[Record], simulated: list[Record]) -> Drawing:
         _panel(axes, points, what, words)
         errors = [abs(predicted / measured - 1) for _, measured, predicted in points]
         parts.append(
-            f"{what}: {len(points)} runs, median error {units.percent(median(errors))}, "
+            f"{what}: {so_many(len(points), 'run')}, median error {units.percent(median(errors))}, "
             f"largest {units.percent(max(errors))}"
         )
     shown = {name for points in found.values() for name, _, _ in points}
