@@ -138,15 +138,23 @@ def traffic(
     model: Model, layout: Layout, families: dict[str, LayoutFamily], system: System
 ) -> dict[str, Sent]:
     """What one rank of each role sends in a step; `middle` is there with more than two stages."""
+    placement = Placement(layout, system)
+    dp = next(iter(families.values())).base.layout.dp
+    return {
+        name: _sent(layout, rows, placement, name, dp)
+        for name, rows in payloads(model, layout, families).items()
+    }
+
+
+def payloads(model: Model, layout: Layout, families: dict[str, LayoutFamily]) -> dict[str, dict[Row, float]]:
+    """Bytes of all messages of a step of a rank of each role, as `traffic`; those of `embedding` as the family shards
+    them."""
     layers = model.layers // (layout.pp * layout.chunks)
-    payloads = {
+    return {
         name: _payloads(layout, layers, family)
         for name, family in families.items()
         if name != MIDDLE or layout.pp > 2
     }
-    placement = Placement(layout, system)
-    dp = next(iter(families.values())).base.layout.dp
-    return {name: _sent(layout, rows, placement, name, dp) for name, rows in payloads.items()}
 
 
 def _payloads(layout: Layout, layers: int, family: LayoutFamily) -> dict[Row, float]:

@@ -8,13 +8,19 @@ it:
     T  >=  m (f + b) of the last stage  +  f + b of one micro-batch on each stage before it (of v chunks, 1/v of it)
     T  >=  m (f + b) of the first stage
 
-with m micro-batches (2104.04473 sec. 2.2 has the same sum for equal stages).  Nothing that a schedule adds (waits,
-messages, the host, partly empty waves, the update) makes a step shorter, so no step takes less than this.
+with m micro-batches (2104.04473 sec. 2.2 has the same sum for equal stages).  Beside that a stage reduces gradients and
+gathers parameters, one collective of a group after the other, and every step has all of them (those that are still
+under way when it ends were under way when it began):
+
+    T  >=  bytes that a rank sends in a group  /  its rings' rate
+
+Nothing that a schedule adds (waits, latencies, the host, partly empty waves, the update) makes a step shorter, so no
+step takes less than the most of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from repro.config import Layout, Model
-from repro.parallel.ledger import RING_PASSES
+from repro.parallel.ledger import RING_PASSES, SEND
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST
 from repro.simulate.time.device import ATTENTION, BIASED_ATTENTION, MATMULS, DeviceCost, bytes_moved
 from repro.simulate.time.network import Network
@@ -31,12 +37,16 @@ from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wa
 if TYPE_CHECKING:
     from repro.simulate.trace.roles import Trace
 
+Payloads = Mapping[tuple[str, str, str], float]
+"""Bytes by operation, group and purpose of messages."""
 Amounts = npt.NDArray[Any]
 """Of work, [first, ordinary and last micro-batch; forward, backward; kind]."""
 PRODUCTS, FUSED, MOVED, RINGS, FIXED = range(5)
 """FLOP of products and of fused attention; bytes that operators move and that a tp rank sends, in proportion to the
 samples of a micro-batch; bytes that are moved whatever its samples."""
 PASSES = ("forward", "backward")
+BESIDE = ("dp", "cp")
+"""Groups of a stage whose collectives run beside its work."""
 
 
 def work(traced: Trace, wide: Trace, times: float) -> Amounts:
@@ -131,15 +141,28 @@ class Work:
 
 
 def least_seconds(
-    model: Model, layout: Layout, of_role: Mapping[str, Work], cost: DeviceCost, network: Network
+    model: Model,
+    layout: Layout,
+    of_role: Mapping[str, Work],
+    payloads: Iterable[Payloads],
+    cost: DeviceCost,
+    network: Network,
 ) -> float:
     """Seconds that no step of `layout` takes less than.
 
-    `of_role`: `all`, or `first` and `last`.  0 where operators were measured, whatever peaks allow.
+    `of_role`: `all`, or `first` and `last`.  `payloads`: bytes of each role's messages in a step.  0 where operators
+    were measured, whatever peaks allow.
     """
     rates = cost.least(network.bus_bandwidth("tp"))
     if rates is None:
         return 0.0
+    return max(
+        _computing(model, layout, of_role, np.array(rates)), *(_sending(rows, network) for rows in payloads)
+    )
+
+
+def _computing(model: Model, layout: Layout, of_role: Mapping[str, Work], rates: Amounts) -> float:
+    """Seconds of the micro-batches, at so many of each kind of work."""
     layers, samples = model.layers // (layout.pp * layout.chunks), layout.micro_batch
     names = (ALL,) if layout.pp == 1 else (FIRST, LAST)
     seconds = {name: of_role[name].of(layers, samples) @ rates for name in names}
@@ -148,6 +171,22 @@ def least_seconds(
     middle = of_role[FIRST].of_layers(layers, samples) @ rates
     before = (_one(seconds[FIRST]) + (layout.pp - 2) * _one(middle)) / layout.chunks
     return max(_all(seconds[FIRST], layout), _all(seconds[LAST], layout) + before)
+
+
+def _sending(rows: Payloads, network: Network) -> float:
+    """Seconds that the busiest of the groups beside tp is busy in a step, of a role whose messages are `rows`.
+
+    A tree sends as much as the ring and is slower (`repro.simulate.time.rings`).
+    """
+    found = [0.0]
+    for group in BESIDE:
+        sent = sum(
+            RING_PASSES[op] * size for (op, name, _), size in rows.items() if name == group and op != SEND
+        )
+        if sent:
+            size = len(network.placement.ranks_of(group, 0))
+            found.append(sent * (size - 1) / size / network.bus_bandwidth(group))
+    return max(found)
 
 
 def _all(seconds: Amounts, layout: Layout) -> float:

@@ -23,6 +23,7 @@ from repro.models import flops
 from repro.parallel.pipeline.schedule import FORWARD, Action
 from repro.results.interval import StepInterval
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
+from repro.simulate.plan.estimate import payloads
 from repro.simulate.plan.least import least_seconds
 from repro.simulate.plan.shallow import LayoutFamily
 from repro.simulate.plan.widen import widened
@@ -89,7 +90,8 @@ class Times:
     def least(self, layout: Layout, families: dict[str, LayoutFamily]) -> float:
         """Seconds that no step takes less than; `ConfigError` as `of`."""
         of_role = {name: family.work for name, family in families.items()}
-        return least_seconds(self.model, layout, of_role, self._cost(layout)[0], self._network(layout))
+        sent = payloads(self.model, layout, families).values()
+        return least_seconds(self.model, layout, of_role, sent, self._cost(layout)[0], self._network(layout))
 
     def interval(
         self, layout: Layout, families: dict[str, LayoutFamily], step_s: float

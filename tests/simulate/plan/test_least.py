@@ -32,7 +32,22 @@ LAYOUTS = {
     "pp12-tp2": replace(BASE, pp=12, tp=2, dp=2, zero=1),
     "gpipe": replace(BASE, pp=4, dp=2, schedule="gpipe"),
     "interleaved": replace(BASE, pp=2, dp=4, schedule="interleaved", chunks=2),
+    "cp4": replace(BASE, cp=4, dp=4, zero=1, micro_batch=1),
 }
+SEND = {
+    "z0-sends": replace(BASE, dp=64, micro_batch=1, global_batch=64),
+    "z1-sends": replace(BASE, dp=64, zero=1, micro_batch=1, global_batch=64),
+    "z1-late-sends": replace(BASE, dp=64, zero=1, micro_batch=1, global_batch=128, gather_overlap=False),
+    "z2-sends": replace(BASE, dp=64, zero=2, micro_batch=1, global_batch=512),
+    "z2-pp4-sends": replace(BASE, pp=4, dp=64, zero=2, micro_batch=1, global_batch=1024),
+    "z2-chunks-sends": replace(
+        BASE, pp=2, dp=32, zero=2, micro_batch=1, global_batch=512, schedule="interleaved", chunks=2
+    ),
+    "z3-sends": replace(BASE, dp=64, zero=3, micro_batch=1, global_batch=256),
+    "z3-rc-sends": replace(BASE, dp=32, zero=3, micro_batch=1, global_batch=32, recompute=True, tp=2),
+}
+"""Whose gradients and parameters take longer than what is computed, between nodes with few adapters: on `dgx2`."""
+LAYOUTS |= SEND
 
 
 ON = (("dgx2", MODEL), ("dgx-h100", LLAMA))
@@ -55,7 +70,7 @@ def test_no_step_takes_less(name: str, system: str, model: Model) -> None:
     whole = predict(Experiment(name="x", model=model, layout=layout), on).step_s
     assert least <= whole
     assert least <= times.of(layout, families)["step_s"] * (1 + 1e-3)
-    assert least > 0.2 * whole
+    assert least > (0.6 if system == "dgx2" and name in SEND else 0.2) * whole
 
 
 def asked(gpus: int, limit: int, system: str = "dgx2", **given: object) -> Request:
