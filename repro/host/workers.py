@@ -56,6 +56,17 @@ class Workers:
         """Of the pool, which has a method to kill them from Python 3.14."""
         return list((getattr(self._pool, "_processes", None) or {}).values())
 
+    def start(self) -> None:
+        """Begin to import what tasks need in another process, before there are any: then even one goes there."""
+        if self.count > 1 and self._pool is None:
+            from concurrent.futures import ProcessPoolExecutor
+            from multiprocessing import forkserver, get_context
+
+            context = get_context("forkserver")
+            context.set_forkserver_preload(PRELOADED)
+            self._pool = ProcessPoolExecutor(self.count, context, _prepare)
+            forkserver.ensure_running()
+
     def map(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
         """`function(*task)` of every task, in their order.  Raises what it raises, and `WorkerDied`."""
         if self.count == 1 or (self._pool is None and len(tasks) < WORTH):
@@ -74,13 +85,8 @@ class Workers:
             yield _result(future)
 
     def _submit(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[Future[T]]:
-        if self._pool is None:
-            from concurrent.futures import ProcessPoolExecutor
-            from multiprocessing import get_context
-
-            context = get_context("forkserver")
-            context.set_forkserver_preload(PRELOADED)
-            self._pool = ProcessPoolExecutor(self.count, context, _prepare)
+        self.start()
+        assert self._pool is not None
         return [self._pool.submit(function, *task) for task in tasks]
 
 

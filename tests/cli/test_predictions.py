@@ -266,6 +266,27 @@ def test_bad_input_is_found_before_torch_is_imported() -> None:
     assert done.stdout.strip() == "{2} False", done.stderr
 
 
+PLANS = """
+import sys
+import repro.cli
+from repro.host import workers
+if __name__ == "__main__":
+    workers.usable_cores = lambda: 2
+    workers.available_bytes = lambda: 2**40
+    plan = "plan --model gpt2-1.5b --system dgx1-v100-32gb --gpus 8 --tp 1 --pp 4 --zero 1 --micro-batch 1 --top 1"
+    print(repro.cli.main([*plan.split(), "--json"]), "torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_leaves_torch_to_its_workers(tmp_path: Path) -> None:
+    """They have it from one process that imports it while the plan begins."""
+    script = tmp_path / "plans.py"
+    script.write_text(PLANS)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1:] == ["0 False"], done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "bytes_"),
     [

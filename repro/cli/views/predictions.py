@@ -165,12 +165,14 @@ def plan(
     if as_map:
         return _map(request, limits, json)
     count = len(candidates.candidates(request))
-    from repro.cli.views.fit_and_plan import show_plan
     from repro.host.workers import Workers
-    from repro.simulate.plan.plan import plan as run
-    from repro.simulate.plan.rows import OK, document
 
     with waiting(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
+        workers.start()
+        from repro.cli.views.fit_and_plan import show_plan
+        from repro.simulate.plan.plan import plan as run
+        from repro.simulate.plan.rows import OK, document
+
         found = run(request, workers, top or SHOWN, whole=json and top is None)
     if json:
         print_json([document(request, row) for row in found.rows[:top]])

@@ -21,17 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
 from repro.host.garbage import uncollected
 from repro.host.workers import Workers
 from repro.render import units
+from repro.results.interval import StepInterval
 from repro.simulate.plan import estimate
 from repro.simulate.plan.candidates import Request, candidates
-from repro.simulate.plan.closed_form import ruled_out, stage_parameters, state_bytes
+from repro.simulate.plan.closed_form import MIDDLE, ruled_out, stage_parameters, state_bytes
+from repro.simulate.plan.rates import Rates, factor_of
 from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, PlanRow, ideal_s, order
-from repro.simulate.plan.shallow import LayoutFamily, family_of, trace_family
+from repro.simulate.plan.shallow import ENDS, LayoutFamily, family_of, trace_family
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
 from repro.simulate.plan.undecided import undecided
 
@@ -64,6 +67,7 @@ class Planner:
         """The answers without times, `full` where nothing less tells."""
         rows = {row.layout: row for row in self.estimated(layouts)}
         rows |= {row.layout: row for row in self.full([row for row in rows.values() if self._is_close(row)])}
+        self.send(list(rows.values()))
         return list(rows.values())
 
     def estimated(self, layouts: Sequence[Layout]) -> list[PlanRow]:
@@ -72,19 +76,35 @@ class Planner:
         self._trace([layout for layout, row in found.items() if row is None])
         return [row or self._shallow(layout) for layout, row in found.items()]
 
+    def send(self, rows: Sequence[PlanRow]) -> None:
+        """Say of `rows` what the busiest rank sends, for which alone, and for times, middle stages are traced."""
+        request = self.request
+        unsaid = [row for row in rows if row.evidence == SHALLOW and not row.comm]
+        self._trace_middle(row.layout for row in unsaid)
+        for row in unsaid:
+            families = self._families[family_of(row.layout)][2]
+            sent = estimate.traffic(request.model, row.layout, families, request.system)
+            busiest = max(sent, key=lambda role: sum(sent[role].by_group.values()))
+            row.comm = {
+                "role": busiest,
+                "sent_bytes": sum(sent[busiest].by_group.values()),
+                "bytes_by_group": sent[busiest].by_group,
+                "bytes_by_link": sent[busiest].by_link,
+            }
+            row.ideal_s = max(ideal_s(request, row.layout, rank.by_link) for rank in sent.values())
+
     def open(self, rows: Sequence[PlanRow]) -> None:
         """Say which of `rows` may fit, and what their steps take at least."""
-        from repro.simulate.plan.steptime import Times
-
-        request = self.request
-        times = Times(request.model, request.seq, request.system)
+        rates = Rates(self.request.system, lambda one: self.workers.map(factor_of, [(one,)])[0])
         for row in rows:
             if row.evidence == SHALLOW and row.outcome == OK:
                 try:
-                    row.least_s = times.least(row.layout, self._families[family_of(row.layout)][2])
+                    families = self._families[family_of(row.layout)][2]
+                    row.least_s = rates.least(self.request.model, row.layout, families)
                 except ConfigError as error:
                     self.no_time = str(error)
                 row.open = not self.no_time or self._is_close(row)
+        self.send([row for row in rows if row.outcome == OK and not row.least_s])
 
     def decide(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         """The next that is to be known of rows that are open: their times, then what the allocator makes of them."""
@@ -104,8 +124,7 @@ class Planner:
 
     def time(self, rows: Sequence[PlanRow]) -> None:
         """Predict the step of every row that may fit, from the traces that its layout shares."""
-        from repro.simulate.plan.steptime import times_of
-
+        self.send(rows)
         by_family: dict[Layout, list[PlanRow]] = {}
         for row in rows:
             if row.evidence == SHALLOW and row.outcome != OOM and not self.no_time:
@@ -124,7 +143,7 @@ class Planner:
             )
             for share in shares
         ]
-        made = self.workers.map(times_of, tasks)
+        made = self.workers.map(_times, tasks)
         for share, answers in zip(shares, made, strict=True):
             for (_, some), found in zip(share, answers, strict=True):
                 for row, answer in zip(some, found, strict=True):
@@ -135,8 +154,7 @@ class Planner:
 
     def intervals(self, rows: Sequence[PlanRow]) -> None:
         """Say of `rows`, which fit and have times, what their steps may take instead, and which order is open."""
-        from repro.simulate.plan.steptime import intervals_of
-
+        self._trace_middle(row.layout for row in rows)
         request, count = self.request, min(self.workers.count, len(rows))
         shares = [rows[first::count] for first in range(count)]
         tasks = [
@@ -148,7 +166,7 @@ class Planner:
             )
             for share in shares
         ]
-        for share, found in zip(shares, self.workers.map(intervals_of, tasks), strict=True):
+        for share, found in zip(shares, self.workers.map(_intervals, tasks), strict=True):
             for row, interval in zip(share, found, strict=True):
                 row.interval = interval
                 row.time["interval"] = None if interval is None else interval.summary(row.time["step_s"])
@@ -195,19 +213,32 @@ class Planner:
                 wanted[key] = span
         request = self.request
         made = self.workers.map(
-            trace_family, [(request.model, request.seq, key, *span) for key, span in wanted.items()]
+            trace_family, [(request.model, request.seq, key, *span, ENDS) for key, span in wanted.items()]
         )
         for (key, span), (families, traces) in zip(wanted.items(), made, strict=True):
             self._families[key] = *span, families
+            self.traces += traces
+
+    def _trace_middle(self, layouts: Iterable[Layout]) -> None:
+        """Have the middle stages of the families of `layouts` traced as far as they have any and are not."""
+        request = self.request
+        keys = dict.fromkeys(family_of(layout) for layout in layouts if layout.pp > 2)
+        tasks = [
+            (request.model, request.seq, key, *self._families[key][:2], (MIDDLE,))
+            for key in keys
+            if MIDDLE not in self._families[key][2]
+        ]
+        for (_, _, key, *_), (middle, traces) in zip(
+            tasks, self.workers.map(trace_family, tasks), strict=True
+        ):
+            self._families[key][2].update(middle)
             self.traces += traces
 
     def _shallow(self, layout: Layout) -> PlanRow:
         request = self.request
         families = self._families[family_of(layout)][2]
         roles = estimate.memory(request.model, layout, families)
-        sent = estimate.traffic(request.model, layout, families, request.system)
         fullest = max(roles.values(), key=lambda role: role.peak_bytes)
-        busiest = max(sent, key=lambda role: sum(sent[role].by_group.values()))
         memory = {
             "peak_bytes": fullest.peak_bytes,
             "states_bytes": fullest.states_bytes,
@@ -218,14 +249,7 @@ class Planner:
                 for name, role in roles.items()
             },
         }
-        comm = {
-            "role": busiest,
-            "sent_bytes": sum(sent[busiest].by_group.values()),
-            "bytes_by_group": sent[busiest].by_group,
-            "bytes_by_link": sent[busiest].by_link,
-        }
-        ideal = max(ideal_s(request, layout, rank.by_link) for rank in sent.values())
-        row = PlanRow(layout, OK, SHALLOW, memory, comm, ideal)
+        row = PlanRow(layout, OK, SHALLOW, memory)
         if fullest.peak_bytes > request.allocatable:
             row.outcome = OOM
             row.ruled_out_by = binding(fullest.by_category)
@@ -265,6 +289,7 @@ def plan(request: Request, workers: Workers, shown: int = 0, *, whole: bool = Tr
         if planner.no_time:
             for row in rows:
                 row.time, row.least_s = {}, 0.0
+            planner.send([row for row in rows if row.outcome == OK])
         rows.sort(key=order)
         if some := _undecided(rows, len(rows) if whole else shown):
             made = planner.decide(some)
@@ -279,6 +304,7 @@ def plan(request: Request, workers: Workers, shown: int = 0, *, whole: bool = Tr
         more = planner.estimated(_partitioned(request, made))
         planner.open(more)
         rows += more
+    planner.send(rows if whole else rows[:shown])
     planner.intervals([row for row in rows[:shown] if row.outcome == OK and row.time])
     return Plan(rows, planner.traces, planner.no_time)
 
@@ -306,6 +332,20 @@ def _partitioned(request: Request, rows: Iterable[PlanRow]) -> list[Layout]:
         and row.layout.tp > 1
         and not row.layout.sp
     ]
+
+
+def _times(*asked: Any) -> list[list[dict[str, Any] | str]]:
+    """`times_of`, whose module needs torch; runs in a worker."""
+    from repro.simulate.plan.steptime import times_of
+
+    return times_of(*asked)
+
+
+def _intervals(*asked: Any) -> list[StepInterval | None]:
+    """`intervals_of`, likewise."""
+    from repro.simulate.plan.steptime import intervals_of
+
+    return intervals_of(*asked)
 
 
 def _full(request: Request, layout: Layout, time: bool) -> tuple[PlanRow, str]:

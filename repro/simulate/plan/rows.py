@@ -18,7 +18,7 @@ OK, OOM = "ok", "oom"
 
 @dataclass
 class PlanRow:
-    """One layout of a plan.  Bytes; `comm` and parts of `memory` are empty where nothing was traced."""
+    """One layout of a plan.  Bytes; parts of `memory` are empty where nothing was traced."""
 
     layout: Layout
     outcome: str
@@ -26,6 +26,7 @@ class PlanRow:
     evidence: str
     memory: dict[str, Any]
     comm: dict[str, Any] = field(default_factory=dict)
+    """Likewise, and of a row that is neither timed nor shown."""
     ideal_s: float | None = None
     """Seconds of a step at the devices' and the links' peak, nothing overlapped: an order, not a prediction."""
     time: dict[str, Any] = field(default_factory=dict)

@@ -29,6 +29,8 @@ KEPT = (*DEVICE_KEPT, "host")
 WEIGHTS = (0, 1, 16)
 """A phase's peak may be at another moment in a deeper model, one at which more is kept for the backward pass.
 So as many moments are noted: where all live bytes, and once and 16 times more those kept, are most."""
+ENDS = (ALL, FIRST, LAST)
+"""Roles that are not between others."""
 Row = tuple[str, str, str]
 """Operation, group and purpose of messages."""
 
@@ -92,17 +94,20 @@ def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layo
 
 @uncollected()
 def trace_family(
-    model: Model, seq: int, layout: Layout, narrowest: int, widest: int
+    model: Model,
+    seq: int,
+    layout: Layout,
+    narrowest: int,
+    widest: int,
+    names: Sequence[str] = (*ENDS, MIDDLE),
 ) -> tuple[dict[str, LayoutFamily], int]:
-    """The families of each role of `layout` (from `family_of`), and how many traces it took.
+    """The families of each role of `layout` (from `family_of`) that has one of `names`, and how many traces it took.
 
     `narrowest` and `widest`: the smallest and the largest micro-batch that will be asked for.
     """
     made = 0
 
-    def profiles(
-        shallow: Layout, layers: int, names: Sequence[str] = (ALL, FIRST, LAST)
-    ) -> dict[str, ShallowProfile]:
+    def profiles(shallow: Layout, layers: int, names: Sequence[str]) -> dict[str, ShallowProfile]:
         nonlocal made
         sizes = replace(model, layers=layers * shallow.pp * shallow.chunks)
         found = _profiles(
@@ -113,17 +118,17 @@ def trace_family(
 
     few, many = _depths(layout)
     narrow, wide = (_shallow(layout, layout.pp, size) for size in (narrowest, widest))
-    base, deeper = profiles(narrow, few), profiles(narrow, many)
-    wider = profiles(wide, few) if widest > narrowest else base
+    ends, middle = ([name for name in names if (name == MIDDLE) == between] for between in (False, True))
+    base, deeper = profiles(narrow, few, ends), profiles(narrow, many, ends)
+    wider = profiles(wide, few, ends) if widest > narrowest else dict(base)
     longer = dict(base)
     if layout.pp > 1:
         three = _shallow(layout, 3, narrowest)
         others = [name for name in base if kept(three, _stage(three, name)) != base[name].in_flight]
-        longer |= profiles(three, few, [*others, MIDDLE])
-        deeper |= profiles(three, many, [MIDDLE])
-        base[MIDDLE] = wider[MIDDLE] = longer[MIDDLE]
-        if widest > narrowest:
-            wider |= profiles(_shallow(layout, 3, widest), few, [MIDDLE])
+        longer |= profiles(three, few, [*others, *middle])
+        base |= {name: longer[name] for name in middle}
+        deeper |= profiles(three, many, middle)
+        wider |= profiles(_shallow(layout, 3, widest), few, middle) if widest > narrowest else base
     return {
         name: LayoutFamily(
             base[name],

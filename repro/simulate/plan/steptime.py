@@ -23,14 +23,12 @@ from repro.models import flops
 from repro.parallel.pipeline.schedule import FORWARD, Action
 from repro.results.interval import StepInterval
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
-from repro.simulate.plan.estimate import payloads
-from repro.simulate.plan.least import least_seconds
+from repro.simulate.plan.rates import Rates, groups_of
 from repro.simulate.plan.shallow import LayoutFamily
 from repro.simulate.plan.widen import widened
-from repro.simulate.time import calibration_points, efficiency
+from repro.simulate.time import calibration_points
 from repro.simulate.time.account import OnlyTheEnd, StageTime
 from repro.simulate.time.basis import rests_on
-from repro.simulate.time.device import DeviceCost
 from repro.simulate.time.interval import all_cases, at, of_seconds
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction
@@ -53,9 +51,7 @@ class Times:
     """Predicts layouts of one model and system; keeps what they share."""
 
     def __init__(self, model: Model, seq: int, system: System):
-        self.model, self.seq, self.system = model, seq, system
-        self._costs: dict[tuple[str, str], tuple[DeviceCost, float]] = {}
-        self._networks: dict[Layout, Network] = {}
+        self.model, self.seq, self.system, self.rates = model, seq, system, Rates(system)
         self._widened: dict[tuple[str, bool, int], Trace] = {}
         """Of the last family: role, depth, samples."""
         self._cases: dict[tuple[str, str], tuple[list[System], SeveralDevices]] = {}
@@ -80,18 +76,12 @@ class Times:
 
     def of(self, layout: Layout, families: dict[str, LayoutFamily]) -> dict[str, Any]:
         """As `repro.simulate.time.predict.Prediction.as_dict`; `ConfigError` if numbers are missing."""
-        cost, _ = self._cost(layout)
+        cost, _ = self.rates.cost(layout)
         found = [
             (weight, self._document(layout, point, timeline))
-            for weight, point, timeline in self._timelines(layout, families, cost, self._network(layout))
+            for weight, point, timeline in self._timelines(layout, families, cost, self.rates.network(layout))
         ]
         return self._sum(layout, found)
-
-    def least(self, layout: Layout, families: dict[str, LayoutFamily]) -> float:
-        """Seconds that no step takes less than; `ConfigError` as `of`."""
-        of_role = {name: family.work for name, family in families.items()}
-        sent = payloads(self.model, layout, families).values()
-        return least_seconds(self.model, layout, of_role, sent, self._cost(layout)[0], self._network(layout))
 
     def interval(
         self, layout: Layout, families: dict[str, LayoutFamily], step_s: float
@@ -106,7 +96,7 @@ class Times:
             systems, factors = at(self.system, generation, (Case(), *all_cases(found)))
             self._cases[key] = systems, SeveralDevices(systems, layout.precision, factors, layout.world)
         systems, cost = self._cases[key]
-        network = SeveralNetworks(systems, _groups(layout))
+        network = SeveralNetworks(systems, groups_of(layout))
         seconds = network.lanes(0.0)
         for weight, _, timeline in self._timelines(layout, families, cost, network, account=OnlyTheEnd):
             seconds = seconds + weight * timeline.step_s
@@ -130,21 +120,6 @@ class Times:
                 programs = self._programs(layout, families, deep, cost, network)
                 for point, share in points(layout).items():
                     yield weight * share, point, self._scheduled(layout, point, programs, network, account)
-
-    def _cost(self, layout: Layout) -> tuple[DeviceCost, float]:
-        key = layout.precision, layout.kernels
-        if key not in self._costs:
-            generation = calibration_points.calibration_point_of(layout.kernels, self.system)
-            factor = efficiency.factor(generation) if generation is not None else 1.0
-            self._costs[key] = DeviceCost(self.system, layout.precision, factor, layout.world), factor
-        return self._costs[key]
-
-    def _network(self, layout: Layout) -> Network:
-        """The links as the groups of `layout` use them."""
-        groups = _groups(layout)
-        if groups not in self._networks:
-            self._networks[groups] = Network(self.system, groups)
-        return self._networks[groups]
 
     def _programs(
         self,
@@ -221,7 +196,7 @@ class Times:
         found["mfu"] = flops.utilisation(rate, layout.world, self.system, layout.precision)
         found["rests_on"] = rests_on(layout.kernels, self.system)
         found["generation"] = generation.name if generation is not None else ""
-        found["factor"] = self._cost(layout)[1]
+        found["factor"] = self.rates.cost(layout)[1]
         return found
 
 
@@ -295,11 +270,6 @@ def _of(traced: StageProgram, micro_batches: int) -> StageProgram:
                     Action(action.kind, shown, action.chunk)
                 ]
     return StageProgram(segments, traced.tail, micro_batches, micro_batches - 1)
-
-
-def _groups(layout: Layout) -> Layout:
-    """What networks need of `layout`."""
-    return Layout(tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, order=layout.order)
 
 
 class _Edges:

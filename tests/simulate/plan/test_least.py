@@ -11,7 +11,8 @@ from repro.config import Experiment, Layout, Model
 from repro.host.workers import Workers
 from repro.simulate.plan import plan as plans
 from repro.simulate.plan.candidates import Request
-from repro.simulate.plan.rows import OK, SHALLOW, PlanRow
+from repro.simulate.plan.rates import Rates
+from repro.simulate.plan.rows import OK, SHALLOW, STATES, PlanRow
 from repro.simulate.plan.shallow import family_of, trace_family
 from repro.simulate.plan.steptime import Times
 from repro.simulate.time.predict import predict
@@ -65,11 +66,10 @@ def test_no_step_takes_less(name: str, system: str, model: Model) -> None:
     on = systems.load(system)
     layout = replace(LAYOUTS[name], precision=on.best_precision)
     families, _ = trace_family(model, model.seq, family_of(layout), 1, 4)
-    times = Times(model, model.seq, on)
-    least = times.least(layout, families)
+    least = Rates(on).least(model, layout, families)
     whole = predict(Experiment(name="x", model=model, layout=layout), on).step_s
     assert least <= whole
-    assert least <= times.of(layout, families)["step_s"] * (1 + 1e-3)
+    assert least <= Times(model, model.seq, on).of(layout, families)["step_s"] * (1 + 1e-3)
     assert least > (0.6 if system == "dgx2" and name in SEND else 0.2) * whole
 
 
@@ -115,6 +115,10 @@ def test_the_first_rows_are_those_of_a_plan_that_times_every_layout(
     third = few.rows[2].seconds
     assert all(row.least_s >= third for row in few.rows if row.open)
     assert not any(row.open for row in whole.rows)
+    # What the busiest of their ranks sends takes a trace of a middle stage, and nobody asks.
+    assert any(row.open and row.layout.pp > 2 for row in few.rows)
+    assert not any(row.comm for row in few.rows[3:] if row.open)
+    assert all(row.comm for row in whole.rows if row.evidence != STATES)
     assert len(timed) < every
 
 
