@@ -225,20 +225,20 @@ def _undecided(console: Console, rows: Sequence[PlanRow]) -> None:
 
     if rows[0].interval is None:
         return
-    most = f"{100 * (1 - PART):.0f} % or more of all draws of the system's unknown numbers"
+    draws = "of all draws of the system's unknown numbers"
     if any(one.than == 1 for row in rows for one in row.undecided):
         text = "Which is the fastest is not decided by what is known."
     else:
-        text = f"The first is faster than each of the others in {most}."
+        text = f"The first is faster than each of the others in {100 * (1 - PART):.0f} % or more {draws}."
     pairs = [
-        f"{one.than} and {place} ({units.percent(one.part)}, {' or '.join(one.by[:2])})"
+        f"{place} than {one.than} ({units.percent(one.part)}, {' or '.join(one.by[:2])})"
         for place, row in enumerate(rows, 1)
         for one in row.undecided
         if one.than in (1, place - 1)
     ]
     if pairs:
-        text += f"  Two whose order is one way in less than {most}, with the part that has it the other way and what "
-        text += f"decides: {', '.join(pairs)}."
+        text += f"  A later row is faster than one before it in more than {100 * PART:.0f} % {draws}, with that part "
+        text += f"and what decides: {', '.join(pairs)}."
     console.print("\n" + textwrap.fill(text, console.width, break_on_hyphens=False), markup=False)
 
 

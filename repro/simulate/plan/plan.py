@@ -212,10 +212,12 @@ class Planner:
             if key in wanted or span != self._families.get(key, (0, 0))[:2]:
                 wanted[key] = span
         request = self.request
+        # Those of stages and of gradients' hooks take longest and go first, so that no worker ends long after another.
+        ordered = sorted(wanted.items(), key=lambda item: (item[0].pp > 1, item[0].zero >= 2), reverse=True)
         made = self.workers.map(
-            trace_family, [(request.model, request.seq, key, *span, ENDS) for key, span in wanted.items()]
+            trace_family, [(request.model, request.seq, key, *span, ENDS) for key, span in ordered]
         )
-        for (key, span), (families, traces) in zip(wanted.items(), made, strict=True):
+        for (key, span), (families, traces) in zip(ordered, made, strict=True):
             self._families[key] = *span, families
             self.traces += traces
 

@@ -109,7 +109,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
     told = " ".join(capsys.readouterr().out.split())
     for row, one in pairs:
         if one.than in (1, found.rows.index(row)):
-            assert f"{one.than} and {found.rows.index(row) + 1} (" in told
+            assert f"{found.rows.index(row) + 1} than {one.than} (" in told
     assert f"%, {RINGS})" in told
 
 
@@ -136,6 +136,6 @@ def test_what_is_said_of_the_first_and_of_neighbours(
     told = " ".join(capsys.readouterr().out.split())
     assert ("The first is faster than each of the others in 95 % or more" in told) == fastest
     assert ("Which is the fastest is not decided by what is known." in told) == (not fastest)
-    assert ("1 and 2 (50.0 %, links.a)" in told) == (not fastest)
-    assert ("2 and 3 (" in told) == fastest
+    assert ("2 than 1 (50.0 %, links.a)" in told) == (not fastest)
+    assert ("3 than 2 (" in told) == fastest
     assert "# tp x pp x dp" in told
