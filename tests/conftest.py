@@ -85,7 +85,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = {name: at for at, name in enumerate(LONG)}
         items.sort(key=lambda item: place.get(Path(group_of[item]).name, len(LONG)))
     _need_gpu([item for item in items if item.get_closest_marker("gpu")])
-    _need_libraries(items)
 
 
 def _group(item: pytest.Item) -> str:
@@ -118,8 +117,7 @@ def _need_gpu(items: list[pytest.Item]) -> None:
             )
 
 
-def _need_libraries(items: list[pytest.Item]) -> None:
-    """They say so where the engine they train in is not installed."""
-    for item in items:
-        if (marked := item.get_closest_marker("library")) and (lacks := missing(*marked.args)):
-            item.add_marker(pytest.mark.skip(reason=lacks))
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Who asks for a library's tests has it: to leave them out where it is missing would look as if they passed."""
+    if (marked := item.get_closest_marker("library")) and (lacks := missing(*marked.args)):
+        pytest.fail(f"{lacks}; `make test-engines` installs it", pytrace=False)

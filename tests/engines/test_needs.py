@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +28,11 @@ def test_torchs_engine_needs_what_torch_has_since_2_10(
     assert missing("torch").startswith(f"torch 2.10: this one, {version},") is lacks
     assert lacks or not missing("torch")
     assert not missing("native")
+
+
+def test_the_pinned_torch_has_all_that_its_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests of engine torch would be left out everywhere, and nobody would see it."""
+    pins = (Path(__file__).parents[2] / "constraints-cpu.txt").read_text()
+    (pinned,) = re.findall(r"^torch==(\S+)", pins, re.MULTILINE)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: pinned)
+    assert not missing("torch")

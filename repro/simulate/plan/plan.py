@@ -60,6 +60,7 @@ class Planner:
         self.traces = 0
         self._families: dict[Layout, tuple[int, int, dict[str, LayoutFamily]]] = {}
         """With the smallest and the largest micro-batch that they are good for."""
+        self._rates = Rates(request.system, lambda one: workers.map(factor_of, [(one,)])[0])
         self.no_time = ""
         """Why times cannot be predicted."""
 
@@ -95,12 +96,11 @@ class Planner:
 
     def open(self, rows: Sequence[PlanRow]) -> None:
         """Say which of `rows` may fit, and what their steps take at least."""
-        rates = Rates(self.request.system, lambda one: self.workers.map(factor_of, [(one,)])[0])
         for row in rows:
             if row.evidence == SHALLOW and row.outcome == OK:
                 try:
                     families = self._families[family_of(row.layout)][2]
-                    row.least_s = rates.least(self.request.model, row.layout, families)
+                    row.least_s = self._rates.least(self.request.model, row.layout, families)
                 except ConfigError as error:
                     self.no_time = str(error)
                 row.open = not self.no_time or self._is_close(row)
