@@ -88,7 +88,7 @@ def draw(found: Sequence[Point]) -> Drawing:
         _name(axes, group)
     right.axvline(1, color=MUTED, lw=0.8, ls=":")
     right.axhline(1, color=MUTED, lw=0.8, ls=":")
-    legend_above(figure, look, ncols=len(look), handletextpad=0.2)
+    legend_above(figure, look, ncols=min(3, len(look)), handletextpad=0.2)
     return Drawing(
         ID,
         TITLE,
