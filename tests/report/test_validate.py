@@ -28,6 +28,7 @@ from repro.validate.published import (
     A100_MEGATRON,
     BOUND,
     CALIBRATION,
+    FAMILIES,
     GAIN,
     RATE,
     RATIO,
@@ -232,6 +233,16 @@ def test_the_picture_shows_what_counts() -> None:
     with look():
         assert troubles(drawing.figure) == []
     assert validation.draw([]).missing == validation.RUN
+
+
+def test_every_family_is_named_inside_the_picture() -> None:
+    (rate,) = counted(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
+    drawing = validation.draw([replace(rate, family=family) for family in FAMILIES])
+    assert drawing.figure is not None
+    with look():
+        assert troubles(drawing.figure) == []
+    (legend,) = drawing.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(FAMILIES)
 
 
 def test_the_picture_has_an_upright_line_for_each_interval() -> None:
