@@ -10,8 +10,9 @@ from repro import systems
 from repro.config import Experiment, Layout, Model
 from repro.simulate.plan import estimate
 from repro.simulate.plan.closed_form import LAST, ruled_out, stage_parameters, state_bytes, suggested_width
-from repro.simulate.plan.shallow import family_of, kept, trace_family
+from repro.simulate.plan.shallow import kept
 from repro.simulate.step import simulate
+from tests.simulate.families import families_of
 
 MODEL = Model(name="small", layers=12, hidden=128, heads=4, vocab=512, seq=64)
 BASE = Layout(dp=8, micro_batch=2, global_batch=192, precision="fp16", bucket_bytes=200_000)
@@ -33,7 +34,7 @@ LAYOUTS = {
 def test_estimates_are_full_traces(name: str) -> None:
     layout = LAYOUTS[name]
     system = systems.load("dgx1-v100-16gb")
-    families, traces = trace_family(MODEL, MODEL.seq, family_of(layout), 1, 4)
+    families, traces = families_of(MODEL, layout)
     assert traces <= 11
     roles = estimate.memory(MODEL, layout, families)
     sent = estimate.traffic(MODEL, layout, families, system)
@@ -60,7 +61,7 @@ def test_estimates_are_full_traces(name: str) -> None:
 @pytest.mark.parametrize("name", ["z0", "z3", "pp6-tp2"])
 def test_of_the_shallow_traces_themselves_nothing_is_lost(name: str) -> None:
     """With as many layers and samples as were traced, to the byte."""
-    families, _ = trace_family(MODEL, MODEL.seq, family_of(LAYOUTS[name]), 1, 4)
+    families, _ = families_of(MODEL, LAYOUTS[name])
     for role, family in families.items():
         for profile in (family.base, family.wider):
             model = replace(MODEL, layers=profile.layers * profile.layout.pp)
@@ -87,7 +88,7 @@ UNDER_WAY = {
 @pytest.mark.parametrize("name", UNDER_WAY)
 def test_shallow_traces_hold_all_that_is_under_way_at_once(name: str) -> None:
     model, layout, room = UNDER_WAY[name]
-    families, _ = trace_family(model, model.seq, family_of(layout), layout.micro_batch, layout.micro_batch)
+    families, _ = families_of(model, layout, layout.micro_batch, layout.micro_batch)
     full = simulate(Experiment(name="x", model=model, layout=layout), systems.load("dgx2"))
     by_name = {role.role.name.partition(" (")[0]: role.memory.peak_bytes for role in full.roles}
     for role, found in estimate.memory(model, layout, families).items():

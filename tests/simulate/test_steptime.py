@@ -8,10 +8,10 @@ import pytest
 
 from repro import systems
 from repro.config import Experiment, Layout, Model
-from repro.simulate.plan.shallow import family_of, trace_family
 from repro.simulate.plan.steptime import STAGES, Times, points
 from repro.simulate.plan.widen import widened
 from repro.simulate.time.predict import predict
+from tests.simulate.families import families_of
 
 MODEL = Model(name="small", layers=12, hidden=2048, heads=16, vocab=51200, seq=1024)
 BASE = Layout(dp=8, micro_batch=2, global_batch=96, precision="fp16")
@@ -32,7 +32,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shallow_times_are_those_of_the_whole_step(name: str) -> None:
     layout, system = LAYOUTS[name], systems.load("dgx2")
-    families, _ = trace_family(MODEL, MODEL.seq, family_of(layout), 1, 4)
+    families, _ = families_of(MODEL, layout)
     found = Times(MODEL, MODEL.seq, system).of(layout, families)
     whole = predict(Experiment(name="x", model=MODEL, layout=layout), system).as_dict()
     assert found["step_s"] == pytest.approx(whole["step_s"], rel=0.01)
@@ -48,11 +48,11 @@ def test_shallow_times_are_those_of_the_whole_step(name: str) -> None:
 def test_a_widened_trace_is_the_wide_one() -> None:
     """With one sample some copies are not needed; a widened trace has them."""
     layout = LAYOUTS["tp8-sp"]
-    families, _ = trace_family(MODEL, MODEL.seq, family_of(layout), 1, 4)
+    families, _ = families_of(MODEL, layout)
     family = families["all"]
     assert len(family.base.timed.events) < len(family.wider.timed.events)
-    made = widened(family, family.base.timed, 4).events
-    assert [event._replace(work=0) if hasattr(event, "work") else event for event in made] == [
+    made, _ = widened(family, 4)
+    assert [event._replace(work=0) if hasattr(event, "work") else event for event in made.events] == [
         event._replace(work=0) if hasattr(event, "work") else event for event in family.wider.timed.events
     ]
 
@@ -70,7 +70,7 @@ def test_lines_through_few_schedules() -> None:
 def test_what_a_step_may_take_instead_is_in_proportion_to_it() -> None:
     """Told twice the seconds, each of an interval is twice as long; the ends are those of the whole step's."""
     layout, system = replace(LAYOUTS["pp3-z2"], kernels="softmax"), systems.load("dgx2")
-    families, _ = trace_family(MODEL, MODEL.seq, family_of(layout), 1, 4)
+    families, _ = families_of(MODEL, layout)
     times = Times(MODEL, MODEL.seq, system)
     experiment = Experiment(name="x", model=MODEL, layout=layout)
     whole = predict(experiment, system, interval=True)

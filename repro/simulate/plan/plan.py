@@ -34,7 +34,7 @@ from repro.simulate.plan.candidates import Request, candidates
 from repro.simulate.plan.closed_form import MIDDLE, ruled_out, stage_parameters, state_bytes
 from repro.simulate.plan.rates import Rates, factor_of
 from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, PlanRow, ideal_s, order
-from repro.simulate.plan.shallow import ENDS, LayoutFamily, family_of, trace_family
+from repro.simulate.plan.shallow import BETWEEN, ENDS, LayoutFamily, family_of, trace_family
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
 from repro.simulate.plan.undecided import undecided
 
@@ -226,7 +226,7 @@ class Planner:
         request = self.request
         keys = dict.fromkeys(family_of(layout) for layout in layouts if layout.pp > 2)
         tasks = [
-            (request.model, request.seq, key, *self._families[key][:2], (MIDDLE,))
+            (request.model, request.seq, key, *self._families[key][:2], BETWEEN)
             for key in keys
             if MIDDLE not in self._families[key][2]
         ]

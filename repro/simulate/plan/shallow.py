@@ -29,8 +29,8 @@ KEPT = (*DEVICE_KEPT, "host")
 WEIGHTS = (0, 1, 16)
 """A phase's peak may be at another moment in a deeper model, one at which more is kept for the backward pass.
 So as many moments are noted: where all live bytes, and once and 16 times more those kept, are most."""
-ENDS = (ALL, FIRST, LAST)
-"""Roles that are not between others."""
+ENDS, BETWEEN = (ALL, FIRST, LAST), (MIDDLE,)
+"""Roles that are not between others, and the one that is."""
 Row = tuple[str, str, str]
 """Operation, group and purpose of messages."""
 
@@ -94,16 +94,12 @@ def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layo
 
 @uncollected()
 def trace_family(
-    model: Model,
-    seq: int,
-    layout: Layout,
-    narrowest: int,
-    widest: int,
-    names: Sequence[str] = (*ENDS, MIDDLE),
+    model: Model, seq: int, layout: Layout, narrowest: int, widest: int, names: Sequence[str]
 ) -> tuple[dict[str, LayoutFamily], int]:
     """The families of each role of `layout` (from `family_of`) that has one of `names`, and how many traces it took.
 
-    `narrowest` and `widest`: the smallest and the largest micro-batch that will be asked for.
+    `narrowest` and `widest`: the smallest and the largest micro-batch that will be asked for.  `names`: `ENDS`, or
+    `BETWEEN`, which three stages have.
     """
     made = 0
 
@@ -117,18 +113,14 @@ def trace_family(
         return found
 
     few, many = _depths(layout)
-    narrow, wide = (_shallow(layout, layout.pp, size) for size in (narrowest, widest))
-    ends, middle = ([name for name in names if (name == MIDDLE) == between] for between in (False, True))
-    base, deeper = profiles(narrow, few, ends), profiles(narrow, many, ends)
-    wider = profiles(wide, few, ends) if widest > narrowest else dict(base)
+    narrow = _shallow(layout, 3 if names == BETWEEN else layout.pp, narrowest)
+    base, deeper = profiles(narrow, few, names), profiles(narrow, many, names)
+    wider = profiles(_shallow(layout, narrow.pp, widest), few, names) if widest > narrowest else base
     longer = dict(base)
-    if layout.pp > 1:
+    if narrow.pp == 2:
         three = _shallow(layout, 3, narrowest)
         others = [name for name in base if kept(three, _stage(three, name)) != base[name].in_flight]
-        longer |= profiles(three, few, [*others, *middle])
-        base |= {name: longer[name] for name in middle}
-        deeper |= profiles(three, many, middle)
-        wider |= profiles(_shallow(layout, 3, widest), few, middle) if widest > narrowest else base
+        longer |= profiles(three, few, others)
     return {
         name: LayoutFamily(
             base[name],

@@ -52,8 +52,8 @@ class Times:
 
     def __init__(self, model: Model, seq: int, system: System):
         self.model, self.seq, self.system, self.rates = model, seq, system, Rates(system)
-        self._widened: dict[tuple[str, bool, int], Trace] = {}
-        """Of the last family: role, depth, samples."""
+        self._widened: dict[tuple[str, int], tuple[Trace, Trace]] = {}
+        """Of the last family, few and more layers: role, samples."""
         self._cases: dict[tuple[str, str], tuple[list[System], SeveralDevices]] = {}
         """The system at its best values and in every case, and its devices, for a precision and kernels."""
 
@@ -133,11 +133,10 @@ class Times:
         for name, family in families.items():
             if name == MIDDLE and layout.pp < 3:
                 continue
-            profile = family.deeper if deep else family.base
-            key = name, deep, layout.micro_batch
+            key = name, layout.micro_batch
             if key not in self._widened:
-                self._widened[key] = widened(family, profile.timed, layout.micro_batch)
-            traced = self._widened[key]
+                self._widened[key] = widened(family, layout.micro_batch)
+            traced = self._widened[key][deep]
             shards = family.base.layout.dp / layout.dp if layout.zero else 1.0
             traced = replace(traced, events=list(_resharded(traced.events, shards)))
             found[name] = program(traced, traced.layout.accumulation, cost, _seconds(network, layout, shards))

@@ -8,7 +8,7 @@ are contiguous: operators that only the wide trace has grow from nothing.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from repro.simulate.plan.shallow import LayoutFamily
@@ -23,19 +23,25 @@ Place = tuple[Event, ...]
 """An event with those before and after it, with the one before it, or alone."""
 
 
-def widened(family: LayoutFamily, traced: Trace, micro_batch: int) -> Trace:
-    """`traced` (of the family's narrowest micro-batch, at any depth) with `micro_batch` samples in each."""
+def widened(family: LayoutFamily, micro_batch: int) -> tuple[Trace, Trace]:
+    """The timed traces of the family's `base` and `deeper` with `micro_batch` samples in each."""
+    base, deeper, wider = (profile.timed for profile in (family.base, family.deeper, family.wider))
     narrowest, widest = (profile.layout.micro_batch for profile in (family.base, family.wider))
     if micro_batch == narrowest:
-        return traced
+        return base, deeper
     part = (micro_batch - narrowest) / (widest - narrowest)
     seen: dict[Place, Counter[tuple[Event, ...]]] = defaultdict(Counter)
-    narrow = _sized(family.base.timed)
-    for at, others in enumerate(_aligned(narrow, _sized(family.wider.timed))):
+    narrow = _sized(base)
+    for at, others in enumerate(_aligned(narrow, _sized(wider))):
         grown = tuple(_grown(narrow[at], other, part, micro_batch / widest) for other in others)
         for place in _places(narrow, at):
             seen[place][grown] += 1
     known = {place: found.most_common(1)[0][0] for place, found in seen.items()}
+    return _replaced(base, known), _replaced(deeper, known)
+
+
+def _replaced(traced: Trace, known: Mapping[Place, tuple[Event, ...]]) -> Trace:
+    """`traced` with what stands in its places."""
     sized, at = _sized(traced), -1
     events: list[Event] = []
     for event in traced.events:

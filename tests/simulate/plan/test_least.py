@@ -13,9 +13,9 @@ from repro.simulate.plan import plan as plans
 from repro.simulate.plan.candidates import Request
 from repro.simulate.plan.rates import Rates
 from repro.simulate.plan.rows import OK, SHALLOW, STATES, PlanRow
-from repro.simulate.plan.shallow import family_of, trace_family
 from repro.simulate.plan.steptime import Times
 from repro.simulate.time.predict import predict
+from tests.simulate.families import families_of
 
 MODEL = Model(name="small", layers=12, hidden=2048, heads=16, vocab=51200, seq=1024)
 LLAMA = replace(MODEL, norm="rms", positions="rotary", mlp="swiglu", kv_heads=4, biases="none")
@@ -65,7 +65,7 @@ def test_no_step_takes_less(name: str, system: str, model: Model) -> None:
     """The whole step's schedule, and what a plan makes of shallow ones; the least is no empty promise either."""
     on = systems.load(system)
     layout = replace(LAYOUTS[name], precision=on.best_precision)
-    families, _ = trace_family(model, model.seq, family_of(layout), 1, 4)
+    families, _ = families_of(model, layout)
     least = Rates(on).least(model, layout, families)
     whole = predict(Experiment(name="x", model=model, layout=layout), on).step_s
     assert least <= whole

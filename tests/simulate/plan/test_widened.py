@@ -49,22 +49,26 @@ def traced(samples: int, layers: int) -> Trace:
     return Trace(PipelineRole("all", 0, 1), Layout(), events, 1, len(events), 0, 0, 0, 0.0)
 
 
-def family() -> Any:
-    """One layer, with one sample and with three."""
-    profiles = [SimpleNamespace(layout=Layout(micro_batch=n), timed=traced(n, 1)) for n in (1, 3)]
-    return SimpleNamespace(base=profiles[0], wider=profiles[1])
+def family(base: Trace, wider: Trace, deeper: Trace) -> Any:
+    """Of traces with one sample, three, and one."""
+    profiles = [SimpleNamespace(layout=Layout(micro_batch=n), timed=of) for n, of in ((1, base), (3, wider))]
+    return SimpleNamespace(base=profiles[0], wider=profiles[1], deeper=SimpleNamespace(timed=deeper))
+
+
+LAYERS = 1, 3
+"""Of the family's traces."""
+FAMILY = family(traced(1, 1), traced(3, 1), traced(1, 3))
 
 
 @pytest.mark.parametrize("samples", [2, 3, 5])
-def test_every_block_of_a_deeper_trace_grows_and_the_update_does_not(samples: int) -> None:
-    found = widened(family(), traced(1, 3), samples)
-    assert found.events == traced(samples, 3).events
-    assert (found.step_start, found.step_stop) == (1, len(found.events))
+def test_every_block_of_both_traces_grows_and_the_update_does_not(samples: int) -> None:
+    for found, layers in zip(widened(FAMILY, samples), LAYERS, strict=True):
+        assert found.events == traced(samples, layers).events
+        assert (found.step_start, found.step_stop) == (1, len(found.events))
 
 
 def test_the_narrowest_is_as_it_was() -> None:
-    deep = traced(1, 3)
-    assert widened(family(), deep, 1) is deep
+    assert widened(FAMILY, 1) == (FAMILY.base.timed, FAMILY.deeper.timed)
 
 
 def test_of_two_sizes_that_share_a_neighbour_the_one_seen_more_often_is_taken() -> None:
@@ -76,15 +80,11 @@ def test_of_two_sizes_that_share_a_neighbour_the_one_seen_more_often_is_taken() 
             events += [add(1), Operator("mm", grown, 0, 0, (), 2)]
         return Trace(PipelineRole("all", 0, 1), Layout(), events, 0, len(events), 0, 0, 0, 0.0)
 
-    profiles = [
-        SimpleNamespace(layout=Layout(micro_batch=n), timed=of(*growth))
-        for n, growth in ((1, (1, 1, 1)), (3, (30, 20, 20)))
-    ]
-    both: Any = SimpleNamespace(base=profiles[0], wider=profiles[1])
     odd = Operator("other", 0, 0, 0, (), 2)
     events: list[Event] = [FORWARD, odd, Operator("mm", 1, 0, 0, (), 2), odd]
     alone = Trace(PipelineRole("all", 0, 1), Layout(), events, 0, 4, 0, 0, 0, 0.0)
-    assert widened(both, alone, 3).events == [FORWARD, odd, Operator("mm", 20, 0, 0, (), 2), odd]
+    _, found = widened(family(of(1, 1, 1), of(30, 20, 20), alone), 3)
+    assert found.events == [FORWARD, odd, Operator("mm", 20, 0, 0, (), 2), odd]
 
 
 @pytest.mark.parametrize(("more", "found"), [(AHEAD - 1, True), (AHEAD, False)])

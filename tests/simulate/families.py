@@ -1,0 +1,18 @@
+"""The shallow traces of every role of a layout, for micro-batches of so many samples."""
+
+from __future__ import annotations
+
+from repro.config import Layout, Model
+from repro.simulate.plan.shallow import BETWEEN, ENDS, LayoutFamily, family_of, trace_family
+
+
+def families_of(
+    model: Model, layout: Layout, narrowest: int = 1, widest: int = 4
+) -> tuple[dict[str, LayoutFamily], int]:
+    """By role, and how many traces it took."""
+    family = family_of(layout)
+    ends, made = trace_family(model, model.seq, family, narrowest, widest, ENDS)
+    if family.pp == 1:
+        return ends, made
+    middle, more = trace_family(model, model.seq, family, narrowest, widest, BETWEEN)
+    return ends | middle, made + more
