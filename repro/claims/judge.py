@@ -15,6 +15,7 @@ strongest is listed, never dropped.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -309,16 +310,12 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
 
 
 def _basis(rows: list[RowResult]) -> str:
-    """`measured, scaled twin 12/12`, or several: `measured, scaled twin 9/16; analytic 7/16`."""
-    bases: dict[str, list[RowResult]] = {}
-    for row in rows:
-        if row.basis:
-            bases.setdefault(row.basis, []).append(row)
-    parts = []
-    for name in sorted(bases, key=strength):
-        good = sum(row.verdict in GOOD for row in bases[name])
-        parts.append(f"{name} {good}/{len(rows)}")
-    return "; ".join(parts)
+    """`measured, scaled twin 9/9; analytic 6/7; 2 not run`: each row under what it rests on, or why on nothing."""
+    rest = Counter(row.basis for row in rows if row.basis)
+    good = Counter(row.basis for row in rows if row.basis and row.verdict in GOOD)
+    open_ = Counter(row.verdict for row in rows if rest and not row.basis)
+    parts = [f"{name} {good[name]}/{rest[name]}" for name in sorted(rest, key=strength)]
+    return "; ".join([*parts, *(f"{count} {verdict}" for verdict, count in open_.items())])
 
 
 def _name(finding: Finding) -> str:

@@ -44,7 +44,7 @@ class Line:
     """Of the measured evidence; empty where nothing was measured."""
     verdict: str
     basis: str
-    """What the verdict rests on, strongest first, with rows that agree of all rows that are the claim."""
+    """What the verdict rests on, strongest first, with rows that agree of those that rest on it."""
     reason: str
     why: str
     """In one sentence why a reader should believe the verdict."""

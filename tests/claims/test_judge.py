@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro.claims.judge import judge
+from repro.claims.ledger import ITSELF
 from repro.claims.reader import load
 from repro.claims.results import (
     CONSISTENT,
@@ -165,7 +166,7 @@ def test_one_row_that_fails_fails_the_claim_and_is_counted(tmp_path: Path) -> No
 
 def test_one_row_without_evidence_keeps_the_claim_open(tmp_path: Path) -> None:
     result = judged(tmp_path, row(label="a") + row(label="b", analytic=""))
-    assert (result.verdict, result.basis) == (NOT_RUN, "analytic 1/2")
+    assert (result.verdict, result.basis) == (NOT_RUN, "analytic 1/1; 1 not run")
 
 
 def test_two_measurements_of_one_row_must_both_be_there(tmp_path: Path) -> None:
@@ -221,7 +222,11 @@ QUALITY = '{ label = "q", published = "good", not_comparable = "no weights" },\n
 def test_rows_that_cannot_be_compared_do_not_vanish(tmp_path: Path) -> None:
     """Before, they left the count, and a claim whose easy half was tested was reproduced."""
     result = judged(tmp_path, row() + QUALITY)
-    assert (result.verdict, result.basis, result.reason) == (NOT_COMPARABLE, "analytic 1/2", "no weights")
+    assert (result.verdict, result.basis, result.reason) == (
+        NOT_COMPARABLE,
+        "analytic 1/1; 1 not comparable",
+        "no weights",
+    )
     alone = judged(tmp_path, QUALITY)
     assert (alone.verdict, alone.reason) == (NOT_COMPARABLE, "no weights")
 
@@ -280,6 +285,10 @@ def test_a_test_that_has_not_run_is_not_replaced_by_a_check_of_consistency(tmp_p
     assert judged(tmp_path, row(PUBLISHED, analytic="3")).verdict == INCONSISTENT
     result = judged(tmp_path, row(PUBLISHED, analytic="3"), record("full", speed=2.0))
     assert (result.verdict, len(result.disagreements)) == (REPRODUCED, 1)
+    both = judged(tmp_path, row(PUBLISHED, analytic="2") + row(PUBLISHED, analytic="3", label="y"))
+    own = both.kind(ITSELF)
+    assert own is not None
+    assert (own.reproduced, own.rows, both.basis) == (1, 2, "the source against itself 0/1; 1 not run")
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def show_all(results: list[ClaimResult], ledger: Ledger, console: Console) -> No
         grid.show_header, grid.expand = not number, True
         grid.add_column("claim", width=widest, no_wrap=True)
         grid.add_column("published", ratio=3)
-        for kind in (*KINDS, "itself"):
+        for kind in (*KINDS, "own source"):
             grid.add_column(kind, width=9, justify="right")
         grid.add_column("verdict, and what it rests on", ratio=3)
         console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
