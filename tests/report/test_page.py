@@ -18,6 +18,7 @@ from repro.cli.views.report import report as command
 from repro.config import ConfigError
 from repro.report.evidence import JudgedStore
 from repro.report.figures import measured_states
+from repro.report.figures.style import GRID, INK, MUTED, on_page
 from repro.report.page.build import Report, build
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
@@ -123,6 +124,26 @@ def test_every_figure_is_in_the_page_and_beside_it(text: str, built: Path) -> No
         assert f'id="figure-{name}"' in text
         assert (built / "figures" / f"{name}.svg").read_text().startswith("<svg")
         assert (built / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_take_ink_and_paper_from_the_page(text: str) -> None:
+    """Before, they were white cards where the page is dark.  Where it is light, both are those of the files."""
+    light = dict(
+        re.findall(r"--([a-z]+): (#[0-9a-f]{6})", text[: text.index("@media (prefers-color-scheme: dark)")])
+    )
+    assert [light[name] for name in ("ink", "muted", "line", "page")] == [INK, MUTED, GRID, "#ffffff"]
+    pictures = re.findall(r'<div class="picture".*?</svg>', text, re.DOTALL)
+    assert len(pictures) >= 5
+    for picture in pictures:
+        assert "fill: var(--page)" in picture
+        assert 'fill: var(--ink)" x=' in picture, "letters"
+        assert not {INK, MUTED, GRID}.intersection(re.findall("#[0-9a-f]{6}", picture))
+
+
+def test_letters_in_a_coloured_field_stay_as_they_are() -> None:
+    assert on_page('<text style="fill: #ffffff"><use style="fill: #ffffff">') == (
+        '<text style="fill: #ffffff"><use style="fill: var(--page)">'
+    )
 
 
 def test_json_is_one_document(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from repro.render import units
 from repro.report.figures.style import (
-    INK,
     MUTED,
     SKY,
     VERMILION,
@@ -87,7 +86,7 @@ def _map(axes: Axes, cells: Cells, every: set[tuple[int, int]]) -> None:
         for name in ("share", "words")
     )
     colours = [*sns.light_palette(SKY, 9)[1:6], *sns.light_palette(VERMILION, 9)[1:6]]
-    look = {"annot_kws": {"color": INK, "fontsize": 8}, "linewidths": 3, "cbar": False}
+    look = {"annot_kws": {"color": "black", "fontsize": 8}, "linewidths": 3, "cbar": False}
     sns.heatmap(shares, annot=words, fmt="", vmin=0, vmax=2, cmap=colours, ax=axes, **look)
     for x, p in enumerate(stages):
         for y, t in enumerate(tensor[::-1]):
@@ -96,7 +95,9 @@ def _map(axes: Axes, cells: Cells, every: set[tuple[int, int]]) -> None:
                     x + 0.5, y + 0.5, "no such\nlayout", color=MUTED, ha="center", va="center", fontsize=7.5
                 )
             elif (t, p) == PUBLISHED:
-                axes.add_patch(Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, fill=False, edgecolor=INK, lw=2.2))
+                axes.add_patch(
+                    Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, fill=False, edgecolor="black", lw=2.2)
+                )
     axes.set_xticklabels([f"p = {p}" for p in stages])
     axes.set_yticklabels([f"t = {t}" for t in tensor[::-1]], rotation=0)
     axes.tick_params(length=0)

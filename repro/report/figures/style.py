@@ -27,6 +27,7 @@ Record: TypeAlias = ExperimentRecord
 WIDTH = 9.5
 """Inches; the page shows figures at most this wide."""
 INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
+"""The page's `--ink`, `--muted` and `--line` where it is light (`page/templates/style.css`)."""
 # Okabe and Ito's colours, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
 VERMILION, SKY = "#d55e00", "#56b4e9"
@@ -90,6 +91,13 @@ def svg(drawing: Drawing) -> str:
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     return text.replace("<svg", f'<svg role="img" aria-label="{drawing.title}"', 1)
+
+
+def on_page(svg: str) -> str:
+    """`svg` in ink and on paper of the page around it, light or dark; letters in coloured fields stay as they are."""
+    for colour, name in ((INK, "ink"), (MUTED, "muted"), (GRID, "line")):
+        svg = svg.replace(colour, f"var(--{name})")
+    return re.sub("(<text [^>]*>)|#ffffff", lambda found: found[1] or "var(--page)", svg)
 
 
 def png(drawing: Drawing) -> bytes:

@@ -113,7 +113,7 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MOST_LINKS]},
         "more_records": max(0, len(drawing.records) - MOST_LINKS),
         "missing": drawing.missing,
-        "svg": text,
+        "svg": style.on_page(text),
     }
 
 
