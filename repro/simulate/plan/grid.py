@@ -10,7 +10,7 @@ from repro.config import Layout
 from repro.config.errors import ConfigError
 from repro.host.workers import Workers
 from repro.simulate.plan.candidates import Request, candidates, context_degrees, stages, tensor_degrees
-from repro.simulate.plan.plan import Planner
+from repro.simulate.plan.planner import Planner
 from repro.simulate.plan.rows import FULL, PlanRow, document
 
 

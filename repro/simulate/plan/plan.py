@@ -1,16 +1,7 @@
 """Which layouts of a model fit a system, what they hold and send, and which come first.
 
-Three kinds of answers, cheapest first, and each row says which it is:
-
-    states     the model states alone, in closed form, are more than a device has: nothing is traced
-    shallow    live bytes, traffic and time from shallow traces (`repro.simulate.plan.estimate`, `steptime`)
-    full       the whole step was traced, its allocations replayed, its events scheduled (`repro.simulate.step`)
-
-Seconds are predicted for what fits, or may.  Where the system lacks the numbers for that (`no_time`), the least
-time at peak rates comes first instead.
-
-What the allocator reserves beyond live bytes decides where these are within `MARGIN` of the limit: such rows are traced
-in full, and so are the first ones of the plan.
+Where the system lacks the numbers for times (`no_time`), the least time at peak rates comes first instead.  Rows that
+the allocator decides are traced in full (`repro.simulate.plan.planner`), and so are the first ones of the plan.
 
 A plan that shows a few rows decides no more than it takes to know them: a row is left open once so many others are
 faster than it can be at all (`repro.simulate.plan.least`), or, where the allocator would have to decide, than its
@@ -21,242 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from repro.config import Experiment, Layout, Training
+from repro.config import Layout
 from repro.config.errors import ConfigError
 from repro.host.garbage import uncollected
 from repro.host.workers import Workers
-from repro.render import units
-from repro.results.interval import StepInterval
-from repro.simulate.plan import estimate
 from repro.simulate.plan.candidates import Request, candidates
-from repro.simulate.plan.closed_form import MIDDLE, ruled_out, stage_parameters, state_bytes
-from repro.simulate.plan.rates import Rates, factor_of
-from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, PlanRow, ideal_s, order
-from repro.simulate.plan.shallow import BETWEEN, ENDS, LayoutFamily, family_of, trace_family
-from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
-from repro.simulate.plan.undecided import undecided
+from repro.simulate.plan.planner import Planner
+from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow, order
 
-MARGIN = 1.12
-"""Reserved over live bytes at most, seen in full traces of models of published size (1.01 to 1.10)."""
-SEGMENTS = 40 * 2**20
-"""... and what it may leave unused in its last segments (`repro.simulate.memory.pools`)."""
-WHOLE = 0.97
-"""A whole step takes at least so much of what its shallow traces say (tests/simulate/test_steptime.py: within 1 %)."""
 CONFIRMED = 3
 """So many of the first rows are traced in full."""
 AHEAD = 2
 """Times as many rows as are asked for are decided at once, so that workers have enough to do."""
-SHARES = 2
-"""Shares of the families that a worker predicts, one after the other."""
-
-
-class Planner:
-    """Answers for layouts of one request; keeps the shallow traces that they share."""
-
-    def __init__(self, request: Request, workers: Workers):
-        self.request, self.workers = request, workers
-        self.traces = 0
-        self._families: dict[Layout, tuple[int, int, dict[str, LayoutFamily]]] = {}
-        """With the smallest and the largest micro-batch that they are good for."""
-        self._rates = Rates(request.system, lambda one: workers.map(factor_of, [(one,)])[0])
-        self.no_time = ""
-        """Why times cannot be predicted."""
-
-    def rows(self, layouts: Sequence[Layout]) -> list[PlanRow]:
-        """The answers without times, `full` where nothing less tells."""
-        rows = {row.layout: row for row in self.estimated(layouts)}
-        rows |= {row.layout: row for row in self.full([row for row in rows.values() if self._is_close(row)])}
-        self.send(list(rows.values()))
-        return list(rows.values())
-
-    def estimated(self, layouts: Sequence[Layout]) -> list[PlanRow]:
-        """The answers from shallow traces at most."""
-        found = {layout: self._without_trace(layout) for layout in layouts}
-        self._trace([layout for layout, row in found.items() if row is None])
-        return [row or self._shallow(layout) for layout, row in found.items()]
-
-    def send(self, rows: Sequence[PlanRow]) -> None:
-        """Say of `rows` what the busiest rank sends, for which alone, and for times, middle stages are traced."""
-        request = self.request
-        unsaid = [row for row in rows if row.evidence == SHALLOW and not row.comm]
-        self._trace_middle(row.layout for row in unsaid)
-        for row in unsaid:
-            families = self._families[family_of(row.layout)][2]
-            sent = estimate.traffic(request.model, row.layout, families, request.system)
-            busiest = max(sent, key=lambda role: sum(sent[role].by_group.values()))
-            row.comm = {
-                "role": busiest,
-                "sent_bytes": sum(sent[busiest].by_group.values()),
-                "bytes_by_group": sent[busiest].by_group,
-                "bytes_by_link": sent[busiest].by_link,
-            }
-            row.ideal_s = max(ideal_s(request, row.layout, rank.by_link) for rank in sent.values())
-
-    def open(self, rows: Sequence[PlanRow]) -> None:
-        """Say which of `rows` may fit, and what their steps take at least."""
-        for row in rows:
-            if row.evidence == SHALLOW and row.outcome == OK:
-                try:
-                    families = self._families[family_of(row.layout)][2]
-                    row.least_s = self._rates.least(self.request.model, row.layout, families)
-                except ConfigError as error:
-                    self.no_time = str(error)
-                row.open = not self.no_time or self._is_close(row)
-        self.send([row for row in rows if row.outcome == OK and not row.least_s])
-
-    def decide(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
-        """The next that is to be known of rows that are open: their times, then what the allocator makes of them."""
-        untimed = [] if self.no_time else [row for row in rows if not row.time]
-        timed = [row for row in rows if row.time or self.no_time]
-        self.time(untimed)
-        for row in untimed:
-            row.open = self._is_close(row)
-            if row.time:
-                row.least_s = WHOLE * row.time["step_s"]
-        return [*untimed, *self.full(timed)]
-
-    def _is_close(self, row: PlanRow) -> bool:
-        """Whether the allocator decides if it fits."""
-        live = row.memory["peak_bytes"]
-        return row.evidence == SHALLOW and live <= self.request.allocatable < live * MARGIN + SEGMENTS
-
-    def time(self, rows: Sequence[PlanRow]) -> None:
-        """Predict the step of every row that may fit, from the traces that its layout shares."""
-        self.send(rows)
-        by_family: dict[Layout, list[PlanRow]] = {}
-        for row in rows:
-            if row.evidence == SHALLOW and row.outcome != OOM and not self.no_time:
-                by_family.setdefault(family_of(row.layout), []).append(row)
-        request = self.request
-        # The families of a share use the same networks; a few shares a worker, so that none has much more to do.
-        families = sorted(by_family.items(), key=lambda item: -len(item[1]))
-        count = min(SHARES * self.workers.count, len(families))
-        shares = [families[first::count] for first in range(count)]
-        tasks = [
-            (
-                request.model,
-                request.seq,
-                request.system,
-                [([row.layout for row in some], self._families[key][2]) for key, some in share],
-            )
-            for share in shares
-        ]
-        made = self.workers.map(_times, tasks)
-        for share, answers in zip(shares, made, strict=True):
-            for (_, some), found in zip(share, answers, strict=True):
-                for row, answer in zip(some, found, strict=True):
-                    if isinstance(answer, str):
-                        self.no_time = answer
-                    else:
-                        row.time = answer
-
-    def intervals(self, rows: Sequence[PlanRow]) -> None:
-        """Say of `rows`, which fit and have times, what their steps may take instead, and which order is open."""
-        self._trace_middle(row.layout for row in rows)
-        request, count = self.request, min(self.workers.count, len(rows))
-        shares = [rows[first::count] for first in range(count)]
-        tasks = [
-            (
-                request.model,
-                request.seq,
-                request.system,
-                [(row.layout, self._families[family_of(row.layout)][2], row.time["step_s"]) for row in share],
-            )
-            for share in shares
-        ]
-        for share, found in zip(shares, self.workers.map(_intervals, tasks), strict=True):
-            for row, interval in zip(share, found, strict=True):
-                row.interval = interval
-                row.time["interval"] = None if interval is None else interval.summary(row.time["step_s"])
-        steps = [(row, (row.time["step_s"], row.interval)) for row in rows if row.interval is not None]
-        for (row, _), found_of in zip(steps, undecided([step for _, step in steps]), strict=True):
-            row.undecided = found_of
-
-    def full(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
-        """The same rows from full traces."""
-        request = self.request
-        tasks = [(request, row.layout, not self.no_time) for row in rows]
-        self.traces += sum(min(3, row.layout.pp) for row in rows)
-        answers = self.workers.map(_full, tasks)
-        self.no_time = next((no_time for _, no_time in answers if no_time), self.no_time)
-        return [row for row, _ in answers]
-
-    def _without_trace(self, layout: Layout) -> PlanRow | None:
-        request = self.request
-        out = ruled_out(request.model, layout, request.allocatable)
-        if out is None:
-            return None
-        category, states = out
-        size, reason = sum(states.values()), f"model states alone are {units.size(sum(states.values()))}"
-        by_role = {}
-        for role, parameters in stage_parameters(request.model, layout).items():
-            held = round(sum(state_bytes(parameters, layout).values()))
-            by_role[role] = {"peak_bytes": held, "states_bytes": held}
-        memory = {
-            "peak_bytes": round(size),
-            "by_category": {key: round(states[key]) for key in states},
-            "by_role": by_role,
-        }
-        return PlanRow(layout, OOM, STATES, memory, ruled_out_by=TERMS[category], reason=reason)
-
-    def _trace(self, layouts: Iterable[Layout]) -> None:
-        """Have the families of `layouts` traced as far as they are not."""
-        wanted: dict[Layout, tuple[int, int]] = {}
-        for layout in layouts:
-            key = family_of(layout)
-            least, most, _ = self._families.get(key, (layout.micro_batch, 0, {}))
-            least, most = wanted.get(key, (least, most))
-            span = min(least, layout.micro_batch), max(most, layout.micro_batch)
-            if key in wanted or span != self._families.get(key, (0, 0))[:2]:
-                wanted[key] = span
-        request = self.request
-        # Those of stages and of gradients' hooks take longest and go first, so that no worker ends long after another.
-        ordered = sorted(wanted.items(), key=lambda item: (item[0].pp > 1, item[0].zero >= 2), reverse=True)
-        made = self.workers.map(
-            trace_family, [(request.model, request.seq, key, *span, ENDS) for key, span in ordered]
-        )
-        for (key, span), (families, traces) in zip(ordered, made, strict=True):
-            self._families[key] = *span, families
-            self.traces += traces
-
-    def _trace_middle(self, layouts: Iterable[Layout]) -> None:
-        """Have the middle stages of the families of `layouts` traced as far as they have any and are not."""
-        request = self.request
-        keys = dict.fromkeys(family_of(layout) for layout in layouts if layout.pp > 2)
-        tasks = [
-            (request.model, request.seq, key, *self._families[key][:2], BETWEEN)
-            for key in keys
-            if MIDDLE not in self._families[key][2]
-        ]
-        for (_, _, key, *_), (middle, traces) in zip(
-            tasks, self.workers.map(trace_family, tasks), strict=True
-        ):
-            self._families[key][2].update(middle)
-            self.traces += traces
-
-    def _shallow(self, layout: Layout) -> PlanRow:
-        request = self.request
-        families = self._families[family_of(layout)][2]
-        roles = estimate.memory(request.model, layout, families)
-        fullest = max(roles.values(), key=lambda role: role.peak_bytes)
-        memory = {
-            "peak_bytes": fullest.peak_bytes,
-            "states_bytes": fullest.states_bytes,
-            "by_category": fullest.by_category,
-            "peak_phase": fullest.phase,
-            "by_role": {
-                name: {"peak_bytes": role.peak_bytes, "states_bytes": role.states_bytes}
-                for name, role in roles.items()
-            },
-        }
-        row = PlanRow(layout, OK, SHALLOW, memory)
-        if fullest.peak_bytes > request.allocatable:
-            row.outcome = OOM
-            row.ruled_out_by = binding(fullest.by_category)
-            row.reason = f"{units.size(fullest.peak_bytes)} are live in {fullest.phase}"
-        return row
 
 
 @dataclass
@@ -334,54 +102,3 @@ def _partitioned(request: Request, rows: Iterable[PlanRow]) -> list[Layout]:
         and row.layout.tp > 1
         and not row.layout.sp
     ]
-
-
-def _times(*asked: Any) -> list[list[dict[str, Any] | str]]:
-    """`times_of`, whose module needs torch; runs in a worker."""
-    from repro.simulate.plan.steptime import times_of
-
-    return times_of(*asked)
-
-
-def _intervals(*asked: Any) -> list[StepInterval | None]:
-    """`intervals_of`, likewise."""
-    from repro.simulate.plan.steptime import intervals_of
-
-    return intervals_of(*asked)
-
-
-def _full(request: Request, layout: Layout, time: bool) -> tuple[PlanRow, str]:
-    """A row from a full trace, and why it has no times; runs in a worker.  `time`: predict its seconds as well."""
-    from repro.simulate.step import simulate
-
-    found = simulate(
-        experiment(request, layout),
-        request.system,
-        memory_limit=request.limit,
-        expandable=request.expandable,
-        time=time,
-    )
-    document = found.as_dict()
-    ideal = 0.0
-    for role in found.roles:
-        by_link: dict[str, int] = {}
-        for sent in role.traffic:
-            link = sent.link or ""
-            by_link[link] = by_link.get(link, 0) + sent.sent_bytes
-        ideal = max(ideal, ideal_s(request, layout, by_link))
-    row = PlanRow(layout, found.outcome, FULL, document["memory"], document["comm"], ideal)
-    row.trace_seconds = document["trace_seconds"]
-    row.time = document["time"] or {} if found.outcome == OK else {}
-    if found.outcome == OOM:
-        fullest = found.fullest
-        row.ruled_out_by = FRAGMENTATION if fullest.by_fragmentation else binding(fullest.memory.by_category)
-        row.reason = found.reason
-    return row, found.no_time
-
-
-def experiment(request: Request, layout: Layout) -> Experiment:
-    """The experiment of one layout."""
-    training = Training(seq=request.seq)
-    return Experiment(
-        name="plan", model=request.model, layout=layout, training=training, system=request.system.name
-    )

@@ -9,8 +9,9 @@ import pytest
 from repro import systems
 from repro.config import Experiment, Layout, Model
 from repro.host.workers import Workers
-from repro.simulate.plan import plan as plans
 from repro.simulate.plan.candidates import Request
+from repro.simulate.plan.plan import plan
+from repro.simulate.plan.planner import WHOLE, Planner
 from repro.simulate.plan.rates import Rates
 from repro.simulate.plan.rows import OK, SHALLOW, STATES, PlanRow
 from repro.simulate.plan.steptime import Times
@@ -91,17 +92,17 @@ def test_the_first_rows_are_those_of_a_plan_that_times_every_layout(
     request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[PlanRow] = []
-    time = plans.Planner.time
+    time = Planner.time
 
-    def counted(self: plans.Planner, rows: list[PlanRow]) -> None:
+    def counted(self: Planner, rows: list[PlanRow]) -> None:
         timed.extend(rows)
         time(self, rows)
 
-    monkeypatch.setattr(plans.Planner, "time", counted)
+    monkeypatch.setattr(Planner, "time", counted)
     with Workers(1) as workers:
-        whole = plans.plan(request_, workers, 3)
+        whole = plan(request_, workers, 3)
         every, timed = len(timed), []
-        few = plans.plan(request_, workers, 3, whole=False)
+        few = plan(request_, workers, 3, whole=False)
     fits = [row for row in whole.rows if row.outcome == OK]
     assert len(fits) > 6
     for row, other in zip(fits[:3], few.rows, strict=False):
@@ -124,7 +125,7 @@ def test_the_first_rows_are_those_of_a_plan_that_times_every_layout(
 
 def test_the_allocator_is_asked_only_for_rows_that_may_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row near the limit is timed from shallow traces first, and open as far as these may be wrong."""
-    planner = plans.Planner(asked(8, 10**9), Workers(1))
+    planner = Planner(asked(8, 10**9), Workers(1))
     live = planner.request.allocatable
     rows = [
         PlanRow(BASE, OK, SHALLOW, {"peak_bytes": live - 1}, open=True),
@@ -144,7 +145,7 @@ def test_the_allocator_is_asked_only_for_rows_that_may_be_shown(monkeypatch: pyt
     monkeypatch.setattr(planner, "full", full)
     close, far = planner.decide(rows)
     assert (close.open, far.open, traced) == (True, False, [])
-    assert close.seconds == plans.WHOLE * 2.0
+    assert close.seconds == WHOLE * 2.0
     assert far.seconds == 2.0
     planner.decide([close])
     assert traced == [close]

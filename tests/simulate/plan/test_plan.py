@@ -12,7 +12,8 @@ from repro.config import ConfigError, Layout, Model
 from repro.host.workers import Workers
 from repro.simulate.plan.candidates import Request, candidates
 from repro.simulate.plan.grid import grid
-from repro.simulate.plan.plan import Planner, plan
+from repro.simulate.plan.plan import plan
+from repro.simulate.plan.planner import Planner
 from repro.simulate.plan.rows import (
     FULL,
     OK,
