@@ -39,6 +39,14 @@ ASSUMED_LINKS: dict[str, dict[str, Quantity]] = {
         "efficiency": Quantity(
             value=0.96, source="12 of 12.5 GB/s of a 100 Gb/s adapter, NVIDIA/nccl src/graph/topo.h"
         ),
+        "chunk_s": Quantity(
+            value=21.3e-6,
+            low=0,
+            high=42.7e-6,
+            source="256 kB at 12 GB/s, of every step of a tree: comment of hwLat in NVIDIA/nccl src/graph/tuning.cc "
+            "(2.8, Simple); low: protocols for small messages, whose parts are of a few kB; high: once more for the "
+            "network, as that comment has it",
+        ),
     },
 }
 """What is taken for a key of a `Link` that a system does not know, by class of links, and why."""
@@ -48,6 +56,7 @@ ASSUMED_ANY: dict[str, Quantity] = {
         source="what a ring costs before its first step, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple",
     ),
     "half_bytes": Quantity(value=0.0, source="latency_s holds what small steps lose"),
+    "chunk_s": Quantity(value=0.0, source="trees are of nodes"),
     "rings": Quantity(value=16.0, source="no bound but the adapters near a group's devices"),
     "adapters": Quantity(value=1.0, source="a node's devices share all of its bandwidth"),
     "switch": Quantity(value=1.0, source="every device takes an adapter of its own where there are enough"),
@@ -57,7 +66,7 @@ ASSUMED_ANY: dict[str, Quantity] = {
 }
 """As `ASSUMED_LINKS`, for every class."""
 KEYS = (
-    *("latency_s", "start_s", "efficiency", "half_bytes"),
+    *("latency_s", "start_s", "efficiency", "half_bytes", "chunk_s"),
     *("adapters", "switch", "rings", "overlap_cost", "pod", "oversubscription"),
 )
 """The optional numbers of a link."""
@@ -111,6 +120,8 @@ class Link:
     """Fraction of the bandwidth that collectives of large messages reach."""
     half_bytes: Quantity = UNSAID
     """Payload of a step at which it reaches half of that, beyond what latency_s says."""
+    chunk_s: Quantity = UNSAID
+    """Seconds of a chunk, which a node of a tree has whole before it passes it on; a small message is one chunk."""
     adapters: Quantity = UNSAID
     """Network adapters of a node, each with an equal part of its bandwidth; a device uses the nearest."""
     switch: Quantity = UNSAID

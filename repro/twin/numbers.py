@@ -157,7 +157,8 @@ def without_latency(system: System) -> System:
     """`system` whose messages cost nothing but their bytes."""
     zero = said(0.0, "left out")
     links = {
-        name: replace(link, latency_s=zero, start_s=zero, hop=None) for name, link in system.links.items()
+        name: replace(link, latency_s=zero, start_s=zero, chunk_s=zero, hop=None)
+        for name, link in system.links.items()
     }
     return replace(system, links=links)
 

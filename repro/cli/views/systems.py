@@ -155,6 +155,7 @@ WORDS: dict[str, Callable[[float], str]] = {
     "launch_s": _seconds,
     "latency_s": _seconds,
     "start_s": _seconds,
+    "chunk_s": _seconds,
     "half_bytes": _size,
     "unaligned_flops": _flop_rate,
     "matmul_efficiency": _of_peak,

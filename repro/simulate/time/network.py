@@ -3,8 +3,9 @@
 A large message goes round a ring of all ranks, which enters and leaves each node once and is as fast as its
 slowest hop (the rings of NCCL, NVIDIA/nccl#412).  Between nodes a group drives the adapters near its own
 devices, at most `rings` of them, and shares each with the other groups of its axis that do the same at the
-same time.  A small all-reduce over several nodes takes a tree, whose latency grows with their logarithm.  Both
-as NCCL estimates them itself, when it chooses (NVIDIA/nccl src/graph/tuning.cc, 2.5 on).
+same time.  A small all-reduce over several nodes takes a tree, whose latency grows with their logarithm, and so
+does what its nodes wait for whole chunks.  Both as NCCL estimates them itself, when it chooses (NVIDIA/nccl
+src/graph/tuning.cc, 2.5 on).
 
 Beyond the adapters the network narrows where its file says so (`repro.simulate.time.fabric`).
 
@@ -144,7 +145,7 @@ class Network:
         if on is None:
             return ()
         rate = np.full(len(on.ranks), np.inf)
-        start, half, within, between = np.zeros((4, len(on.members)))
+        start, half, within, between, chunk = np.zeros((5, len(on.members)))
         shared, across = on.ranks > 1, on.nodes[on.group] > 1
         if shared.any():
             link = self.placement.link_of(group, on.members_of(int(shared.argmax())))
@@ -157,12 +158,13 @@ class Network:
             rate[across] = np.minimum(rate[across], self._adapters().rates(on, across))
             some = on.most(across)
             between = some * self.number(BETWEEN_NODES, "latency_s")
+            chunk = some * self.number(BETWEEN_NODES, "chunk_s")
             start = np.maximum(start, some * self.number(BETWEEN_NODES, "start_s"))
             half = np.maximum(half, some * self.number(BETWEEN_NODES, "half_bytes"))
         slowest = -on.most(-rate)
         if across.any() and (pods := self._pods) is not None:
             slowest = pods.rings(self.placement.nodes(on.members), slowest)
-        kinds = np.stack([on.nodes, slowest, start, within, between, half], axis=1)
+        kinds = np.stack([on.nodes, slowest, start, within, between, half, chunk], axis=1)
         size = on.members.shape[1]
         return tuple(Ring(size, int(nodes), *rest) for nodes, *rest in _different(kinds))
 

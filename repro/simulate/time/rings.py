@@ -34,6 +34,8 @@ class Ring(NamedTuple):
     """Seconds of a step between nodes."""
     half: float
     """Payload of a step, in bytes, at which it is half as fast."""
+    chunk: float
+    """Seconds that a node has a chunk of a tree's message before it passes it on."""
 
     def seconds(
         self, op: str, payload: int, *, trees: bool = True, cores_s: Callable[[float], float] = lambda _: 0.0
@@ -53,7 +55,8 @@ class Ring(NamedTuple):
             ring += steps * max(0.0, busy - latency - alone)
         if op != ALL_REDUCE or self.nodes == 1 or not trees:
             return ring
-        depth = (n / self.nodes - 1) * self.inside + log2(self.nodes) * self.between
+        chunk = min(self.chunk, payload / self.rate)
+        depth = (n / self.nodes - 1) * self.inside + log2(self.nodes) * (self.between + chunk)
         tree = self.start + 2 * depth + 2 * (payload + self.half) / (self.rate * TREE_EFFICIENCY)
         return min(ring, tree)
 

@@ -37,6 +37,7 @@ def networks(draw: st.DrawFn) -> tuple[System, Layout]:
         optional = {
             "latency_s": draw(st.floats(0, 1e-3)),
             "start_s": draw(st.floats(0, 1e-3)),
+            "chunk_s": draw(st.floats(0, 1e-3)),
             "efficiency": draw(st.floats(0.1, 1)),
             "half_bytes": draw(st.floats(0, 1e6)),
             "adapters": draw(st.integers(1, 16)),

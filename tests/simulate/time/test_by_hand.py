@@ -145,7 +145,7 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     assert dict(long.parts) == pytest.approx({"elementwise": 4 * US, "all-reduce of block (tp)": 100 * US})
 
 
-RING = Ring(ranks=8, nodes=2, rate=1e9, start=10 * US, inside=1 * US, between=5 * US, half=0)
+RING = Ring(ranks=8, nodes=2, rate=1e9, start=10 * US, inside=1 * US, between=5 * US, half=0, chunk=0.4 * US)
 """Fourteen hops of an all-reduce, of which two cross between the nodes; seven of which one of its halves."""
 
 
@@ -156,9 +156,10 @@ RING = Ring(ranks=8, nodes=2, rate=1e9, start=10 * US, inside=1 * US, between=5 
         ("all_gather", 8 * 10**9, (10 + 6 + 5) * US + 7),
         ("broadcast", 8 * 10**9, (10 + 6 + 5) * US + 8),
         ("all_reduce", 8 * 10**9, (10 + 12 + 10) * US + 14),
-        # A tree: three hops in a node and one between, up and down, at 0.9 of the rate.
+        # A tree: three hops in a node and one between with a chunk, up and down, at 0.9 of the rate.
         ("all_reduce", 0, (10 + 2 * (3 + 5)) * US),
-        ("all_reduce", 900, (10 + 2 * (3 + 5)) * US + 2 * US),
+        ("all_reduce", 90, (10 + 2 * (3 + 5 + 0.09)) * US + 0.2 * US),
+        ("all_reduce", 900, (10 + 2 * (3 + 5 + 0.4)) * US + 2 * US),
     ],
 )
 def test_a_ring_over_two_nodes(op: str, payload: int, seconds: float) -> None:
@@ -170,7 +171,7 @@ def test_on_one_node_there_is_no_tree() -> None:
     ring = RING._replace(nodes=1, half=1e6)
     assert ring.seconds("all_reduce", 8 * 10**6) == pytest.approx((10 + 14) * US + 28e-3, rel=1e-9)
     across = RING._replace(half=1e6)
-    assert across.seconds("all_reduce", 8 * 10**6) == pytest.approx((10 + 16) * US + 20e-3, rel=1e-9)
+    assert across.seconds("all_reduce", 8 * 10**6) == pytest.approx((10 + 16.8) * US + 20e-3, rel=1e-9)
     assert across.seconds("all_reduce", 8 * 10**6, trees=False) == pytest.approx((10 + 22) * US + 28e-3)
 
 

@@ -46,6 +46,18 @@ def bus_bandwidth(found: Network, payload: int, group: str = "world") -> float:
     [
         ("selene", 8, 4 << 30, 232.54, 0.05, "one node of 8 A100, NVIDIA/nccl#1048"),
         ("selene", 64, LARGE, 192, 0.03, "DGX A100 with 8 x 200 Gb/s, NVIDIA/nccl#812"),
+        (
+            "selene",
+            32,
+            4 << 20,
+            35.5,
+            0.15,
+            "4 DGX A100, NVIDIA/deepops docs/slurm-cluster/slurm-perf-cluster.md",
+        ),
+        ("selene", 32, 16 << 20, 85.3, 0.1, "the same"),
+        ("selene", 32, 32 << 20, 110.9, 0.1, "the same"),
+        ("selene", 32, 64 << 20, 120.4, 0.1, "the same"),
+        ("selene", 32, 1 << 30, 178.7, 0.05, "the same"),
         ("dgx-a100-40gb", 8, 4 << 20, 65.5, 0.05, "8 A100 40 GB, tests of microsoft/superbenchmark"),
         ("dgx-a100-40gb", 8, 32 << 20, 156.9, 0.15, "8 A100 40 GB, tests of microsoft/superbenchmark"),
         ("dgx2", 12, 1 << 30, 123.1, 0.05, "12 V100 of a DGX-2, a public log of nccl-tests"),
