@@ -20,10 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from repro.claims.allowed import allowed, stated, tolerance
-from repro.claims.doubt import Doubt, doubted
-from repro.claims.expression import Expression, ExpressionError, Result, evaluate, parse, quotient, texts
-from repro.claims.formulas import CONSTANTS, FORMULAS
+from repro.claims.expression import Expression, parse, quotient, texts
+from repro.claims.finding import find
 from repro.claims.ledger import (
     EMULATED,
     ITSELF,
@@ -38,8 +36,7 @@ from repro.claims.ledger import (
     Ledger,
     Row,
 )
-from repro.claims.published import UNITS, digitised, printed, show
-from repro.claims.records import Missing, Records
+from repro.claims.records import Records
 from repro.claims.results import (
     BAD,
     CONSISTENT,
@@ -55,11 +52,7 @@ from repro.claims.results import (
     KindResult,
     RowResult,
 )
-from repro.claims.scripts import COUNTS
-from repro.claims.tolerance import NOISELESS, Accepted, agrees_at_scale, room
 from repro.results.schema import MEASURED, SIMULATED, Record
-
-_INPUTS = {"printed": printed, "digitised": digitised}
 
 
 def judge(ledger: Ledger, records: Iterable[Record]) -> list[ClaimResult]:
@@ -112,7 +105,10 @@ def strength(basis: str) -> int:
 
 def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
     evidence = [*row.evidence, *_at_published_scale(row, records)]
-    findings = sorted((_find(one, row, claim, records) for one in evidence), key=lambda f: strength(_name(f)))
+    findings = sorted(
+        (find(one, row, claim, records, _read(one, row)) for one in evidence),
+        key=lambda f: strength(_name(f)),
+    )
     speaking = [f for f in findings if f.verdict != NOT_COMPARABLE]
     for level in dict.fromkeys(strength(_name(f)) for f in speaking):
         equals = [f for f in speaking if strength(_name(f)) == level]
@@ -138,7 +134,7 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
     expression answers from their measured records.  A ratio of two that took turns is the one of those turns,
     with its interval.
     """
-    said = {experiment for one in row.evidence if one.kind == "measured" for experiment in _read(one, row)}
+    said = {experiment for one in row.evidence if one.kind == MEASURED for experiment in _read(one, row)}
     for one in row.evidence:
         read = _read(one, row)
         if one.kind != SIMULATED or not read or said.intersection(read):
@@ -155,137 +151,7 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
 
 def _read(evidence: Evidence, row: Row) -> list[str]:
     """The experiments that a value comes from."""
-    return experiments(evidence.value, row.variables)
-
-
-def _find(evidence: Evidence, row: Row, claim: Claim, records: Records) -> Finding:
-    """Evaluate one piece of evidence and compare it."""
-    read = () if evidence.kind == "analytic" else tuple(_read(evidence, row))
-    common: dict[str, Any] = {
-        "kind": evidence.kind,
-        "scale": evidence.scale,
-        "libraries": tuple(records.libraries(read)) if evidence.kind in (MEASURED, EMULATED) else (),
-        "origin": evidence.origin,
-        "expression": evidence.value.text,
-        "tolerance": tolerance(row, evidence, claim),
-        "experiments": read,
-    }
-    yes, no = (CONSISTENT, INCONSISTENT) if evidence.origin == ITSELF else (REPRODUCED, NOT_REPRODUCED)
-    functions: dict[str, Any] = {**FORMULAS, **COUNTS, **_INPUTS}
-    if evidence.kind != "analytic":
-        functions |= records.functions(evidence.kind)
-    variables = {**CONSTANTS, **row.variables}
-    calibration = ""
-    if row.calibrates and evidence.kind == SIMULATED:
-        calibration = f"calibration, no evidence: {row.calibrates} takes its efficiency from this value"
-    try:
-        value = evaluate(evidence.value, functions, variables)
-        expected = evaluate(evidence.expect, functions, variables) if evidence.expect else None
-    except Missing as missing:
-        return Finding(
-            verdict=NOT_COMPARABLE if calibration else NOT_RUN,
-            reason=calibration
-            or f"{missing.experiment}: {missing.reason}; "
-            f"`{missing.remedy or how_to_run(missing.suite, evidence.kind)}`",
-            **common,
-        )
-    except ExpressionError as error:
-        return Finding(verdict=NOT_RUN, reason=f"cannot be computed: {error}", **common)
-    if isinstance(value.value, str) or (expected and isinstance(expected.value, str)):
-        right = expected.value if expected else row.published
-        verdict = yes if value.value == right else no
-        return Finding(
-            verdict=verdict,
-            reason=f"expected {right}",
-            value=value.value,
-            expected=right,
-            text=str(value.value),
-            **common,
-        )
-    value = _in_unit(value, row.unit)
-    low, high = float(value.low), float(value.high)
-    if calibration:
-        return Finding(
-            verdict=NOT_COMPARABLE,
-            reason=calibration,
-            value=value.value,
-            low=value.low,
-            high=value.high,
-            text=_text(value, row),
-            **common,
-        )
-    if expected is not None:
-        expected = _in_unit(expected, row.unit)
-        point = float(value.value)
-        seen = (low, high) if evidence.metric in NOISELESS else (point, point)  # noise must not help
-        agrees = agrees_at_scale(seen, (float(expected.low), float(expected.high)), evidence.metric)
-        expectation = show(float(expected.value))
-        reason = f"{expectation} expected at this scale, {room(evidence.metric)} ({evidence.metric})"
-    else:
-        rule = allowed(row, evidence, claim)
-        assert rule is not None
-        reason = rule.because
-        point = float(value.value)
-        # Noise must not help: the point decides, but at a bound, which the evidence's own interval widens.
-        seen = (low, high) if evidence.kind == "analytic" or row.bound else (point, point)
-        agrees = rule.meets(*seen)
-        if evidence.kind != "analytic" and _across(rule, low, high):
-            reason += "; the interval reaches across the limit"
-    verdict = yes if agrees else no
-    if evidence.kind == SIMULATED and expected is None:
-        doubt = doubted(evidence, row, read, records, functions)
-        if doubt is not None:
-            common["doubt"] = doubt = doubt.over(UNITS[row.unit])
-            value = Result(value.value, doubt.low, doubt.high)
-            if verdict == NOT_REPRODUCED:
-                verdict, reason, common["deciding"] = _in_doubt(doubt, row, claim, reason)
-    return Finding(
-        verdict=verdict,
-        reason=reason,
-        value=value.value,
-        low=value.low,
-        high=value.high,
-        expected=expected.value if expected else None,
-        text=_text(value, row),
-        **common,
-    )
-
-
-def _in_doubt(doubt: Doubt, row: Row, claim: Claim, rule: str) -> tuple[str, str, tuple[str, ...]]:
-    """Of a predicted time whose best value misses: the verdict, the reason and the unknowns that decide."""
-    published = stated(row, claim)
-    assert published is not None
-    ends = " to ".join(dict.fromkeys(show(end, row.printed) for end in (doubt.least, doubt.most)))
-    if not published.meets(doubt.least, doubt.most):
-        why = f"the published value lies outside of {ends}, whatever unknown inputs are"
-        return NOT_REPRODUCED, f"{rule}; {why}", ()
-    found = doubt.deciding(published.meets)
-    which = f"{found[0]} decides" if len(found) == 1 else f"no one alone, {' and '.join(found)} most of all"
-    why = f"the published value lies in {ends}, what unknown inputs leave: {which}"
-    return POSSIBLE, f"{rule}; {why}", found
-
-
-def _across(rule: Accepted, low: float, high: float) -> bool:
-    return rule.meets(low, high) and not (rule.meets(low, low) and rule.meets(high, high))
-
-
-def how_to_run(suite: str, kind: str) -> str:
-    """What would bring the records of a suite that are missing."""
-    return f"repro run suites/{suite}.toml" + (f" --evidence {kind}" if kind == SIMULATED else "")
-
-
-def _in_unit(result: Result, unit: str) -> Result:
-    size = UNITS[unit]
-    if size == 1:
-        return result
-    return Result(float(result.value) / size, float(result.low) / size, float(result.high) / size)
-
-
-def _text(result: Result, row: Row) -> str:
-    text = show(float(result.value), row.printed)
-    if result.low != result.high:
-        text += f" [{show(float(result.low), row.printed)}, {show(float(result.high), row.printed)}]"
-    return text
+    return [] if evidence.kind == "analytic" else experiments(evidence.value, row.variables)
 
 
 def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from repro.claims.judge import how_to_run
+from repro.claims.finding import how_to_run
 from repro.render import units
 from repro.report.figures.style import (
     BLUE,

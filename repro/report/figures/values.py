@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from repro.claims.expression import ExpressionError, evaluate, parse
+from repro.claims.finding import how_to_run
 from repro.claims.formulas import CONSTANTS, FORMULAS
-from repro.claims.judge import experiments, how_to_run
+from repro.claims.judge import experiments
 from repro.claims.ledger import PUBLISHED_SCALE
 from repro.claims.published import UNITS, Printed
 from repro.claims.records import Missing, Records
