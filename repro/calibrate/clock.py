@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -71,8 +72,8 @@ class OperatorClock:
     def time(self, make: Callable[[], Callable[[], object]], nbytes: int) -> OperatorTiming:
         """Seconds of one call of what `make` returns, which reads and writes `nbytes`.
 
-        Calls go round among several sets of arguments, as many as the cache does not hold: a step does not
-        find its operands in the cache either, unless all of them fit.
+        Calls go round among several sets of arguments and of results, more than the cache holds: a step does not find
+        its operands in the cache either, nor the memory that it writes to, unless all of it fits.
         """
         first = make()
         first()
@@ -81,13 +82,19 @@ class OperatorClock:
         first()
         self._host_s = time.perf_counter() - began
         once = self._run([first], 1)
-        calls = min(MOST_CALLS, max(1, math.ceil(REPEAT_S / max(once, 1e-7))))
-        sets = min(calls, max(1, self.cache // max(1, nbytes)))
-        functions = [first, *(make() for _ in range(sets - 1))]
-        self._run(functions, len(functions))
+        sets = min(MOST_CALLS, 1 + self.cache // max(1, nbytes))
+        calls = max(sets, min(MOST_CALLS, math.ceil(REPEAT_S / max(once, 1e-7))))
+        kept: deque[object] = deque(maxlen=sets)
+
+        def keeping(function: Callable[[], object]) -> Callable[[], object]:
+            return lambda: kept.append(function())
+
+        functions = [keeping(function) for function in (first, *(make() for _ in range(sets - 1)))]
+        self._run(functions, sets)
         found = []
         for _ in range(self.repeats):
-            self.flush()
+            if self.ranks_per_core == 1:  # in a crowd the others do
+                self.flush()
             self.synchronize()
             self.group.barrier()
             found.append(

@@ -13,7 +13,10 @@ from repro.config.network import core_share
 from repro.config.timing import OperatorRate
 from repro.lab.products import PRODUCTS
 from repro.measure.statistics import quantile
+from repro.simulate.time.emulated import OWN_CODE
 
+STEP = "step_over_operators"
+"""The fact of how many times as long as its operators, timed one by one, a step without messages takes in a crowd."""
 GUARD = 1e-9
 """Seconds below which the clock says nothing."""
 
@@ -42,6 +45,8 @@ def tables(
     if on_cpu:
         # Host and device are the same core: what goes by before an operator begins is part of it.
         rates = {name: _later(rate, launch_s) for name, rate in rates.items()}
+    silent = _silent(ranks, rates)
+    rates = {name: rate.slowed(silent[STEP]) for name, rate in rates.items()} if silent else rates
     copy = ranks[0]["copy"]["nbytes"] / middle(rank["copy"]["median"] for rank in ranks)
     peak = max(row["flops"] / row["median"] for row in rows if row["name"] in fit.PRODUCTS)
     together = "alone" if count == 1 else f"all {count} ranks at once"
@@ -53,6 +58,7 @@ def tables(
         "threads": ranks[0]["threads"],
         "cache_bytes": ranks[0]["cache_bytes"],
         "host_s_per_operator": rounded(launch_s),
+        **silent,
         "operators_measured": len({row["name"] for row in rows}),
         "calls_measured": len(rows),
         "load_before": load,
@@ -147,6 +153,27 @@ def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_
             fit.rate_of(rates, name).seconds(flops=flops, nbytes=nbytes) for name, nbytes, flops in operators
         )
     return max(0.0, step - inside) / len(operators)
+
+
+def _silent(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate]) -> dict[str, float]:
+    """How many times as long as its operators one by one a step without messages takes, and the part of that which is
+    the ranks' own code: the medians of all such steps, of which there are none where ranks share no core."""
+    steps = list(zip(*(rank.get("silent", ()) for rank in ranks), strict=True))
+    if not steps:
+        return {}
+    times = []
+    for same in steps:
+        operators = sum(
+            calls * fit.rate_of(rates, name).seconds(flops=flops, nbytes=nbytes)
+            for name, nbytes, flops, calls in same[0]["operators"]
+        )
+        times.append(middle(rank["seconds"] for rank in same) / operators)
+    own = middle(rank["own"] for same in steps for rank in same)
+    return {
+        STEP: rounded(middle(times)),
+        f"{STEP}_spread": rounded((quantile(times, 0.75) - quantile(times, 0.25)) / 2 / middle(times)),
+        OWN_CODE: rounded(own),
+    }
 
 
 def _later(rate: OperatorRate, seconds: float) -> OperatorRate:

@@ -13,6 +13,7 @@ from repro.calibrate.clock import OperatorClock
 from repro.calibrate.launch import LaunchBench
 from repro.calibrate.links import COLLECTIVES, OVERLAPPED, LinkBench
 from repro.calibrate.plan import PAYLOADS, QUICK_PAYLOADS, QUICK_REPEATS
+from repro.calibrate.silent import silent_step
 from repro.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
 from repro.config.enums import Phase
@@ -82,6 +83,12 @@ def _measure(
 
         result["operators"] = operators(job.experiments, clock, quick, beat, between)
         result["launch"] = launch.result()
+        if clock.ranks_per_core > 1:
+            result["silent"] = []
+            for experiment in job.experiments:
+                if not experiment.training.dropout:  # whose random numbers no operator's rate has
+                    result["silent"].append(silent_step(experiment, clock))
+                    beat()
         result["copy"] = copies(clock, clock.device)
         if device == "cpu":
             result["products"] = products_of_a_core(rank % per_node, whole)

@@ -7,8 +7,9 @@ from typing import Any
 
 from repro.config.errors import require
 
-CORES_SHARE = 0.75
-"""Of each core, what its ranks compute in together; their messages have the rest."""
+CORES_SHARE = 0.4
+"""Of each core, what its ranks compute in together; their messages have the rest, and the kernel has what it needs to
+carry them.  Of three quarters nothing was left on fast cores: ranks waited for a core that they had a share of."""
 
 
 def core_share(ranks: int, cores: int) -> float:

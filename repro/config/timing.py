@@ -147,6 +147,14 @@ class OperatorRate:
         """Seconds of one call that does `flops` and reads and writes `nbytes`."""
         return self.fixed_s + nbytes * self.per_byte_s + flops * self.per_flop_s
 
+    def slowed(self, times: float) -> OperatorRate:
+        """Of an operator that takes so many times as long."""
+        return OperatorRate(
+            fixed_s=self.fixed_s * times,
+            per_byte_s=self.per_byte_s * times,
+            per_flop_s=self.per_flop_s * times,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:

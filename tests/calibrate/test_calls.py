@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,30 @@ def test_ranks_that_share_a_cache_flush_it_together(monkeypatch: pytest.MonkeyPa
     alone, one_of_eight = (OperatorClock(CPU, meshes.single().world, repeats=1, neighbours=n) for n in (1, 8))
     assert (alone.cache, one_of_eight.cache) == (2**20, 2**17)
     assert alone._wipe.nbytes == 8 * one_of_eight._wipe.nbytes > 2**20
+
+
+def test_a_call_finds_neither_its_operands_nor_the_memory_of_its_result_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock_module, "cache_bytes", lambda device: 2**20)
+    read: list[int] = []
+    written: list[int] = []
+
+    def make() -> Callable[[], torch.Tensor]:
+        operand = torch.ones(2**15)  # read and written, a quarter of the cache
+
+        def call() -> torch.Tensor:
+            result = operand + 1
+            read.append(operand.data_ptr())
+            written.append(result.data_ptr())
+            return result
+
+        return call
+
+    clock = OperatorClock(CPU, meshes.single().world, repeats=3)
+    clock.time(make, 2**18)
+    for places in (read, written):
+        assert all(len(set(places[i : i + 5])) == 5 for i in range(len(read) - 15, len(read) - 5))
 
 
 def test_a_core_s_products_are_measured_as_a_run_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_bytes_are_a_steps_and_a_nodes_first_rank_speaks_for_it(facts: Path) -> 
         assert (said.node_sent_bytes, said.node_received_bytes) == node
         assert said.facts == (json.loads(facts.read_text()) if known else None)
         assert said.compute_flops_per_s == (1 + rank) * 1e9
-        assert said.core_share == 0.75 * 2 / 4
+        assert said.core_share == 0.4 * 2 / 4
 
 
 @pytest.mark.parametrize(

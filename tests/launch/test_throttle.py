@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from repro.host.user_clock import UserClock
 from repro.launch.rank import throttle as module
 from repro.launch.rank.throttle import CATCH_UP_S, TICK_S, Throttle
 from tests.clock import Clock
@@ -15,7 +16,7 @@ SHARE = 0.25
 
 
 def compute(seconds: float) -> None:
-    """Take so many seconds of processor time, however long they last."""
+    """Take so many seconds of the processor, however long they last."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         sum(range(1000))
@@ -27,13 +28,13 @@ def test_a_thread_computes_for_its_share_of_the_time_whether_it_waited_before_or
     if by == "timer":
         throttle.start()
     try:
-        spent, computed = 0.0, 0.0
+        clock, spent, computed = UserClock(), 0.0, 0.0
         for _ in range(4):
             due = time.perf_counter() + 0.2  # from then on it could compute, also if it has no core yet
             time.sleep(0.2)  # as if for a message
-            before = time.thread_time()
+            before = clock()
             compute(0.05)
-            computed += time.thread_time() - before
+            computed += clock() - before
             throttle.settle()
             spent += time.perf_counter() - due
     finally:
@@ -47,18 +48,19 @@ class Clocks(Clock):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         super().__init__(now=0.0)
-        self.computed = self.kept = self.longer = 0.0
-        """`longer`: than it was asked to, a sleep takes."""
+        self.computed = self.interrupted = self.kept = self.longer = 0.0
+        """`interrupted`: for what the kernel did for others; `longer`: than it was asked to, a sleep takes."""
         self.look_s = 0.0
         """Of processor time, that a look at how long the thread was kept from its core takes."""
         self.rules(monkeypatch, module)
         monkeypatch.setattr(module.os, "pread", self.pread)
+        monkeypatch.setattr(module, "UserClock", lambda: lambda: self.computed)
 
     def thread_time(self) -> float:
-        return self.computed
+        return self.computed + self.interrupted
 
     def perf_counter(self) -> float:
-        return self.computed + self.now
+        return self.computed + self.interrupted + self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += self.longer
@@ -67,7 +69,7 @@ class Clocks(Clock):
     def pread(self, descriptor: int, size: int, offset: int) -> bytes:
         assert offset == 0
         self.computed += self.look_s
-        return f"{self.computed * 1e9:.0f} {self.kept * 1e9:.0f} 7".encode()
+        return f"{self.thread_time() * 1e9:.0f} {self.kept * 1e9:.0f} 7".encode()
 
 
 def test_a_tick_of_the_timer_while_it_sleeps_is_not_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +95,10 @@ def test_it_sleeps_for_what_its_share_leaves_to_others(monkeypatch: pytest.Monke
     assert settles(0.1) == pytest.approx([0.3])
     assert settles(0.0) == []
     assert settles(0.1, kept=0.2) == pytest.approx([0.1]), "others have computed for so long"
+    clocks.interrupted += 0.2
+    assert settles(0.1) == pytest.approx([0.1]), (
+        "what the kernel did for others was no computing, and has passed"
+    )
     clocks.longer = 0.015
     assert settles(0.1) == pytest.approx([0.3])
     clocks.longer = 0.0

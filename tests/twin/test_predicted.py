@@ -10,11 +10,12 @@ from repro import suites
 from repro.calibrate import toml
 from repro.config import EmulatedNetwork
 from repro.config.errors import ConfigError
+from repro.config.network import CORES_SHARE
 from repro.config.system import System
 from repro.lab.products import PRODUCTS
 from repro.launch import simulated
 from repro.results.store import read
-from repro.simulate.time.emulated import emulated
+from repro.simulate.time.emulated import OWN_CODE, emulated
 from repro.systems.load import parse
 from repro.twin.derive import Twin
 from repro.twin.suite import Named, text
@@ -60,3 +61,11 @@ def test_a_file_that_does_not_say_how_fast_ranks_compute_cannot_scale_links() ->
     network = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7, flops_per_s=5e9)
     with pytest.raises(ConfigError, match=f"{PRODUCTS}.*calibrate anew"):
         emulated(calibrated(), network)
+
+
+def test_a_rank_s_own_code_has_its_share_of_a_core_and_the_kernel_s_is_not_held() -> None:
+    network = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7)
+    all_own, most = (emulated(calibrated(**facts), network) for facts in ({}, {OWN_CODE: 0.9}))
+    for name, rate in calibrated().device.operators.items():
+        assert all_own.device.operators[name] == rate.slowed(1 / CORES_SHARE)
+        assert most.device.operators[name] == rate.slowed(0.9 / CORES_SHARE)

@@ -1,10 +1,10 @@
 """Holds a rank that shares a core to its share of it: it computes no faster while the others wait.
 
 Eight ranks of a core compute at an eighth of its rate each; when seven of them wait for messages the eighth would
-compute eight times as fast, and the time of the messages would vanish in that.  So a rank that has computed for `c`
-seconds of processor time sleeps until `c / share` seconds have passed, those not counted in which it waited for others.
-It does so before each message and, for libraries that do not say when they send, whenever the kernel's timer of
-processor time says so.  Only the thread that computes is held; those that carry messages are not.
+compute eight times as fast, and the time of the messages would vanish in that.  So a rank that has run its own code for
+`c` seconds sleeps until `c / share` seconds have passed, those not counted in which it waited for others.  It does so
+before each message and, for libraries that do not say when they send, whenever the kernel's timer of processor time
+says so.  Only the thread that computes is held; those that carry messages are not.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import signal
 import time
 from types import FrameType
+
+from repro.host.user_clock import UserClock
 
 CATCH_UP_S = 0.02
 """What a rank that was kept from its core may make up for later, at most."""
@@ -23,8 +25,9 @@ class Throttle:
     """Holds the main thread, from `start` to `stop`."""
 
     def __init__(self, share: float):
-        """`share`: seconds of processor time in each second."""
+        """`share`: seconds in each second that it computes.  To be made by the thread that it holds."""
         self.share = share
+        self._user_seconds = UserClock()
         self._delays = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._ahead = 0.0
         self._settling = False
@@ -46,8 +49,9 @@ class Throttle:
         if self._settling:
             return
         self._settling = True
-        computed, delayed = time.thread_time() - self._computed, self._delay() - self._delayed
-        self._ahead += computed / self.share - computed - delayed
+        computed = self._user_seconds() - self._computed
+        passed = time.thread_time() - self._charged + self._delay() - self._delayed
+        self._ahead += computed / self.share - passed
         if self._ahead > 0:
             began = time.perf_counter()
             time.sleep(self._ahead)
@@ -58,7 +62,8 @@ class Throttle:
 
     def _look(self) -> None:
         self._delayed = self._delay()
-        self._computed = time.thread_time()  # last: looking is no computing
+        self._charged = time.thread_time()
+        self._computed = self._user_seconds()  # last: looking is no computing
 
     def _delay(self) -> float:
         """Seconds for which the thread could have run and another one had its core."""

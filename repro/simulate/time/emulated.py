@@ -1,9 +1,10 @@
 """An emulated network as a system: the operators of a calibrated machine, joined by links of the rates asked for.
 
 Nothing of a step enters: operators, copies, single messages and a ring of all ranks without links were measured by
-`repro calibrate` with as many ranks at once, and a link brings what its token bucket lets through.  A step of a ring
-takes what its link needs, or what the cores need for the messages of all ranks, whichever is more: while a link is
-slow the cores have time, and a message costs no more than it costs alone.
+`repro calibrate` with as many ranks at once, and a link brings what its token bucket lets through.  gloo sends a rank's
+part of a ring in two segments, so that one is on its link while the other is handled (gloo/allreduce.cc).  So a step
+takes what its link needs and then what the cores need for the small segments of all ranks, which come at once; or what
+the cores need for the messages of all ranks, if that is more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from repro.config.links import Collective, Link
 from repro.config.network import CORES_SHARE
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.config.timing import OperatorRate
 from repro.lab.frames import payload_share
 from repro.lab.products import PRODUCTS
 from repro.parallel.ledger import RING_PASSES
@@ -24,6 +24,10 @@ from repro.simulate.placement import BETWEEN_NODES
 
 RING = "all_reduce"
 """The collective that goes round all ranks in one ring."""
+SEGMENTS = 2
+"""In which gloo sends a rank's part of a message, at least."""
+OWN_CODE = "own_code"
+"""The fact of a calibrated file that says what part of a step's seconds is the ranks' own code and not the kernel's."""
 INSIDE = "memory"
 """The class of links between processes of one machine, which a rank's own link stands for here."""
 
@@ -31,8 +35,8 @@ INSIDE = "memory"
 def emulated(machine: System, network: EmulatedNetwork) -> System:
     """`machine` (a file of `repro calibrate --system local`) as ranks on `network`.
 
-    Each rank has its part of the cores to itself, whatever the others wait for, less what is kept for messages: it
-    computes at `CORES_SHARE` of the rate that the file was measured at.  Links are scaled to it as those of a run are.
+    Each rank has its part of the cores to itself, whatever the others wait for, less what is kept for messages: its own
+    code runs at `CORES_SHARE` of the rate that the file was measured at.  Links are scaled to it as those of a run are.
     Raises `ConfigError` if the file was measured with another number of ranks.
     """
     network = scaled(network, machine)
@@ -47,8 +51,9 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
         right = "measured with a ring of all ranks, as repro calibrate does now: calibrate anew"
         raise ConfigError("machine", machine.name, right)
     hop = hops(here.collectives[RING], network.world)
-    alone = hop.points[0][1] / machine.ranks_per_core
-    latency = said(alone, "the cores' time for a small step of a ring, without the ranks that share them")
+    latency = said(
+        hop.points[0][1] / SEGMENTS, "the cores' time for a small segment of a ring's step, of all ranks"
+    )
     cost = here.used(INSIDE, "overlap_cost").value or 0.0
     share = payload_share(network)
     inside = min(most, network.within * share) if network.within else most
@@ -72,10 +77,11 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
     if network.nodes > 1:
         between = min(network.between * share, network.ranks_per_node * inside)
         links[BETWEEN_NODES] = link("node", between, network.ranks_per_node)
-    slower = {name: slowed(rate, 1 / CORES_SHARE) for name, rate in machine.device.operators.items()}
+    slower = float(measured.facts.get(OWN_CODE, 1.0)) / CORES_SHARE
+    operators = {name: rate.slowed(slower) for name, rate in machine.device.operators.items()}
     return replace(
         machine,
-        device=replace(machine.device, operators=slower),
+        device=replace(machine.device, operators=operators),
         name=f"{machine.name}-emulated",
         devices_per_node=said(network.ranks_per_node, "the emulated network"),
         nodes=said(network.nodes, "the emulated network"),
@@ -107,13 +113,6 @@ def hops(ring: Collective, ranks: int) -> Collective:
     """Seconds of one step of a measured all-reduce of all `ranks`, by what each of them passes on in it."""
     steps = (ranks - 1) * RING_PASSES[RING]
     return Collective(points=tuple((payload / ranks, seconds / steps) for payload, seconds in ring.points))
-
-
-def slowed(rate: OperatorRate, times: float) -> OperatorRate:
-    """An operator that takes so many times as long."""
-    return OperatorRate(
-        fixed_s=rate.fixed_s * times, per_byte_s=rate.per_byte_s * times, per_flop_s=rate.per_flop_s * times
-    )
 
 
 def said(value: float, source: str) -> Quantity:

@@ -1,0 +1,72 @@
+"""What a step computes while the ranks that share the cores do the same: the engine's own, without its messages.
+
+Operators that are timed one by one, each called again and again, take less than in a step.  There others, and the code
+between them, have used the caches since; and what another rank has had the core in between takes them all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro.calibrate.clock import OperatorClock
+from repro.config import Experiment
+from repro.engines.native import NativeEngine
+from repro.host.user_clock import UserClock
+from repro.models.gpt import Place
+from repro.parallel import mesh as meshes
+from repro.parallel.transports import NoTransport, Work
+from repro.simulate.trace.events import Operator
+from repro.simulate.trace.roles import roles, trace
+from repro.train.part import MicroBatch
+
+STEPS = 3
+"""Timed, of each rank, after one that is not."""
+
+
+class Silent(NoTransport):
+    """Has a message's result hold numbers as good as those that would come: none is tiny, which would be slow."""
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        output.view(-1, input.numel()).copy_(input.clone())  # which may be a part of it
+        return Work()
+
+    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
+        tensor.fill_(0.5)
+        return Work()
+
+
+def silent_step(experiment: Experiment, clock: OperatorClock) -> dict[str, Any]:
+    """One rank's step of `experiment`, of the first stage and of few micro-batches, while all ranks have theirs:
+    `operators` as (name, bytes, FLOP, how often), `seconds` with as many ranks to a core, and what part of them is the
+    rank's `own` code and not the kernel's."""
+    traced = trace(experiment, roles(experiment)[0], gloo=True)
+    short = replace(experiment, layout=traced.layout)
+    engine = NativeEngine(short, meshes.build(traced.layout, 0, lambda ranks: Silent()), clock.device)
+    shape = traced.layout.micro_batch, experiment.seq
+    tokens = torch.randint(experiment.model.vocab, shape, device=clock.device)
+    batches = [MicroBatch(tokens, tokens, Place(0, 0))] * traced.layout.accumulation
+    user = UserClock()
+    spent = []
+    for _ in range(1 + STEPS):
+        clock.group.barrier()
+        began, own = time.thread_time(), user()
+        engine.step(batches, lambda phase: None)
+        engine.synchronize()
+        spent.append((time.thread_time() - began, user() - own))
+    seconds, own = (statistics.fmean(column) for column in zip(*spent[1:], strict=True))
+    called: Counter[tuple[str, float, float]] = Counter()
+    for o in traced.step:
+        if isinstance(o, Operator):
+            called[o.name, (o.read + o.written) / o.calls, o.flops / o.calls] += o.calls
+    return {
+        "operators": [(*call, times) for call, times in called.items()],
+        "seconds": seconds * clock.ranks_per_core,
+        "own": own / seconds,
+    }

@@ -1,0 +1,68 @@
+"""A step without its messages: the operators of the real one, on numbers that are none of them tiny."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from repro.calibrate import document
+from repro.calibrate.clock import OperatorClock
+from repro.calibrate.silent import Silent, silent_step
+from repro.config import Layout
+from repro.config.timing import OperatorRate
+from repro.parallel import mesh as meshes
+from repro.simulate.time.emulated import OWN_CODE
+from repro.simulate.trace.roles import roles, trace
+from tests.training import tiny
+
+LAYOUTS = {
+    "dp": Layout(dp=4, zero=1, global_batch=8),
+    "zero3": Layout(dp=4, zero=3, recompute=True, global_batch=4),
+    "tp": Layout(tp=2, dp=2, kernels="unfused", global_batch=2),
+    "pp": Layout(pp=2, dp=2, global_batch=8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_it_calls_the_operators_of_the_real_step(layout: Layout) -> None:
+    experiment = tiny(layout)
+    clock = OperatorClock(torch.device("cpu"), meshes.single().world, repeats=1, neighbours=64)
+    found = silent_step(experiment, clock)
+    traced = trace(experiment, roles(experiment)[0], gloo=True)
+    expected = Counter[str]()
+    for times, operator in traced.operators():
+        expected[operator.name] += times * operator.calls
+    called = Counter[str]()
+    for name, _, _, times in found["operators"]:
+        called[name] += times
+    assert set(called) == set(expected)
+    if traced.copies == 0:
+        assert called == expected
+    assert found["seconds"] > 0
+    assert 0 < found["own"] < 1.5
+
+
+def test_what_a_message_brings_is_never_tiny() -> None:
+    gathered, received = torch.full((2, 12), 1e-40)
+    gathered[4:8] = torch.arange(1.0, 5)
+    Silent().all_gather(gathered, gathered[4:8]).wait()
+    assert gathered.tolist() == [1, 2, 3, 4] * 3, (
+        "every rank's part is like this one's, which is a part of the result"
+    )
+    Silent().receive(received, 1, 0).wait()
+    assert received.tolist() == [0.5] * 12
+
+
+def test_a_file_says_how_much_longer_a_step_takes_than_its_operators() -> None:
+    rates = {"matmul": OperatorRate(fixed_s=1.0, per_flop_s=0.5), "elementwise": OperatorRate(fixed_s=2.0)}
+    operators = [("aten.mm", 8.0, 6.0, 2), ("aten.add", 8.0, 0.0, 3)]  # 2 * (1 + 3) + 3 * 2 seconds
+
+    def rank(*steps: tuple[float, float]) -> dict[str, object]:
+        return {"silent": [{"operators": operators, "seconds": s, "own": own} for s, own in steps]}
+
+    ranks = [rank((14.0, 0.9), (21.0, 0.9)), rank((17.5, 0.9), (24.5, 1.0)), rank((140.0, 0.8), (21.0, 0.9))]
+    found = document._silent(ranks, rates)
+    assert (found[document.STEP], found[OWN_CODE]) == (pytest.approx((1.25 + 1.5) / 2), 0.9)
+    assert document._silent([{}, {}], rates) == {}, "ranks that share no core"
