@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from repro.config import EmulatedNetwork
+from repro.host.user_clock import UserClock
 from repro.launch.rank import on_network
 from repro.launch.rank.on_network import OnNetwork
 from tests.clock import Clock
@@ -43,6 +44,7 @@ def test_bytes_are_a_steps_and_a_nodes_first_rank_speaks_for_it(facts: Path) -> 
         assert said.facts == (json.loads(facts.read_text()) if known else None)
         assert said.compute_flops_per_s == (1 + rank) * 1e9
         assert said.core_share == 0.4 * 2 / 4
+        assert said.own_code is UserClock().exact
 
 
 @pytest.mark.parametrize(

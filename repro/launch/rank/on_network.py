@@ -66,6 +66,7 @@ class OnNetwork:
         return RankOnNetwork(
             compute_flops_per_s=self._rate,
             core_share=self.throttle.share,
+            own_code=self.throttle.clock.exact,
             sent_bytes=sent,
             received_bytes=received,
             node_sent_bytes=node[0] if node else None,

@@ -27,7 +27,8 @@ class Throttle:
     def __init__(self, share: float):
         """`share`: seconds in each second that it computes.  To be made by the thread that it holds."""
         self.share = share
-        self._user_seconds = UserClock()
+        self.clock = UserClock()
+        """Of what it has computed."""
         self._delays = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._ahead = 0.0
         self._settling = False
@@ -49,7 +50,7 @@ class Throttle:
         if self._settling:
             return
         self._settling = True
-        computed = self._user_seconds() - self._computed
+        computed = self.clock() - self._computed
         passed = time.thread_time() - self._charged + self._delay() - self._delayed
         self._ahead += computed / self.share - passed
         if self._ahead > 0:
@@ -63,7 +64,7 @@ class Throttle:
     def _look(self) -> None:
         self._delayed = self._delay()
         self._charged = time.thread_time()
-        self._computed = self._user_seconds()  # last: looking is no computing
+        self._computed = self.clock()  # last: looking is no computing
 
     def _delay(self) -> float:
         """Seconds for which the thread could have run and another one had its core."""
