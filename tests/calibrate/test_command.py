@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from repro import cli, suites, systems
 from repro.calibrate import clock, plan
 from repro.calibrate.command import calibrate
+from repro.calibrate.document import STEP
 from repro.calibrate.fit import rate_of
 from repro.calibrate.machines import Here
 from repro.calibrate.target import run_rank
@@ -24,6 +26,7 @@ from repro.launch.beacon import Beacon, Lookout
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
 from repro.launch.local import launch
+from repro.simulate.time.emulated import OWN_CODE
 from repro.simulate.trace.roles import roles, trace
 from tests.calibrate.small_cache import CACHE
 from tests.training import tiny
@@ -198,7 +201,8 @@ def test_a_wrong_question_needs_no_torch() -> None:
 
 @pytest.mark.slow
 def test_operators_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the sizes of its own steps, whatever networks they are on; of links single messages alone."""
+    """In the sizes of its own steps, whatever networks they are on; of links single messages alone.  Ranks that share a
+    core run the steps too, without messages."""
     layout = "layout = { dp = 2, micro_batch = 1 }"
     suite = tmp_path / "suite.toml"
     suite.write_text(f"""
@@ -231,8 +235,18 @@ model = "own"
         plan.of_suites([suites.load(suite)], "local", 3, quick=True)
     output = tmp_path / "here.toml"
     monkeypatch.setattr("repro.calibrate.machines.TARGET", SMALL_CACHE)
-    answer = calibrate("local", 2, output, None, 0, True, [suite], quiet=True)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        answer = calibrate("local", 2, output, None, 0, True, [suite], quiet=True)
+    finally:
+        os.sched_setaffinity(0, cores)
     assert answer.outcome == "ok", answer.reason
-    links = systems.load(output).links["memory"].collectives
+    system = systems.load(output)
+    assert system.ranks_per_core == 2
+    assert system.provenance is not None
+    assert 0.1 < float(system.provenance.facts[STEP]) < 10, "the step's own operators"
+    assert 0 < float(system.provenance.facts[OWN_CODE]) < 1.5
+    links = system.links["memory"].collectives
     assert set(links) == {"all_reduce", "send"}
     assert not links["all_reduce"].groups, "only the ring of all ranks says what messages cost the cores"

@@ -43,6 +43,9 @@ def command(
 
 
 def _show(found: Calibrated) -> None:
+    from repro.calibrate.document import STEP
+    from repro.simulate.time.emulated import OWN_CODE
+
     device, provenance = found.document["device"], found.document["provenance"]
     facts = provenance["facts"]
     precision, peak = next(iter(device["peak_flops"].items()))
@@ -52,6 +55,9 @@ def _show(found: Calibrated) -> None:
     print(f"  fastest product     {units.flop_rate(peak['value'])} {precision} a rank")
     print(f"  copy                {copied}/s a rank, read and written")
     print(f"  host                {units.seconds(facts['host_s_per_operator'])} an operator")
+    if STEP in facts:
+        times = f"{facts[STEP]:.2f} times its operators one by one, without messages"
+        print(f"  step                {times}; {units.percent(facts[OWN_CODE])} of it its own code")
     for name, link in found.document["links"].items():
         for op, measured in link.get("collectives", {}).items():
             (small, least), (large, most) = measured["points"][0], measured["points"][-1]
