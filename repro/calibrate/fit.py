@@ -85,7 +85,7 @@ def scaled(common: OperatorRate, points: Sequence[Measurement]) -> OperatorRate:
     times = [
         (point.seconds - common.fixed_s) / seconds
         for point, seconds in zip(points, work, strict=True)
-        if seconds
+        if seconds and seconds >= common.fixed_s  # a call of a few bytes says nothing of the price of a byte
     ]
     factor = max(0.0, quantile(times, 0.5))
     return replace(common, per_byte_s=factor * common.per_byte_s, per_flop_s=factor * common.per_flop_s)

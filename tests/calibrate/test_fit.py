@@ -75,3 +75,12 @@ def test_own_rates_only_where_they_differ() -> None:
     of_nothing = fit.rate_of(found, "aten.sqrt")
     assert of_nothing.fixed_s == pytest.approx(2e-5, rel=0.01)
     assert of_nothing.per_byte_s == found["elementwise"].per_byte_s, "eight bytes do not tell"
+
+
+def test_a_call_of_a_few_bytes_says_nothing_of_the_price_of_a_byte() -> None:
+    """Of two calls, one on a number and one on a mask: their median would be the first's, thousands of times too much."""
+    common = OperatorRate(fixed_s=1e-5, per_byte_s=4e-10)
+    number, mask = Measurement(8, 0, 3e-5), Measurement(120_000, 0, 3 * 4.8e-5 + 1e-5)
+    found = fit.scaled(common, [number, mask])
+    assert found.seconds(flops=0, nbytes=mask.nbytes) == pytest.approx(mask.seconds)
+    assert found.seconds(flops=0, nbytes=number.nbytes) == pytest.approx(common.fixed_s, rel=1e-3)
