@@ -78,7 +78,7 @@ def test_own_rates_only_where_they_differ() -> None:
 
 
 def test_a_call_of_a_few_bytes_says_nothing_of_the_price_of_a_byte() -> None:
-    """Of two calls, one on a number and one on a mask: their median would be the first's, thousands of times too much."""
+    """Of two calls, on a number and on a mask, the median would be the first's: thousands of times too much."""
     common = OperatorRate(fixed_s=1e-5, per_byte_s=4e-10)
     number, mask = Measurement(8, 0, 3e-5), Measurement(120_000, 0, 3 * 4.8e-5 + 1e-5)
     found = fit.scaled(common, [number, mask])
