@@ -1,7 +1,7 @@
 """Predicted against measured: the measured runs of a store, predicted on a system file of their machine.
 
 The file comes from `repro calibrate` on that machine, which measures operators, copies and collectives by
-themselves; no time of a step enters it.
+themselves; no time of a step with messages enters it, and of one without only where ranks share cores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """An emulated network as a system: the operators of a calibrated machine, joined by links of the rates asked for.
 
-Nothing of a step enters: operators, copies, single messages and a ring of all ranks without links were measured by
-`repro calibrate` with as many ranks at once, and a link brings what its token bucket lets through.  gloo sends a rank's
+No step with messages enters, and no collective behind a link: operators, copies, single messages, a ring of all ranks
+without links and steps without messages were measured by `repro calibrate` with as many ranks at once, and a link
+brings what its token bucket lets through.  gloo sends a rank's
 part of a ring in two segments, so that one is on its link while the other is handled (gloo/allreduce.cc).  So a step
 takes what its link needs and then what the cores need for the small segments of all ranks, which come at once; or what
 the cores need for the messages of all ranks, if that is more.
