@@ -50,10 +50,12 @@ def timing(seconds: Sequence[float]) -> OperatorTiming:
 class OperatorClock:
     """Times calls on one device while the group's other ranks do the same."""
 
-    def __init__(self, device: torch.device, group: Group, repeats: int, neighbours: int = 1):
-        """`neighbours`: ranks of this node, this one too."""
+    def __init__(
+        self, device: torch.device, group: Group, repeats: int, neighbours: int = 1, cores: int | None = None
+    ):
+        """`neighbours`: ranks of this node, this one too; on so many `cores`, or on all that they may use."""
         self.device, self.group, self.repeats = device, group, repeats
-        self.ranks_per_core = max(1.0, neighbours / usable_cores()) if device.type == "cpu" else 1.0
+        self.ranks_per_core = max(1.0, neighbours / (cores or usable_cores())) if device.type == "cpu" else 1.0
         self.cache = max(1, cache_bytes(device) // (neighbours if device.type == "cpu" else 1))
         """Of the last-level cache, in bytes: processes of one node share it, and flush their parts at once."""
         self._host_s = 0.0

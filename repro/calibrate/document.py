@@ -13,7 +13,7 @@ from repro.config.network import core_share
 from repro.config.timing import OperatorRate
 from repro.lab.products import PRODUCTS
 from repro.measure.statistics import quantile
-from repro.simulate.time.emulated import OWN_CODE
+from repro.simulate.time.emulated import CARRYING
 
 STEP = "step_over_operators"
 """The fact of how many times as long as its operators, timed one by one, a step without messages takes in a crowd."""
@@ -156,8 +156,8 @@ def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_
 
 
 def _silent(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate]) -> dict[str, float]:
-    """How many times as long as its operators one by one a step without messages takes, and the part of that which is
-    the ranks' own code: the medians of all such steps, of which there are none where ranks share no core."""
+    """How many times as long as its operators one by one a step without messages takes: the median of all such steps,
+    of which there are none where ranks share no core."""
     steps = list(zip(*(rank.get("silent", ()) for rank in ranks), strict=True))
     if not steps:
         return {}
@@ -168,11 +168,9 @@ def _silent(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate]) -> 
             for name, nbytes, flops, calls in same[0]["operators"]
         )
         times.append(middle(rank["seconds"] for rank in same) / operators)
-    own = middle(rank["own"] for same in steps for rank in same)
     return {
         STEP: rounded(middle(times)),
         f"{STEP}_spread": rounded((quantile(times, 0.75) - quantile(times, 0.25)) / 2 / middle(times)),
-        OWN_CODE: rounded(own),
     }
 
 
@@ -218,7 +216,8 @@ def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any
     """What a rank's products reach when it is held to its share of a core."""
     share = core_share(per_node, ranks[0]["machine"]["cores"])
     rates = (rank["products"] for rank in ranks if rank["products"] is not None)
-    return {PRODUCTS: rounded(middle(rates) * share)}
+    carrying = {CARRYING: ranks[0]["carrying"]} if ranks[0]["carrying"] else {}
+    return {PRODUCTS: rounded(middle(rates) * share), **carrying}
 
 
 def _gpu_facts(here: dict[str, Any]) -> dict[str, Any]:

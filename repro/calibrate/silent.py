@@ -18,7 +18,6 @@ from torch import Tensor
 from repro.calibrate.clock import OperatorClock
 from repro.config import Experiment
 from repro.engines.native import NativeEngine
-from repro.host.user_clock import UserClock
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.transports import NoTransport, Work
@@ -44,29 +43,25 @@ class Silent(NoTransport):
 
 def silent_step(experiment: Experiment, clock: OperatorClock) -> dict[str, Any]:
     """One rank's step of `experiment`, of the first stage and of few micro-batches, while all ranks have theirs:
-    `operators` as (name, bytes, FLOP, how often), `seconds` with as many ranks to a core, and what part of them is the
-    rank's `own` code and not the kernel's."""
+    `operators` as (name, bytes, FLOP, how often), and `seconds` with as many ranks to a core."""
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     short = replace(experiment, layout=traced.layout)
     engine = NativeEngine(short, meshes.build(traced.layout, 0, lambda ranks: Silent()), clock.device)
     shape = traced.layout.micro_batch, experiment.seq
     tokens = torch.randint(experiment.model.vocab, shape, device=clock.device)
     batches = [MicroBatch(tokens, tokens, Place(0, 0))] * traced.layout.accumulation
-    user = UserClock()
     spent = []
     for _ in range(1 + STEPS):
         clock.group.barrier()
-        began, own = time.thread_time(), user()
+        began = time.thread_time()
         engine.step(batches, lambda phase: None)
         engine.synchronize()
-        spent.append((time.thread_time() - began, user() - own))
-    seconds, own = (statistics.fmean(column) for column in zip(*spent[1:], strict=True))
+        spent.append(time.thread_time() - began)
     called: Counter[tuple[str, float, float]] = Counter()
     for o in traced.step:
         if isinstance(o, Operator):
             called[o.name, (o.read + o.written) / o.calls, o.flops / o.calls] += o.calls
     return {
         "operators": [(*call, times) for call, times in called.items()],
-        "seconds": seconds * clock.ranks_per_core,
-        "own": own / seconds,
+        "seconds": statistics.fmean(spent[1:]) * clock.ranks_per_core,
     }

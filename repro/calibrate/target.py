@@ -17,6 +17,8 @@ from repro.calibrate.silent import silent_step
 from repro.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
 from repro.config.enums import Phase
+from repro.config.network import computing
+from repro.host.cores import DividedCores
 from repro.host.resources import usable_cores
 from repro.lab import products
 from repro.launch.beacon import Beacon
@@ -55,11 +57,16 @@ def _measure(
 ) -> dict[str, dict[str, Any]]:
     place = own_device(device)
     quick = job.experiments[0].training.steps == QUICK_REPEATS
+    cores, divided = usable_cores(), DividedCores(rank)
     with process_group(rank, world, place, rendezvous):
         per_node = ranks_per_node(world)
         groups = kinds(world, per_node, device)
+        chains = pipelines(world, per_node, device)
+        if not collectives:
+            cores = computing(cores)
+            divided.divide()
         whole = next(iter(groups.values()), meshes.single().world)
-        clock = OperatorClock(place, whole, job.experiments[0].training.steps, per_node)
+        clock = OperatorClock(place, whole, job.experiments[0].training.steps, per_node, cores)
         count = 0
 
         def beat() -> None:
@@ -69,10 +76,11 @@ def _measure(
 
         beat()
         result: dict[str, Any] = {
-            "machine": machine(),
+            "machine": machine(cores),
             "per_node": per_node,
             "threads": torch.get_num_threads(),
             "cache_bytes": clock.cache,
+            "carrying": 0 if collectives else len(divided.carrying),
         }
         began = time.perf_counter()
         launch = LaunchBench(clock, job.experiments[0])
@@ -91,7 +99,7 @@ def _measure(
                     beat()
         result["copy"] = copies(clock, clock.device)
         if device == "cpu":
-            result["products"] = products_of_a_core(rank % per_node, whole)
+            result["products"] = products_of_a_core(rank % per_node < cores, whole)
         if device == "cuda":
             result["host_copy"] = copies(clock, torch.device("cpu"))
         result["operators_s"] = time.perf_counter() - began
@@ -102,7 +110,7 @@ def _measure(
             measured = groups if collectives else dict(list(groups.items())[:1])
             result["links"] = bench.by_payload(
                 measured,
-                pipelines(world, per_node, device),
+                chains,
                 payloads,
                 beat,
                 COLLECTIVES if collectives else (RING,),
@@ -161,23 +169,23 @@ def operators(
     return rows
 
 
-def products_of_a_core(place: int, group: Group) -> float | None:
+def products_of_a_core(ours: bool, group: Group) -> float | None:
     """FLOP/s of this core's products while each core runs one rank, as a run measures it to scale its links
     (`repro.lab.products.of_a_rank`): ranks that take turns on a core take its caches from each other.
 
-    `place`: of this rank on its node; None on those that leave the cores to others meanwhile.
+    `ours`: whether this rank is its core's; None where it leaves it to another meanwhile.
     """
     group.barrier()
-    found = products.of_this_core() if place < usable_cores() else None
+    found = products.of_this_core() if ours else None
     group.barrier()
     return found
 
 
-def machine() -> dict[str, Any]:
-    """What this rank's node is, for the file's tables."""
+def machine(cores: int) -> dict[str, Any]:
+    """What this rank's node is, for the file's tables.  `cores`: those that ranks compute on."""
     return {
         "cpu": cpu()["model"],
-        "cores": usable_cores(),
+        "cores": cores,
         "memory": memory(),
         "gpus": gpus(),
         "nvlink": has_nvlink(),

@@ -7,13 +7,20 @@ from typing import Any
 
 from repro.config.errors import require
 
-CORES_SHARE = 0.4
-"""Of each core, what its ranks compute in together; their messages have the rest, and the kernel has what it needs to
-carry them.  Of three quarters nothing was left on fast cores: ranks waited for a core that they had a share of."""
+CORES_SHARE = 0.8
+"""Of each core that ranks compute on, what they compute in together: the rest is room to make up in for a core that
+others had."""
+
+
+def computing(cores: int) -> int:
+    """On how many of a machine's cores ranks compute.  The other half carries their messages, with what the kernel does
+    for these, which would else interrupt whoever computes and be charged to it.  One core does both."""
+    return max(1, cores // 2)
 
 
 def core_share(ranks: int, cores: int) -> float:
-    """Seconds of processor time in each second that one of so many ranks on so many cores computes in, at most."""
+    """Seconds of processor time in each second that one of so many ranks computes in, at most.  `cores`: those that
+    ranks compute on."""
     return CORES_SHARE * min(1.0, cores / ranks)
 
 

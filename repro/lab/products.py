@@ -1,4 +1,4 @@
-"""How fast a rank computes here: matrix products on every core at once, in seconds of their processors.
+"""How fast a rank computes here: matrix products on every core that ranks compute on, at once, in seconds of their processors.
 
 An emulated network keeps a ratio of compute to messages, so that its rates hold for one rate of compute.  What else
 runs here takes cores from ranks and from this measurement alike, and does not enter the result.
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from repro.config.network import core_share
+from repro.config.network import computing, core_share
 from repro.host.resources import usable_cores
 from repro.lab.network import NoNetwork
 
@@ -27,7 +27,7 @@ WIDTH = 192
 
 def of_a_rank(world: int) -> float:
     """FLOP/s of each of `world` ranks on this machine, held to their share of the cores.  Raises `NoNetwork`."""
-    cores = usable_cores()
+    cores = computing(usable_cores())
     running = [
         subprocess.Popen([sys.executable, "-m", __name__], stdout=subprocess.PIPE, text=True)
         for _ in range(min(cores, world))

@@ -23,8 +23,6 @@ class RankOnNetwork(RecordPart):
     node_sent_bytes: float | None = None
     node_received_bytes: float | None = None
     """Of one step, by its node's interface: of the first rank of each node."""
-    own_code: bool | None = None
-    """Whether that is of the rank's own code alone; else all counts that its thread was charged with."""
     facts: dict[str, Any] | None = None
     """As `repro.lab.network.Facts` says it: of rank 0."""
 
@@ -51,8 +49,6 @@ class NetworkReport(RecordPart):
     node_sent_bytes: list[float]
     node_received_bytes: list[float]
     """By node, over its link to the others."""
-    own_code: bool | None = None
-    """Whether `core_share` is of a rank's own code alone, on every rank; None in records of before it could be."""
 
     @classmethod
     def of(cls, ranks: Sequence[RankOnNetwork]) -> NetworkReport | None:
@@ -71,5 +67,4 @@ class NetworkReport(RecordPart):
             received_bytes=[rank.received_bytes for rank in ranks],
             node_sent_bytes=[rank.node_sent_bytes for rank in ranks if rank.node_sent_bytes is not None],
             node_received_bytes=[r.node_received_bytes for r in ranks if r.node_received_bytes is not None],
-            own_code=all(rank.own_code for rank in ranks),
         )

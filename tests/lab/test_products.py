@@ -20,9 +20,11 @@ class Child:
         return "8e9\n", ""
 
 
-def test_ranks_share_the_cores_and_leave_a_part_to_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_half_of_the_cores_and_leave_the_others_to_their_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("subprocess.Popen", Child)
-    monkeypatch.setattr(products, "usable_cores", lambda: 2)
+    monkeypatch.setattr(products, "usable_cores", lambda: 4)
     assert products.of_a_rank(16) == pytest.approx(8e9 * CORES_SHARE / 8)
     assert products.of_a_rank(2) == pytest.approx(8e9 * CORES_SHARE)
     assert products.of_a_rank(1) == pytest.approx(8e9 * CORES_SHARE), "one thread uses one core"

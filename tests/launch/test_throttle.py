@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from repro.host.user_clock import UserClock
 from repro.launch.rank import throttle as module
 from repro.launch.rank.throttle import CATCH_UP_S, TICK_S, Throttle
 from tests.clock import Clock
@@ -28,13 +27,12 @@ def test_a_thread_computes_for_its_share_of_the_time_whether_it_waited_before_or
     if by == "timer":
         throttle.start()
     try:
-        clock, spent, computed = UserClock(), 0.0, 0.0
+        spent = computed = 0.0
         for _ in range(4):
             due = time.perf_counter() + 0.2  # from then on it could compute, also if it has no core yet
             time.sleep(0.2)  # as if for a message
-            before = clock()
             compute(0.05)
-            computed += clock() - before
+            computed += 0.05
             throttle.settle()
             spent += time.perf_counter() - due
     finally:
@@ -48,19 +46,18 @@ class Clocks(Clock):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         super().__init__(now=0.0)
-        self.computed = self.interrupted = self.kept = self.longer = 0.0
-        """`interrupted`: for what the kernel did for others; `longer`: than it was asked to, a sleep takes."""
+        self.computed = self.kept = self.longer = 0.0
+        """`longer`: than it was asked to, a sleep takes."""
         self.look_s = 0.0
         """Of processor time, that a look at how long the thread was kept from its core takes."""
         self.rules(monkeypatch, module)
         monkeypatch.setattr(module.os, "pread", self.pread)
-        monkeypatch.setattr(module, "UserClock", lambda: lambda: self.computed)
 
     def thread_time(self) -> float:
-        return self.computed + self.interrupted
+        return self.computed
 
     def perf_counter(self) -> float:
-        return self.computed + self.interrupted + self.now
+        return self.computed + self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += self.longer
@@ -95,10 +92,6 @@ def test_it_sleeps_for_what_its_share_leaves_to_others(monkeypatch: pytest.Monke
     assert settles(0.1) == pytest.approx([0.3])
     assert settles(0.0) == []
     assert settles(0.1, kept=0.2) == pytest.approx([0.1]), "others have computed for so long"
-    clocks.interrupted += 0.2
-    assert settles(0.1) == pytest.approx([0.1]), (
-        "what the kernel did for others was no computing, and has passed"
-    )
     clocks.longer = 0.015
     assert settles(0.1) == pytest.approx([0.3])
     clocks.longer = 0.0

@@ -247,7 +247,6 @@ def test_a_network_is_what_its_ranks_saw_of_it() -> None:
         RankOnNetwork(
             compute_flops_per_s=float(rank),
             core_share=0.5,
-            own_code=True,
             sent_bytes=10.0 + rank,
             received_bytes=20.0 + rank,
             node_sent_bytes=None if rank % 2 else 30.0 + rank,
@@ -262,10 +261,6 @@ def test_a_network_is_what_its_ranks_saw_of_it() -> None:
     assert (found.compute_flops_per_s, found.core_share) == ([0, 1, 2, 3], 0.5)
     assert (found.sent_bytes, found.received_bytes) == ([10, 11, 12, 13], [20, 21, 22, 23])
     assert (found.node_sent_bytes, found.node_received_bytes) == ([30, 32], [40, 42])
-    assert found.own_code
-    other = NetworkReport.of([*seen[:3], replace(seen[3], own_code=False)])
-    assert other is not None
-    assert not other.own_code, "where one rank is held by more, so are all that wait for it"
     assert NetworkReport.of(seen[1:]) is NetworkReport.of([]) is None
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from repro.claims.commands import Catalogue
 from repro.config.system import System
+from repro.simulate.time.emulated import CARRYING
 from repro.systems.load import parse
 from repro.twin.derive import Choice, Twin, derive
 from repro.twin.originals import named
@@ -28,7 +29,14 @@ def tables() -> dict[str, Any]:
         "nodes": known(1),
         "context_bytes": known(0),
         "host_memory_bytes": known(16e9),
-        "provenance": {"date": "2026-01-01", "torch": "2", "ranks": RANKS, "repeats": 1, "cores": 2},
+        "provenance": {
+            "date": "2026-01-01",
+            "torch": "2",
+            "ranks": RANKS,
+            "repeats": 1,
+            "cores": 1,
+            "facts": {CARRYING: 1},
+        },
         "device": {
             "name": "a processor",
             "memory_bytes": known(1e9),

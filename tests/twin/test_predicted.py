@@ -15,7 +15,7 @@ from repro.config.system import System
 from repro.lab.products import PRODUCTS
 from repro.launch import simulated
 from repro.results.store import read
-from repro.simulate.time.emulated import OWN_CODE, emulated
+from repro.simulate.time.emulated import CARRYING, emulated
 from repro.systems.load import parse
 from repro.twin.derive import Twin
 from repro.twin.suite import Named, text
@@ -45,7 +45,7 @@ def test_the_records_of_a_twin_have_the_seconds_of_its_network(
 def calibrated(**facts: float) -> System:
     """The machine with what its file says of itself."""
     found = tables()
-    found["provenance"] |= {"facts": facts}
+    found["provenance"]["facts"] |= facts
     return parse(found, name="here", file="here.toml")
 
 
@@ -63,9 +63,12 @@ def test_a_file_that_does_not_say_how_fast_ranks_compute_cannot_scale_links() ->
         emulated(calibrated(), network)
 
 
-def test_a_rank_s_own_code_has_its_share_of_a_core_and_the_kernel_s_is_not_held() -> None:
-    network = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7)
-    all_own, most = (emulated(calibrated(**facts), network) for facts in ({}, {OWN_CODE: 0.9}))
+def test_a_rank_has_its_share_of_a_core() -> None:
+    found = emulated(calibrated(), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
     for name, rate in calibrated().device.operators.items():
-        assert all_own.device.operators[name] == rate.slowed(1 / CORES_SHARE)
-        assert most.device.operators[name] == rate.slowed(0.9 / CORES_SHARE)
+        assert found.device.operators[name] == rate.slowed(1 / CORES_SHARE)
+
+
+def test_a_file_of_ranks_on_all_cores_is_not_of_ranks_that_leave_half_of_them_to_messages() -> None:
+    with pytest.raises(ConfigError, match="half of the cores: repro calibrate --suite"):
+        emulated(calibrated(**{CARRYING: 0}), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))

@@ -100,7 +100,6 @@ class LocalLaunch:
             self._network = RunningNetwork(network)
             write_json(self.folder / NETWORK, asdict(self._network.facts))
         device = DEVICES[self.job.experiments[0].system]
-        cores = sorted(os.sched_getaffinity(0))
         for rank in range(self.world):
             rendezvous = f"file://{self.folder}/rendezvous"
             command = rank_process.command(
@@ -119,8 +118,6 @@ class LocalLaunch:
                     env=own,
                     start_new_session=True,
                 )
-            if self._network is not None:  # before torch starts threads: they stay on the rank's core
-                os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
             self._ranks.append(process)
 
     def poll(self, rank: int) -> int | None:

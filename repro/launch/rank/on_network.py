@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from repro.config import EmulatedNetwork
-from repro.config.network import core_share
+from repro.config.network import computing, core_share
+from repro.host.cores import DividedCores
 from repro.lab import products
 from repro.launch.job import NETWORK, Job
 from repro.launch.rank.throttle import Throttle
@@ -34,7 +35,9 @@ class OnNetwork:
         self._node = ""
         if rank % network.ranks_per_node == 0 and network.nodes > 1:
             self._node = f"/proc/{found['nodes'][network.node_of(rank)]}/net/dev"
-        self.throttle = Throttle(core_share(network.world, found["cores"]))
+        self.cores = DividedCores(rank)
+        self.cores.divide()
+        self.throttle = Throttle(core_share(network.world, computing(found["cores"])))
         self.throttle.start()
         try:
             self._rate = _equal_rates(network.world, self.throttle)[rank]
@@ -66,7 +69,6 @@ class OnNetwork:
         return RankOnNetwork(
             compute_flops_per_s=self._rate,
             core_share=self.throttle.share,
-            own_code=self.throttle.clock.exact,
             sent_bytes=sent,
             received_bytes=received,
             node_sent_bytes=node[0] if node else None,

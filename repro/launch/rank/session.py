@@ -110,7 +110,10 @@ def _start(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     place = None if job.apart else CheckpointPlace.of(job, experiment)
-    return Run(experiment, mesh, device, report, place, network, watched=watched)
+    run = Run(experiment, mesh, device, report, place, network, watched=watched)
+    if network is not None:
+        network.cores.divide()  # its groups' threads are there
+    return run
 
 
 def _alone(

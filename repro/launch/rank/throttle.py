@@ -1,10 +1,11 @@
 """Holds a rank that shares a core to its share of it: it computes no faster while the others wait.
 
 Eight ranks of a core compute at an eighth of its rate each; when seven of them wait for messages the eighth would
-compute eight times as fast, and the time of the messages would vanish in that.  So a rank that has run its own code for
+compute eight times as fast, and the time of the messages would vanish in that.  So a rank that has computed for
 `c` seconds sleeps until `c / share` seconds have passed, those not counted in which it waited for others.  It does so
 before each message and, for libraries that do not say when they send, whenever the kernel's timer of processor time
-says so.  Only the thread that computes is held; those that carry messages are not.
+says so.  Only the thread that computes is held; those that carry messages are not, and are on other cores
+(`repro.host.cores`): a kernel without `IRQ_TIME_ACCOUNTING` charges whoever has a core with the frames that come there.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import os
 import signal
 import time
 from types import FrameType
-
-from repro.host.user_clock import UserClock
 
 CATCH_UP_S = 0.02
 """What a rank that was kept from its core may make up for later, at most."""
@@ -27,8 +26,6 @@ class Throttle:
     def __init__(self, share: float):
         """`share`: seconds in each second that it computes.  To be made by the thread that it holds."""
         self.share = share
-        self.clock = UserClock()
-        """Of what it has computed."""
         self._delays = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._ahead = 0.0
         self._settling = False
@@ -50,8 +47,8 @@ class Throttle:
         if self._settling:
             return
         self._settling = True
-        computed = self.clock() - self._computed
-        passed = time.thread_time() - self._charged + self._delay() - self._delayed
+        computed = time.thread_time() - self._computed
+        passed = computed + self._delay() - self._delayed
         self._ahead += computed / self.share - passed
         if self._ahead > 0:
             began = time.perf_counter()
@@ -63,8 +60,7 @@ class Throttle:
 
     def _look(self) -> None:
         self._delayed = self._delay()
-        self._charged = time.thread_time()
-        self._computed = self.clock()  # last: looking is no computing
+        self._computed = time.thread_time()  # last: looking is no computing
 
     def _delay(self) -> float:
         """Seconds for which the thread could have run and another one had its core."""

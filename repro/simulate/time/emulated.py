@@ -27,8 +27,8 @@ RING = "all_reduce"
 """The collective that goes round all ranks in one ring."""
 SEGMENTS = 2
 """In which gloo sends a rank's part of a message, at least."""
-OWN_CODE = "own_code"
-"""The fact of a calibrated file that says what part of a step's seconds is the ranks' own code and not the kernel's."""
+CARRYING = "cores_for_messages"
+"""The fact of a calibrated file that says how many cores carried messages while the others computed."""
 INSIDE = "memory"
 """The class of links between processes of one machine, which a rank's own link stands for here."""
 
@@ -36,9 +36,9 @@ INSIDE = "memory"
 def emulated(machine: System, network: EmulatedNetwork) -> System:
     """`machine` (a file of `repro calibrate --system local`) as ranks on `network`.
 
-    Each rank has its part of the cores to itself, whatever the others wait for, less what is kept for messages: its own
-    code runs at `CORES_SHARE` of the rate that the file was measured at.  Links are scaled to it as those of a run are.
-    Raises `ConfigError` if the file was measured with another number of ranks.
+    Each rank has its part of a core to itself, whatever the others wait for: `CORES_SHARE` of what it had when the file
+    was measured.  Links are scaled to it as those of a run are.  Raises `ConfigError` if the file was measured with
+    another number of ranks, or not on the cores that ranks of a network compute on.
     """
     network = scaled(network, machine)
     measured = machine.provenance
@@ -46,6 +46,9 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
         count = "none" if measured is None else measured.ranks
         right = f"measured with {network.world} ranks: repro calibrate --system local --gpus {network.world}"
         raise ConfigError("machine", f"{machine.name} ({count} ranks)", right)
+    if not measured.facts.get(CARRYING):
+        right = "measured where ranks of a network compute, on half of the cores: repro calibrate --suite SUITE.toml"
+        raise ConfigError("machine", machine.name, right)
     here = machine.links[INSIDE]
     most = here.bandwidth.known(f"links.{INSIDE}.bandwidth", system=machine.name)
     if RING not in here.collectives:
@@ -78,8 +81,7 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
     if network.nodes > 1:
         between = min(network.between * share, network.ranks_per_node * inside)
         links[BETWEEN_NODES] = link("node", between, network.ranks_per_node)
-    slower = float(measured.facts.get(OWN_CODE, 1.0)) / CORES_SHARE
-    operators = {name: rate.slowed(slower) for name, rate in machine.device.operators.items()}
+    operators = {name: rate.slowed(1 / CORES_SHARE) for name, rate in machine.device.operators.items()}
     return replace(
         machine,
         device=replace(machine.device, operators=operators),
