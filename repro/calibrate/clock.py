@@ -55,7 +55,9 @@ class OperatorClock:
     ):
         """`neighbours`: ranks of this node, this one too; on so many `cores`, or on all that they may use."""
         self.device, self.group, self.repeats = device, group, repeats
-        self.ranks_per_core = max(1.0, neighbours / (cores or usable_cores())) if device.type == "cpu" else 1.0
+        self.ranks_per_core = (
+            max(1.0, neighbours / (cores or usable_cores())) if device.type == "cpu" else 1.0
+        )
         self.cache = max(1, cache_bytes(device) // (neighbours if device.type == "cpu" else 1))
         """Of the last-level cache, in bytes: processes of one node share it, and flush their parts at once."""
         self._host_s = 0.0

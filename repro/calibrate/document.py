@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import statistics
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from repro.calibrate import document_links, fit
@@ -14,9 +16,11 @@ from repro.config.timing import OperatorRate
 from repro.lab.products import PRODUCTS
 from repro.measure.statistics import quantile
 from repro.simulate.time.emulated import CARRYING
+from repro.simulate.time.stragglers import expected_maximum
 
 STEP = "step_over_operators"
 """The fact of how many times as long as its operators, timed one by one, a step without messages takes in a crowd."""
+JITTER = "steps without messages, between where these would be"
 GUARD = 1e-9
 """Seconds below which the clock says nothing."""
 
@@ -96,6 +100,7 @@ def tables(
                 "memory_efficiency": quantity(1, "the bandwidth is itself that of a copy"),
                 "kernel_s": quantity(kernel_s, "measured: an element-wise operator on no bytes"),
                 "fill_s": quantity(0, "the operators' own seconds have it"),
+                **({"jitter_s": quantity(rounded(_jitter(ranks)), f"measured: {JITTER}")} if silent else {}),
                 "launch_s": quantity(0 if on_cpu else launch_s, f"measured: {said}"),
             },
             "operators": {
@@ -172,6 +177,22 @@ def _silent(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate]) -> 
         STEP: rounded(middle(times)),
         f"{STEP}_spread": rounded((quantile(times, 0.75) - quantile(times, 0.25)) / 2 / middle(times)),
     }
+
+
+def _jitter(ranks: Sequence[dict[str, Any]]) -> float:
+    """Variance over the mean of what ranks compute between two messages: the median of all steps without messages.
+
+    By what the last of all ranks comes later than their mean, which is what a collective waits for.
+    """
+    found = []
+    for same in zip(*(rank.get("silent", ()) for rank in ranks), strict=True):
+        late = roots = 0.0
+        for seconds in zip(*(chain.from_iterable(rank["between"]) for rank in same), strict=True):
+            mean = statistics.fmean(seconds)
+            late += max(seconds) - mean
+            roots += mean**0.5
+        found.append((late / roots / expected_maximum(len(same))) ** 2 if roots else 0.0)
+    return middle(found) if found else 0.0
 
 
 def _later(rate: OperatorRate, seconds: float) -> OperatorRate:

@@ -74,8 +74,11 @@ class LinkBench:
             rows[row]["points"].append((payload, timing(sample)))
         return rows
 
-    def overlap_cost(self, op: str, payload: int, group: Group) -> float:
-        """Fraction of a collective's seconds by which products beside it take longer than alone; 0 to 1."""
+    def overlap_cost(self, op: str, payload: int, group: Group, beat: Callable[[], None]) -> float:
+        """Fraction of a collective's seconds by which products beside it take longer than alone; 0 to 1.
+
+        `beat` is called after each time that it is hidden.
+        """
         start = self._start(op, payload, group)
         kind = self.clock.device.type
         dtype = torch.float16 if kind == "cuda" else torch.float32
@@ -101,9 +104,10 @@ class LinkBench:
         communication = self._slowest([self._seconds(alone, payload) for _ in rounds])
         one = self._slowest([self._seconds(lambda: products(1), payload) for _ in rounds])
         count = max(1, math.ceil(LONGER * communication / one))
-        lost = [
-            -self._seconds(lambda: products(count), payload) + self._seconds(both, payload) for _ in rounds
-        ]
+        lost = []
+        for _ in rounds:
+            lost.append(-self._seconds(lambda: products(count), payload) + self._seconds(both, payload))
+            beat()
         return min(1.0, max(0.0, quantile(lost, 0.5) / communication))
 
     def _start(self, op: str, payload: int, group: Group) -> Callable[[], Work]:

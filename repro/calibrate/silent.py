@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,20 +44,26 @@ class Silent(NoTransport):
 
 def silent_step(experiment: Experiment, clock: OperatorClock) -> dict[str, Any]:
     """One rank's step of `experiment`, of the first stage and of few micro-batches, while all ranks have theirs:
-    `operators` as (name, bytes, FLOP, how often), and `seconds` with as many ranks to a core."""
+    `operators` as (name, bytes, FLOP, how often), and with as many ranks to a core its `seconds`, and those `between` its
+    messages in each of `STEPS` steps."""
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     short = replace(experiment, layout=traced.layout)
-    engine = NativeEngine(short, meshes.build(traced.layout, 0, lambda ranks: Silent()), clock.device)
+    mesh = meshes.build(traced.layout, 0, lambda ranks: Silent())
+    engine = NativeEngine(short, mesh, clock.device)
     shape = traced.layout.micro_batch, experiment.seq
     tokens = torch.randint(experiment.model.vocab, shape, device=clock.device)
     batches = [MicroBatch(tokens, tokens, Place(0, 0))] * traced.layout.accumulation
-    spent = []
+    marks: list[float] = []
+    mesh.ledger.observers.append(lambda *_: marks.append(time.thread_time()))
+    spent, between = [], []
     for _ in range(1 + STEPS):
         clock.group.barrier()
+        marks.clear()
         began = time.thread_time()
         engine.step(batches, lambda phase: None)
         engine.synchronize()
         spent.append(time.thread_time() - began)
+        between.append([(b - a) * clock.ranks_per_core for a, b in pairwise([began, *marks])])
     called: Counter[tuple[str, float, float]] = Counter()
     for o in traced.step:
         if isinstance(o, Operator):
@@ -64,4 +71,5 @@ def silent_step(experiment: Experiment, clock: OperatorClock) -> dict[str, Any]:
     return {
         "operators": [(*call, times) for call, times in called.items()],
         "seconds": statistics.fmean(spent[1:]) * clock.ranks_per_core,
+        "between": between[1:],
     }

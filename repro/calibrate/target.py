@@ -120,7 +120,8 @@ def _measure(
                 largest = next((group for kind, group in groups.items() if kind.place == where), None)
                 if largest is not None:
                     result["overlap"][where] = {
-                        op: bench.overlap_cost(op, payloads[-1] // 4, largest) for op in OVERLAPPED
+                        op: bench.overlap_cost(op, payloads[-1] // 4, largest, beat)
+                        for op in (OVERLAPPED if collectives else (RING,))
                     }
             result["links_s"] = time.perf_counter() - began
         if device == "cuda":

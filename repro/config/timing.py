@@ -62,6 +62,7 @@ ASSUMED: dict[str, Quantity] = {
         "was measured was a slow one; high: it was a fast one",
     ),
     "spread": Quantity(value=0, source="all devices of a run take the same"),
+    "jitter_s": Quantity(value=0, source="a device takes the same at every moment"),
 }
 """What is taken for a key of `DeviceTime` that a system does not know, and why.  `unaligned_flops` has
 none: where it is unknown, no size is slower for want of alignment."""
@@ -89,6 +90,9 @@ class DeviceTime:
     spread: Quantity = UNSAID
     """Standard deviation over the mean of what a step's kernels take on the devices of a run; all wait for the slowest
     (`repro.simulate.time.stragglers`)."""
+    jitter_s: Quantity = UNSAID
+    """Variance over the mean of what kernels in a row take from one moment to another; each collective waits for the
+    last of its group (`repro.simulate.time.stragglers`)."""
     unaligned_flops: Quantity = UNSAID
     """FLOP/s that products reach whose sizes are not multiples of 8, which tensor cores may not take."""
 
@@ -124,6 +128,7 @@ class Timing:
     launch_s: float
     pace: float
     spread: float
+    jitter_s: float
     unaligned_flops: float | None
 
 

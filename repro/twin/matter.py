@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from repro.config.system import System
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.trace.roles import trace_roles
 from repro.twin.derive import Member, compute_s, useful_rate
-from repro.twin.numbers import optimizer_share, without_latency
+from repro.twin.numbers import optimizer_share, without_jitter, without_latency
 from repro.twin.scaling import Scale
 
 
@@ -47,15 +48,17 @@ def ratio_of(member: Member, baseline: Member, scale: Scale) -> Ratio:
     rates = [useful_rate(m.after) / useful_rate(m.before) / scale.rate for m in (member, baseline)]
     twin = _efficiencies(member, baseline, lambda m: m.after)
     original = _efficiencies(member, baseline, lambda m: m.before)
-    quick = _efficiencies(member, baseline, _without_latency)
+    quick = _efficiencies(member, baseline, lambda m: _on(m, without_latency(m.machine)))
+    together = _efficiencies(member, baseline, lambda m: _on(m, without_jitter(m.machine)))
     deep = _efficiencies(member, baseline, _deep)
     effects = (
         Effect("messages cost only their bytes", _ratio(quick)),
+        Effect("ranks come to a collective together", _ratio(together)),
         Effect("as many layers as the original", _ratio(deep)),
         Effect("the layouts' rates of compute differ as in the original", _ratio(_at_rates(twin, rates))),
         Effect("the optimizer takes the original's part", _ratio(_swapped(twin, original, "optimizer"))),
     )
-    both = _efficiencies(member, baseline, lambda m: _deep(m, latency=False))
+    both = _efficiencies(member, baseline, lambda m: _deep(m, ideal=True))
     rest = _ratio(_at_rates(_swapped(both, original, "optimizer"), rates))
     return Ratio(member.original.name, _ratio(original), _ratio(twin), effects, rest)
 
@@ -93,24 +96,24 @@ def _at_rates(twin: Pair, rates: Sequence[float]) -> Pair:
     return {**mine, "rate": mine["rate"] * rates[1] / rates[0]}, base
 
 
-def _without_latency(member: Member) -> Prediction:
-    after = member.after
-    return predict(after.experiment, without_latency(after.system), after.roles)
+def _on(member: Member, machine: System) -> Prediction:
+    return predict(member.after.experiment, machine, member.after.roles)
 
 
-def _deep(member: Member, *, latency: bool = True) -> Prediction:
+def _deep(member: Member, *, ideal: bool = False) -> Prediction:
     """The twin with the original's layers; width, batch and links as they are, the vocabulary for so many.
 
-    Under a pipeline its own, for which the link between stages was made.
+    Under a pipeline its own, for which the link between stages was made.  `ideal`: messages cost only their bytes, and
+    ranks come together.
     """
     twin = member.twin
+    system = without_jitter(without_latency(member.machine)) if ideal else member.machine
     if twin.layout.pp > 1:
-        return member.after if latency else _without_latency(member)
+        return _on(member, system)
     layers = member.original.model.layers
     more = layers / twin.model.layers
     vocab = round(twin.model.vocab * more / twin.layout.tp) * twin.layout.tp
     model = replace(twin.model, layers=layers, vocab=vocab)
     layout = replace(twin.layout, bucket_bytes=round(twin.layout.bucket_bytes * more))
     deep = replace(twin, model=model, layout=layout)
-    system = member.machine if latency else without_latency(member.machine)
     return predict(deep, system, trace_roles(deep, gloo=True))

@@ -163,6 +163,12 @@ def without_latency(system: System) -> System:
     return replace(system, links=links)
 
 
+def without_jitter(system: System) -> System:
+    """`system` whose ranks take the same at every moment, and so wait for none that is late."""
+    time = replace(system.device.time, jitter_s=said(0.0, "left out"))
+    return replace(system, device=replace(system.device, time=time))
+
+
 def optimizer_share(prediction: Prediction) -> float:
     """The optimizer's seconds over compute's."""
     return prediction.slowest.busy.get(OPTIMIZER, 0.0) / compute_s(prediction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 
 from repro.calibrate import document
 from repro.calibrate.clock import OperatorClock
-from repro.calibrate.silent import Silent, silent_step
+from repro.calibrate.silent import STEPS, Silent, silent_step
 from repro.config import Layout
 from repro.config.timing import OperatorRate
 from repro.parallel import mesh as meshes
+from repro.parallel.ledger import SEND
+from repro.simulate.trace.events import Message
 from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
 
@@ -40,6 +43,30 @@ def test_it_calls_the_operators_of_the_real_step(layout: Layout) -> None:
     if traced.copies == 0:
         assert called == expected
     assert found["seconds"] > 0
+
+
+def test_it_tells_what_is_computed_between_messages() -> None:
+    """Of each step as many parts as it has messages: together no more than the step, whose end has none."""
+    experiment = tiny(LAYOUTS["tp"])
+    clock = OperatorClock(torch.device("cpu"), meshes.single().world, repeats=1, neighbours=64)
+    found = silent_step(experiment, clock)
+    traced = trace(experiment, roles(experiment)[0], gloo=True)
+    sent = sum(isinstance(event, Message) and event.op != SEND for event in traced.step)
+    assert [len(parts) for parts in found["between"]] == [sent] * STEPS
+    assert 0 < sum(map(sum, found["between"])) / STEPS <= found["seconds"]
+
+
+def test_jitter_is_of_the_last_of_all_ranks() -> None:
+    """Normal draws of variance `jitter` times the mean, of long and of short parts."""
+    draw, jitter, ranks = random.Random(1), 1e-3, 16
+    parts = [0.01, 0.04, 0.16] * 40
+
+    def rank() -> dict[str, object]:
+        steps = [[draw.gauss(mean, (jitter * mean) ** 0.5) for mean in parts] for _ in range(STEPS)]
+        return {"silent": [{"between": steps}]}
+
+    assert document._jitter([rank() for _ in range(ranks)]) == pytest.approx(jitter, rel=0.1)
+    assert document._jitter([{}] * ranks) == 0
 
 
 def test_what_a_message_brings_is_never_tiny() -> None:

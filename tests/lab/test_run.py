@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from repro.config import EmulatedNetwork, Experiment, Layout, Model
+from repro.config.network import computing
+from repro.host.resources import usable_cores
 from repro.lab import products
 from repro.launch.job import NETWORK, Job
 from repro.launch.local.launch import LocalLaunch, read_json
@@ -77,6 +81,31 @@ def test_a_killed_run_leaves_no_process_and_no_network(tmp_path: Path) -> None:
     process.communicate()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="one core computes and carries messages")
+def test_what_carries_messages_is_never_where_ranks_compute(tmp_path: Path) -> None:
+    body = '[[experiment]]\nname = "long"\nnetwork = "slow"\nlayout = { dp = 2, tp = 2 }\ntraining.steps = 2000\n'
+    process = runs.start(suite(tmp_path, body), tmp_path / "results", fake=False)
+    cores = sorted(os.sched_getaffinity(0))
+    compute, carrying = set(cores[: computing(len(cores))]), set(cores[computing(len(cores)) :])
+
+    def divided(rank: psutil.Process) -> bool:
+        """Whether it has its groups' threads, and computes where none of them is."""
+        try:
+            where = {thread.id: os.sched_getaffinity(thread.id) for thread in rank.threads()}
+        except (ProcessLookupError, psutil.Error):
+            return False
+        own = where.pop(rank.pid)
+        return len(where) > 4 and own <= compute and all(found <= carrying for found in where.values())
+
+    try:
+        runs.wait_for(lambda: sum(map(divided, runs.ranks_of(process))) == 4)
+        time.sleep(2)
+        assert all(map(divided, runs.ranks_of(process))), "and so they are in the middle of a step"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_network_that_cannot_be_had_is_an_error_of_one_line(tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ def command(
 
 def _show(found: Calibrated) -> None:
     from repro.calibrate.document import STEP
-    from repro.simulate.time.emulated import OWN_CODE
 
     device, provenance = found.document["device"], found.document["provenance"]
     facts = provenance["facts"]
@@ -56,8 +55,10 @@ def _show(found: Calibrated) -> None:
     print(f"  copy                {copied}/s a rank, read and written")
     print(f"  host                {units.seconds(facts['host_s_per_operator'])} an operator")
     if STEP in facts:
-        times = f"{facts[STEP]:.2f} times its operators one by one, without messages"
-        print(f"  step                {times}; {units.percent(facts[OWN_CODE])} of it its own code")
+        print(f"  step                {facts[STEP]:.2f} times its operators one by one, without messages")
+        print(
+            f"  jitter              {units.seconds(device['time']['jitter_s']['value'])}, variance over mean"
+        )
     for name, link in found.document["links"].items():
         for op, measured in link.get("collectives", {}).items():
             (small, least), (large, most) = measured["points"][0], measured["points"][-1]

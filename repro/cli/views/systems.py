@@ -163,6 +163,7 @@ WORDS: dict[str, Callable[[float], str]] = {
     "efficiency": _of_peak,
     "overlap_cost": units.percent,
     "spread": units.percent,
+    "jitter_s": _seconds,
 }
 """How the numbers for time are shown; the others count something."""
 ALWAYS = ("latency_s", "efficiency")

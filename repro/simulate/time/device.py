@@ -49,6 +49,7 @@ class DeviceCost:
         self.slowest = slowest(time.spread, devices)
         self.rates = system.device.operators
         self.launch_s = time.launch_s
+        self.jitter_s = time.jitter_s
         self.kernel_s, self.fill_s = time.kernel_s, time.fill_s
         self.bandwidth = self.peak = 0.0
         if not self.rates:

@@ -82,9 +82,12 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
         between = min(network.between * share, network.ranks_per_node * inside)
         links[BETWEEN_NODES] = link("node", between, network.ranks_per_node)
     operators = {name: rate.slowed(1 / CORES_SHARE) for name, rate in machine.device.operators.items()}
+    jitter_s = said(machine.timing.jitter_s / CORES_SHARE, "measured, and longer as operators are")
     return replace(
         machine,
-        device=replace(machine.device, operators=operators),
+        device=replace(
+            machine.device, operators=operators, time=replace(machine.device.time, jitter_s=jitter_s)
+        ),
         name=f"{machine.name}-emulated",
         devices_per_node=said(network.ranks_per_node, "the emulated network"),
         nodes=said(network.nodes, "the emulated network"),

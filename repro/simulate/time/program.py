@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from repro.config import Layout
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build
 from repro.simulate.time.device import ATTENTION, MATMULS
 from repro.simulate.time.lanes import anywhere, later
+from repro.simulate.time.stragglers import last
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import ORDINARY, Trace
 
@@ -29,6 +31,8 @@ class OperatorCost(Protocol):
 
     launch_s: float
     """Of the host, for one operator."""
+    jitter_s: float
+    """Variance over the mean of what operators take from one moment to another."""
 
     @property
     def seconds(self) -> Callable[[Operator], float]:
@@ -50,6 +54,8 @@ class Issue(NamedTuple):
     group: str
     label: str
     seconds: float
+    late_s: float = 0.0
+    """By which the last of the group comes to it after their mean."""
 
 
 class Await(NamedTuple):
@@ -108,7 +114,7 @@ def program(traced: Trace, whole: int, cost: OperatorCost, seconds: Seconds) -> 
     actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
     pieces = _pieces(traced, len(actions))
     keys = _keys(traced, actions, pieces)
-    compiler = _Compiler(cost, seconds, keys, stage)
+    compiler = _Compiler(cost, seconds, keys, stage, layout)
     found = StageProgram(micro_batches=layout.accumulation, last=whole - 1)
     for action, piece in zip(actions, pieces, strict=False):
         found.segments[action] = compiler.items(piece)
@@ -166,14 +172,23 @@ def _keys(
 class _Compiler:
     """Turns events into items."""
 
-    def __init__(self, cost: OperatorCost, seconds: Seconds, keys: dict[int, tuple[object, ...]], stage: int):
-        self.cost, self.seconds, self.keys, self.stage = cost, seconds, keys, stage
+    def __init__(
+        self,
+        cost: OperatorCost,
+        seconds: Seconds,
+        keys: dict[int, tuple[object, ...]],
+        stage: int,
+        layout: Layout,
+    ):
+        self.cost, self.seconds, self.keys, self.stage, self.layout = cost, seconds, keys, stage, layout
+        self._jitter = anywhere(cost.jitter_s > 0)
 
     def items(self, events: list[Event], *, tail: bool = False) -> list[Item]:
         """The items of a piece; `tail`: its operators are the optimizer's."""
         found: list[Item] = []
         parts: dict[str, float] = {}
-        host = device = 0.0
+        host = device = apart = 0.0
+        """`apart`: since they last waited for others."""
         todo = [e for e in events if isinstance(e, (Operator, Message, Wait))]
 
         def close() -> None:
@@ -195,6 +210,7 @@ class _Compiler:
                 kind = OPTIMIZER if tail else kind_of(event)
                 parts[kind] = parts.get(kind, 0.0) + took
                 device += took
+                apart += took
                 host += self.cost.launch_s * event.calls
             elif isinstance(event, Message):
                 if event.op == SEND:
@@ -204,17 +220,29 @@ class _Compiler:
                 took, label = self.seconds(event), label_of(event)
                 if at < len(todo) and todo[at] == Wait(event.work) and event.group == "tp":
                     at += 1
+                    took += self._late(event.group, apart)
+                    apart = 0.0
                     parts[label] = parts.get(label, 0.0) + took
                     device += took
                     host += self.cost.launch_s
                     continue
                 close()
-                found.append(Issue(self.keys[event.work], event.group, label, took))
+                late = self._late(event.group, apart)
+                found.append(Issue(self.keys[event.work], event.group, label, took, late))
             elif event.work in self.keys:  # those of messages between stages follow from the schedule
                 close()
+                apart = 0.0
                 found.append(Await(self.keys[event.work]))
         close()
         return found
+
+    def _late(self, group: str, seconds: float) -> float:
+        """Of the last of `group`, `seconds` of operators after its ranks were together."""
+        if not self._jitter:
+            return 0.0
+        axis = "pp" if group == "embedding" else group
+        members = self.layout.world if group == "world" else len(self.layout.offsets(axis))
+        return last(self.cost.jitter_s, seconds, members)
 
 
 def kind_of(operator: Operator) -> str:

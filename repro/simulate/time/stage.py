@@ -253,7 +253,7 @@ class StageStreams:
 
     def _issue(self, item: Issue) -> None:
         self.time.begun(item.label, item.seconds)
-        ready = later(self.now, self.streams[item.group])
+        ready = later(self.now + item.late_s, self.streams[item.group])
         if item.group in ACROSS and self.all.layout.pp > 1:
             meeting = self.all.meet(item, self.stage, ready)
             self.under_way[item.key].append((meeting, item))

@@ -6,8 +6,9 @@ micro-batch for its pipeline and an update for all replicas, so the step runs at
 whose mean is that of the largest of N draws (H. A. David, H. N. Nagaraja, Order Statistics, 3rd ed., sec. 4.5):
 1 + spread * E[max], with E[max] = 1.42 of 8 devices, 3.25 of 1,024 and 3.97 of 16,384.
 
-What varies from one moment to the next, and not from device to device, is less in a whole step, and more is waited for
-at each collective: give the spread of a step's seconds.
+What varies from one moment to the next, and not from device to device, is waited for at each collective: what disturbs
+a device is independent of what disturbed it before, so variances add up, and of kernels that take s seconds it is
+`jitter_s` * s.  The last of a group of n comes sqrt(jitter_s * s) * E[max of n] after their mean.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ REACH, STEPS = 10.0, 4000
 def slowest(spread: float, devices: int) -> float:
     """Seconds of the slowest of `devices` over their mean.  `spread`: standard deviation over the mean."""
     return 1.0 + spread * expected_maximum(devices) if spread else 1.0
+
+
+def last(jitter_s: float, seconds: float, members: int) -> float:
+    """Seconds by which the last of `members` is later than their mean, `seconds` after they were together."""
+    return (jitter_s * seconds) ** 0.5 * expected_maximum(members)
 
 
 @cache

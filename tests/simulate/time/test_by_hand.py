@@ -121,7 +121,7 @@ def test_an_operator(operator: Operator, seconds: float) -> None:
 class Constant:
     """Every operator takes 4 us, and the host 10 us to issue one."""
 
-    launch_s = 10 * US
+    launch_s, jitter_s = 10 * US, 0.0
 
     def seconds(self, operator: Operator) -> float:
         return 4 * US
@@ -131,7 +131,7 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     """Three operators are issued in 30 us and computed in 12; behind a long collective the host is never late."""
     add = Operator("aten.add", 0, 1, 1, (), 2)
     reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
-    compiler = _Compiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0)  # type: ignore[arg-type]
+    compiler = _Compiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0, Layout(tp=2))  # type: ignore[arg-type]
     (late,) = compiler.items([add, add, add])
     assert isinstance(late, OperatorBlock)
     assert late.seconds == pytest.approx(30 * US)
@@ -192,6 +192,19 @@ def test_a_step_of_a_measured_ring_is_a_part_of_it() -> None:
     """Eight ranks pass on an eighth of the payload in each of 14 steps."""
     measured = Collective(points=((8e6, 14.0), (16e6, 28.0)))
     assert hops(measured, 8).points == ((1e6, 1.0), (2e6, 2.0))
+
+
+def test_the_last_of_a_group_keeps_a_collective_from_its_begin_and_not_the_ranks_from_going_on() -> None:
+    """Compute of 1 s, a collective of 1 s that half a second more is waited for, compute of 1 s beside it."""
+    block = OperatorBlock(1.0, (("matmul", 1.0),))
+    segments: dict[Action, list[Any]] = {
+        Action(FORWARD, 0, 0): [block, Issue(("x",), "dp", "sum", 1.0, 0.5), block],
+        Action(BACKWARD, 0, 0): [Await(("x",))],
+    }
+    found = schedule(Layout(dp=2), [StageProgram(segments, [], micro_batches=1, last=0)], Wire())
+    assert found.step_s == pytest.approx(2.5)
+    assert found.stages[0].exposed["sum"] == pytest.approx(0.5)
+    assert found.stages[0].communication["sum"] == pytest.approx(1.0)
 
 
 class Wire:

@@ -22,6 +22,7 @@ from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.roles import Trace, roles, trace
+from repro.systems.unknowns import with_values
 
 MODEL = Model(name="small", layers=4, hidden=512, heads=8, vocab=2048, seq=256)
 BASE = Layout(micro_batch=2, global_batch=16, precision="fp16", recompute=True)
@@ -140,6 +141,21 @@ def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> 
         assert found.step_s == pytest.approx(busiest)
     else:
         assert found.step_s >= busiest
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_collective_waits_for_the_last_of_its_group(name: str) -> None:
+    """And one rank, or ranks that are always alike, for nobody."""
+    system = base_system()
+    seconds = [
+        predicted(name, with_values(system, {"device.time.jitter_s": jitter})).step_s
+        for jitter in (0, 1e-4, 4e-4)
+    ]
+    assert seconds[0] == predicted(name, system).step_s
+    if LAYOUTS[name].world == 1:
+        assert seconds[0] == seconds[1] == seconds[2]
+    else:
+        assert seconds[0] < seconds[1] < seconds[2]
 
 
 def test_twice_the_layers_take_about_twice_as_long() -> None:

@@ -17,7 +17,7 @@ from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.simulate.time.device import DeviceCost
 from repro.simulate.time.interval import interval
-from repro.simulate.time.stragglers import expected_maximum, slowest
+from repro.simulate.time.stragglers import expected_maximum, last, slowest
 from repro.simulate.time.timed import timed
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.roles import trace_roles
@@ -46,6 +46,18 @@ def test_the_slowdown_grows_with_devices_and_vanishes_with_the_spread(
     assert 1 <= slowest(spread, few) <= slowest(spread, many)
     assert slowest(0, many) == slowest(spread, 1) == 1
     assert slowest(spread / 2, many) - 1 == pytest.approx((slowest(spread, many) - 1) / 2)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.1), st.integers(1, 4096))
+def test_what_disturbs_devices_adds_up_in_squares(
+    first: float, then: float, jitter_s: float, members: int
+) -> None:
+    """Two stretches in a row are one that is as long as both; one device waits for nobody."""
+    parts = [last(jitter_s, seconds, members) for seconds in (first, then, first + then)]
+    assert parts[0] ** 2 + parts[1] ** 2 == pytest.approx(parts[2] ** 2, abs=1e-12)
+    assert max(parts[:2]) <= parts[2] <= parts[0] + parts[1] + 1e-12
+    assert last(jitter_s, first, 1) == pytest.approx(0, abs=1e-12)
+    assert last(0, first, members) == 0
 
 
 def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
