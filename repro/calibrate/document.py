@@ -20,7 +20,6 @@ from repro.simulate.time.stragglers import expected_maximum
 
 STEP = "step_over_operators"
 """The fact of how many times as long as its operators, timed one by one, a step without messages takes in a crowd."""
-JITTER = "steps without messages, between where these would be"
 GUARD = 1e-9
 """Seconds below which the clock says nothing."""
 
@@ -100,7 +99,7 @@ def tables(
                 "memory_efficiency": quantity(1, "the bandwidth is itself that of a copy"),
                 "kernel_s": quantity(kernel_s, "measured: an element-wise operator on no bytes"),
                 "fill_s": quantity(0, "the operators' own seconds have it"),
-                **({"jitter_s": quantity(rounded(_jitter(ranks)), f"measured: {JITTER}")} if silent else {}),
+                **(_unlike(ranks) if silent else {}),
                 "launch_s": quantity(0 if on_cpu else launch_s, f"measured: {said}"),
             },
             "operators": {
@@ -179,20 +178,32 @@ def _silent(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate]) -> 
     }
 
 
-def _jitter(ranks: Sequence[dict[str, Any]]) -> float:
-    """Variance over the mean of what ranks compute between two messages: the median of all steps without messages.
+def _unlike(ranks: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How ranks that compute the same differ, by steps without messages, each the median of these steps.
 
-    By what the last of all ranks comes later than their mean, which is what a collective waits for.
+    `jitter_s`: variance over mean of what one computes between two messages, by what the last of all ranks comes later
+    than their mean, which a collective waits for.  `spread`: standard deviation over mean of what a whole step takes on
+    one rank and on another, less the jitter's part of it.
     """
-    found = []
+    spreads, jitters = [], []
     for same in zip(*(rank.get("silent", ()) for rank in ranks), strict=True):
+        whole = [rank["seconds"] for rank in same]
+        mean = statistics.fmean(whole)
         late = roots = 0.0
-        for seconds in zip(*(chain.from_iterable(rank["between"]) for rank in same), strict=True):
-            mean = statistics.fmean(seconds)
-            late += max(seconds) - mean
-            roots += mean**0.5
-        found.append((late / roots / expected_maximum(len(same))) ** 2 if roots else 0.0)
-    return middle(found) if found else 0.0
+        for parts in zip(*(chain.from_iterable(rank["between"]) for rank in same), strict=True):
+            alike = [part * mean / seconds for part, seconds in zip(parts, whole, strict=True)]
+            late += max(alike) - statistics.fmean(alike)
+            roots += statistics.fmean(alike) ** 0.5
+        jitter = (late / roots / expected_maximum(len(same))) ** 2 if roots else 0.0
+        jitters.append(jitter)
+        spreads.append(
+            max(0.0, statistics.variance(whole) - jitter * mean / len(same[0]["between"])) ** 0.5 / mean
+        )
+    said = "measured: steps without messages,"
+    return {
+        "spread": quantity(rounded(middle(spreads)), f"{said} of one rank and of another"),
+        "jitter_s": quantity(rounded(middle(jitters)), f"{said} between where these would be"),
+    }
 
 
 def _later(rate: OperatorRate, seconds: float) -> OperatorRate:

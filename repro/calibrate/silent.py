@@ -44,8 +44,8 @@ class Silent(NoTransport):
 
 def silent_step(experiment: Experiment, clock: OperatorClock) -> dict[str, Any]:
     """One rank's step of `experiment`, of the first stage and of few micro-batches, while all ranks have theirs:
-    `operators` as (name, bytes, FLOP, how often), and with as many ranks to a core its `seconds`, and those `between` its
-    messages in each of `STEPS` steps."""
+    `operators` as (name, bytes, FLOP, how often), and with as many ranks to a core its `seconds`, and those `between`
+    its messages in each of `STEPS` steps."""
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     short = replace(experiment, layout=traced.layout)
     mesh = meshes.build(traced.layout, 0, lambda ranks: Silent())

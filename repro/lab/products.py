@@ -1,4 +1,4 @@
-"""How fast a rank computes here: matrix products on every core that ranks compute on, at once, in seconds of their processors.
+"""How fast a rank computes here: matrix products on every core that ranks compute on, in seconds of these.
 
 An emulated network keeps a ratio of compute to messages, so that its rates hold for one rate of compute.  What else
 runs here takes cores from ranks and from this measurement alike, and does not enter the result.

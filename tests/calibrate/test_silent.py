@@ -56,17 +56,21 @@ def test_it_tells_what_is_computed_between_messages() -> None:
     assert 0 < sum(map(sum, found["between"])) / STEPS <= found["seconds"]
 
 
-def test_jitter_is_of_the_last_of_all_ranks() -> None:
-    """Normal draws of variance `jitter` times the mean, of long and of short parts."""
-    draw, jitter, ranks = random.Random(1), 1e-3, 16
+@pytest.mark.parametrize(("jitter", "spread"), [(1e-3, 0.05), (1e-3, 0.0), (0.0, 0.05), (0.0, 0.0)])
+def test_ranks_differ_from_moment_to_moment_and_from_each_other(jitter: float, spread: float) -> None:
+    """Normal draws of variance `jitter` times the mean, of long and of short parts, on ranks that are slower or faster
+    by a normal draw."""
+    draw, ranks = random.Random(1), 64
     parts = [0.01, 0.04, 0.16] * 40
 
     def rank() -> dict[str, object]:
-        steps = [[draw.gauss(mean, (jitter * mean) ** 0.5) for mean in parts] for _ in range(STEPS)]
-        return {"silent": [{"between": steps}]}
+        slower = draw.gauss(1, spread)
+        steps = [[slower * draw.gauss(mean, (jitter * mean) ** 0.5) for mean in parts] for _ in range(STEPS)]
+        return {"silent": [{"between": steps, "seconds": sum(map(sum, steps)) / STEPS}]}
 
-    assert document._jitter([rank() for _ in range(ranks)]) == pytest.approx(jitter, rel=0.1)
-    assert document._jitter([{}] * ranks) == 0
+    found = {key: number["value"] for key, number in document._unlike([rank() for _ in range(ranks)]).items()}
+    assert found["jitter_s"] == pytest.approx(jitter, rel=0.1, abs=1e-12)
+    assert found["spread"] == pytest.approx(spread, rel=0.2, abs=3e-3)
 
 
 def test_what_a_message_brings_is_never_tiny() -> None:

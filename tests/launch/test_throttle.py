@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 
 import pytest
 
 from repro.launch.rank import throttle as module
 from repro.launch.rank.throttle import CATCH_UP_S, TICK_S, Throttle
+from repro.parallel.transports import Work
 from tests.clock import Clock
 
 SHARE = 0.25
@@ -109,6 +111,29 @@ def test_the_timer_is_of_processor_time_and_stops(monkeypatch: pytest.MonkeyPatc
     assert asked == [(signal.SIGVTALRM, throttle._tick), (signal.ITIMER_VIRTUAL, TICK_S, TICK_S)]
     throttle.stop()
     assert asked[2:] == [(signal.ITIMER_VIRTUAL, 0), (signal.SIGVTALRM, signal.SIG_IGN)]
+
+
+def test_it_settles_before_a_wait_which_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the thread that is held: others carry messages."""
+    clocks = Clocks(monkeypatch)
+    monkeypatch.setattr(module.signal, "setitimer", lambda *given: None)
+    monkeypatch.setattr(module.signal, "signal", lambda *given: None)
+    waited: list[float] = []
+    throttle = Throttle(SHARE)
+    throttle.start()
+    try:
+        clocks.computed += 0.1
+        Work(finish=lambda: waited.append(sum(clocks.slept))).wait()
+        assert waited == pytest.approx([0.3]), "it slept before"
+        clocks.computed += 0.1
+        other = threading.Thread(target=Work(finish=lambda: waited.append(sum(clocks.slept))).wait)
+        other.start()
+        other.join()
+        assert waited == pytest.approx([0.3, 0.3])
+    finally:
+        throttle.stop()
+    Work(finish=lambda: waited.append(sum(clocks.slept))).wait()
+    assert waited == pytest.approx([0.3, 0.3, 0.3]), "it is let go"
 
 
 def test_what_a_thread_has_not_computed_it_does_not_pay_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ def tables() -> dict[str, Any]:
             "memory_bytes": known(1e9),
             "memory_bandwidth": known(4e9),
             "peak_flops": {"fp32": known(20e9)},
+            "time": {"jitter_s": known(1e-3)},
             "operators": {"elementwise": rate, "matmul": {**rate, "per_byte_s": 0.0, "per_flop_s": 5e-11}},
         },
         "links": {

@@ -121,6 +121,8 @@ class Run:
             self._between()
         self.engine.synchronize()
         self._read()
+        if self.network is not None:
+            self.network.cores.divide()  # all threads that carry messages are there by now
 
     def steps(self, count: int) -> None:
         """Timed steps, one round; communication is counted on the last."""

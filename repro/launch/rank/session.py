@@ -110,10 +110,7 @@ def _start(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     place = None if job.apart else CheckpointPlace.of(job, experiment)
-    run = Run(experiment, mesh, device, report, place, network, watched=watched)
-    if network is not None:
-        network.cores.divide()  # its groups' threads are there
-    return run
+    return Run(experiment, mesh, device, report, place, network, watched=watched)
 
 
 def _alone(

@@ -1,19 +1,26 @@
 """Holds a rank that shares a core to its share of it: it computes no faster while the others wait.
 
-Eight ranks of a core compute at an eighth of its rate each; when seven of them wait for messages the eighth would
-compute eight times as fast, and the time of the messages would vanish in that.  So a rank that has computed for
-`c` seconds sleeps until `c / share` seconds have passed, those not counted in which it waited for others.  It does so
-before each message and, for libraries that do not say when they send, whenever the kernel's timer of processor time
-says so.  Only the thread that computes is held; those that carry messages are not, and are on other cores
-(`repro.host.cores`): a kernel without `IRQ_TIME_ACCOUNTING` charges whoever has a core with the frames that come there.
+Sixteen ranks of a core compute at a sixteenth of its rate each; when fifteen of them wait for messages the last would
+compute sixteen times as fast, and the time of the messages would vanish in that.  So a rank that has computed for `c`
+seconds sleeps until `c / share` seconds have passed, those not counted in which it waited for others.  It does so
+before each message, before each wait for one (which goes on meanwhile, as beside a device that still computes) and, for
+libraries that do not say when they send, whenever the kernel's timer of processor time says so.  Only the thread that
+computes is held; those that carry messages are not, and are on other cores (`repro.host.cores`): a kernel without
+`IRQ_TIME_ACCOUNTING` charges whoever has a core with the frames that come there.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from repro.parallel import transports
 
 CATCH_UP_S = 0.02
 """What a rank that was kept from its core may make up for later, at most."""
@@ -29,10 +36,14 @@ class Throttle:
         self._delays = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._ahead = 0.0
         self._settling = False
+        self._waits = [(kind, kind.wait) for kind in (dist.Work, transports.Work)]
+        """Of libraries, and ours."""
         self._look()
 
     def start(self) -> None:
-        """Settle on the kernel's timer too."""
+        """Settle on the kernel's timer and before waits too."""
+        for kind, wait in self._waits:
+            kind.wait = self._settled(wait)
         signal.signal(signal.SIGVTALRM, self._tick)
         signal.setitimer(signal.ITIMER_VIRTUAL, TICK_S, TICK_S)
         self._look()
@@ -41,6 +52,8 @@ class Throttle:
         """Let the thread go."""
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
+        for kind, wait in self._waits:
+            kind.wait = wait
 
     def settle(self) -> None:
         """Sleep for what a slower device would have needed beyond what has passed."""
@@ -57,6 +70,16 @@ class Throttle:
         self._ahead = max(self._ahead, -CATCH_UP_S)
         self._look()
         self._settling = False
+
+    def _settled(self, wait: Any) -> Any:
+        held = threading.get_ident()
+
+        def settled(work: Any, *arguments: Any, **named: Any) -> Any:
+            if threading.get_ident() == held:
+                self.settle()
+            return wait(work, *arguments, **named)
+
+        return settled
 
     def _look(self) -> None:
         self._delayed = self._delay()
