@@ -12,7 +12,7 @@ from repro.calibrate import document_links, fit
 from repro.calibrate.fit import Measurement
 from repro.calibrate.numbers import middle, quantity, rounded
 from repro.config.network import core_share
-from repro.config.timing import OperatorRate
+from repro.config.timing import MESSAGE, OperatorRate
 from repro.lab.products import PRODUCTS
 from repro.measure.statistics import quantile
 from repro.simulate.time.emulated import CARRYING
@@ -50,6 +50,8 @@ def tables(
         rates = {name: _later(rate, launch_s) for name, rate in rates.items()}
     silent = _silent(ranks, rates)
     rates = {name: rate.slowed(silent[STEP]) for name, rate in rates.items()} if silent else rates
+    if "message_s" in ranks[0]:
+        rates[MESSAGE] = OperatorRate(fixed_s=middle(rank["message_s"] for rank in ranks))
     copy = ranks[0]["copy"]["nbytes"] / middle(rank["copy"]["median"] for rank in ranks)
     peak = max(row["flops"] / row["median"] for row in rows if row["name"] in fit.PRODUCTS)
     together = "alone" if count == 1 else f"all {count} ranks at once"

@@ -110,6 +110,20 @@ class LinkBench:
             beat()
         return min(1.0, max(0.0, quantile(lost, 0.5) / communication))
 
+    def message_s(self, group: Group) -> float:
+        """Processor seconds of this thread for a collective and the wait for it, others carrying it, from empty caches
+        and with as many ranks to a core."""
+        run = self._run(COLLECTIVES[0], 4 * group.size, group)
+        run()
+        found = []
+        for _ in range(MANY * self.clock.repeats):
+            self.clock.flush()
+            group.barrier()
+            began = time.thread_time()
+            run()
+            found.append(time.thread_time() - began)
+        return quantile(found, 0.5) * self.clock.ranks_per_core
+
     def _start(self, op: str, payload: int, group: Group) -> Callable[[], Work]:
         """What starts `op` on a message of `payload` bytes."""
         part = max(1, payload // 4 // group.size)

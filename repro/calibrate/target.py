@@ -115,6 +115,9 @@ def _measure(
                 beat,
                 COLLECTIVES if collectives else (RING,),
             )
+            if clock.ranks_per_core > 1:
+                result["message_s"] = bench.message_s(whole)
+                beat()
             result["overlap"] = {}
             for where in (INSIDE, BETWEEN):
                 largest = next((group for kind, group in groups.items() if kind.place == where), None)

@@ -132,12 +132,17 @@ class Timing:
     unaligned_flops: float | None
 
 
+MESSAGE = "message"
+"""The operator that is none of a step's, but its thread's own part of a message."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OperatorRate:
     """`[device.operators.NAME]` of a calibrated file: seconds = fixed + bytes * per_byte + flops * per_flop.
 
     NAME is an operator's as a trace names it (`aten.mm`, `repro.adamw_`, ...); `matmul` and `elementwise`
-    stand for all others.  Bytes are those read and written.
+    stand for all others, and `message` is what the thread that computes does itself to begin and to end one.  Bytes are
+    those read and written.
     """
 
     fixed_s: float

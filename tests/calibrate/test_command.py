@@ -18,9 +18,11 @@ from repro.calibrate.document import STEP
 from repro.calibrate.fit import rate_of
 from repro.calibrate.machines import Here
 from repro.calibrate.target import run_rank
+from repro.cli.views import calibrate as view
 from repro.config import Layout
 from repro.config.errors import ConfigError
 from repro.config.links import OPERATIONS
+from repro.config.timing import MESSAGE
 from repro.lab.products import PRODUCTS
 from repro.launch.beacon import Beacon, Lookout
 from repro.launch.interrupt import Interrupt
@@ -200,7 +202,9 @@ def test_a_wrong_question_needs_no_torch() -> None:
 
 
 @pytest.mark.slow
-def test_operators_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_of_a_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the sizes of its own steps, whatever networks they are on; of links single messages alone.  Ranks that share a
     core run the steps too, without messages."""
     layout = "layout = { dp = 2, micro_batch = 1 }"
@@ -247,6 +251,11 @@ model = "own"
     assert system.provenance is not None
     assert 0.1 < float(system.provenance.facts[STEP]) < 10, "the step's own operators"
     assert system.provenance.facts[CARRYING] == 1, "the one core that there is"
+    assert system.device.operators[MESSAGE].fixed_s > 0
+    assert 0 <= system.timing.spread < 1
+    assert 0 <= system.timing.jitter_s < 1
+    view._show(answer)
+    assert "variance over mean" in capsys.readouterr().out
     links = system.links["memory"].collectives
     assert set(links) == {"all_reduce", "send"}
     assert not links["all_reduce"].groups, "only the ring of all ranks says what messages cost the cores"

@@ -43,7 +43,7 @@ class Throttle:
     def start(self) -> None:
         """Settle on the kernel's timer and before waits too."""
         for kind, wait in self._waits:
-            kind.wait = self._settled(wait)
+            kind.wait = self._settled(wait)  # type: ignore[method-assign]
         signal.signal(signal.SIGVTALRM, self._tick)
         signal.setitimer(signal.ITIMER_VIRTUAL, TICK_S, TICK_S)
         self._look()
@@ -53,7 +53,7 @@ class Throttle:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
         for kind, wait in self._waits:
-            kind.wait = wait
+            kind.wait = wait  # type: ignore[method-assign]
 
     def settle(self) -> None:
         """Sleep for what a slower device would have needed beyond what has passed."""

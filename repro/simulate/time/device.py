@@ -13,6 +13,7 @@ from functools import lru_cache
 from math import ceil, prod
 
 from repro.config.system import System
+from repro.config.timing import MESSAGE
 from repro.simulate.time.stragglers import slowest
 from repro.simulate.trace.events import Operator
 
@@ -49,6 +50,7 @@ class DeviceCost:
         self.slowest = slowest(time.spread, devices)
         self.rates = system.device.operators
         self.launch_s = time.launch_s
+        self.message_s = self.rates[MESSAGE].fixed_s if MESSAGE in self.rates else 0.0
         self.jitter_s = time.jitter_s
         self.kernel_s, self.fill_s = time.kernel_s, time.fill_s
         self.bandwidth = self.peak = 0.0

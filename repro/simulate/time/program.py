@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from repro.config import Layout
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build
 from repro.simulate.time.device import ATTENTION, MATMULS
@@ -31,6 +30,8 @@ class OperatorCost(Protocol):
 
     launch_s: float
     """Of the host, for one operator."""
+    message_s: float
+    """Of the thread that computes, to begin and to end a message: on a device nothing, whose streams do it."""
     jitter_s: float
     """Variance over the mean of what operators take from one moment to another."""
 
@@ -114,7 +115,7 @@ def program(traced: Trace, whole: int, cost: OperatorCost, seconds: Seconds) -> 
     actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
     pieces = _pieces(traced, len(actions))
     keys = _keys(traced, actions, pieces)
-    compiler = _Compiler(cost, seconds, keys, stage, layout)
+    compiler = _Compiler(cost, seconds, keys, stage)
     found = StageProgram(micro_batches=layout.accumulation, last=whole - 1)
     for action, piece in zip(actions, pieces, strict=False):
         found.segments[action] = compiler.items(piece)
@@ -172,16 +173,9 @@ def _keys(
 class _Compiler:
     """Turns events into items."""
 
-    def __init__(
-        self,
-        cost: OperatorCost,
-        seconds: Seconds,
-        keys: dict[int, tuple[object, ...]],
-        stage: int,
-        layout: Layout,
-    ):
-        self.cost, self.seconds, self.keys, self.stage, self.layout = cost, seconds, keys, stage, layout
-        self._jitter = anywhere(cost.jitter_s > 0)
+    def __init__(self, cost: OperatorCost, seconds: Seconds, keys: dict[int, tuple[object, ...]], stage: int):
+        self.cost, self.seconds, self.keys, self.stage = cost, seconds, keys, stage
+        self._jitter, self._own = anywhere(cost.jitter_s > 0), anywhere(cost.message_s > 0)
 
     def items(self, events: list[Event], *, tail: bool = False) -> list[Item]:
         """The items of a piece; `tail`: its operators are the optimizer's."""
@@ -213,6 +207,12 @@ class _Compiler:
                 apart += took
                 host += self.cost.launch_s * event.calls
             elif isinstance(event, Message):
+                if self._own:
+                    # Of those between stages as many come as go.
+                    own = self.cost.message_s * (2 if event.op == SEND else 1)
+                    parts[HOST] = parts.get(HOST, 0.0) + own
+                    device += own
+                    apart += own
                 if event.op == SEND:
                     close()
                     found.append(Send(event.peer - self.stage, event.channel, event.payload))
@@ -220,14 +220,14 @@ class _Compiler:
                 took, label = self.seconds(event), label_of(event)
                 if at < len(todo) and todo[at] == Wait(event.work) and event.group == "tp":
                     at += 1
-                    took += self._late(event.group, apart)
+                    took += self._late(event, apart)
                     apart = 0.0
                     parts[label] = parts.get(label, 0.0) + took
                     device += took
                     host += self.cost.launch_s
                     continue
                 close()
-                late = self._late(event.group, apart)
+                late = self._late(event, apart)
                 found.append(Issue(self.keys[event.work], event.group, label, took, late))
             elif event.work in self.keys:  # those of messages between stages follow from the schedule
                 close()
@@ -236,13 +236,9 @@ class _Compiler:
         close()
         return found
 
-    def _late(self, group: str, seconds: float) -> float:
-        """Of the last of `group`, `seconds` of operators after its ranks were together."""
-        if not self._jitter:
-            return 0.0
-        axis = "pp" if group == "embedding" else group
-        members = self.layout.world if group == "world" else len(self.layout.offsets(axis))
-        return last(self.cost.jitter_s, seconds, members)
+    def _late(self, message: Message, seconds: float) -> float:
+        """Of the last of its group, `seconds` of operators after its ranks were together."""
+        return last(self.cost.jitter_s, seconds, message.size) if self._jitter else 0.0
 
 
 def kind_of(operator: Operator) -> str:

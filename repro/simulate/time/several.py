@@ -43,6 +43,7 @@ class SeveralDevices:
         ]
         costs = _Alike(keys, lambda lane: DeviceCost(systems[lane], precision, factors[lane], devices))
         self.launch_s = cast(float, costs.each(lambda cost: cost.launch_s))
+        self.message_s = cast(float, costs.each(lambda cost: cost.message_s))
         self.jitter_s = cast(float, costs.each(lambda cost: cost.jitter_s))
         self.seconds: Callable[[Operator], float] = cache(
             lambda operator: cast(float, costs.each(lambda cost: cost.seconds(operator)))

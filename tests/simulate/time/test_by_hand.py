@@ -20,7 +20,7 @@ from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
 from repro.simulate.time.device import DeviceCost
 from repro.simulate.time.emulated import hops
 from repro.simulate.time.network import Network
-from repro.simulate.time.program import Await, Issue, OperatorBlock, StageProgram, _Compiler
+from repro.simulate.time.program import HOST, Await, Issue, OperatorBlock, Send, StageProgram, _Compiler
 from repro.simulate.time.rings import Ring
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.events import Message, Operator, Wait
@@ -121,7 +121,7 @@ def test_an_operator(operator: Operator, seconds: float) -> None:
 class Constant:
     """Every operator takes 4 us, and the host 10 us to issue one."""
 
-    launch_s, jitter_s = 10 * US, 0.0
+    launch_s, jitter_s, message_s = 10 * US, 0.0, 0.0
 
     def seconds(self, operator: Operator) -> float:
         return 4 * US
@@ -131,7 +131,7 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     """Three operators are issued in 30 us and computed in 12; behind a long collective the host is never late."""
     add = Operator("aten.add", 0, 1, 1, (), 2)
     reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
-    compiler = _Compiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0, Layout(tp=2))  # type: ignore[arg-type]
+    compiler = _Compiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0)  # type: ignore[arg-type]
     (late,) = compiler.items([add, add, add])
     assert isinstance(late, OperatorBlock)
     assert late.seconds == pytest.approx(30 * US)
@@ -143,6 +143,27 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     assert isinstance(long, OperatorBlock)
     assert long.seconds == pytest.approx(104 * US)
     assert dict(long.parts) == pytest.approx({"elementwise": 4 * US, "all-reduce of block (tp)": 100 * US})
+
+
+def test_a_processor_begins_and_ends_its_messages_itself() -> None:
+    """Each takes 50 us of it beside the 4 us of an operator and the 100 us of a collective."""
+
+    class Processor(Constant):
+        launch_s, message_s = 0.0, 50 * US
+
+    reduced, hidden = (Message("all_reduce", "tp", 2, 8, 8, "block", work=n) for n in (7, 8))
+    sent = Message("send", "pp", 2, 8, 8, "activations", work=9, peer=1)
+    keys: dict[int, tuple[object, ...]] = {7: ("x",), 8: ("y",)}
+    compiler = _Compiler(Processor(), lambda message: 100 * US, keys, 0)  # type: ignore[arg-type]
+    add = Operator("aten.add", 0, 1, 1, (), 2)
+    inline, send, begun, *hidden_ = compiler.items([add, reduced, Wait(7), sent, add, hidden, add, Wait(8)])
+    assert isinstance(inline, OperatorBlock)
+    assert inline.seconds == pytest.approx((4 + 50 + 100 + 2 * 50) * US)
+    assert dict(inline.parts)[HOST] == pytest.approx(150 * US), "a message that is sent has one that comes"
+    assert isinstance(send, Send)
+    assert isinstance(begun, OperatorBlock)
+    assert begun.seconds == pytest.approx(54 * US)
+    assert [type(item) for item in hidden_] == [Issue, OperatorBlock, Await]
 
 
 RING = Ring(ranks=8, nodes=2, rate=1e9, start=10 * US, inside=1 * US, between=5 * US, half=0, chunk=0.4 * US)
