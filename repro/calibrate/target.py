@@ -17,8 +17,7 @@ from repro.calibrate.silent import silent_step
 from repro.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.config.network import computing
-from repro.host.cores import DividedCores
+from repro.host.cores import DividedCores, computing
 from repro.host.resources import usable_cores
 from repro.lab import products
 from repro.launch.beacon import Beacon
@@ -99,7 +98,7 @@ def _measure(
                     beat()
         result["copy"] = copies(clock, clock.device)
         if device == "cpu":
-            result["products"] = products_of_a_core(rank % per_node < cores, whole)
+            result["products"] = products_of_a_core(rank % per_node, cores, whole)
         if device == "cuda":
             result["host_copy"] = copies(clock, torch.device("cpu"))
         result["operators_s"] = time.perf_counter() - began
@@ -173,14 +172,14 @@ def operators(
     return rows
 
 
-def products_of_a_core(ours: bool, group: Group) -> float | None:
+def products_of_a_core(place: int, cores: int, group: Group) -> float | None:
     """FLOP/s of this core's products while each core runs one rank, as a run measures it to scale its links
     (`repro.lab.products.of_a_rank`): ranks that take turns on a core take its caches from each other.
 
-    `ours`: whether this rank is its core's; None where it leaves it to another meanwhile.
+    `place`: of this rank on its node; None on those that leave the `cores` to others meanwhile.
     """
     group.barrier()
-    found = products.of_this_core() if ours else None
+    found = products.of_this_core() if place < cores else None
     group.barrier()
     return found
 

@@ -12,12 +12,6 @@ CORES_SHARE = 0.8
 others had."""
 
 
-def computing(cores: int) -> int:
-    """On how many of a machine's cores ranks compute.  The other half carries their messages, with what the kernel does
-    for these, which would else interrupt whoever computes and be charged to it.  One core does both."""
-    return max(1, cores // 2)
-
-
 def core_share(ranks: int, cores: int) -> float:
     """Seconds of processor time in each second that one of so many ranks computes in, at most.  `cores`: those that
     ranks compute on."""

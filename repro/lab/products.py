@@ -14,7 +14,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from repro.config.network import computing, core_share
+from repro.config.network import core_share
+from repro.host.cores import computing
 from repro.host.resources import usable_cores
 from repro.lab.network import NoNetwork
 

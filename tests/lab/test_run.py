@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from repro.config import EmulatedNetwork, Experiment, Layout, Model
-from repro.config.network import computing
+from repro.host.cores import computing
 from repro.host.resources import usable_cores
 from repro.lab import products
 from repro.launch.job import NETWORK, Job
@@ -98,7 +98,7 @@ def test_what_carries_messages_is_never_where_ranks_compute(tmp_path: Path) -> N
         except (ProcessLookupError, psutil.Error):
             return False
         own = where.pop(rank.pid)
-        return len(where) > 4 and own <= compute and all(found <= carrying for found in where.values())
+        return len(where) >= 4 and own <= compute and all(found <= carrying for found in where.values())
 
     def settled() -> bool:
         """Whether they are, and no thread has come for a while."""

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from repro.config import EmulatedNetwork
-from repro.config.network import computing, core_share
-from repro.host.cores import DividedCores
+from repro.config.network import core_share
+from repro.host.cores import DividedCores, computing
 from repro.lab import products
 from repro.launch.job import NETWORK, Job
 from repro.launch.rank.throttle import Throttle
