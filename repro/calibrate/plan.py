@@ -10,7 +10,8 @@ from repro.config import Experiment, Layout, Limits, Model, OperatorSet, Trainin
 from repro.config.errors import ConfigError
 from repro.suites import Suite
 
-LIMITS = Limits(timeout_s=900.0, hang_s=120.0)
+LIMITS = Limits(timeout_s=3600.0, hang_s=120.0)
+"""Many suites of sixteen ranks take long; one that makes no progress is given up soon."""
 CPU_SIZES = ((64, 64, 1, 512), (256, 128, 4, 2048), (768, 256, 4, 8192))
 """Width, tokens of a sample, samples of a micro-batch and vocabulary of the models whose operators are measured
 on processors, from what a test trains to what a laptop can."""

@@ -56,14 +56,15 @@ def _measure(
 ) -> dict[str, dict[str, Any]]:
     place = own_device(device)
     quick = job.experiments[0].training.steps == QUICK_REPEATS
-    cores, divided = usable_cores(), DividedCores(rank)
+    cores, carrying = usable_cores(), 0
     with process_group(rank, world, place, rendezvous):
         per_node = ranks_per_node(world)
         groups = kinds(world, per_node, device)
         chains = pipelines(world, per_node, device)
         if not collectives:
-            cores = computing(cores)
+            divided = DividedCores(rank)
             divided.divide()
+            cores, carrying = computing(cores), len(divided.carrying)
         whole = next(iter(groups.values()), meshes.single().world)
         clock = OperatorClock(place, whole, job.experiments[0].training.steps, per_node, cores)
         count = 0
@@ -79,7 +80,7 @@ def _measure(
             "per_node": per_node,
             "threads": torch.get_num_threads(),
             "cache_bytes": clock.cache,
-            "carrying": 0 if collectives else len(divided.carrying),
+            "carrying": carrying,
         }
         began = time.perf_counter()
         launch = LaunchBench(clock, job.experiments[0])
@@ -114,7 +115,7 @@ def _measure(
                 beat,
                 COLLECTIVES if collectives else (RING,),
             )
-            if clock.ranks_per_core > 1:
+            if not collectives:  # what is measured of these has it
                 result["message_s"] = bench.message_s(whole)
                 beat()
             result["overlap"] = {}
