@@ -84,8 +84,9 @@ def test_time_limit_in_mid_suite(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_time_limit_too_often(lab: Lab, tmp_path: Path) -> None:
-    """A case that no job is long enough for is left in the end, as what it is."""
-    bench = one_job(lab, tmp_path, time_limit="00:01:00", signal_delay_s=60, requeues=0)
+    """A case that no job is long enough for is left in the end, as what it is.  Warned of earlier, a job may not have
+    begun to listen."""
+    bench = one_job(lab, tmp_path, time_limit="00:01:00", signal_delay_s=20, requeues=0)
     bench.submit(three(bench))
     status = bench.ended()
     assert (status["b"]["state"], status["b"]["failure"]) == ("lost", "time-limit")
