@@ -48,8 +48,9 @@ def tables(
     if on_cpu:
         # Host and device are the same core: what goes by before an operator begins is part of it.
         rates = {name: _later(rate, launch_s) for name, rate in rates.items()}
-    silent = _silent(ranks, rates)
-    rates = {name: rate.slowed(silent[STEP]) for name, rate in rates.items()} if silent else rates
+    silent = list(zip(*(rank.get("silent", ()) for rank in ranks), strict=True))
+    step = _step(silent, rates) if silent else {}
+    rates = {name: rate.slowed(step.get(STEP, 1.0)) for name, rate in rates.items()}
     if "message_s" in ranks[0]:
         rates[MESSAGE] = OperatorRate(fixed_s=middle(rank["message_s"] for rank in ranks))
     copy = ranks[0]["copy"]["nbytes"] / middle(rank["copy"]["median"] for rank in ranks)
@@ -63,7 +64,7 @@ def tables(
         "threads": ranks[0]["threads"],
         "cache_bytes": ranks[0]["cache_bytes"],
         "host_s_per_operator": rounded(launch_s),
-        **silent,
+        **step,
         "operators_measured": len({row["name"] for row in rows}),
         "calls_measured": len(rows),
         "load_before": load,
@@ -101,7 +102,7 @@ def tables(
                 "memory_efficiency": quantity(1, "the bandwidth is itself that of a copy"),
                 "kernel_s": quantity(kernel_s, "measured: an element-wise operator on no bytes"),
                 "fill_s": quantity(0, "the operators' own seconds have it"),
-                **(_unlike(ranks) if silent else {}),
+                **(_unlike(silent) if silent else {}),
                 "launch_s": quantity(0 if on_cpu else launch_s, f"measured: {said}"),
             },
             "operators": {
@@ -161,14 +162,14 @@ def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_
     return max(0.0, step - inside) / len(operators)
 
 
-def _silent(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate]) -> dict[str, float]:
-    """How many times as long as its operators one by one a step without messages takes: the median of all such steps,
-    of which there are none where ranks share no core."""
-    steps = list(zip(*(rank.get("silent", ()) for rank in ranks), strict=True))
-    if not steps:
-        return {}
+SilentSteps = Sequence[tuple[dict[str, Any], ...]]
+"""Steps without messages, each as all ranks had it: none where ranks share no core."""
+
+
+def _step(silent: SilentSteps, rates: dict[str, OperatorRate]) -> dict[str, float]:
+    """How many times as long as its operators one by one a step without messages takes, in the median."""
     times = []
-    for same in steps:
+    for same in silent:
         operators = sum(
             calls * fit.rate_of(rates, name).seconds(flops=flops, nbytes=nbytes)
             for name, nbytes, flops, calls in same[0]["operators"]
@@ -180,15 +181,15 @@ def _silent(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate]) -> 
     }
 
 
-def _unlike(ranks: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """How ranks that compute the same differ, by steps without messages, each the median of these steps.
+def _unlike(silent: SilentSteps) -> dict[str, dict[str, Any]]:
+    """How ranks that compute the same differ: medians over the steps.
 
     `jitter_s`: variance over mean of what one computes between two messages, by what the last of all ranks comes later
     than their mean, which a collective waits for.  `spread`: standard deviation over mean of what a whole step takes on
     one rank and on another, less the jitter's part of it.
     """
     spreads, jitters = [], []
-    for same in zip(*(rank.get("silent", ()) for rank in ranks), strict=True):
+    for same in silent:
         whole = [rank["seconds"] for rank in same]
         mean = statistics.fmean(whole)
         late = roots = 0.0
@@ -250,8 +251,7 @@ def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any
     """What a rank's products reach when it is held to its share of a core."""
     share = core_share(per_node, ranks[0]["machine"]["cores"])
     rates = (rank["products"] for rank in ranks if rank["products"] is not None)
-    carrying = {CARRYING: ranks[0]["carrying"]} if ranks[0]["carrying"] else {}
-    return {PRODUCTS: rounded(middle(rates) * share), **carrying}
+    return {PRODUCTS: rounded(middle(rates) * share), CARRYING: ranks[0]["carrying"]}
 
 
 def _gpu_facts(here: dict[str, Any]) -> dict[str, Any]:

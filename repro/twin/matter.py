@@ -109,7 +109,7 @@ def _deep(member: Member, *, ideal: bool = False) -> Prediction:
     twin = member.twin
     system = without_jitter(without_latency(member.machine)) if ideal else member.machine
     if twin.layout.pp > 1:
-        return _on(member, system)
+        return _on(member, system) if ideal else member.after
     layers = member.original.model.layers
     more = layers / twin.model.layers
     vocab = round(twin.model.vocab * more / twin.layout.tp) * twin.layout.tp

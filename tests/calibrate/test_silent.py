@@ -66,9 +66,10 @@ def test_ranks_differ_from_moment_to_moment_and_from_each_other(jitter: float, s
     def rank() -> dict[str, object]:
         slower = draw.gauss(1, spread)
         steps = [[slower * draw.gauss(mean, (jitter * mean) ** 0.5) for mean in parts] for _ in range(STEPS)]
-        return {"silent": [{"between": steps, "seconds": sum(map(sum, steps)) / STEPS}]}
+        return {"between": steps, "seconds": sum(map(sum, steps)) / STEPS}
 
-    found = {key: number["value"] for key, number in document._unlike([rank() for _ in range(ranks)]).items()}
+    said = document._unlike([tuple(rank() for _ in range(ranks))])
+    found = {key: number["value"] for key, number in said.items()}
     assert found["jitter_s"] == pytest.approx(jitter, rel=0.1, abs=1e-12)
     assert found["spread"] == pytest.approx(spread, rel=0.2, abs=3e-3)
 
@@ -88,9 +89,8 @@ def test_a_file_says_how_much_longer_a_step_takes_than_its_operators() -> None:
     rates = {"matmul": OperatorRate(fixed_s=1.0, per_flop_s=0.5), "elementwise": OperatorRate(fixed_s=2.0)}
     operators = [("aten.mm", 8.0, 6.0, 2), ("aten.add", 8.0, 0.0, 3)]  # 2 * (1 + 3) + 3 * 2 seconds
 
-    def rank(*steps: float) -> dict[str, object]:
-        return {"silent": [{"operators": operators, "seconds": seconds} for seconds in steps]}
+    def step(*by_rank: float) -> tuple[dict[str, object], ...]:
+        return tuple({"operators": operators, "seconds": seconds} for seconds in by_rank)
 
-    found = document._silent([rank(14.0, 21.0), rank(17.5, 24.5), rank(140.0, 21.0)], rates)
+    found = document._step([step(14.0, 17.5, 140.0), step(21.0, 24.5, 21.0)], rates)
     assert found[document.STEP] == pytest.approx((1.25 + 1.5) / 2)
-    assert document._silent([{}, {}], rates) == {}, "ranks that share no core"

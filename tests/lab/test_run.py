@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from repro.config import EmulatedNetwork, Experiment, Layout, Model
-from repro.host.cores import computing
-from repro.host.resources import usable_cores
+from repro.config import EmulatedNetwork, Experiment, Layout, Model, Training
 from repro.lab import products
 from repro.launch.job import NETWORK, Job
 from repro.launch.local.launch import LocalLaunch, read_json
@@ -83,37 +80,30 @@ def test_a_killed_run_leaves_no_process_and_no_network(tmp_path: Path) -> None:
     assert not [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.skipif(usable_cores() < 2, reason="one core computes and carries messages")
 def test_what_carries_messages_is_never_where_ranks_compute(tmp_path: Path) -> None:
-    """Nor those that ZeRO's rings are on, which begin with the first of them."""
-    body = '[[experiment]]\nname = "long"\nnetwork = "slow"\nlayout = { dp = 4, zero = 2 }\ntraining.steps = 2000\n'
-    process = runs.start(suite(tmp_path, body), tmp_path / "results", fake=False)
+    """Nor those that ZeRO's rings are on, which begin with the first of them.  One core does both."""
+    network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6)
+    model = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
+    experiment = Experiment(
+        name="long", model=model, layout=Layout(dp=4, zero=2), network=network, training=Training(steps=2000)
+    )
     cores = sorted(os.sched_getaffinity(0))
-    compute, carrying = set(cores[: computing(len(cores))]), set(cores[computing(len(cores)) :])
-
-    def divided(rank: psutil.Process) -> bool:
-        """Whether it has its groups' threads, and computes where none of them is."""
-        try:
-            where = {thread.id: os.sched_getaffinity(thread.id) for thread in rank.threads()}
-        except (ProcessLookupError, psutil.Error):
-            return False
-        own = where.pop(rank.pid)
-        return len(where) >= 4 and own <= compute and all(found <= carrying for found in where.values())
-
-    def settled() -> bool:
-        """Whether they are, and no thread has come for a while."""
-        ranks = runs.ranks_of(process)
-        threads = [rank.num_threads() for rank in ranks]
-        time.sleep(3)
-        return (
-            len(ranks) == 4 and all(map(divided, ranks)) and threads == [rank.num_threads() for rank in ranks]
-        )
-
+    half = max(1, len(cores) // 2)
+    compute, carrying = set(cores[:half]), set(cores[half:]) or set(cores)
+    launched = LocalLaunch(Job(experiments=[experiment]), tmp_path / "logs")
     try:
-        runs.wait_for(settled)
+        launched.start()
+        untimed = experiment.training.untimed_steps
+        runs.wait_for(lambda: all(launched.position(rank).step > untimed for rank in range(4)))
+        for rank in psutil.Process().children(recursive=True):
+            if "repro.launch.rank.program" not in rank.cmdline():
+                continue
+            where = {thread.id: os.sched_getaffinity(thread.id) for thread in rank.threads()}
+            assert where.pop(rank.pid) <= compute
+            assert len(where) >= 4, "those of gloo, and the ring's"
+            assert all(found <= carrying for found in where.values()), where
     finally:
-        process.kill()
-        process.communicate()
+        launched.close(keep_logs=None)
 
 
 def test_a_network_that_cannot_be_had_is_an_error_of_one_line(tmp_path: Path) -> None:
