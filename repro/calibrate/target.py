@@ -17,6 +17,7 @@ from repro.calibrate.silent import silent_step
 from repro.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
 from repro.config.enums import Phase
+from repro.host import heap
 from repro.host.cores import DividedCores, computing
 from repro.host.resources import usable_cores
 from repro.lab import products
@@ -62,6 +63,7 @@ def _measure(
         groups = kinds(world, per_node, device)
         chains = pipelines(world, per_node, device)
         if not collectives:
+            heap.keep_freed()
             divided = DividedCores(rank)
             divided.divide()
             cores, carrying = computing(cores), len(divided.carrying)

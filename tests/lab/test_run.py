@@ -106,6 +106,38 @@ def test_what_carries_messages_is_never_where_ranks_compute(tmp_path: Path) -> N
         launched.close(keep_logs=None)
 
 
+def test_timed_steps_take_no_memory_from_the_kernel(tmp_path: Path) -> None:
+    """A page costs up to 20 us, and a rank that computes so much longer keeps all others waiting: pages that a rank's
+    own thread touches first, in its second timed step and the five after it."""
+    network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6)
+    model = Model(name="wide", layers=2, hidden=128, heads=4, vocab=64, seq=512)
+    experiment = Experiment(
+        name="long", model=model, layout=Layout(dp=4, zero=3), network=network, training=Training(steps=2000)
+    )
+    launched = LocalLaunch(Job(experiments=[experiment]), tmp_path / "logs")
+    first = experiment.training.untimed_steps + 1
+
+    def faults(step: int) -> dict[int, int]:
+        runs.wait_for(lambda: all(launched.position(rank).step >= step for rank in range(4)))
+        found = psutil.Process().children(recursive=True)
+        ranks = [rank.pid for rank in found if "repro.launch.rank.program" in rank.cmdline()]
+        return {rank: faults_of_thread(rank) for rank in ranks}
+
+    try:
+        launched.start()
+        before, after = faults(first), faults(first + 5)
+    finally:
+        launched.close(keep_logs=None)
+    assert len(before) == 4
+    assert max(after[rank] - before[rank] for rank in before) < 200, "of 4 kB"
+
+
+def faults_of_thread(thread: int) -> int:
+    """Minor page faults of a process's first thread (proc(5))."""
+    fields = Path(f"/proc/{thread}/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[7])
+
+
 def test_a_network_that_cannot_be_had_is_an_error_of_one_line(tmp_path: Path) -> None:
     network = f"{{ nodes = {TOO_FAST.nodes}, ranks_per_node = 1, between = {TOO_FAST.between:g} }}"
     body = f'[[experiment]]\nname = "fast"\nlayout = {{ dp = {TOO_FAST.world} }}\nnetwork = {network}\n'

@@ -28,6 +28,7 @@ def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(on_network, "_compute_rates", lambda world, throttle: [1e9, 2e9, 3e9, 4e9][:world])
     monkeypatch.setattr(on_network, "SPREAD", 1.2)
     monkeypatch.setattr(on_network.DividedCores, "divide", lambda self: None)  # of the tests' own process
+    monkeypatch.setattr(on_network.heap, "keep_freed", lambda: None)
     return path
 
 

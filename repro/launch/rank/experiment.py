@@ -122,7 +122,7 @@ class Run:
         self.engine.synchronize()
         self._read()
         if self.network is not None:
-            self.network.cores.divide()  # all threads that carry messages are there by now
+            self.network.timed((self.memory.peak or {}).get("total", 0))
 
     def steps(self, count: int) -> None:
         """Timed steps, one round; communication is counted on the last."""

@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from repro.config import EmulatedNetwork
 from repro.config.network import core_share
+from repro.host import heap
 from repro.host.cores import DividedCores, computing
+from repro.host.resources import available_bytes
 from repro.lab import products
 from repro.launch.job import NETWORK, Job
 from repro.launch.rank.throttle import Throttle
@@ -21,6 +23,8 @@ from repro.results.network import RankOnNetwork
 
 COMPUTE_S = 0.6
 ATTEMPTS = 15
+SPARE = 3
+"""Times the most that a step has held: its blocks come to lie elsewhere for some five steps, which take 2.4 times it."""
 SPREAD = 0.25
 """Ranks that compute at rates further apart than this fraction of their mean are no equal devices."""
 
@@ -30,13 +34,15 @@ class OnNetwork:
 
     def __init__(self, network: EmulatedNetwork, facts: Path, rank: int):
         """Measure the compute rates of all ranks together.  Raises `RuntimeError` if they are too far apart."""
+        self._world = network.world
         found = json.loads(facts.read_text(encoding="utf-8"))
         self._facts = found if rank == 0 else None
         self._node = ""
         if rank % network.ranks_per_node == 0 and network.nodes > 1:
             self._node = f"/proc/{found['nodes'][network.node_of(rank)]}/net/dev"
-        self.cores = DividedCores(rank)
-        self.cores.divide()
+        heap.keep_freed()
+        self._cores = DividedCores(rank)
+        self._cores.divide()
         self.throttle = Throttle(core_share(network.world, computing(found["cores"])))
         self.throttle.start()
         try:
@@ -57,6 +63,13 @@ class OnNetwork:
             yield seen
         finally:
             seen.throttle.stop()
+
+    def timed(self, peak_bytes: int) -> None:
+        """Timed steps begin.  Threads that carry messages are there by now, and go where these are carried; steps that
+        hold `peak_bytes` find that much wherever they come to lie, as far as memory has room for all ranks."""
+        self._cores.divide()
+        heap.reserve(min(SPARE * peak_bytes, available_bytes() // (2 * self._world)))
+        self.throttle.settle()
 
     def counters(self) -> list[int]:
         """Bytes sent and received by this rank, then by its node where this rank speaks for it."""
