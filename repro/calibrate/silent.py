@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,8 @@ from torch import Tensor
 from repro.calibrate.clock import OperatorClock
 from repro.config import Experiment
 from repro.engines.native import NativeEngine
+from repro.host import heap
+from repro.measure.memory import MemoryTracker
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.transports import NoTransport, Work
@@ -49,19 +52,24 @@ def silent_step(experiment: Experiment, clock: OperatorClock) -> dict[str, Any]:
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     short = replace(experiment, layout=traced.layout)
     mesh = meshes.build(traced.layout, 0, lambda ranks: Silent())
-    engine = NativeEngine(short, mesh, clock.device)
+    tracker = MemoryTracker()
+    with tracker:
+        engine = NativeEngine(short, mesh, clock.device)
     shape = traced.layout.micro_batch, experiment.seq
     tokens = torch.randint(experiment.model.vocab, shape, device=clock.device)
     batches = [MicroBatch(tokens, tokens, Place(0, 0))] * traced.layout.accumulation
     marks: list[float] = []
     mesh.ledger.observers.append(lambda *_: marks.append(time.thread_time()))
     spent, between = [], []
-    for _ in range(1 + STEPS):
+    for turn in range(1 + STEPS):
+        if turn == 1:
+            heap.reserve(tracker.peak["total"], clock.group.size)
         clock.group.barrier()
         marks.clear()
         began = time.thread_time()
-        engine.step(batches, lambda phase: None)
-        engine.synchronize()
+        with nullcontext() if turn else tracker:
+            engine.step(batches, lambda phase: None)
+            engine.synchronize()
         spent.append(time.thread_time() - began)
         between.append([(b - a) * clock.ranks_per_core for a, b in pairwise([began, *marks])])
     called: Counter[tuple[str, float, float]] = Counter()

@@ -11,9 +11,13 @@ import ctypes
 
 import torch
 
+from repro.host.resources import available_bytes
+
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Of malloc.h, mallopt(3)."""
 NEVER = 2**31 - 1
+SPARE = 3
+"""Times the most that a step has held: blocks come to lie elsewhere for some five steps, which take 2.4 times it."""
 
 
 def keep_freed() -> None:
@@ -24,6 +28,9 @@ def keep_freed() -> None:
         mallopt(M_MMAP_MAX, 0)
 
 
-def reserve(size: int) -> None:
-    """Have a block of `size` bytes on the heap touched and free."""
-    torch.ones(size, dtype=torch.uint8)
+def reserve(peak: int, processes: int) -> None:
+    """Have room on the heap, touched and free, for steps that hold `peak` bytes at most wherever they come to lie.
+
+    `processes` do so at once: where memory is short, each takes its part of half of what is left.
+    """
+    torch.ones(min(SPARE * peak, available_bytes() // (2 * processes)), dtype=torch.uint8)

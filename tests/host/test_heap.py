@@ -20,7 +20,7 @@ if "kept" in sys.argv:
     heap.keep_freed()
 step()
 if "kept" in sys.argv:
-    heap.reserve(3 * 52 << 20)
+    heap.reserve(52 << 20, 1)
 before = faults()
 for _ in range(3):
     step()

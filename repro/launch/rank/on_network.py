@@ -15,7 +15,6 @@ from repro.config import EmulatedNetwork
 from repro.config.network import core_share
 from repro.host import heap
 from repro.host.cores import DividedCores, computing
-from repro.host.resources import available_bytes
 from repro.lab import products
 from repro.launch.job import NETWORK, Job
 from repro.launch.rank.throttle import Throttle
@@ -23,8 +22,6 @@ from repro.results.network import RankOnNetwork
 
 COMPUTE_S = 0.6
 ATTEMPTS = 15
-SPARE = 3
-"""Times the most that a step has held: its blocks come to lie elsewhere for some five steps, which take 2.4 times it."""
 SPREAD = 0.25
 """Ranks that compute at rates further apart than this fraction of their mean are no equal devices."""
 
@@ -65,10 +62,10 @@ class OnNetwork:
             seen.throttle.stop()
 
     def timed(self, peak_bytes: int) -> None:
-        """Timed steps begin.  Threads that carry messages are there by now, and go where these are carried; steps that
-        hold `peak_bytes` find that much wherever they come to lie, as far as memory has room for all ranks."""
+        """Timed steps begin, which hold `peak_bytes`.  Threads that carry messages are there by now, and go where
+        these are carried."""
         self._cores.divide()
-        heap.reserve(min(SPARE * peak_bytes, available_bytes() // (2 * self._world)))
+        heap.reserve(peak_bytes, self._world)
         self.throttle.settle()
 
     def counters(self) -> list[int]:
