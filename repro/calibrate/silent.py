@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -45,10 +46,12 @@ class Silent(NoTransport):
         return Work()
 
 
-def silent_step(experiment: Experiment, clock: OperatorClock) -> dict[str, Any]:
+def silent_step(
+    experiment: Experiment, clock: OperatorClock, beat: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """One rank's step of `experiment`, of the first stage and of few micro-batches, while all ranks have theirs:
     `operators` as (name, bytes, FLOP, how often), and with as many ranks to a core its `seconds`, and those `between`
-    its messages in each of `STEPS` steps."""
+    its messages in each of `STEPS` steps.  `beat` is called at each message and phase."""
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     short = replace(experiment, layout=traced.layout)
     mesh = meshes.build(traced.layout, 0, lambda ranks: Silent())
@@ -60,6 +63,7 @@ def silent_step(experiment: Experiment, clock: OperatorClock) -> dict[str, Any]:
     batches = [MicroBatch(tokens, tokens, Place(0, 0))] * traced.layout.accumulation
     marks: list[float] = []
     mesh.ledger.observers.append(lambda *_: marks.append(time.thread_time()))
+    mesh.ledger.observers.append(lambda *_: beat())
     spent, between = [], []
     for turn in range(1 + STEPS):
         if turn == 1:
@@ -68,7 +72,7 @@ def silent_step(experiment: Experiment, clock: OperatorClock) -> dict[str, Any]:
         marks.clear()
         began = time.thread_time()
         with nullcontext() if turn else tracker:
-            engine.step(batches, lambda phase: None)
+            engine.step(batches, lambda phase: beat())
             engine.synchronize()
         spent.append(time.thread_time() - began)
         between.append([(b - a) * clock.ranks_per_core for a, b in pairwise([began, *marks])])

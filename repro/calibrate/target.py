@@ -97,8 +97,7 @@ def _measure(
             result["silent"] = []
             for experiment in job.experiments:
                 if not experiment.training.dropout:  # whose random numbers no operator's rate has
-                    result["silent"].append(silent_step(experiment, clock))
-                    beat()
+                    result["silent"].append(silent_step(experiment, clock, beat))
         result["copy"] = copies(clock, clock.device)
         if device == "cpu":
             result["products"] = products_of_a_core(rank % per_node, cores, whole)

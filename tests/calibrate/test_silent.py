@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -94,3 +96,36 @@ def test_a_file_says_how_much_longer_a_step_takes_than_its_operators() -> None:
 
     found = document._step([step(14.0, 17.5, 140.0), step(21.0, 24.5, 21.0)], rates)
     assert found[document.STEP] == pytest.approx((1.25 + 1.5) / 2)
+
+
+FAULTS = """
+import resource, torch
+from repro.calibrate import silent
+from repro.calibrate.clock import OperatorClock
+from repro.config import Experiment, Layout, Model
+from repro.host import heap
+from repro.parallel import mesh as meshes
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def counted(peak, processes, reserve=heap.reserve):
+    global before
+    reserve(peak, processes)
+    before = faults()
+
+torch.set_num_threads(1)
+heap.keep_freed()
+heap.reserve, before = counted, None
+model = Model(name="wide", layers=2, hidden=128, heads=4, vocab=64, seq=512)
+layout = Layout(dp=4, zero=3, micro_batch=4, global_batch=16)
+clock = OperatorClock(torch.device("cpu"), meshes.single().world, repeats=1, neighbours=64)
+silent.silent_step(Experiment(name="one", model=model, layout=layout), clock)
+print(faults() - before)
+"""
+
+
+def test_timed_steps_take_no_memory_from_the_kernel() -> None:
+    """Looked at in a process of its own, since there is no way back from a heap that keeps what is freed."""
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 200

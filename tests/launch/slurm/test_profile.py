@@ -72,6 +72,10 @@ def test_a_number_may_be_none_and_not_less(key: str) -> None:
         ('system = "dgx2"', "slurm.gpus_per_node = 0"),
         ('[slurm]\npartitions = "x"', "did you mean partition?"),
         ('[slurm]\ntime_limit = "soon"', "slurm.time_limit = 'soon'"),
+        ('[slurm]\ntime_limit = "1"', "time_limit = '1': must be longer than signal_delay_s, 90 s"),
+        ('[slurm]\ntime_limit = "01:59"', "longer than signal_delay_s"),  # sbatch takes whole minutes
+        ('[slurm]\nsignal_delay_s = 60\ntime_limit = "1"', "longer than signal_delay_s, 60 s"),
+        ('[[case]]\nmatch = "a*"\ntime_limit = "1"', "case a*.time_limit = '1': must be longer"),
         ('[slurm]\ngpu_request = "please"', "one of gpus-per-node, gres, none"),
         ("[slurm]\narray_parallelism = 0", "1 or more"),
         ('[[case]]\ntime_limit = "1:00:00"', "match: is missing"),
@@ -90,6 +94,12 @@ def test_a_mistake_is_one_line(tmp_path: Path, text: str, said: str) -> None:
     assert line.startswith(str(path))
     assert said in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(("limit", "delay"), [("2", 90), ("1", 59), ("UNLIMITED", 90)])
+def test_a_job_has_time_before_it_is_told_to_stop(limit: str, delay: int) -> None:
+    table = {"time_limit": limit, "signal_delay_s": delay}
+    assert profile.parse({"slurm": table}, file="f").slurm.time_limit == limit
 
 
 def test_the_first_class_that_matches_counts(tmp_path: Path) -> None:

@@ -72,6 +72,13 @@ class Slurm:
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
         for key in ("array_parallelism", "cases_per_job", "signal_delay_s"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "1 or more")
+        self.leave_time("time_limit", self.time_limit)
+
+    def leave_time(self, key: str, time_limit: str) -> None:
+        """Raise `ConfigError` where a job of `time_limit`, named `key`, would be told to stop as soon as it starts."""
+        expected = f"longer than signal_delay_s, {self.signal_delay_s} s: so long before its end a job is told to stop"
+        whole_min = min(minutes(time_limit), 1e9) // 1  # as sbatch is asked
+        require(60 * whole_min > self.signal_delay_s, key, time_limit, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         """What becomes options of `sbatch`, by key."""
@@ -158,6 +165,9 @@ class Profile:
     def __post_init__(self) -> None:
         price = self.price_per_gpu_hour
         require(price >= 0, "price_per_gpu_hour", price, "0 (not known) or more")
+        for entry in self.case:
+            if entry.time_limit:
+                self.slurm.leave_time(f"case {entry.match}.time_limit", entry.time_limit)
 
     @property
     def gpus_per_node(self) -> int:
