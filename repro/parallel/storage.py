@@ -66,17 +66,6 @@ def _resize(tensor: Tensor, size: int) -> None:
             watcher.resized(whole, size)
 
 
-def copy_parts(source: Tensor, to: Tensor, count: int) -> None:
-    """Copy flat `source` to `to` in so many equal parts, one by one, as libraries do with lists of tensors."""
-    if to.is_meta:  # there is no data, and who follows a step need not be told of thousands alike one by one
-        watcher = getattr(to.untyped_storage(), "watcher", None)
-        if watcher is not None:
-            watcher.copied(to, count)
-        return
-    for place, part in zip(to.chunk(count), source.chunk(count), strict=True):
-        place.copy_(part)
-
-
 def is_released(tensor: Tensor) -> bool:
     """Whether `release` freed the memory."""
     return tensor.untyped_storage().nbytes() == 0

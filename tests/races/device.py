@@ -122,6 +122,13 @@ class Device(UncompiledMode):
         """A tensor was written in so many parts."""
         self.touch(whole, self.current, writes=True, what=line_of_product())
 
+    def listed(self, whole: Tensor, views: int) -> None:
+        """So many views of a tensor were made: they read and write nothing."""
+
+    def waited(self) -> None:
+        """The host waited for the device, as it was asked to."""
+        self.host_waits_for(self.current, line_of_product())
+
     def touch(self, tensor: Tensor, actor: str, *, writes: bool, what: str) -> None:
         """The actor reads or writes the tensor's bytes: from its first element to its last."""
         storage = self.storage_of(tensor, what)

@@ -30,12 +30,15 @@ def experiment(layout: Layout) -> Experiment:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_streams_are_ordered_and_the_host_never_waits(name: str) -> None:
-    """Whatever torch keeps; from the second step on the same memory is asked for, as a captured step has to."""
+    """Whatever torch keeps; from the second step on the same memory is asked for, as a captured step has to.
+
+    ZeRO 3 of March 2021 waits as it did then.
+    """
     found = experiment(LAYOUTS[name])
     for stage in range(found.layout.pp):
         seen = run(found, stage=stage, steps=3)
         assert not seen.races
-        assert not seen.host_waits
+        assert bool(seen.host_waits) == (found.layout.zero3_gather == "parameter")
         assert seen.allocated[1] == seen.allocated[2]
 
 

@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import SUM, Group, Work
+from repro.parallel.zero.by_parameter import Parts
 from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, Tag
 from repro.parallel.zero.partition import BucketPlan
 from repro.parallel.zero_r.constant_buffers import reduce_fused
@@ -141,8 +142,9 @@ class Bucket(FlatParameters):
             if add:
                 output = storage.empty(self.plan.shard, full, Category.COMMUNICATION)
             if self.in_parts:
+                parts = Parts(full, self.group.size, flattened=True)
                 sent = storage.empty(self.plan.padded, full, Category.COMMUNICATION)
-                storage.copy_parts(full, sent, self.group.size)
+                parts.give(sent)
                 full = sent
             work = self.group.reduce_scatter(output, full, purpose="gradients")
         if self.stage < 2 and self.copy is None:

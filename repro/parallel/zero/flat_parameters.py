@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import Group, Work
+from repro.parallel.zero.by_parameter import Parts, is_small, wait_for_device
 from repro.parallel.zero.partition import BucketPlan
 
 InitialValues = Callable[[int, int, int], Tensor]
@@ -23,16 +24,6 @@ InitialValues = Callable[[int, int, int], Tensor]
 
 CHUNK = 1 << 22
 """Elements that are initialised at once, so that start-up needs no more memory than a step."""
-
-
-STAYS_BELOW = 100_000
-"""Elements of a parameter from which on it is gathered by itself and freed after its use, where parameters are gathered
-one by one: `param_persistence_threshold` of DeepSpeed."""
-
-
-def is_small(parameter: Tensor) -> bool:
-    """Whether the parameter stays where others are gathered one by one."""
-    return parameter.numel() < STAYS_BELOW
 
 
 @dataclass(frozen=True)
@@ -124,12 +115,16 @@ class FlatParameters:
             return Work()
         if not self.in_parts:
             return self.group.all_gather(self.full, self.shard, purpose="parameters")
+        self.full.zero_()
+        wait_for_device(self.full)
+        parts = Parts(self.full, self.group.size)
         received = storage.empty(self.plan.padded, self.full, Category.COMMUNICATION)
         work = self.group.all_gather(received, self.shard, purpose="parameters")
 
         def finish() -> None:
             work.wait()
             with torch.no_grad():
-                storage.copy_parts(received, self.full, self.group.size)
+                parts.take(received)
+            wait_for_device(self.full)
 
         return Work(finish=finish)

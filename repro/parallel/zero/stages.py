@@ -12,8 +12,9 @@ from torch.nn import Parameter
 from repro.config import Layout
 from repro.parallel import storage
 from repro.parallel.comm import Group
+from repro.parallel.zero.by_parameter import is_small
 from repro.parallel.zero.flat_buffer import Bucket
-from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, Tag, is_small
+from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, Tag
 from repro.parallel.zero.gather_updated import UpdatedParameterGather
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.parallel.zero.looks import Looks

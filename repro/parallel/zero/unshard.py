@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from repro.parallel import storage
 from repro.parallel.comm import Work
+from repro.parallel.zero.by_parameter import reused_late
 from repro.parallel.zero.flat_parameters import FlatParameters
 from repro.parallel.zero.looks import Looks
 from repro.parallel.zero.passed import tensors_in
@@ -49,6 +50,8 @@ class ParameterUnsharder:
         self._module, self._looks = module, looks
         self.units, self.buckets = list(units), [list(group) for group in buckets]
         self._complete = complete
+        self._twice = [_gathered_twice(group) for group in self.buckets]
+        """Of each unit, what is gathered for a block's second forward pass and again for its backward pass."""
         self._works: dict[int, list[Work]] = {}
         self._forward = ForwardPass(False)
         """The forward pass that runs or ran last."""
@@ -153,6 +156,12 @@ class ParameterUnsharder:
             for u in sorted({u for run in self._recorded for u, _ in run.visits}):
                 self.need(u)
 
+    def _gather_again(self, u: int) -> None:
+        with torch.no_grad():
+            for bucket in self._twice[u]:
+                storage.release(bucket.full)
+                bucket.gather().wait()
+
     def _rest(self, u: int) -> None:
         if not self.held:
             training = self._forward.gradients
@@ -215,6 +224,7 @@ class ParameterUnsharder:
             run = self._forward
             if self._schedule is not None:
                 run, visit = self._recomputed(self._schedule.close(u, use))
+                self._gather_again(u)
             else:
                 visit = run.close(u, use)
                 if not self._stays(u, use):
@@ -341,6 +351,12 @@ class ParameterUnsharder:
         self._rest(u)
         for bucket in self.buckets[u]:
             self._complete(bucket)
+
+
+def _gathered_twice(buckets: Sequence[FlatParameters]) -> list[FlatParameters]:
+    alone = [bucket for bucket in buckets if bucket.in_parts and not bucket.stays]
+    late = reused_late([bucket.plan.numel for bucket in alone])
+    return [bucket for bucket, again in zip(alone, late, strict=True) if again][::-1]
 
 
 ONE_BACKWARD_PER_FORWARD = (

@@ -15,7 +15,7 @@ from math import ceil, prod
 from repro.config.system import System
 from repro.config.timing import MESSAGE
 from repro.simulate.time.stragglers import slowest
-from repro.simulate.trace.events import Operator
+from repro.simulate.trace.events import HOST_COPY, HOST_VIEWS, HOST_WAIT, Operator
 
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 ATTENTION = "aten._scaled_dot_product_"
@@ -71,6 +71,8 @@ class DeviceCost:
 
     def _seconds(self, operator: Operator) -> float:
         """Seconds of `operator` on a device like the others."""
+        if operator.name in (HOST_VIEWS, HOST_WAIT):
+            return 0.0
         if self.rates:
             return self._calibrated(operator)
         name = operator.name
@@ -105,7 +107,7 @@ class DeviceCost:
         return calls * rate.seconds(work / calls, (operator.read + operator.written) / calls)
 
     def _moved(self, operator: Operator) -> float:
-        if operator.name == "host copy" and self.host_bandwidth:
+        if operator.name == HOST_COPY and self.host_bandwidth:
             return operator.written / self.host_bandwidth
         return bytes_moved(operator) / self.bandwidth
 

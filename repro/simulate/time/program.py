@@ -17,7 +17,7 @@ from repro.parallel.pipeline.schedule import Action, build
 from repro.simulate.time.device import ATTENTION, MATMULS
 from repro.simulate.time.lanes import anywhere, later
 from repro.simulate.time.stragglers import last
-from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wait
+from repro.simulate.trace.events import HOST_WAIT, Event, Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import ORDINARY, Trace
 
 MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST = "matmul", "attention", "elementwise", "optimizer", "host"
@@ -200,6 +200,9 @@ class _Compiler:
             event = todo[at]
             at += 1
             if isinstance(event, Operator):
+                if event.name == HOST_WAIT:
+                    close()
+                    continue
                 took = self.cost.seconds(event)
                 kind = OPTIMIZER if tail else kind_of(event)
                 parts[kind] = parts.get(kind, 0.0) + took

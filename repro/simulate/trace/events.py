@@ -49,6 +49,14 @@ class Operator(NamedTuple):
     """Among which FLOP and bytes are divided equally."""
 
 
+HOST_COPY = "host copy"
+"""A copy between host and device."""
+HOST_VIEWS = "host views"
+"""So many views that the host makes one by one: nothing for the device."""
+HOST_WAIT = "host wait"
+"""The host waits until the device has done all before: it issues what follows only then."""
+
+
 class Message(NamedTuple):
     """One collective, or one message to another stage."""
 

@@ -21,7 +21,18 @@ from repro.kernels.flops import FORMULAS, cost
 from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
 from repro.parallel.ledger import CommLedger
-from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, PhaseStart
+from repro.simulate.trace.events import (
+    HOST_COPY,
+    HOST_VIEWS,
+    HOST_WAIT,
+    Alloc,
+    Event,
+    Free,
+    Mark,
+    Message,
+    Operator,
+    PhaseStart,
+)
 from repro.simulate.trace.lines import innermost
 from repro.simulate.trace.shapes import Call, Shapes, call_of, written_to
 
@@ -150,11 +161,22 @@ class TraceRecorder(UncompiledMode):
             category = storage.category_of(seen) or Category.OTHER
             self.events.append(Alloc(number, size, category, "restore", line_of_step()))
 
+    def listed(self, whole: Tensor, views: int) -> None:
+        """So many views of a tensor were made, one by one."""
+        self._append(Operator(HOST_VIEWS, 0, 0, 0, (), whole.element_size(), calls=views))
+
     def copied(self, whole: Tensor, parts: int) -> None:
         """A tensor was copied in so many equal parts, one by one."""
+        size = _bytes(whole)
+        self._append(Operator("aten.copy_", 0, size, size, (), whole.element_size(), calls=parts))
+
+    def waited(self) -> None:
+        """The host waited for the device."""
+        self._append(Operator(HOST_WAIT, 0, 0, 0, (), 0))
+
+    def _append(self, operator: Operator) -> None:
         if not self._quiet:
-            size = _bytes(whole)
-            self.events.append(Operator("aten.copy_", 0, size, size, (), whole.element_size(), calls=parts))
+            self.events.append(operator)
 
     def marked(self, seen: torch.UntypedStorage, category: Category) -> None:
         """A storage says what it is for.  The first word holds from its birth, later ones from then on."""
@@ -200,8 +222,6 @@ class TraceRecorder(UncompiledMode):
 _SHAPES = Shapes()
 _OPERATORS: dict[Call, Operator] = {}
 """What operators cost, by their operands: layers and micro-batches are alike."""
-HOST_COPY = "host copy"
-"""A copy between host and device."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
 _EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 

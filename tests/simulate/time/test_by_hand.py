@@ -23,7 +23,7 @@ from repro.simulate.time.network import Network
 from repro.simulate.time.program import HOST, Await, Issue, OperatorBlock, Send, StageProgram, _Compiler
 from repro.simulate.time.rings import Ring
 from repro.simulate.time.schedule import Timeline, schedule
-from repro.simulate.trace.events import Message, Operator, Wait
+from repro.simulate.trace.events import HOST_VIEWS, HOST_WAIT, Message, Operator, Wait
 
 US = 1e-6
 SQUARE = ((1, 2, 12, 8),) * 3
@@ -104,10 +104,13 @@ def product(m: int, n: int, k: int, itemsize: int = 2) -> Operator:
         (Operator("aten.add", 0, 2, 2, (), 2), 5 * US + 4e-12),
         # Four kernels that move as much together.
         (Operator("aten.add", 0, 3 * 10**9, 10**9, (), 2, calls=4), 4e-3 + 4 * 5 * US),
+        # The host's own.
+        (Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=1000), 0.0),
+        (Operator(HOST_WAIT, 0, 0, 0, (), 0), 0.0),
     ],
     ids=[
         *("one wave", "fp32", "split", "attention", "operands of attention", "attention of a chunk", "bytes"),
-        *("rows", "host copy", "shortest kernel", "kernels"),
+        *("rows", "host copy", "shortest kernel", "kernels", "views", "a wait"),
     ],
 )
 def test_an_operator(operator: Operator, seconds: float) -> None:
@@ -143,6 +146,25 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     assert isinstance(long, OperatorBlock)
     assert long.seconds == pytest.approx(104 * US)
     assert dict(long.parts) == pytest.approx({"elementwise": 4 * US, "all-reduce of block (tp)": 100 * US})
+
+
+def test_views_are_hidden_unless_the_host_waits_for_the_device() -> None:
+    """Behind 100 us of an operator 8 views of 10 us each; the host that waited first has the device wait for them."""
+
+    class Long(Constant):
+        def seconds(self, operator: Operator) -> float:
+            return 0.0 if operator.name == HOST_VIEWS else 100 * US
+
+    add, views = Operator("aten.add", 0, 1, 1, (), 2), Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
+    compiler = _Compiler(Long(), lambda message: 0.0, {}, 0)  # type: ignore[arg-type]
+    (hidden,) = compiler.items([add, views])
+    assert isinstance(hidden, OperatorBlock)
+    assert hidden.seconds == pytest.approx(100 * US)
+    before, exposed = compiler.items([add, Operator(HOST_WAIT, 0, 0, 0, (), 0), views])
+    assert isinstance(before, OperatorBlock)
+    assert isinstance(exposed, OperatorBlock)
+    assert before.seconds == pytest.approx(100 * US)
+    assert dict(exposed.parts) == pytest.approx({"elementwise": 0.0, HOST: 80 * US})
 
 
 def test_a_processor_begins_and_ends_its_messages_itself() -> None:
