@@ -6,7 +6,7 @@ key are the same for every system and every run, so that two predictions can be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from random import Random
@@ -121,11 +121,14 @@ def with_values(system: System, values: Mapping[str, float]) -> System:
     return system
 
 
-def drawn(system: System, case: Case) -> System:
-    """`system` with every unknown where `case` has it."""
-    values = {one.key: one.at(case.of(one.key)) for one in unknowns(system)}
-    best = {one.key: one.best for one in unknowns(system)}
-    return with_values(system, {key: value for key, value in values.items() if value != best[key]})
+def drawn(system: System, case: Case, only: Collection[str] | None = None) -> System:
+    """`system` with every unknown where `case` has it; `only`: of those keys, and all others at their best values."""
+    moved = {
+        one.key: value
+        for one in unknowns(system)
+        if (only is None or one.key in only) and (value := one.at(case.of(one.key))) != one.best
+    }
+    return with_values(system, moved)
 
 
 @cache

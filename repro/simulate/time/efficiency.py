@@ -31,21 +31,29 @@ def factor(generation: CalibrationPoint) -> float:
 
 
 @cache
-def factors(generation: CalibrationPoint, cases: Sequence[Case]) -> tuple[float, ...]:
-    """`factor` in each of `cases`: a device that is slower than it is taken for has kernels that are better."""
+def factors(
+    generation: CalibrationPoint, cases: Sequence[Case], doubted: frozenset[str] = frozenset()
+) -> tuple[float, ...]:
+    """`factor` in each of `cases`: a device that is slower than it is taken for has kernels that are better.
+
+    `doubted`: what is not known of the system that is timed.  Of the one that was measured nothing else is moved: what
+    is known of a device there is known of it here.
+    """
     system = systems.load(generation.system)
     whole, layout = models.load(generation.model), generation.layout
     work = flops.hardware_flops(whole, whole.seq, layout.global_batch, layout.recompute) / layout.world
-    at_few, at_more = (_modelled(generation, layers, system, cases) for layers in (FEW, MORE))
+    at_few, at_more = (_modelled(generation, layers, system, cases, doubted) for layers in (FEW, MORE))
     seconds = at_few + (whole.layers - FEW) * (at_more - at_few) / (MORE - FEW)
     rates = (generation.rate.at(case.of(generation.rate.key)) for case in cases)
     return tuple(work / rate / float(took) for rate, took in zip(rates, seconds, strict=True))
 
 
-def _modelled(generation: CalibrationPoint, layers: int, system: System, cases: Sequence[Case]) -> Lanes:
+def _modelled(
+    generation: CalibrationPoint, layers: int, system: System, cases: Sequence[Case], doubted: frozenset[str]
+) -> Lanes:
     """Seconds of a step so deep on the device that was measured, with kernels as the model has them, [cases]."""
     experiment, traces = _traced(generation, layers)
-    itself = [with_values(drawn(system, case), {PACE: 1.0}) for case in cases]
+    itself = [with_values(drawn(system, case, doubted), {PACE: 1.0}) for case in cases]
     return step_seconds(experiment, itself, traces, [1.0] * len(cases))
 
 

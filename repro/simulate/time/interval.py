@@ -57,7 +57,8 @@ def at(
     """The system and the kernels' factor in each of `cases`."""
     systems = [drawn(system, case) for case in cases]
     if generation is not None:
-        return systems, efficiency.factors(generation, tuple(cases))
+        doubted = frozenset(one.key for one in uncertain(system, generation))
+        return systems, efficiency.factors(generation, tuple(cases), doubted)
     return systems, [UNCALIBRATED.at(case.of(UNCALIBRATED.key)) for case in cases]
 
 

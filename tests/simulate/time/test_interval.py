@@ -89,6 +89,39 @@ def test_with_exact_numbers_there_is_no_interval() -> None:
     assert interval(experiment, ranged(load("dgx2"), "launch_s", 7e-6, 8e-6), traces) is not None
 
 
+@pytest.mark.parametrize("name", ["tp", "pp"])
+def test_what_is_known_of_a_device_is_known_where_its_kernels_were_measured(name: str) -> None:
+    """With one number in doubt the interval is what that one leaves, though others are where the kernels were measured."""
+    experiment, traces = traced(name)
+    system = ranged(load("dgx2"), "kernel_s", 2.0e-6, 2.9e-6)
+    found = predict(experiment, system, traces, interval=True)
+    assert found.interval is not None
+    assert {move.key for move in found.interval.moves} <= {
+        "device.time.kernel_s",
+        f"{found.generation.name}: FLOP/s",
+    }  # type: ignore[union-attr]
+    (low, high), ends = found.interval.likely(found.step_s), [found.step_s]
+    for move in found.interval.moves:
+        ends += [move.low_s, move.high_s]
+    slack = 0.01 * found.step_s
+    assert min(ends) - slack <= low
+    assert high <= max(ends) + slack
+
+
+@pytest.mark.parametrize("key", ["matmul_efficiency", "memory_efficiency"])
+def test_who_knows_a_number_has_no_wider_interval(key: str) -> None:
+    """Of a whole system, calibrated by a published point on another with the same devices."""
+    experiment, traces = traced("tp")
+    system = load("dgx2")
+    known = with_values(system, {f"device.time.{key}": getattr(system.timing, key)})
+    step = predict(experiment, system, traces, interval=True)
+    exact_ = predict(experiment, known, traces, interval=True)
+    assert step.interval is not None
+    assert exact_.interval is not None
+    (low, high), (least, most) = exact_.interval.likely(step.step_s), step.interval.likely(step.step_s)
+    assert high - low <= (most - least) * 1.02
+
+
 def test_nobody_pays_for_an_interval_who_does_not_ask() -> None:
     experiment = Experiment(name="e", model=replace(MODEL, layers=2), layout=LAYOUTS["zero1"], system="dgx2")
     found = simulate(experiment, load("dgx2"), time=True).time
@@ -127,8 +160,8 @@ def test_a_published_point_takes_back_what_is_doubted_of_its_own_device() -> Non
     for point in calibration_points():
         if "V100" not in point.name:
             continue
-        case = Case("device.time.matmul_efficiency", LOW)
-        slow, best = efficiency.factors(point, (case, Case()))
+        key = "device.time.matmul_efficiency"
+        slow, best = efficiency.factors(point, (Case(key, LOW), Case()), frozenset([key]))
         assert slow < best, "slower products leave less for the software"
         assert best == efficiency.factor(point)
 
