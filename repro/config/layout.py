@@ -54,10 +54,10 @@ class Layout:
     by an all-gather: 1.5x the bytes."""
     zero3_gather: str = "block"
     """How stage 3 gathers: `block` by block while the one before computes, or `parameter` by parameter as released in
-    March 2021.  Each is then waited for before the next one begins, and goes and comes as a list of the ranks' parts, for
-    which the host makes views and copies one by one; it waits for the device before and after a gather.  Parameters of
-    fewer than 100,000 elements stay whole until the optimizer's step; what a layer that is computed again uses again only
-    after 1e9 elements of others is gathered once more for its backward pass."""
+    March 2021.  Each is then waited for before the next one begins, and goes and comes as a list of the ranks' parts,
+    for which the host makes views and copies one by one; it waits for the device before and after a gather.  Parameters
+    of fewer than 100,000 elements stay whole until the optimizer's step; what a layer that is computed again uses again
+    only after 1e9 elements of others is gathered once more for its backward pass."""
     sp: bool = False
     """Megatron sequence parallelism: norms and dropouts split along the sequence; needs tp > 1."""
     micro_batch: int = 1

@@ -103,13 +103,14 @@ def _tried(console: Console, document: dict[str, Any]) -> None:
 
 def show_plan(request: Request, plan: Plan, top: int) -> None:
     """Print the first `top` layouts, and what rules the others out."""
+    from repro.simulate.plan.plan import COMPARED
     from repro.simulate.plan.rows import NO_TIMES, OK, RULE, unknown
 
     console = stdout()
     rows = plan.rows
     fits = [row for row in rows if row.outcome == OK]
     left = sum(row.open for row in fits)
-    slower = f"; {left} cannot be among the first {top} and are left open" if left else ""
+    slower = f"; {left} cannot be among the first {max(top, COMPARED)} and are left open" if left else ""
     console.print(
         f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}, global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
@@ -123,6 +124,7 @@ def show_plan(request: Request, plan: Plan, top: int) -> None:
     if shown:
         _layouts(console, request, shown, timed=not plan.no_time)
         if not plan.no_time:
+            _undecided(console, [row for row in fits if row.interval is not None], top)
             _basis(console, request, shown[0])
         text = f"s: {NO_TIMES if plan.no_time else RULE}.  *: the whole step was traced, GB are reserved; else live "
         text += "bytes, traffic and time of a few layers, extended in straight lines."
@@ -207,8 +209,6 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
     else:
         note += "inside a node and between nodes: sent by the busiest rank in a step; bubble: of the time it computes"
     console.print("\n" + textwrap.fill(note, console.width), style="dim", markup=False)
-    if timed:
-        _undecided(console, rows)
 
 
 def _ends(found: dict[str, Any] | None) -> str:
@@ -219,26 +219,30 @@ def _ends(found: dict[str, Any] | None) -> str:
     )
 
 
-def _undecided(console: Console, rows: Sequence[PlanRow]) -> None:
-    """Say where the order of layouts is not decided, since numbers of the system are not known."""
+def _undecided(console: Console, rows: Sequence[PlanRow], top: int) -> None:
+    """Say where the order of `rows`, `top` of them shown, is not decided, since numbers of the system are not known."""
     from repro.simulate.plan.undecided import PART
 
-    if rows[0].interval is None:
+    if len(rows) < 2:
         return
     draws = "of all draws of the system's unknown numbers"
-    if any(one.than == 1 for row in rows for one in row.undecided):
+    pairs = [(place, one) for place, row in enumerate(rows, 1) for one in row.undecided or ()]
+    faster = [place for place, one in pairs if one.than == 1]
+    if faster:
         text = "Which is the fastest is not decided by what is known."
+        if hidden := sum(place > top for place in faster):
+            text += f"  {hidden} of those that may be are not shown: --top {max(faster)}."
     else:
-        text = f"The first is faster than each of the others in {100 * (1 - PART):.0f} % or more {draws}."
-    pairs = [
+        text = f"The first is faster than each of the {len(rows) - 1} after it in "
+        text += f"{100 * (1 - PART):.0f} % or more {draws}."
+    told = [
         f"{place} than {one.than} ({units.percent(one.part)}, {' or '.join(one.by[:2])})"
-        for place, row in enumerate(rows, 1)
-        for one in row.undecided
-        if one.than in (1, place - 1)
+        for place, one in pairs
+        if place <= top and one.than in (1, place - 1)
     ]
-    if pairs:
+    if told:
         text += f"  A later row is faster than one before it in more than {100 * PART:.0f} % {draws}, with that part "
-        text += f"and what decides: {', '.join(pairs)}."
+        text += f"and what decides: {', '.join(told)}."
     console.print("\n" + textwrap.fill(text, console.width, break_on_hyphens=False), markup=False)
 
 

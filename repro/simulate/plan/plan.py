@@ -23,6 +23,9 @@ from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow, order
 
 CONFIRMED = 3
 """So many of the first rows are traced in full."""
+COMPARED = 12
+"""So many of the first rows are compared in all draws of what is not known, though fewer are shown: any of them may be
+the fastest."""
 AHEAD = 2
 """Times as many rows as are asked for are decided at once, so that workers have enough to do."""
 
@@ -40,10 +43,12 @@ class Plan:
 
 @uncollected()
 def plan(request: Request, workers: Workers, shown: int = 0, *, whole: bool = True) -> Plan:
-    """All sensible layouts, best first, the first that are `shown` with intervals.  `ConfigError` if there are none.
+    """All sensible layouts, best first, the first that are `shown`, and `COMPARED` at least, with intervals.
 
-    `whole`: the others are timed as well; else they stay open if they cannot be among the first.
+    `whole`: the others are timed as well; else they stay open if they cannot be among the first.  `shown` = 0: no
+    intervals.  Raises `ConfigError` if there are no layouts.
     """
+    compared = max(shown, COMPARED) if shown else 0
     layouts = candidates(request)
     if request.system.device.peak_flops:
         precision = layouts[0].precision
@@ -61,7 +66,7 @@ def plan(request: Request, workers: Workers, shown: int = 0, *, whole: bool = Tr
                 row.time, row.least_s = {}, 0.0
             planner.send([row for row in rows if row.outcome == OK])
         rows.sort(key=order)
-        if some := _undecided(rows, len(rows) if whole else shown):
+        if some := _undecided(rows, len(rows) if whole else compared):
             made = planner.decide(some)
         else:
             first = [row for row in rows[:CONFIRMED] if row.outcome == OK and row.evidence != FULL]
@@ -74,8 +79,8 @@ def plan(request: Request, workers: Workers, shown: int = 0, *, whole: bool = Tr
         more = planner.estimated(_partitioned(request, made))
         planner.open(more)
         rows += more
-    planner.send(rows if whole else rows[:shown])
-    planner.intervals([row for row in rows[:shown] if row.outcome == OK and row.time])
+    planner.send(rows if whole else rows[:compared])
+    planner.intervals([row for row in rows[:compared] if row.outcome == OK and row.time])
     return Plan(rows, planner.traces, planner.no_time)
 
 

@@ -155,6 +155,8 @@ class Planner:
             for row, interval in zip(share, found, strict=True):
                 row.interval = interval
                 row.time["interval"] = None if interval is None else interval.summary(row.time["step_s"])
+        for row in rows:
+            row.undecided = []
         steps = [(row, (row.time["step_s"], row.interval)) for row in rows if row.interval is not None]
         for (row, _), found_of in zip(steps, undecided([step for _, step in steps]), strict=True):
             row.undecided = found_of

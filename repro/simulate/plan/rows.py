@@ -33,9 +33,9 @@ class PlanRow:
     """The predicted step, as `repro.simulate.time.predict.Prediction.as_dict` has it; empty where the system lacks
     numbers for it, or nothing was traced."""
     interval: StepInterval | None = None
-    """What the step may take instead, of rows that are shown."""
-    undecided: list[Undecided] = field(default_factory=list)
-    """Rows before it that it may be faster than, likewise."""
+    """What the step may take instead, of the first rows."""
+    undecided: list[Undecided] | None = None
+    """Rows before it that it may be faster than; None where it was compared with none."""
     ruled_out_by: str = ""
     """The term that rules it out: model states, activations, ... or fragmentation."""
     reason: str = ""
@@ -156,7 +156,7 @@ def document(request: Request, row: PlanRow) -> dict[str, Any]:
         "bubble": row.bubble,
         "ideal_s": row.ideal_s,
         "time": row.time or None,
-        "undecided": [one.as_dict() for one in row.undecided],
+        "undecided": None if row.undecided is None else [one.as_dict() for one in row.undecided],
         "training": training(request, row),
         "trace_seconds": row.trace_seconds,
     }

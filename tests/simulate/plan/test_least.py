@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -99,6 +100,7 @@ def test_the_first_rows_are_those_of_a_plan_that_times_every_layout(
         time(self, rows)
 
     monkeypatch.setattr(Planner, "time", counted)
+    monkeypatch.setattr(sys.modules[plan.__module__], "COMPARED", 3)
     with Workers(1) as workers:
         whole = plan(request_, workers, 3)
         every, timed = len(timed), []

@@ -15,7 +15,7 @@ from repro.config.system import System
 from repro.host.workers import Workers
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import Request
-from repro.simulate.plan.plan import Plan, plan
+from repro.simulate.plan.plan import COMPARED, Plan, plan
 from repro.simulate.plan.rows import OK, SHALLOW, PlanRow, document
 from repro.simulate.plan.undecided import Undecided, undecided
 from repro.systems.unknowns import unknowns, with_values
@@ -115,7 +115,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
 
 def test_of_exact_numbers_nothing_is_said(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(exact)
-    assert [document(asked(exact), row)["undecided"] for row in found.rows] == [[] for _ in found.rows]
+    assert [document(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
     show_plan(asked(exact), found, 4)
     told = capsys.readouterr().out
     assert "unknown" not in told
@@ -134,8 +134,36 @@ def test_what_is_said_of_the_first_and_of_neighbours(
         one.undecided = open_
     show_plan(asked(exact), Plan(rows, 0, ""), 3)
     told = " ".join(capsys.readouterr().out.split())
-    assert ("The first is faster than each of the others in 95 % or more" in told) == fastest
+    assert ("The first is faster than each of the 2 after it in 95 % or more" in told) == fastest
     assert ("Which is the fastest is not decided by what is known." in told) == (not fastest)
     assert ("2 than 1 (50.0 %, links.a)" in told) == (not fastest)
     assert ("3 than 2 (" in told) == fastest
     assert "# tp x pp x dp" in told
+
+
+def test_rows_that_are_not_shown_are_compared_too(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three the last may be the fastest: who is shown one or two is told so, and of one alone nothing is said."""
+    rows = [row(1.0, [1.0, 1.0]), row(1.2, [1.2, 1.2]), row(1.3, [0.9, 1.3], move("links.b", 0.8, 1.3))]
+    for one, open_ in zip(rows, compared(*rows), strict=True):
+        one.undecided = open_
+    for top, hidden in ((1, True), (2, True), (3, False)):
+        show_plan(asked(exact), Plan(rows, 0, ""), top)
+        told = " ".join(capsys.readouterr().out.split())
+        assert "Which is the fastest is not decided by what is known." in told
+        assert ("1 of those that may be are not shown: --top 3." in told) == hidden
+        assert ("3 than 1 (50.0 %, links.b)" in told) == (top == 3)
+    show_plan(asked(exact), Plan(rows[:1], 0, ""), 1)
+    assert "fast" not in capsys.readouterr().out
+
+
+def test_a_plan_compares_more_rows_than_it_shows() -> None:
+    """Of a system with unknown numbers; what was compared with none says so."""
+    few = asked(systems.load("dgx2"))
+    request = replace(few, given={key: few.given[key] for key in ("pp", "sp", "recompute", "kernels")})
+    with Workers(1) as workers:
+        found = plan(request, workers, 1, whole=True)
+    fits = [row for row in found.rows if row.outcome == "ok"]
+    assert len(fits) > COMPARED
+    said = [document(request, row)["undecided"] for row in fits]
+    assert [row.interval is not None for row in fits] == [place < COMPARED for place in range(len(fits))]
+    assert [one is not None for one in said] == [place < COMPARED for place in range(len(fits))]

@@ -91,7 +91,7 @@ def test_with_exact_numbers_there_is_no_interval() -> None:
 
 @pytest.mark.parametrize("name", ["tp", "pp"])
 def test_what_is_known_of_a_device_is_known_where_its_kernels_were_measured(name: str) -> None:
-    """With one number in doubt the interval is what that one leaves, though others are where the kernels were measured."""
+    """One number in doubt leaves the interval, though others are in doubt where the kernels were measured."""
     experiment, traces = traced(name)
     system = ranged(load("dgx2"), "kernel_s", 2.0e-6, 2.9e-6)
     found = predict(experiment, system, traces, interval=True)
