@@ -210,11 +210,11 @@ def test_smoke_runs_then_shows_claims_then_the_report(copy: Path) -> None:
     log = fake_environment(copy)
     assert make(copy, "smoke").returncode == 0
     calls = [line for line in log.read_text().splitlines() if line.startswith("repro")]
-    assert [call.split()[1] for call in calls] == ["run", "run", "run", "claims", "report"]
+    assert [call.split()[1] for call in calls] == ["run", "run", "run", "claims", "validate", "report"]
     assert "--evidence simulated" in calls[1]
 
 
-@pytest.mark.parametrize(("status", "commands"), [(1, 5), (2, 1), (130, 1)])
+@pytest.mark.parametrize(("status", "commands"), [(1, 6), (2, 1), (130, 1)])
 def test_smoke_reports_failures_but_stops_on_bad_input_and_ctrl_c(
     copy: Path, status: int, commands: int
 ) -> None:
@@ -293,4 +293,4 @@ def test_every_suite_that_claims_are_simulated_from_is_simulated(copy: Path, tar
     }
     assert read <= set(run)
     assert len(run) == len(set(run))
-    assert [call[1] for call in calls[-2:]] == ["claims", "report"]
+    assert [call[1] for call in calls[-3:]] == ["claims", "validate", "report"]

@@ -20,7 +20,10 @@ ASSUMED_LINKS: dict[str, dict[str, Quantity]] = {
     },
     "nvlink": {
         "latency_s": Quantity(
-            value=3.4e-6, source="a step of a ring over NVLink, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"
+            value=3.4e-6,
+            high=10.4e-6,
+            source="a step of a ring over NVLink, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple; high: what "
+            "all-reduces of 128 MB were measured to take on A100 (microsoft/superbench-results v0.4.0)",
         ),
         "efficiency": Quantity(value=0.8, source="20 of 25 GB/s of an NVLink, NVIDIA/nccl src/graph/topo.h"),
     },

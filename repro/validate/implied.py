@@ -85,7 +85,7 @@ class Implied:
         text = counted(len(self.needs), "row")
         if exact:
             text += (
-                f" need {min(exact):.3g} to {max(exact):.3g}" if len(exact) > 1 else f" need {exact[0]:.3g}"
+                f" need {min(exact):.3g} to {max(exact):.3g}" if len(exact) > 1 else f" needs {exact[0]:.3g}"
             )
             text += f" (given {self.low:.4g} to {self.high:.4g})"
         if self.unserved:
@@ -93,6 +93,10 @@ class Implied:
             text += f"; no value from {self.searched[0]:.3g} to {self.searched[1]:.3g} serves {count} of them ({rows}"
             text += ", ...)" if count > 3 else ")"
         against = self.contradiction
+        served = [need for need in self.needs if need.low is not None and need.high is not None]
+        if against is None and served:
+            low, high = max(need.low or 0.0 for need in served), min(need.high or 0.0 for need in served)
+            text += f"; {low:.3g} to {high:.3g} serves {'all others' if self.unserved else 'all'}"
         if against is not None:
             most, least = against
             text += (

@@ -43,6 +43,10 @@ NODE, CLUSTER = "nodes of 2023 and later", "clusters of 2023 and later"
 FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, NODE, CLUSTER, OTHER)
 
 
+ALL_RATES, RATIOS = "all rates", "ratios"
+"""The families of all points of a kind."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """One row of the ledger and its prediction, in the row's unit."""
@@ -167,7 +171,7 @@ def families(found: Sequence[Point]) -> list[Family]:
     counted = [point for point in found if not point.left_out]
     rates = [point for point in counted if point.kind == RATE]
     groups = [(name, [point for point in rates if point.family == name]) for name in FAMILIES]
-    groups += [("all rates", rates), ("ratios", [point for point in counted if point.kind == RATIO])]
+    groups += [(ALL_RATES, rates), (RATIOS, [point for point in counted if point.kind == RATIO])]
     return [_family(name, group) for name, group in groups if group]
 
 

@@ -55,6 +55,8 @@ def test_rows_that_one_value_serves_do_not_contradict_each_other(tmp_path: Path)
     (found,) = needed(tmp_path, {"a": "15.0", "b": "17.0"}, moving("a", INVERSE), moving("b", INVERSE))
     assert found.contradiction is None
     assert "contradict" not in found.words
+    # 17 needs 3.4 rings, and 15 % less are enough; 15 needs 3, and is served by 15 % more.
+    assert f"; {3.4 * 0.85:.3g} to {3 * 1.15:.3g} serves all." in found.words
 
 
 def test_a_row_that_no_value_serves_is_named_and_contradicts_none(tmp_path: Path) -> None:

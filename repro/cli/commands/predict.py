@@ -260,10 +260,27 @@ def validate(
             help="Instead: the unknown numbers of systems that would settle most rows, and what measures them.",
         ),
     ] = False,
+    covered: Annotated[
+        Optional[tuple[float, float]],  # noqa: UP045
+        typer.Option(
+            help="Instead: whether so many percent of published rates, and of ratios, lie in their 90 % intervals "
+            "with the model's error elsewhere.",
+            metavar="LEAST MOST",
+            show_default=False,
+        ),
+    ] = None,
     ledger: Ledger = None,
     json: Json = False,
 ) -> int:
     """Compare published throughput with what is predicted, by family; and predicted steps with measured ones."""
+    if covered is not None:
+        from repro.cli.views.validate import coverage
+
+        alone = svg is None and not system and not unknowns and not json
+        said = f"{covered[0]:g} {covered[1]:g}"
+        require(alone, "--covered", said, says="goes without --svg, --system, --unknowns and --json")
+        require(0 <= covered[0] <= covered[1] <= 100, "--covered", said, "two percentages, the least first")
+        return coverage(results, covered, tuple(ledger or ()))
     if unknowns:
         from repro.cli.views.unknowns import command as to_measure
 

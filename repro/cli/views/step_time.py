@@ -65,9 +65,9 @@ def _interval(console: Console, found: dict[str, Any], step: float, flops: float
     rates = (units.flop_rate(flops * step / end) for end in (high, low))
     console.print(
         f"90 % interval: {units.seconds(low)} to {units.seconds(high)}, {' to '.join(rates)}, as far as numbers of the "
-        "system are not known for certain; each alone:"
+        "system are not known for certain (of what the model leaves out nothing is in it: repro validate); each alone:"
     )
-    made = table("unknown", "from", "to", "s", "s", left=1)
+    made = table("unknown", "from", "to", "s, from", "s, to", left=1)
     for move in found["moves"][:MOVES]:
         ends = (units.number(move[key]) for key in ("low", "high"))
         made.add_row(move["key"], *ends, *(units.number(move[key]) for key in ("low_s", "high_s")))

@@ -13,11 +13,13 @@ from repro.render.console import WIDE, print_json, stdout
 from repro.render.table import table
 from repro.simulate.time.basis import BASES, SHORT
 from repro.validate.published import (
+    ALL_RATES,
     CALIBRATION,
     CLOSE,
     FAMILIES,
     RATE,
     RATIO,
+    RATIOS,
     Family,
     Point,
     claims,
@@ -65,6 +67,34 @@ def command(results: Path, json: bool, svg: Path | None, system: str, own: Seque
     if machine is not None:
         show_machine(machine, console)
     return 0
+
+
+def coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
+    """Say how many published rates and ratios of the store their intervals hold; 0 if so many percent of either."""
+    from repro.report import evidence
+    from repro.results.store import say
+
+    seen = evidence.read(results, own)
+    say(seen.torn)
+    console, least, most = stdout(), *between
+    found = families(points(seen.judged, seen.records))
+    together = [family for family in found if family.name in (ALL_RATES, RATIOS) and family.wider]
+    parts = [(family, 100 * family.held_wider / family.wider) for family in together]
+    if len(parts) < 2:
+        console.print(
+            f"Too little is predicted in this store; `{RUN}` for the suites that claims name does it."
+        )
+        return 1
+    as_promised = all(least <= part <= most for _, part in parts)
+    counts = " and ".join(
+        f"{family.held_wider} of {family.wider} {family.name.removeprefix('all ')}" for family, _ in parts
+    )
+    shares = " and ".join(f"{part:.0f} %" for _, part in parts)
+    console.print(
+        f"{counts} lie in their 90 % intervals {WIDER}: {shares}, {'' if as_promised else 'not both '}between "
+        f"{least:g} and {most:g} %."
+    )
+    return 0 if as_promised else 1
 
 
 def as_dict(found: Sequence[Point], machine: MachineErrors | None = None) -> dict[str, Any]:
