@@ -16,7 +16,29 @@ from repro.cli.commands.layout_options import LAYOUT
 from repro.config import ConfigError, Layout
 from repro.simulate.plan.asked import memory_bytes
 from repro.simulate.time.basis import BOUND, PUBLISHED
+from tests.config.system_texts import NODES, PROVENANCE
 
+CALIBRATED = (
+    NODES
+    + PROVENANCE
+    + """
+[device]
+name = "here"
+memory_bytes = { value = 8e9, source = "here" }
+memory_bandwidth = { value = 1e10, source = "here" }
+[device.peak_flops]
+fp32 = { value = 1e11, source = "here" }
+[device.operators.matmul]
+fixed_s = 2e-6
+per_flop_s = 1e-11
+[device.operators.elementwise]
+fixed_s = 2e-6
+per_byte_s = 1e-10
+[links.memory]
+per = "device"
+bandwidth = { value = 1e9, source = "here" }
+"""
+)
 FIT = [
     "fit",
     "--system",
@@ -94,6 +116,22 @@ def test_simulate_says_what_a_person_wants_to_know(
     assert code == 1
     assert "does not fit" in out
     assert "out of memory" in out
+
+
+def test_a_step_says_how_sure_it_is(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
+) -> None:
+    """By an interval, or that what was measured is taken as exact."""
+    asked = ["simulate", "--model", tiny_model, "--gpus", "1", "--zero", "1"]
+    _, out = run(capsys, *asked, "--system", "dgx2")
+    assert "90 % interval" in out
+    assert "No interval" not in out
+    measured = tmp_path / "here.toml"
+    measured.write_text(CALIBRATED)
+    code, out = run(capsys, *asked, "--system", str(measured))
+    assert code == 0
+    assert "90 % interval" not in out
+    assert "No interval: what was measured is taken as exact" in out
 
 
 def test_what_does_not_fit_takes_no_time_and_ends_alike(

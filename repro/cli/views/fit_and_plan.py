@@ -150,7 +150,7 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
 
     trained = timed and request.tokens > 0
     columns = ["GB\na GPU", "step\ns"]
-    ends = timed and rows[0].interval is not None and console.width >= ROOMY
+    ends = timed and rows[0].interval is not None and (not trained or console.width >= ROOMY)
     if ends:
         columns += ["90 %\ns"]
     if timed:
@@ -161,8 +161,8 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
         columns.remove("samples\n/s")
         columns += ["trained\nin days"]
         columns += ["for\nmillions"] if request.price_per_gpu_hour else []
-        if console.width < ROOMY:
-            columns = [heading for heading in columns if heading not in WHERE]
+    if console.width < ROOMY and (trained or ends):
+        columns = [heading for heading in columns if heading not in WHERE]
     axes = words.axes(row.layout for row in rows)
     numbered = any(row.undecided for row in rows)
     made = table(" # " * numbered + " x ".join(axes), "ZeRO", "mb", "also", *columns, left=4, gap=1)

@@ -39,6 +39,10 @@ def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | N
     )
     if time["interval"] is not None:
         _interval(console, time["interval"], step, time["flops_per_device"])
+    elif simulation.time.system.device.operators:
+        console.print(
+            "No interval: what was measured is taken as exact; repro validate --system shows how far off it is."
+        )
     rows = table(
         "of the slowest stage" if len(simulation.time.timeline.stages) > 1 else "", "", "s", "%", left=2
     )
