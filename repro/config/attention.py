@@ -1,4 +1,4 @@
-"""Which heads torch's fused attention takes."""
+"""Which heads torch's fused attention takes, and Megatron-LM's fused softmax."""
 
 from __future__ import annotations
 
@@ -22,3 +22,9 @@ def unfused(model: Model, layout: Layout, capability: str) -> str:
         f"Heads of {model.head_width} elements are no multiple of {OF_HEADS}, for which torch has no fused attention "
         f"on compute capability {capability}: it writes the scores, which neither memory nor time here has."
     )
+
+
+def has_fused_softmax(samples: int, heads: int, s: int) -> bool:
+    """Whether Megatron-LM's one operator for scale, mask and softmax takes so many samples of so many heads of a rank,
+    with s tokens each: four squares of scores share a thread block (`megatron/model/fused_softmax.py` at 44bfcb32)."""
+    return samples * heads % 4 == 0 and s % 4 == 0 and s <= 2048

@@ -5,8 +5,8 @@
            attention weights `softmax` itself: a fused attention draws its dropout from a generator and positions of
            its own, so that no other layout would drop the same
 `softmax`  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): q k^T and p v are batched
-           products that write and read the scores; scale, mask and softmax are one operator; so are bias and
-           GELU, and bias, dropout and residual
+           products that write and read the scores; scale, mask and softmax are one operator, where four divides
+           the samples times heads of a rank, else five in fp32; so are bias and GELU, and bias, dropout and residual
 `unfused`  Megatron-LM of September 2019 (a0368ddf, `mpu/transformer.py`), on which DeepSpeed of February
            2020 ran: every line of it an operator of its own, but GELU, which was compiled into one
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from repro import kernels
 from repro.config import OperatorSet
+from repro.config.attention import has_fused_softmax
 
 MASKED = 10000.0
 """What is taken from the score of a key that comes after the query."""
@@ -117,7 +118,7 @@ def attention(
         assert dropout is not None
         return _explicit(q, k, v, dropout, mask, q.shape[2] * 2 * cp)
     if operators is not OperatorSet.UNFUSED:
-        return _softmax(q, k, v, dropout, mask, operators.plain)
+        return _softmax(q, k, v, dropout, mask, operators)
     assert mask is not None
     return _unfused(q, k, v, dropout, mask)
 
@@ -145,11 +146,30 @@ def _by_keys(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _softmax(
-    q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor | None, plain: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: WeightDropout | None,
+    mask: Tensor | None,
+    operators: OperatorSet,
 ) -> Tensor:
     """The scores pass through memory 4 times in forward and 7 times in backward; one copy of them is kept."""
-    weights = kernels.causal_softmax(_scores(q, k, mask), 1 / math.sqrt(q.shape[-1]), plain=plain)
-    return _by_keys(weights if dropout is None else dropout(weights, plain), v)
+    scores, scale = _scores(q, k, mask), 1 / math.sqrt(q.shape[-1])
+    if operators is OperatorSet.SOFTMAX and not has_fused_softmax(*scores.shape[:3]):
+        weights = _softmax_apart(scores, scale)
+    else:
+        weights = kernels.causal_softmax(scores, scale, plain=operators.plain)
+    return _by_keys(weights if dropout is None else dropout(weights, operators.plain), v)
+
+
+def _softmax_apart(scores: Tensor, scale: float) -> Tensor:
+    """What Megatron-LM runs in the place of its operator that does not take these: copied to fp32, scaled, masked.
+
+    The mask, which it makes once a micro-batch, is made anew, one byte a token pair.
+    """
+    s = scores.shape[-1]
+    future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)
+    return (scores.float() * scale).masked_fill_(future, -MASKED).softmax(-1).to(scores.dtype)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ def families_of(
     model: Model, layout: Layout, narrowest: int = 1, widest: int = 4
 ) -> tuple[dict[str, LayoutFamily], int]:
     """By role, and how many traces it took."""
-    family = family_of(layout)
+    family = family_of(layout, model.heads, model.seq)
     ends, made = trace_family(model, model.seq, family, narrowest, widest, ENDS)
     if family.pp == 1:
         return ends, made

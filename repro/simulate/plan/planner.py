@@ -68,7 +68,7 @@ class Planner:
         unsaid = [row for row in rows if row.evidence == SHALLOW and not row.comm]
         self._trace_middle(row.layout for row in unsaid)
         for row in unsaid:
-            families = self._families[family_of(row.layout)][2]
+            families = self._families[self._family(row.layout)][2]
             sent = estimate.traffic(request.model, row.layout, families, request.system)
             busiest = max(sent, key=lambda role: sum(sent[role].by_group.values()))
             row.comm = {
@@ -84,7 +84,7 @@ class Planner:
         for row in rows:
             if row.evidence == SHALLOW and row.outcome == OK:
                 try:
-                    families = self._families[family_of(row.layout)][2]
+                    families = self._families[self._family(row.layout)][2]
                     row.least_s = self._rates.least(self.request.model, row.layout, families)
                 except ConfigError as error:
                     self.no_time = str(error)
@@ -113,7 +113,7 @@ class Planner:
         by_family: dict[Layout, list[PlanRow]] = {}
         for row in rows:
             if row.evidence == SHALLOW and row.outcome != OOM and not self.no_time:
-                by_family.setdefault(family_of(row.layout), []).append(row)
+                by_family.setdefault(self._family(row.layout), []).append(row)
         request = self.request
         # The families of a share use the same networks; a few shares a worker, so that none has much more to do.
         families = sorted(by_family.items(), key=lambda item: -len(item[1]))
@@ -147,7 +147,10 @@ class Planner:
                 request.model,
                 request.seq,
                 request.system,
-                [(row.layout, self._families[family_of(row.layout)][2], row.time["step_s"]) for row in share],
+                [
+                    (row.layout, self._families[self._family(row.layout)][2], row.time["step_s"])
+                    for row in share
+                ],
             )
             for share in shares
         ]
@@ -188,11 +191,14 @@ class Planner:
         }
         return PlanRow(layout, OOM, STATES, memory, ruled_out_by=TERMS[category], reason=reason)
 
+    def _family(self, layout: Layout) -> Layout:
+        return family_of(layout, self.request.model.heads, self.request.seq)
+
     def _trace(self, layouts: Iterable[Layout]) -> None:
         """Have the families of `layouts` traced as far as they are not."""
         wanted: dict[Layout, tuple[int, int]] = {}
         for layout in layouts:
-            key = family_of(layout)
+            key = self._family(layout)
             least, most, _ = self._families.get(key, (layout.micro_batch, 0, {}))
             least, most = wanted.get(key, (least, most))
             span = min(least, layout.micro_batch), max(most, layout.micro_batch)
@@ -211,7 +217,7 @@ class Planner:
     def _trace_middle(self, layouts: Iterable[Layout]) -> None:
         """Have the middle stages of the families of `layouts` traced as far as they have any and are not."""
         request = self.request
-        keys = dict.fromkeys(family_of(layout) for layout in layouts if layout.pp > 2)
+        keys = dict.fromkeys(self._family(layout) for layout in layouts if layout.pp > 2)
         tasks = [
             (request.model, request.seq, key, *self._families[key][:2], BETWEEN)
             for key in keys
@@ -225,7 +231,7 @@ class Planner:
 
     def _shallow(self, layout: Layout) -> PlanRow:
         request = self.request
-        families = self._families[family_of(layout)][2]
+        families = self._families[self._family(layout)][2]
         roles = estimate.memory(request.model, layout, families)
         fullest = max(roles.values(), key=lambda role: role.peak_bytes)
         memory = {

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from repro.config import Experiment, Layout, Model, Training
+from repro.config import Experiment, Layout, Model, OperatorSet, Training
+from repro.config.attention import has_fused_softmax
 from repro.host.carried import Carried
 from repro.host.garbage import uncollected
 from repro.parallel.pipeline.schedule import build, in_flight
@@ -77,11 +78,17 @@ class LayoutFamily:
     """Of a micro-batch, at least."""
 
 
-def family_of(layout: Layout) -> Layout:
-    """The layout that stands for all that differ from `layout` in depth, stages and batch only."""
+def family_of(layout: Layout, heads: int, seq: int) -> Layout:
+    """The layout that stands for all that differ from `layout` in depth, stages and batch only.
+
+    `heads` of the model, `seq` tokens of a sample.  Where the operators of attention depend on the micro-batch, its own
+    tells apart those who run others.
+    """
     deep = layout.pp > 1
     dp = max(1, layout.world // (2 * layout.tp * layout.cp)) if deep else layout.dp
-    return _shallow(layout, 2 if deep else 1, dp=dp)
+    fused = layout.kernels is not OperatorSet.SOFTMAX
+    alike = fused or has_fused_softmax(layout.micro_batch, heads // layout.tp, seq)
+    return _shallow(layout, 2 if deep else 1, 1 if alike else 2, dp)
 
 
 def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layout:
