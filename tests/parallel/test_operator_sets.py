@@ -380,7 +380,7 @@ def test_apart_it_is_the_same_function(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("samples", "fused"), [(1, False), (2, True)])
 def test_what_a_softmax_apart_moves(samples: int, fused: bool) -> None:
-    """Of 16-bit scores 36 bytes each forward, read and written, in the place of 4: to fp32, scale, mask, softmax, back."""
+    """Of 16-bit scores 36 bytes each forward, read and written, not 4: to fp32, scale, mask, softmax and back."""
     layout = Layout(micro_batch=samples, precision="bf16", kernels="softmax")
     experiment = tiny(layout, replace(LONG, layers=1))
     step = trace(experiment, roles(experiment)[0]).step
