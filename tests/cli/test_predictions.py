@@ -180,7 +180,9 @@ def test_fit_json_and_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_plan_json_and_page(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+def test_plan_json_and_page(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
     asked += ["--micro-batch", "1", "--memory-limit", "1.764GB", "--zero", "1", "--no-sp", "--no-recompute"]
     code, out = run(capsys, *asked, "--pp", "1", "--json")
@@ -205,8 +207,15 @@ def test_plan_json_and_page(capsys: pytest.CaptureFixture[str], tiny_model: str)
     code, out = run(capsys, *asked, "--tp", "2", "--pp", "1")
     assert code == 0
     assert "samples" in out
-    assert "bubble" in out
+    assert "90 %" in out
+    assert "bubble" not in out, "there is no room for both"
     assert max(map(len, out.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out = run(capsys, *asked, "--tp", "2", "--pp", "1")
+    assert code == 0
+    assert "90 %" in out
+    assert "bubble" in out
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_a_plan_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
