@@ -86,9 +86,10 @@ def family_of(layout: Layout, heads: int, seq: int) -> Layout:
     """
     deep = layout.pp > 1
     dp = max(1, layout.world // (2 * layout.tp * layout.cp)) if deep else layout.dp
-    fused = layout.kernels is not OperatorSet.SOFTMAX
-    alike = fused or has_fused_softmax(layout.micro_batch, heads // layout.tp, seq)
-    return _shallow(layout, 2 if deep else 1, 1 if alike else 2, dp)
+    apart = layout.kernels is OperatorSet.SOFTMAX and not has_fused_softmax(
+        layout.micro_batch, heads // layout.tp, seq
+    )
+    return _shallow(layout, 2 if deep else 1, 2 if apart else 1, dp)
 
 
 def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layout:
