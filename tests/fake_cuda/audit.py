@@ -195,7 +195,7 @@ class _Stream:
 
 def stand_in() -> None:
     """Replace what needs a runtime: torch.cuda's own Python, pinned memory, and addresses."""
-    for name in ("Stream", "Event", "current_stream", "stream"):
+    for name in ("Stream", "Event", "current_stream", "stream", "synchronize"):
         setattr(torch.cuda, name, _Stream)
     FakeTensor.data_ptr = lambda self: 4096  # type: ignore[method-assign]
     FakeTensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
