@@ -124,7 +124,7 @@ def _time(experiment: Experiment, simulation: Simulation) -> Metrics:
         hardware_flops=flops.hardware_flops(model, experiment.seq, samples, layout.recompute),
         devices=layout.world,
     )
-    return {**speed, **metrics.parts(prediction.as_dict(), prediction.factor)}
+    return {**speed, **metrics.parts(prediction.as_dict(), prediction.kernels.others)}
 
 
 def _series(experiment: Experiment, simulation: Simulation, system: System) -> StepSeries:
@@ -135,7 +135,7 @@ def _series(experiment: Experiment, simulation: Simulation, system: System) -> S
     traced = simulation.traces[fullest]
     if prediction is None:  # no peak, no bandwidth: operators by the bytes that they move
         return StepSeries(memory=over_step(traced, lambda operator: operator.read + operator.written))
-    cost = DeviceCost(system, experiment.layout.precision, prediction.factor, experiment.layout.world)
+    cost = DeviceCost(system, experiment.layout.precision, prediction.kernels, experiment.layout.world)
     found = prediction.as_dict()
     return StepSeries(
         memory=over_step(traced, cost.seconds),

@@ -43,6 +43,13 @@ _HOW = (
     ("links.inter-node.*", CLUSTER, "links.inter-node.collectives", LINK),
     ("links.*", HERE, "links.{link}.collectives", LINK),
     ("kernels", HERE, "device.operators", "seconds of the operators themselves, of each set of kernels"),
+    ("*: attention", HERE, "device.operators", "seconds of every operator, attention among them"),
+    (
+        "*: products",
+        HERE,
+        "device.operators",
+        "seconds of products and of every other operator, each by itself",
+    ),
     (
         "*: FLOP/s",
         "",

@@ -149,7 +149,7 @@ def _inputs(
         if move is None:
             continue
         system = record.experiment.system
-        whose = _RATES[key].system if key in _RATES else system
+        whose = _POINTS[key].system if key in _POINTS else system
         if (key, whose) not in found:
             source = _sources(system, record.experiment.layout.kernels).get(key, "")
             found[key, whose] = Input(key, whose, move.low, move.best, move.high, source)
@@ -166,4 +166,4 @@ def _sources(name: str, kernels: OperatorSet) -> dict[str, str]:
     return {one.key: one.source for one in uncertain(system, calibration_point_of(kernels, system))}
 
 
-_RATES = {point.rate.key: point for point in calibration_points()}
+_POINTS = {one.key: point for point in calibration_points() for one in point.unknowns}

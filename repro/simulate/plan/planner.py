@@ -21,7 +21,7 @@ from repro.results.interval import StepInterval
 from repro.simulate.plan import estimate
 from repro.simulate.plan.candidates import Request
 from repro.simulate.plan.closed_form import MIDDLE, ruled_out, stage_parameters, state_bytes
-from repro.simulate.plan.rates import Rates, factor_of
+from repro.simulate.plan.rates import Rates, kernels_of
 from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, PlanRow, ideal_s
 from repro.simulate.plan.shallow import BETWEEN, ENDS, LayoutFamily, family_of, trace_family
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
@@ -45,7 +45,7 @@ class Planner:
         self.traces = 0
         self._families: dict[Layout, tuple[int, int, dict[str, LayoutFamily]]] = {}
         """With the smallest and the largest micro-batch that they are good for."""
-        self._rates = Rates(request.system, lambda one: workers.map(factor_of, [(one,)])[0])
+        self._rates = Rates(request.system, lambda one: workers.map(kernels_of, [(one,)])[0])
         self.no_time = ""
         """Why times cannot be predicted."""
 

@@ -14,36 +14,36 @@ from repro.simulate.plan.estimate import payloads
 from repro.simulate.plan.least import least_seconds
 from repro.simulate.time import calibration_points
 from repro.simulate.time.calibration_points import CalibrationPoint
-from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.device import MODELLED, DeviceCost, Kernels
 from repro.simulate.time.network import Network
 
 if TYPE_CHECKING:
     from repro.simulate.plan.shallow import LayoutFamily
 
 
-def factor_of(generation: CalibrationPoint) -> float:
-    """`efficiency.factor`, which traces a step, and so needs torch."""
+def kernels_of(generation: CalibrationPoint) -> Kernels:
+    """`efficiency.kernels`, which traces a step, and so needs torch."""
     from repro.simulate.time import efficiency
 
-    return efficiency.factor(generation)
+    return efficiency.kernels(generation)
 
 
 class Rates:
     """Of one system; keeps what layouts share."""
 
-    def __init__(self, system: System, factor: Callable[[CalibrationPoint], float] = factor_of):
-        """`factor`: `factor_of`, or what has a worker do it."""
-        self.system, self._factor = system, factor
-        self._costs: dict[tuple[str, str], tuple[DeviceCost, float]] = {}
+    def __init__(self, system: System, kernels: Callable[[CalibrationPoint], Kernels] = kernels_of):
+        """`kernels`: `kernels_of`, or what has a worker do it."""
+        self.system, self._kernels = system, kernels
+        self._costs: dict[tuple[str, str], DeviceCost] = {}
         self._networks: dict[Layout, Network] = {}
 
-    def cost(self, layout: Layout) -> tuple[DeviceCost, float]:
-        """Of operators, with the factor of the generation of software in it; `ConfigError` if numbers are missing."""
+    def cost(self, layout: Layout) -> DeviceCost:
+        """Of operators, with the kernels of the generation of software; `ConfigError` if numbers are missing."""
         key = layout.precision, layout.kernels
         if key not in self._costs:
             generation = calibration_points.calibration_point_of(layout.kernels, self.system)
-            factor = self._factor(generation) if generation is not None else 1.0
-            self._costs[key] = DeviceCost(self.system, layout.precision, factor, layout.world), factor
+            kernels = self._kernels(generation) if generation is not None else MODELLED
+            self._costs[key] = DeviceCost(self.system, layout.precision, kernels, layout.world)
         return self._costs[key]
 
     def network(self, layout: Layout) -> Network:
@@ -57,7 +57,7 @@ class Rates:
         """Seconds that no step of `layout` takes less than; `ConfigError` as `cost`."""
         of_role = {name: family.work for name, family in families.items()}
         sent = payloads(model, layout, families).values()
-        return least_seconds(model, layout, of_role, sent, self.cost(layout)[0], self.network(layout))
+        return least_seconds(model, layout, of_role, sent, self.cost(layout), self.network(layout))
 
 
 def groups_of(layout: Layout) -> Layout:

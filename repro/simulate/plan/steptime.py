@@ -29,6 +29,7 @@ from repro.simulate.plan.widen import widened
 from repro.simulate.time import calibration_points
 from repro.simulate.time.account import OnlyTheEnd, StageTime
 from repro.simulate.time.basis import rests_on
+from repro.simulate.time.device import MODELLED
 from repro.simulate.time.interval import all_cases, at, of_seconds
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction
@@ -76,7 +77,7 @@ class Times:
 
     def of(self, layout: Layout, families: dict[str, LayoutFamily]) -> dict[str, Any]:
         """As `repro.simulate.time.predict.Prediction.as_dict`; `ConfigError` if numbers are missing."""
-        cost, _ = self.rates.cost(layout)
+        cost = self.rates.cost(layout)
         found = [
             (weight, self._document(layout, point, timeline))
             for weight, point, timeline in self._timelines(layout, families, cost, self.rates.network(layout))
@@ -93,8 +94,8 @@ class Times:
             return None
         key = layout.precision, layout.kernels
         if key not in self._cases:
-            systems, factors = at(self.system, generation, (Case(), *all_cases(found)))
-            self._cases[key] = systems, SeveralDevices(systems, layout.precision, factors, layout.world)
+            systems, kernels = at(self.system, generation, (Case(), *all_cases(found)))
+            self._cases[key] = systems, SeveralDevices(systems, layout.precision, kernels, layout.world)
         systems, cost = self._cases[key]
         network = SeveralNetworks(systems, groups_of(layout))
         seconds = network.lanes(0.0)
@@ -174,7 +175,7 @@ class Times:
             training=Training(seq=self.seq),
             system=self.system.name,
         )
-        return Prediction(experiment, self.system, timeline, [], None, 1.0).as_dict()
+        return Prediction(experiment, self.system, timeline, [], None, MODELLED).as_dict()
 
     def _sum(self, layout: Layout, parts: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
         found: dict[str, Any] = dict(parts[0][1])
@@ -195,7 +196,7 @@ class Times:
         found["mfu"] = flops.utilisation(rate, layout.world, self.system, layout.precision)
         found["rests_on"] = rests_on(layout.kernels, self.system)
         found["generation"] = generation.name if generation is not None else ""
-        found["factor"] = self.rates.cost(layout)[1]
+        found["factor"] = self.rates.cost(layout).kernels.others
         return found
 
 

@@ -16,6 +16,12 @@ from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.systems.unknowns import Unknown, unknown
 
+ALIKE = Quantity(
+    value=1,
+    low=0,
+    source="a published rate is of all kernels together: products are as far from the model of their device as "
+    "the others (assumed); low: a product takes what it takes alone, and the others all that is left (assumed)",
+)
 FILE = Path(__file__).with_name("calibration_points.toml")
 
 
@@ -40,6 +46,14 @@ class CalibrationPoint:
     """The most."""
     dropout: float = 0.0
     """Of hidden states and of attention weights."""
+    products: Quantity = ALIKE
+    """What matrix products take beyond the model, over what other kernels do, each of its own seconds; 0: they take what
+    they take alone."""
+    attention: Quantity | None = None
+    """FLOP/s of its fused attention among endlessly many keys, of what a causal mask leaves, forward and backward; None:
+    nobody measured it by itself."""
+    attention_start: float = 0.0
+    """Keys among which it reaches half of that."""
     note: str = ""
     """What of the software no operator of the trace stands for: the factor holds it."""
 
@@ -48,6 +62,22 @@ class CalibrationPoint:
         """`flops_per_device`, and what else it may be."""
         number = Quantity(value=self.flops_per_device, low=self.low, high=self.high, source=self.source)
         return unknown(f"{self.name}: FLOP/s", number)
+
+    @property
+    def products_share(self) -> Unknown:
+        """`products`."""
+        return unknown(f"{self.name}: products", self.products)
+
+    @property
+    def attention_rate(self) -> Unknown | None:
+        """`attention`."""
+        return unknown(f"{self.name}: attention", self.attention) if self.attention is not None else None
+
+    @property
+    def unknowns(self) -> tuple[Unknown, ...]:
+        """All numbers of it that may be others."""
+        found = (self.rate, self.products_share, self.attention_rate)
+        return tuple(one for one in found if one is not None and one.low < one.high)
 
     def experiment(self, model: Model) -> Experiment:
         """The published run, of `model` in place of the whole one."""

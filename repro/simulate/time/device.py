@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil, prod
+from typing import NamedTuple
 
 from repro.config.system import System
 from repro.config.timing import MESSAGE
@@ -31,22 +32,46 @@ PROLOGUE = 64
 """What a tile costs beside its K steps, in K steps: filling the pipeline of loads, and writing the result."""
 SPLITS = (1, 2, 4, 8)
 ATTENTION_EFFICIENCY = 0.7
-"""Of the large products' rate: two products in turn with a softmax in registers (2205.14135 sec. 4, 2307.08691)."""
+"""Of the large products' rate, where nobody measured a generation's attention: two products in turn with a softmax in
+registers (2205.14135 sec. 4, 2307.08691)."""
 ALIGNMENT = 8
 """Tensor cores multiply where sizes are multiples of eight (16 bytes of half precision)."""
+
+
+class Kernels(NamedTuple):
+    """How good a generation's kernels are; see `repro.simulate.time.calibration_points`."""
+
+    products: float
+    """Seconds of matrix products over the model's."""
+    others: float
+    """Seconds of all others over the model's."""
+    attention: float = 0.0
+    """FLOP/s of fused attention among endlessly many keys, of what a causal mask leaves; 0: as the model has it, times
+    `others`."""
+    attention_start: float = 0.0
+    """Keys among which it reaches half of that."""
+
+    @classmethod
+    def alike(cls, factor: float) -> Kernels:
+        """The same factor for every kernel."""
+        return cls(factor, factor)
+
+
+MODELLED = Kernels.alike(1.0)
+"""As the model has them."""
 
 
 class DeviceCost:
     """What operators take on a device of `system` at one precision: on the slowest of those that wait for it."""
 
-    def __init__(self, system: System, precision: str, factor: float = 1.0, devices: int = 1):
+    def __init__(self, system: System, precision: str, kernels: Kernels = MODELLED, devices: int = 1):
         """Raises `ConfigError` where the device's peak or its bandwidth is not known.
 
-        `factor`: seconds of this software's kernels over the model's; see `repro.simulate.time.calibration_points`.
+        `kernels`: of the step's software.
         `devices`: of the step, which is synchronous.
         """
         time = system.timing
-        self.system, self.factor = system, factor * time.pace
+        self.system, self.kernels, self.pace = system, kernels, time.pace
         self.slowest = slowest(time.spread, devices)
         self.rates = system.device.operators
         self.launch_s = time.launch_s
@@ -75,28 +100,37 @@ class DeviceCost:
             return 0.0
         if self.rates:
             return self._calibrated(operator)
-        name = operator.name
+        name, factor = operator.name, self.kernels.others
         if name in MATMULS:
             if self._on_ordinary_cores(operator):
                 # Bound by arithmetic alone: what was measured holds for every generation.
                 return self._product(operator, self.unaligned) + self.kernel_s
             slow = operator.itemsize == 4 and self._slow_peak
-            found = self._product(operator, self._slow_peak if slow else self.peak)
+            found, factor = (
+                self._product(operator, self._slow_peak if slow else self.peak),
+                self.kernels.products,
+            )
         elif name.startswith(ATTENTION):
             found = self._attention(operator)
+            factor = 1.0 if self.kernels.attention else factor
         else:
             found = self._moved(operator) + self.fill_s * operator.calls
-        return (found + self.kernel_s * operator.calls) * self.factor
+        return (found + self.kernel_s * operator.calls) * factor * self.pace
 
     def least(self, ring: float) -> tuple[float, ...] | None:
         """Seconds that nothing takes less than: of a FLOP of a product and of fused attention, of a byte that is moved,
         of one that goes round a ring of `ring` bytes/s, and of one moved again.  None where they are measured."""
         if self.rates or self.system.provenance is not None:
             return None
-        slower = self.factor * self.slowest
-        product = min(slower / self.peak, self.slowest / self.unaligned if self.unaligned else float("inf"))
-        moved = slower / self.bandwidth
-        return product, slower / (self.peak * ATTENTION_EFFICIENCY), moved, 1 / ring, moved
+        slower = self.pace * self.slowest
+        product = slower * self.kernels.products / self.peak
+        if self.unaligned:
+            product = min(product, self.slowest / self.unaligned)
+        attention = slower * self.kernels.others / (self.peak * ATTENTION_EFFICIENCY)
+        if self.kernels.attention:
+            attention = slower / self.kernels.attention
+        moved = slower * self.kernels.others / self.bandwidth
+        return product, attention, moved, 1 / ring, moved
 
     def _calibrated(self, operator: Operator) -> float:
         kind = "matmul" if operator.name in MATMULS else "elementwise"
@@ -115,6 +149,8 @@ class DeviceCost:
         """A fused kernel: arithmetic, or the operands if they take longer.  What is masked is left out but where the
         mask is in a bias."""
         rate = self.peak * ATTENTION_EFFICIENCY
+        if self.kernels.attention:
+            rate = self.kernels.attention / (1 + self.kernels.attention_start / keys(operator))
         part = 1.0 if operator.name.startswith(BIASED_ATTENTION) else needed(operator)
         return max(operator.flops * part / rate, self._moved(operator))
 
@@ -152,8 +188,17 @@ def _reads(rows: int, columns: int) -> float:
 def needed(operator: Operator) -> float:
     """The part of the scores that causal attention needs: half where queries and keys are as many, more where the
     queries are the last ones, as a chunk's under context parallelism."""
-    lengths = [shape[2] for shape in operator.shapes if len(shape) == 4]
+    lengths = _lengths(operator)
     return 1 - min(lengths) / max(lengths) / 2
+
+
+def keys(operator: Operator) -> int:
+    """Among how many the queries of attention are."""
+    return max(_lengths(operator))
+
+
+def _lengths(operator: Operator) -> list[int]:
+    return [shape[2] for shape in operator.shapes if len(shape) == 4]
 
 
 def product_sizes(operator: Operator) -> tuple[int, int, int, int]:

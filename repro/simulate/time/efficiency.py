@@ -1,4 +1,5 @@
-"""How much longer a generation's kernels take than the model of its device says, from its published point."""
+"""How good a generation's kernels are: how much longer they take than the model of its device says, from its published
+point."""
 
 from __future__ import annotations
 
@@ -6,35 +7,39 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
+
 from repro import models, systems
 from repro.config import Experiment
 from repro.config.system import System
 from repro.models import flops
 from repro.simulate.time.calibration_points import CalibrationPoint
+from repro.simulate.time.device import Kernels
 from repro.simulate.time.lanes import Lanes
 from repro.simulate.time.timed import step_seconds
 from repro.simulate.trace.roles import Trace, trace_roles
-from repro.systems.unknowns import Case, drawn, with_values
+from repro.systems.unknowns import Case, Unknown, drawn, with_values
 
 PACE = "device.time.pace"
 FEW, MORE = 2, 4
 """Layers.  The step is a straight line in their number, so two shallow ones say what a deep one takes."""
 
 
-def factor(generation: CalibrationPoint) -> float:
-    """Seconds of its kernels over seconds of the modelled ones.
+def kernels(generation: CalibrationPoint) -> Kernels:
+    """Those with which the published step takes as long as published.
 
     All of what is left is taken for kernels: on a node, messages have to hide behind them
     (tests/simulate/time/test_device.py).
     """
-    return factors(generation, (Case(),))[0]
+    return kernels_in(generation, (Case(),))[0]
 
 
 @cache
-def factors(
+def kernels_in(
     generation: CalibrationPoint, cases: Sequence[Case], doubted: frozenset[str] = frozenset()
-) -> tuple[float, ...]:
-    """`factor` in each of `cases`: a device that is slower than it is taken for has kernels that are better.
+) -> tuple[Kernels, ...]:
+    """`kernels` in each of `cases`: on a device that is slower than it is taken for they are better, and where products
+    are as fast as alone the others have all that is left.
 
     `doubted`: what is not known of the system that is timed.  Of the one that was measured nothing else is moved: what
     is known of a device there is known of it here.
@@ -42,19 +47,35 @@ def factors(
     system = systems.load(generation.system)
     whole, layout = models.load(generation.model), generation.layout
     work = flops.hardware_flops(whole, whole.seq, layout.global_batch, layout.recompute) / layout.world
-    at_few, at_more = (_modelled(generation, layers, system, cases, doubted) for layers in (FEW, MORE))
-    seconds = at_few + (whole.layers - FEW) * (at_more - at_few) / (MORE - FEW)
-    rates = (generation.rate.at(case.of(generation.rate.key)) for case in cases)
-    return tuple(work / rate / float(took) for rate, took in zip(rates, seconds, strict=True))
-
-
-def _modelled(
-    generation: CalibrationPoint, layers: int, system: System, cases: Sequence[Case], doubted: frozenset[str]
-) -> Lanes:
-    """Seconds of a step so deep on the device that was measured, with kernels as the model has them, [cases]."""
-    experiment, traces = _traced(generation, layers)
     itself = [with_values(drawn(system, case, doubted), {PACE: 1.0}) for case in cases]
-    return step_seconds(experiment, itself, traces, [1.0] * len(cases))
+
+    def value(of: Unknown | None) -> Lanes:
+        return np.array([of.at(case.of(of.key)) if of is not None else 0.0 for case in cases])
+
+    attention, start = value(generation.attention_rate), generation.attention_start
+
+    def seconds(products: float, others: float) -> Lanes:
+        """Of the step on the device that was measured, [cases]."""
+        of_cases = [Kernels(products, others, rate, start) for rate in attention.tolist()]
+        at_few, at_more = (_timed(generation, layers, itself, of_cases) for layers in (FEW, MORE))
+        return at_few + (whole.layers - FEW) * (at_more - at_few) / (MORE - FEW)
+
+    published, modelled = work / value(generation.rate), seconds(1.0, 1.0)
+    every = seconds(2.0, 2.0) - modelled
+    # Kernels that take less than the model says do so alike.
+    share = np.where(published > modelled, value(generation.products_share), 1.0)
+    other = seconds(1.0, 2.0) - modelled if (share < 1).any() else 0 * every
+    beyond = (published - modelled) / (share * (every - other) + other)
+    found = zip((share * beyond).tolist(), beyond.tolist(), attention.tolist(), strict=True)
+    return tuple(Kernels(1 + products, 1 + others, rate, start) for products, others, rate in found)
+
+
+def _timed(
+    generation: CalibrationPoint, layers: int, itself: Sequence[System], of_cases: Sequence[Kernels]
+) -> Lanes:
+    """Seconds of a step so deep, [cases]."""
+    experiment, traces = _traced(generation, layers)
+    return step_seconds(experiment, itself, traces, of_cases)
 
 
 @cache

@@ -16,6 +16,7 @@ from repro.config.system import System
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
+from repro.simulate.time.device import Kernels
 from repro.simulate.time.timed import step_seconds
 from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
 from repro.simulate.trace.roles import Trace
@@ -37,8 +38,8 @@ def in_cases(
     experiment: Experiment, system: System, traces: list[Trace], cases: Sequence[Case]
 ) -> Sequence[float]:
     """The seconds of a step in each of `cases`, all in one pass."""
-    systems, factors = at(system, calibration_point_of(experiment.layout.kernels, system), cases)
-    return step_seconds(experiment, systems, traces, factors).tolist()
+    systems, kernels = at(system, calibration_point_of(experiment.layout.kernels, system), cases)
+    return step_seconds(experiment, systems, traces, kernels).tolist()
 
 
 def rounded(seconds: float) -> float:
@@ -53,13 +54,13 @@ def all_cases(found: Sequence[Unknown]) -> tuple[Case, ...]:
 
 def at(
     system: System, generation: CalibrationPoint | None, cases: Sequence[Case]
-) -> tuple[list[System], Sequence[float]]:
-    """The system and the kernels' factor in each of `cases`."""
+) -> tuple[list[System], Sequence[Kernels]]:
+    """The system and its kernels in each of `cases`."""
     systems = [drawn(system, case) for case in cases]
     if generation is not None:
         doubted = frozenset(one.key for one in uncertain(system, generation))
-        return systems, efficiency.factors(generation, tuple(cases), doubted)
-    return systems, [UNCALIBRATED.at(case.of(UNCALIBRATED.key)) for case in cases]
+        return systems, efficiency.kernels_in(generation, tuple(cases), doubted)
+    return systems, [Kernels.alike(UNCALIBRATED.at(case.of(UNCALIBRATED.key))) for case in cases]
 
 
 def of_seconds(found: Sequence[Unknown], seconds: Sequence[float]) -> StepInterval:

@@ -18,6 +18,7 @@ from repro.simulate.time import efficiency
 from repro.simulate.time.account import StageTime
 from repro.simulate.time.basis import rests_on
 from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
+from repro.simulate.time.device import MODELLED, Kernels
 from repro.simulate.time.interval import interval as interval_of
 from repro.simulate.time.program import OPTIMIZER
 from repro.simulate.time.schedule import Timeline
@@ -36,7 +37,7 @@ class Prediction:
     roles: list[Trace]
     generation: CalibrationPoint | None
     """Whose published point the kernels' efficiency comes from."""
-    factor: float
+    kernels: Kernels
     interval: StepInterval | None = None
     """What the step may take instead, if it was asked for and something is not known for certain."""
 
@@ -92,7 +93,7 @@ class Prediction:
             "formula": flops.formula(self.experiment.model),
             "rests_on": self.rests_on,
             "generation": self.generation.name if self.generation is not None else "",
-            "factor": self.factor,
+            "factor": self.kernels.others,
             "compute_s": compute,
             "optimizer_s": optimizer,
             "exposed_s": exposed,
@@ -112,21 +113,20 @@ def predict(
     system: System,
     traces: list[Trace] | None = None,
     *,
-    factor: float | None = None,
+    kernels: Kernels | None = None,
     record: bool = False,
     interval: bool = False,
 ) -> Prediction:
     """Predict a step of `experiment` on `system`.
 
-    `traces` of all its roles, if they are there.  `factor`: what kernels take over what the model of the
-    device says, by default that of the layout's generation.  `record`: keep every span, for a drawing.
-    `interval`: say what the step may take instead.
+    `traces` of all its roles, if they are there.  `kernels`: by default those of the layout's generation.
+    `record`: keep every span, for a drawing.  `interval`: say what the step may take instead.
     """
-    generation = calibration_point_of(experiment.layout.kernels, system) if factor is None else None
-    if factor is None:
-        factor = efficiency.factor(generation) if generation is not None else 1.0
+    generation = calibration_point_of(experiment.layout.kernels, system) if kernels is None else None
+    if kernels is None:
+        kernels = efficiency.kernels(generation) if generation is not None else MODELLED
     if traces is None:
         traces = trace_roles(experiment)
-    timeline = timed(experiment, system, traces, factor, record=record)
+    timeline = timed(experiment, system, traces, kernels, record=record)
     found = interval_of(experiment, system, traces) if interval else None
-    return Prediction(experiment, system, timeline, traces, generation, factor, found)
+    return Prediction(experiment, system, timeline, traces, generation, kernels, found)

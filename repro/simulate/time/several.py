@@ -10,7 +10,7 @@ import numpy as np
 
 from repro.config import Layout
 from repro.config.system import System
-from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.device import DeviceCost, Kernels
 from repro.simulate.time.lanes import Lanes
 from repro.simulate.time.network import Network
 from repro.simulate.trace.events import Operator
@@ -36,12 +36,12 @@ class _Alike(Generic[T]):
 class SeveralDevices:
     """`DeviceCost` of several systems: every operator's seconds in all lanes, [systems]."""
 
-    def __init__(self, systems: Sequence[System], precision: str, factors: Sequence[float], devices: int):
+    def __init__(self, systems: Sequence[System], precision: str, kernels: Sequence[Kernels], devices: int):
         keys = [
-            (id(system.device), id(system.links), factor)
-            for system, factor in zip(systems, factors, strict=True)
+            (id(system.device), id(system.links), generation)
+            for system, generation in zip(systems, kernels, strict=True)
         ]
-        costs = _Alike(keys, lambda lane: DeviceCost(systems[lane], precision, factors[lane], devices))
+        costs = _Alike(keys, lambda lane: DeviceCost(systems[lane], precision, kernels[lane], devices))
         self.launch_s = cast(float, costs.each(lambda cost: cost.launch_s))
         self.message_s = cast(float, costs.each(lambda cost: cost.message_s))
         self.jitter_s = cast(float, costs.each(lambda cost: cost.jitter_s))

@@ -8,7 +8,7 @@ from typing import Protocol
 from repro.config import Experiment
 from repro.config.system import System
 from repro.simulate.time.account import OnlyTheEnd, StageTime
-from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.device import DeviceCost, Kernels
 from repro.simulate.time.lanes import Lanes
 from repro.simulate.time.network import Network
 from repro.simulate.time.program import OperatorCost, program
@@ -31,28 +31,28 @@ class Links(Transfers, Protocol):
 
 
 def timed(
-    experiment: Experiment, system: System, traces: list[Trace], factor: float, *, record: bool = False
+    experiment: Experiment, system: System, traces: list[Trace], kernels: Kernels, *, record: bool = False
 ) -> Timeline:
     """When a step's events happen.
 
-    `traces` of all its roles.  `factor`: what kernels take over what the model of the device says.
+    `traces` of all its roles.  `kernels`: of the layout's generation.
     `record`: keep every span, for a drawing.
     """
     layout = experiment.layout
-    cost = DeviceCost(system, layout.precision, factor, layout.world)
+    cost = DeviceCost(system, layout.precision, kernels, layout.world)
     network = Network(system, layout)
     return _scheduled(experiment, traces, cost, network, system.ranks_per_core, record)
 
 
 def step_seconds(
-    experiment: Experiment, systems: Sequence[System], traces: list[Trace], factors: Sequence[float]
+    experiment: Experiment, systems: Sequence[System], traces: list[Trace], kernels: Sequence[Kernels]
 ) -> Lanes:
-    """The seconds of a step on each of `systems` with the factor beside it, [systems], in one pass.
+    """The seconds of a step on each of `systems` with the kernels beside it, [systems], in one pass.
 
     They differ in the values of their unknowns alone (`repro.systems.unknowns`).
     """
     layout = experiment.layout
-    cost = SeveralDevices(systems, layout.precision, factors, layout.world)
+    cost = SeveralDevices(systems, layout.precision, kernels, layout.world)
     network = SeveralNetworks(systems, layout)
     ranks_per_core = systems[0].ranks_per_core
     found = _scheduled(experiment, traces, cost, network, ranks_per_core, account=OnlyTheEnd)

@@ -26,5 +26,4 @@ def uncertain(system: System, generation: CalibrationPoint | None) -> list[Unkno
     found = [one for one in unknowns(system) if one.key.startswith(TIMED)]
     if system.device.operators:
         return found
-    kernels = UNCALIBRATED if generation is None else generation.rate
-    return [*found, kernels] if kernels.low < kernels.high else found
+    return [*found, *((UNCALIBRATED,) if generation is None else generation.unknowns)]

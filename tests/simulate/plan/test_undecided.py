@@ -113,6 +113,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
     assert f"%, {RINGS})" in told
 
 
+@pytest.mark.usefixtures("exact_kernels")
 def test_of_exact_numbers_nothing_is_said(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(exact)
     assert [document(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4

@@ -17,7 +17,7 @@ from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.timing import DeviceTime
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
-from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.device import DeviceCost, Kernels
 from repro.simulate.time.emulated import hops
 from repro.simulate.time.network import Network
 from repro.simulate.time.program import HOST, Await, Issue, OperatorBlock, Send, StageProgram, _Compiler
@@ -116,7 +116,7 @@ def product(m: int, n: int, k: int, itemsize: int = 2) -> Operator:
 def test_an_operator(operator: Operator, seconds: float) -> None:
     cost = DeviceCost(machine(), "fp16")
     assert cost.seconds(operator) == pytest.approx(seconds, rel=1e-9)
-    assert DeviceCost(machine(), "fp16", factor=1.5).seconds(operator) == pytest.approx(
+    assert DeviceCost(machine(), "fp16", kernels=Kernels.alike(1.5)).seconds(operator) == pytest.approx(
         1.5 * seconds, rel=1e-9
     )
 

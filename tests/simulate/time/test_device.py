@@ -13,7 +13,7 @@ from repro.config import ConfigError, OperatorSet
 from repro.config.timing import OperatorRate, Provenance
 from repro.simulate.time import calibration_points
 from repro.simulate.time.basis import CALIBRATED, PUBLISHED, rests_on
-from repro.simulate.time.device import DeviceCost, product_sizes
+from repro.simulate.time.device import DeviceCost, Kernels, product_sizes
 from repro.simulate.trace.events import Operator
 
 V100 = systems.load("dgx2")
@@ -78,7 +78,7 @@ def test_products_without_tensor_cores_take_what_was_measured() -> None:
     known = V100.timing.unaligned_flops
     assert known is not None
     assert operator.flops / seconds == pytest.approx(known, rel=0.1)
-    assert DeviceCost(V100, "fp16", factor=1.5).seconds(operator) == seconds
+    assert DeviceCost(V100, "fp16", kernels=Kernels.alike(1.5)).seconds(operator) == seconds
     a100 = DeviceCost(systems.load("selene"), "fp16")  # cuBLAS 11 takes any size
     assert a100.seconds(operator) < 1.1 * a100.seconds(product(4096, 4096, 4096))
 
@@ -157,7 +157,7 @@ def test_a_generation_s_point_is_met_by_its_factor(generation: calibration_point
     found = predict(experiment, systems.load(generation.system))
     assert found.generation is generation
     assert found.flops_per_device == pytest.approx(generation.flops_per_device, rel=5e-3)
-    assert 0.5 < found.factor < 2
+    assert 0.5 < found.kernels.others < 2
     waits = found.as_dict()["exposed_s"]  # the factor of kernels is no factor of messages
     assert waits < 5e-3 * found.step_s
 
@@ -186,3 +186,10 @@ def test_a_generation_of_2023_holds_for_its_chip_wherever_that_is() -> None:
         points = [calibration_points.calibration_point_of("fused", systems.load(at)) for at in (name, other)]
         assert points[0] is not None
         assert points[0] is points[1]
+
+
+def test_products_and_other_kernels_have_factors_of_their_own() -> None:
+    plain, apart = DeviceCost(V100, "fp16"), DeviceCost(V100, "fp16", Kernels(products=1.5, others=3.0))
+    large, moved = product(4096, 4096, 4096), Operator("aten.add", 0, 10**9, 10**9, (), 2)
+    assert apart.seconds(large) == pytest.approx(1.5 * plain.seconds(large))
+    assert apart.seconds(moved) == pytest.approx(3.0 * plain.seconds(moved))

@@ -9,21 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from repro import models
 from repro.config import Experiment, Layout, Model
 from repro.config.quantity import Quantity
 from repro.config.system import System
+from repro.models import flops
 from repro.results.interval import StepInterval
 from repro.simulate.step import simulate
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import calibration_points
 from repro.simulate.time.curves import curved
+from repro.simulate.time.device import MODELLED, Kernels
 from repro.simulate.time.interval import all_cases, at, interval, of_seconds, rounded
 from repro.simulate.time.predict import predict
 from repro.simulate.time.timed import step_seconds, timed
 from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
 from repro.simulate.trace.roles import Trace, trace_roles
 from repro.systems import load
-from repro.systems.unknowns import LOW, Case, drawn, unknowns, with_values
+from repro.systems.unknowns import BEST, LOW, Case, drawn, unknowns, with_values
 
 MODEL = Model(name="small", layers=8, hidden=2048, heads=16, vocab=50304, seq=1024)
 LAYOUTS = {
@@ -63,9 +66,11 @@ def test_all_cases_in_one_pass_take_what_each_takes_by_itself(name: str) -> None
     cases = all_cases(uncertain(system, None))[::7]
     systems = [drawn(system, case) for case in cases]
     factors = [1.0 + number / 10 for number in range(len(cases))]
-    together = step_seconds(experiment, systems, traces, factors)
+    together = step_seconds(experiment, systems, traces, [Kernels.alike(factor) for factor in factors])
     for seconds, one, factor in zip(together, systems, factors, strict=True):
-        assert float(seconds) == pytest.approx(timed(experiment, one, traces, factor).step_s, rel=1e-12)
+        assert float(seconds) == pytest.approx(
+            timed(experiment, one, traces, Kernels.alike(factor)).step_s, rel=1e-12
+        )
     assert len(set(together.tolist())) > 3, "the cases differ"
 
 
@@ -83,12 +88,14 @@ def test_an_interval_holds_the_best_value_and_lies_in_what_is_allowed(name: str)
     assert all(span > 0 for span in spans), "what moves nothing is not listed"
 
 
+@pytest.mark.usefixtures("exact_kernels")
 def test_with_exact_numbers_there_is_no_interval() -> None:
     experiment, traces = traced("tp")
     assert interval(experiment, exact(load("dgx2")), traces) is None
     assert interval(experiment, ranged(load("dgx2"), "launch_s", 7e-6, 8e-6), traces) is not None
 
 
+@pytest.mark.usefixtures("exact_kernels")
 @pytest.mark.parametrize("name", ["tp", "pp"])
 def test_what_is_known_of_a_device_is_known_where_its_kernels_were_measured(name: str) -> None:
     """One number in doubt leaves the interval, though others are in doubt where the kernels were measured."""
@@ -135,7 +142,7 @@ def by_itself(experiment: Experiment, system: System, traces: list[Trace]) -> St
     found = list(unknowns(system))
     cases = all_cases(found)
     systems = [drawn(system, case) for case in cases]
-    return of_seconds(found, step_seconds(experiment, systems, traces, [1.0] * len(cases)).tolist())
+    return of_seconds(found, step_seconds(experiment, systems, traces, [MODELLED] * len(cases)).tolist())
 
 
 @settings(max_examples=12)
@@ -146,7 +153,7 @@ def test_a_wider_range_makes_no_interval_narrower(name: str, down: float, up: fl
     best = system.timing.matmul_efficiency
     wide = ranged(system, "matmul_efficiency", best * (1 - down), min(1, best * (1 + up)))
     narrow = ranged(system, "matmul_efficiency", best * (1 - part * down), min(1, best * (1 + part * up)))
-    step = timed(experiment, system, traces, 1.0).step_s
+    step = timed(experiment, system, traces, MODELLED).step_s
     outer, inner = (by_itself(experiment, one, traces) for one in (wide, narrow))
     slack = 1e-6 * step
     for ends in ("likely", "allowed"):
@@ -161,9 +168,35 @@ def test_a_published_point_takes_back_what_is_doubted_of_its_own_device() -> Non
         if "V100" not in point.name:
             continue
         key = "device.time.matmul_efficiency"
-        slow, best = efficiency.factors(point, (Case(key, LOW), Case()), frozenset([key]))
+        slow, best = efficiency.kernels_in(point, (Case(key, LOW), Case()), frozenset([key]))
         assert slow < best, "slower products leave less for the software"
-        assert best == efficiency.factor(point)
+        assert best == Kernels.alike(efficiency.kernels(point).others)
+
+
+@pytest.mark.parametrize("quantile", [LOW, 0.2, 0.4, BEST])
+def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile: float) -> None:
+    """One rate does not say which: with products as fast as alone, the others have all that is left of it."""
+    for point in calibration_points():
+        if point.layout.world > 1:
+            continue
+        model = models.load(point.model)
+        cases = [Case(point.products_share.key, quantile)]
+        experiment = replace(point.experiment(model), name=f"published {point.name}")
+        alone = with_values(load(point.system), {"device.time.pace": 1.0, "device.time.spread": 0.0})
+        (found,) = efficiency.kernels_in(point, tuple(cases))
+        (seconds,) = step_seconds(experiment, [alone], trace_roles(experiment), [found])
+        work = flops.hardware_flops(model, model.seq, point.layout.global_batch, recompute=True)
+        assert float(seconds) == pytest.approx(work / point.flops_per_device, rel=1e-3)
+        best = efficiency.kernels(point).others
+        assert (found.products < best < found.others) == (quantile < BEST)
+        assert found.products >= 1
+
+
+def test_kernels_that_beat_the_model_do_so_alike() -> None:
+    point = replace(calibration_points()[0], flops_per_device=90e12, low=None, high=None)
+    slow, best = efficiency.kernels_in(point, (Case(point.products_share.key, LOW), Case()))
+    assert slow == best == Kernels.alike(best.others)
+    assert best.others < 1
 
 
 def test_what_the_point_does_not_fix_stays_in_doubt() -> None:
@@ -176,7 +209,7 @@ def test_what_the_point_does_not_fix_stays_in_doubt() -> None:
     alone = found.generation
     systems, factors = at(system, alone, (Case("device.time.matmul_efficiency", LOW), Case()))
     assert systems[0].timing.matmul_efficiency < systems[1].timing.matmul_efficiency
-    assert factors[0] < factors[1]
+    assert factors[0].others < factors[1].others
 
 
 def test_devices_differ_from_the_one_that_was_measured_and_kernels_without_a_point_from_the_best() -> None:
@@ -192,7 +225,7 @@ def test_devices_differ_from_the_one_that_was_measured_and_kernels_without_a_poi
     (kernels,) = (move for move in found.interval.moves if move.key == UNCALIBRATED.key)
     assert kernels.low_s == pytest.approx(found.step_s)
     assert kernels.high_s > found.step_s
-    factors = [efficiency.factor(point) for point in calibration_points()]
+    factors = [efficiency.kernels(point).others for point in calibration_points()]
     assert min(factors) >= 1
     assert UNCALIBRATED.high - 0.1 < max(factors) <= UNCALIBRATED.high, "it is the largest of them"
 
@@ -201,8 +234,8 @@ def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
     (rounded,) = (p for p in calibration_points() if p.claim == "meg1-baseline-39tf")
     key = rounded.rate.key
     assert key in {one.key for one in uncertain(load("dgx2h"), rounded)}
-    least, most = efficiency.factors(rounded, (Case(key, 1.0), Case(key, 0.0)))
-    assert most / least == pytest.approx(39.5 / 38.5)
+    least, most = efficiency.kernels_in(rounded, (Case(key, 1.0), Case(key, 0.0)))
+    assert most.others / least.others == pytest.approx(39.5 / 38.5)
     number = Quantity(value=39e12, low=38.5e12, high=39.5e12, source=rounded.source)
     assert rounded.rate.best == number.value
 

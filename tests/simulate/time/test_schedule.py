@@ -18,6 +18,7 @@ from repro.config.system import System
 from repro.parallel.pipeline.schedule import FORWARD, Action, bubble, build
 from repro.simulate.time import perfetto
 from repro.simulate.time.account import TRANSFER
+from repro.simulate.time.device import MODELLED, DeviceCost
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram
 from repro.simulate.time.schedule import Timeline, schedule
@@ -78,7 +79,7 @@ def faster(system: System, link: float, memory: float, peak: float) -> System:
 
 
 def predicted(name: str, system: System, **options: Any) -> Prediction:
-    return predict(experiment(name), system, traces(name), factor=1.0, **options)
+    return predict(experiment(name), system, traces(name), kernels=MODELLED, **options)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -126,7 +127,6 @@ def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> 
         def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
             return 0.0
 
-    from repro.simulate.time.device import DeviceCost
     from repro.simulate.time.program import program
 
     layout, system = LAYOUTS[name], base_system()
@@ -162,7 +162,7 @@ def test_twice_the_layers_take_about_twice_as_long() -> None:
     for name in ("one", "dp-z2"):
         seconds = [
             predict(
-                experiment(name, replace(MODEL, layers=layers, vocab=64)), base_system(), factor=1.0
+                experiment(name, replace(MODEL, layers=layers, vocab=64)), base_system(), kernels=MODELLED
             ).step_s
             for layers in (12, 24)
         ]

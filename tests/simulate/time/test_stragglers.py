@@ -15,7 +15,7 @@ from repro import models, systems
 from repro.config import ConfigError, Experiment, Layout, Training
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.device import MODELLED, DeviceCost
 from repro.simulate.time.interval import interval
 from repro.simulate.time.stragglers import expected_maximum, last, slowest
 from repro.simulate.time.timed import timed
@@ -77,7 +77,7 @@ def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
     traces = trace_roles(experiment)
 
     def stage(system: System) -> tuple[float, float, float]:
-        found = timed(experiment, system, traces, 1.0)
+        found = timed(experiment, system, traces, MODELLED)
         busy, communication = found.stages[0].busy, found.stages[0].communication
         device = sum(seconds for kind, seconds in busy.items() if kind != "host")
         return found.step_s, device, sum(communication.values())
@@ -86,7 +86,7 @@ def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
     assert after[0] >= before[0]
     assert after[1] == pytest.approx(before[1] * slowest(0.02, 1024))
     assert after[2] == pytest.approx(before[2])
-    assert timed(experiment, with_values(H100, {SPREAD: 0.0}), traces, 1.0).step_s == before[0]
+    assert timed(experiment, with_values(H100, {SPREAD: 0.0}), traces, MODELLED).step_s == before[0]
     # A spread with a range is an unknown like the others, and more of it takes no less.
     ranged = Quantity(value=0.01, low=0.0, high=0.05, source="a test; low: none; high: five")
     device = replace(H100.device, time=replace(H100.device.time, spread=ranged))
