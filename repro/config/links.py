@@ -133,7 +133,7 @@ class Link:
     rings: Quantity = UNSAID
     """Adapters that one communicator drives at once, at most."""
     overlap_cost: Quantity = UNSAID
-    """Fraction of a collective's seconds that compute beside it loses (processor cores that both need)."""
+    """Fraction of a collective's seconds that compute beside it loses: of processors that both need."""
     pod: Quantity = UNSAID
     """Nodes, one after another, that reach each other at full bisection bandwidth."""
     oversubscription: Quantity = UNSAID
@@ -155,8 +155,8 @@ class Link:
         for factor in self.oversubscription.ends:
             what = "1 or more: bandwidth below over bandwidth above"
             require(factor >= 1, "oversubscription", factor, what)
-        cost = self.overlap_cost.value
-        require(cost is None or cost <= 1, "overlap_cost", cost, "a fraction, 0 to 1")
+        for cost in self.overlap_cost.ends:
+            require(cost <= 1, "overlap_cost", cost, "a fraction, 0 to 1")
         for operation in self.collectives:
             known = ", ".join(OPERATIONS)
             require(operation in OPERATIONS, "collectives", operation, f"one of {known}")

@@ -81,7 +81,11 @@ def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
     from repro.simulate.time.uncertain import uncertain
 
     point = calibration_point_of(kernels, system)
-    run = point and (point.rate, point.experiment(models.load(point.model)).key, systems.load(point.system))
+    run = point and (
+        *(point.rate, point.products, point.attention, point.attention_start),
+        point.experiment(models.load(point.model)).key,
+        systems.load(point.system),
+    )
     numbers = system, run, {one: one.around for one in uncertain(system, point)}
     return SimulatedOn(
         system=system.name,

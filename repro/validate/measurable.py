@@ -25,6 +25,7 @@ OPERATORS = "seconds of every operator on the devices that are there, which need
 PRODUCTS = "the fastest product of all ranks at once; the peak is then what is reached"
 COPIES = "a copy of four caches on all ranks at once; the bandwidth is then what is reached"
 LINK = "collectives by size in every group of a layout, all groups at once, in place of the formula"
+BESIDE = "products by themselves and beside a collective"
 UNITS = "seconds of every operator on the devices that are there, in place of waves of tiles"
 MEMORY = "what the driver says that the device has"
 _HOW = (
@@ -40,6 +41,8 @@ _HOW = (
     ("device.time.fill_s", HERE, "device.operators", OPERATORS),
     ("device.time.launch_s", HERE, "device.time.launch_s", "a step that has nothing to compute, by operator"),
     ("links.pcie.bandwidth", HERE, "links.pcie.bandwidth", "pinned memory to all devices of a node at once"),
+    ("links.inter-node.overlap_cost", CLUSTER, "links.inter-node.overlap_cost", BESIDE),
+    ("links.*.overlap_cost", HERE, "links.{link}.overlap_cost", BESIDE),
     ("links.inter-node.*", CLUSTER, "links.inter-node.collectives", LINK),
     ("links.*", HERE, "links.{link}.collectives", LINK),
     ("kernels", HERE, "device.operators", "seconds of the operators themselves, of each set of kernels"),

@@ -12,6 +12,7 @@ import pytest
 from repro import suites, systems
 from repro.cli import main
 from repro.config import ConfigError, OperatorSet
+from repro.config.quantity import Quantity
 from repro.host import workers
 from repro.launch import run as measured
 from repro.launch import simulated
@@ -158,18 +159,26 @@ def test_a_corrected_system_makes_older_records_stale(
     assert rows(summary)["full"] == ("ok", True, False)
 
 
+@pytest.mark.parametrize(
+    "corrected",
+    [
+        {"flops_per_device": 90e12},
+        {"attention": Quantity(value=90e12, source="a benchmark")},
+        {"attention_start": 90.0},
+        {"products": Quantity(value=0.9, source="a profile")},
+    ],
+    ids=lambda corrected: next(iter(corrected)),
+)
 def test_a_corrected_generation_makes_its_own_records_stale_and_no_others(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, corrected: dict[str, Any]
 ) -> None:
     selene = systems.load("selene")
     before = {kernels: facts(selene, kernels) for kernels in OperatorSet}
-    corrected = tuple(
-        replace(point, flops_per_device=2 * point.flops_per_device)
-        if point.layout.kernels is OperatorSet.FUSED
-        else point
+    points = tuple(
+        replace(point, **corrected) if point.layout.kernels is OperatorSet.FUSED else point
         for point in calibration_points.calibration_points()
     )
-    monkeypatch.setattr(calibration_points, "calibration_points", lambda: corrected)
+    monkeypatch.setattr(calibration_points, "calibration_points", lambda: points)
     stale = {kernels for kernels in OperatorSet if facts(selene, kernels) != before[kernels]}
     assert stale == {OperatorSet.FUSED}
 

@@ -47,11 +47,11 @@ class CalibrationPoint:
     dropout: float = 0.0
     """Of hidden states and of attention weights."""
     products: Quantity = ALIKE
-    """What matrix products take beyond the model, over what other kernels do, each of its own seconds; 0: they take what
-    they take alone."""
+    """What matrix products take beyond the model, over what other kernels do, each of its own seconds; 0: they take
+    what they take alone."""
     attention: Quantity | None = None
-    """FLOP/s of its fused attention among endlessly many keys, of what a causal mask leaves, forward and backward; None:
-    nobody measured it by itself."""
+    """FLOP/s of its fused attention among endlessly many keys, of what a causal mask leaves, forward and backward;
+    None: nobody measured it by itself."""
     attention_start: float = 0.0
     """Keys among which it reaches half of that."""
     note: str = ""

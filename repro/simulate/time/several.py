@@ -53,9 +53,6 @@ class SeveralDevices:
 class SeveralNetworks:
     """`Network` of several systems: every message's seconds in all lanes, [systems]."""
 
-    overlap_cost = 0.0
-    """Only processors' compute loses to communication, and their files are measured."""
-
     def __init__(self, systems: Sequence[System], layout: Layout):
         keys = [(id(system.links), system.devices_per_node) for system in systems]
         placed: dict[object, Network] = {}
@@ -69,6 +66,7 @@ class SeveralNetworks:
 
         networks = _Alike(keys, network_of)
         self.layout, self.system = layout, systems[0]
+        self.overlap_cost = cast(float, networks.each(lambda network: network.overlap_cost))
         self.lanes = np.zeros(len(systems)).__add__
         """A number as lanes."""
         self.seconds: Callable[[str, str, int], float] = cache(

@@ -17,12 +17,14 @@ from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
 from repro.parallel.pipeline.schedule import FORWARD, Action, needs
 from repro.simulate.time.account import TRANSFER, StageTime
 from repro.simulate.time.cores import CoreWork
-from repro.simulate.time.lanes import anywhere, later
+from repro.simulate.time.lanes import anywhere, earlier, later
 from repro.simulate.time.program import Await, Issue, Item, OperatorBlock, Send, StageProgram
 from repro.simulate.time.stretch import INSIDE, Stretch, parts
 
 UPDATE = "update"
 """What comes after the last backward pass: gradients that are still reduced, norm, optimizer, parameters."""
+SOME = 1e-9
+"""Of the processors are left to compute at least."""
 ACROSS = ("world", "pp", "embedding")
 """Groups whose members are on different stages."""
 
@@ -170,7 +172,7 @@ class StageStreams:
         """Whether nothing that is under way delays `stretch`, and nobody asks for its spans."""
         if self.recording:
             return False
-        busy = self.streams if self.all.overlap_cost else (INSIDE,)
+        busy = self.streams if anywhere(self.all.overlap_cost) else (INSIDE,)
         return not any(anywhere(self.streams[group] > self.now) for group in busy) and not any(
             self.under_way[key] for key in stretch.keys
         )
@@ -238,12 +240,12 @@ class StageStreams:
                 yield from self._send(item)
 
     def _slowed(self, seconds: float) -> float:
-        """Seconds of a block with communication that runs beside it, which takes some of the cores."""
+        """Seconds of a block with communication that runs beside it, which takes some of the processors."""
         cost = self.all.overlap_cost
-        if not cost or not self.streams:
+        if not anywhere(cost) or not self.streams:
             return seconds
-        beside = max(0.0, max(self.streams.values()) - self.now)
-        return seconds + cost * (min(seconds / (1 - cost), beside) if cost < 1 else beside)
+        beside = later(0.0, later(*self.streams.values()) - self.now)
+        return seconds + cost * earlier(seconds / later(1 - cost, SOME), beside)
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
         """`block`, which takes `seconds` while all stages compute, and took less where some did not."""

@@ -285,3 +285,19 @@ def test_what_is_searched_stays_a_number_that_a_system_can_have() -> None:
 
 def test_seconds_are_kept_to_seven_digits() -> None:
     assert [rounded(2 / 3), rounded(2e9 / 3)] == [0.6666667, 666666700.0]
+
+
+def test_what_is_hidden_takes_multiprocessors_from_compute_in_every_case() -> None:
+    """Messages of data parallelism beside backward; without any beside it a step takes what it took."""
+    experiment, traces = traced("zero1")
+    system = load("dgx2")
+    cost = "links.inter-node.overlap_cost"
+    free, best, dear = (with_values(system, {cost: value}) for value in (0.0, 0.025, 0.2))
+    steps = step_seconds(experiment, [free, best, dear], traces, [MODELLED] * 3)
+    assert steps[0] < steps[1] < steps[2]
+    assert steps.tolist() == pytest.approx(
+        [timed(experiment, one, traces, MODELLED).step_s for one in (free, best, dear)], rel=1e-12
+    )
+    plain = replace(experiment, layout=replace(experiment.layout, overlap=False))
+    alone = trace_roles(plain)
+    assert len({timed(plain, one, alone, MODELLED).step_s for one in (free, dear)}) == 1
