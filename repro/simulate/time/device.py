@@ -106,10 +106,8 @@ class DeviceCost:
                 # Bound by arithmetic alone: what was measured holds for every generation.
                 return self._product(operator, self.unaligned) + self.kernel_s
             slow = operator.itemsize == 4 and self._slow_peak
-            found, factor = (
-                self._product(operator, self._slow_peak if slow else self.peak),
-                self.kernels.products,
-            )
+            found = self._product(operator, self._slow_peak if slow else self.peak)
+            factor = self.kernels.products
         elif name.startswith(ATTENTION):
             found = self._attention(operator)
             factor = 1.0 if self.kernels.attention else factor
