@@ -15,6 +15,9 @@ from repro.claims.ledger import Evidence, Row
 from repro.claims.records import Records
 from repro.results.interval import Case, allowed, likely
 
+LEAST = 0.02
+"""Share of the doubt that an unknown has at least which is shown: less decides nothing."""
+
 
 @dataclass(frozen=True)
 class Doubt:
@@ -42,6 +45,12 @@ class Doubt:
         spans = {key: abs(high - low) for key, (low, high) in self.alone.items()}
         whole = sum(spans.values()) or 1.0
         return {key: span / whole for key, span in spans.items()}
+
+    def largest(self, count: int) -> list[tuple[str, float, float, float]]:
+        """(unknown, value at the low end of its range, at the high end, share) of the `count` that move it most."""
+        shares = self.shares
+        kept = [(key, *ends, shares[key]) for key, ends in self.alone.items() if shares[key] >= LEAST]
+        return kept[:count]
 
     def deciding(self, meets: Callable[[float, float], bool]) -> tuple[str, ...]:
         """Which unknown alone brings the value to what was published, as `meets` says of a least and a most value;

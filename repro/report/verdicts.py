@@ -181,8 +181,6 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
 
 BARS = 5
 """Unknowns of a tornado, those that move the value most."""
-LEAST = 0.02
-"""Share of the doubt that one of them has at least: less decides nothing, and its bar would be a line."""
 
 
 def tornado(doubt: Doubt) -> list[dict[str, Any]]:
@@ -190,8 +188,8 @@ def tornado(doubt: Doubt) -> list[dict[str, Any]]:
 
     `left` and `width` in percent; `best`: where the value at the best numbers lies.
     """
-    shown = [(key, pair) for key, pair in doubt.alone.items() if doubt.shares[key] >= LEAST][:BARS]
-    ends = [end for _, pair in shown for end in pair] + [doubt.best]
+    shown = doubt.largest(BARS)
+    ends = [end for _, low, high, _ in shown for end in (low, high)] + [doubt.best]
     start, whole = min(ends), (max(ends) - min(ends)) or 1.0
 
     def place(value: float) -> float:
@@ -206,9 +204,9 @@ def tornado(doubt: Doubt) -> list[dict[str, Any]]:
             "left": place(min(low, high, doubt.best)),
             "width": round(place(max(low, high, doubt.best)) - place(min(low, high, doubt.best)), 1),
             "best": place(doubt.best),
-            "share": units.percent(doubt.shares[key]),
+            "share": units.percent(share),
         }
-        for key, (low, high) in shown
+        for key, low, high, share in shown
     ]
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from repro.claims.doubt import Doubt
 from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, POSSIBLE, REPRODUCED, ClaimResult, RowResult
 from repro.claims.table import as_dict, summary, totals, why
+from repro.cli.views.claims import show_one
 from repro.report.exports.compare import BETTER, SAME, WORSE, _judged
 from repro.report.verdicts import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
@@ -184,6 +187,20 @@ def test_a_tornado_leaves_out_what_decides_nothing() -> None:
     """Less than a fiftieth of what all of them move together."""
     doubt = Doubt(1.0, 3.0, 1.0, 3.0, 2.0, {"rings": (1.0, 3.0), "pcie": (2.0, 2.06), "launch": (2.0, 2.02)})
     assert [bar["key"] for bar in tornado(doubt)] == ["rings", "pcie"]
+
+
+def test_a_claim_on_a_terminal_says_what_moves_its_values_most(tmp_path: Path) -> None:
+    """Only where something does."""
+    said = {}
+    for name, interval in (("open", DOUBT), ("certain", None)):
+        console = Console(file=io.StringIO(), width=140, highlight=False)
+        result = judged(tmp_path, "15.0", simulated("s/a", 10.0, interval), value=rate())
+        show_one(result, load(tmp_path), console)
+        assert isinstance(console.file, io.StringIO)
+        said[name] = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["x", RINGS, "10", "20", "90.8", "%"] in said["open"]
+    assert [LAUNCH, "10.1", "9.09", "9.2", "%"] in said["open"]
+    assert not any("moves" in line for line in said["certain"])
 
 
 def test_a_certain_value_has_no_tornado(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from repro.claims.results import (
 )
 from repro.claims.table import Line, as_dict, summary, table, totals, why
 from repro.render import table as render
+from repro.render import units
 from repro.render.console import WIDE, print_json, stdout
 from repro.results.store import read
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+MOVES = 3
+"""Unknowns that are shown of each value; the page and `--json` have more."""
 STYLES = {
     REPRODUCED: "green",
     POSSIBLE: "blue",
@@ -118,6 +121,10 @@ def show_one(result: ClaimResult, ledger: Ledger, console: Console) -> None:
     console.print(facts)
     console.print()
     console.print(_rows(result))
+    moves = _moves(result)
+    if moves.row_count:
+        console.print()
+        console.print(moves)
     expressions = {f.expression: f.kind for row in result.rows for f in row.findings}
     if expressions:
         console.print()
@@ -152,6 +159,22 @@ def _rows(result: ClaimResult) -> Table:
         )
         if note:
             grid.add_row("", "", "", "", "", Text(note, style="dim"))
+    return grid
+
+
+def _moves(result: ClaimResult) -> Table:
+    """Which unknown numbers move each predicted value most, each of them alone."""
+    from rich.text import Text
+
+    headings = ("row", "what moves it most", "at its low end", "at its high end", "of all doubt")
+    grid = render.table(*headings, left={"row", "what moves it most"}, wrap=headings[:2])
+    for row in result.rows:
+        label = row.row.label
+        for finding in row.findings:
+            for key, low, high, share in finding.doubt.largest(MOVES) if finding.doubt is not None else ():
+                ends = (Text(units.number(end)) for end in (low, high))
+                grid.add_row(Text(label), Text(key), *ends, Text(units.percent(share)))
+                label = ""
     return grid
 
 

@@ -60,7 +60,10 @@ def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | N
     rests = said(simulation.experiment.layout.kernels, simulation.time.system)
     console.print(f"It rests on: {rests}.", markup=False)
     if time["generation"]:
-        console.print(f"Kernels take {units.number(time['factor'])} times what shapes and bandwidth ask for.")
+        but = "; fused attention was measured by itself" if simulation.time.kernels.attention else ""
+        console.print(
+            f"Kernels take {units.number(time['factor'])} times what shapes and bandwidth ask for{but}."
+        )
 
 
 def _interval(console: Console, found: dict[str, Any], step: float, flops: float) -> None:

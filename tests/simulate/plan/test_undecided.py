@@ -19,6 +19,7 @@ from repro.simulate.plan.plan import COMPARED, Plan, plan
 from repro.simulate.plan.rows import OK, SHALLOW, PlanRow, document
 from repro.simulate.plan.undecided import Undecided, undecided
 from repro.systems.unknowns import unknowns, with_values
+from tests.simulate.exact import have_exact_kernels
 
 MODEL = Model(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=512)
 RINGS = "links.inter-node.rings"
@@ -113,8 +114,10 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
     assert f"%, {RINGS})" in told
 
 
-@pytest.mark.usefixtures("exact_kernels")
-def test_of_exact_numbers_nothing_is_said(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_exact_numbers_nothing_is_said(
+    exact: System, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_exact_kernels(monkeypatch)
     found = planned(exact)
     assert [document(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
     show_plan(asked(exact), found, 4)

@@ -27,6 +27,7 @@ from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
 from repro.simulate.trace.roles import Trace, trace_roles
 from repro.systems import load
 from repro.systems.unknowns import BEST, LOW, Case, drawn, unknowns, with_values
+from tests.simulate.exact import have_exact_kernels
 
 MODEL = Model(name="small", layers=8, hidden=2048, heads=16, vocab=50304, seq=1024)
 LAYOUTS = {
@@ -88,17 +89,19 @@ def test_an_interval_holds_the_best_value_and_lies_in_what_is_allowed(name: str)
     assert all(span > 0 for span in spans), "what moves nothing is not listed"
 
 
-@pytest.mark.usefixtures("exact_kernels")
-def test_with_exact_numbers_there_is_no_interval() -> None:
+def test_with_exact_numbers_there_is_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_exact_kernels(monkeypatch)
     experiment, traces = traced("tp")
     assert interval(experiment, exact(load("dgx2")), traces) is None
     assert interval(experiment, ranged(load("dgx2"), "launch_s", 7e-6, 8e-6), traces) is not None
 
 
-@pytest.mark.usefixtures("exact_kernels")
 @pytest.mark.parametrize("name", ["tp", "pp"])
-def test_what_is_known_of_a_device_is_known_where_its_kernels_were_measured(name: str) -> None:
+def test_what_is_known_of_a_device_is_known_where_its_kernels_were_measured(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One number in doubt leaves the interval, though others are in doubt where the kernels were measured."""
+    have_exact_kernels(monkeypatch)
     experiment, traces = traced(name)
     system = ranged(load("dgx2"), "kernel_s", 2.0e-6, 2.9e-6)
     found = predict(experiment, system, traces, interval=True)

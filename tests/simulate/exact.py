@@ -1,4 +1,4 @@
-"""What the tests of the simulation share."""
+"""Software whose kernels are known for certain."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from repro.config.quantity import Quantity
 from repro.simulate.time import calibration_points
 
 
-@pytest.fixture
-def exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every generation's kernels without what is not known of them."""
+def have_exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on which of a generation's kernels are slow is known."""
     known = Quantity(value=1, source="measured")
     points = [replace(one, products=known) for one in calibration_points.calibration_points()]
     monkeypatch.setattr(calibration_points, "calibration_points", lambda: points)

@@ -1,0 +1,22 @@
+"""What the tests of the command line share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker is started: there is one core."""
+    from repro.host import workers
+
+    monkeypatch.setattr(workers, "usable_cores", lambda: 1)
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.toml"
+    path.write_text("layers = 4\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
+    return str(path)

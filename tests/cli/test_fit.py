@@ -1,0 +1,45 @@
+"""`repro fit` from the command line, and context parallelism of it and of `plan`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from repro import cli
+from tests.cli.predictions import FIT, run
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+
+@pytest.mark.slow
+def test_fit_json_and_page(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*FIT, "--zero", "1", "--memory-limit", "1.76GB"]
+    code, out = run(capsys, *asked, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["largest"]["params"] > 0
+    assert found["first_failing"]["layers"] == found["largest"]["layers"] + 1
+    assert found["binding"]
+    assert found["traces"] == len(found["trials"])
+    code, out = run(capsys, *asked)
+    assert code == 0
+    for words in ("fits", "does not", "What is too much", found["binding"], "traces"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_context_parallelism_of_fit_and_plan(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    """Two ranks that share a sample's tokens hold more layers than two that have a sample each."""
+    asked = [*FIT[:-1], "2048", "--memory-limit", "1.5GB", "--json"]
+    found = [json.loads(run(capsys, *asked, "--cp", str(cp))[1]) for cp in (1, 2)]
+    assert [(fit["layout"]["cp"], fit["layout"]["dp"]) for fit in found] == [(1, 2), (2, 1)]
+    alone, shared = (fit["largest"]["layers"] for fit in found)
+    assert alone < shared <= 2 * alone + 1
+    asked = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
+    few = ["--zero", "1", "--micro-batch", "1", "--no-sp", "--no-recompute"]
+    code, out = run(capsys, *asked, *few, "--cp", "2", "--json")
+    assert code == 0
+    assert {row["layout"]["cp"] for row in json.loads(out)} == {2}
+    assert cli.main([*asked, "--cp", "3"]) == 2
+    assert "tp x cp x pp = 1 x 3 x 1" in capsys.readouterr().err

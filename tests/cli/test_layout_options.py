@@ -1,0 +1,141 @@
+"""The options of `repro simulate`, `fit` and `plan`: which there are, and what is said of bad ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from repro import cli
+from repro.cli.commands.layout_options import LAYOUT
+from repro.config import ConfigError, Layout
+from repro.simulate.plan.asked import memory_bytes
+from tests.cli.predictions import GPT2
+
+BAD = [
+    ["simulate", "--model", "gpt2-1.5", "--system", "dgx2", "--gpus", "4"],
+    ["simulate", "--model", "gpt2-1.5b", "--system", "dgx9", "--gpus", "4"],
+    ["simulate", "--model", "bert-large", "--system", "dgx2", "--gpus", "4"],
+    ["simulate", *GPT2, "--gpus", "6", "--tp", "4"],
+    ["simulate", *GPT2, "--gpus", "0"],
+    ["simulate", *GPT2, "--gpus", "8", "--tp", "3"],
+    ["simulate", *GPT2, "--gpus", "3", "--tp", "3"],
+    ["simulate", *GPT2, "--gpus", "7", "--pp", "7"],
+    ["simulate", *GPT2, "--gpus", "4", "--zero", "4"],
+    ["simulate", *GPT2, "--gpus", "4", "--seq", "4096"],
+    ["simulate", *GPT2, "--gpus", "4", "--seq", "-1"],
+    ["simulate", *GPT2, "--gpus", "4", "--global-batch", "3"],
+    ["simulate", *GPT2, "--gpus", "4", "--memory-limit", "lots"],
+    ["simulate", *GPT2, "--gpus", "4", "--memory-limit", "1GB"],
+    ["simulate", *GPT2],
+    ["fit", "--system", "yuan", "--gpus", "8"],
+    ["fit", "--system", "dgx2", "--gpus", "8", "--search", "width"],
+    ["fit", "--system", "dgx2", "--gpus", "8", "--search", "micro-batch"],
+    ["fit", "--system", "dgx2", "--gpus", "8", "--hidden", "100", "--heads", "3"],
+    ["fit", "--measure", "--system", "dgx2", "--gpus", "8"],
+    ["fit", "--measure", "--system", "local", "--gpus", "1"],
+    ["fit", "--measure", "--system", "local", "--gpus", "1", "--memory-limit", "1GB", "--expandable"],
+    ["fit", "--measure", "--system", "local", "--gpus", "1", "--as-rank", "4", "--of", "4",
+     "--memory-limit", "1GB"],
+    ["plan", "--model", "gpt2-1.5b", "--system", "yuan", "--gpus", "8"],
+    ["plan", *GPT2, "--gpus", "8", "--precision", "bf16"],
+    ["plan", *GPT2, "--gpus", "8", "--tp", "3"],
+    ["plan", *GPT2, "--gpus", "8", "--price-per-gpu-hour", "2"],
+    ["plan", *GPT2, "--gpus", "8", "--tokens", "-1"],
+    ["plan", *GPT2, "--gpus", "8", "--map", "--tokens", "1e9"],
+    ["plan", *GPT2, "--gpus", "8", "--global-batch", "3"],
+    ["plan", *GPT2, "--gpus", "8", "--dp", "3"],
+    ["plan", *GPT2, "--gpus", "8", "--top", "0"],
+    ["plan", *GPT2, "--gpus", "8", "--map", "--top", "3"],
+]  # fmt: skip
+
+
+def test_every_key_of_a_layout_is_an_option_with_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """But dp, which the GPUs give, lists, and what only a library does."""
+    without = {"dp", "stage_layers", "offload_optimizer"}
+    assert set(LAYOUT) == {field.name for field in fields(Layout)} - without
+    assert cli.main(["plan", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in (
+        "--no-recompute",
+        "--zero1-reduce",
+        "Axes from neighbouring ranks outwards",
+        "Default: 1f1b.",
+    ):
+        assert words in out
+
+
+@pytest.mark.parametrize("arguments", BAD, ids=" ".join)
+def test_bad_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+
+
+def test_bad_input_is_found_before_torch_is_imported() -> None:
+    code = (
+        "import sys, repro.cli\n"
+        "codes = {repro.cli.main(arguments) for arguments in " + repr(BAD) + "}\n"
+        "print(codes, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "{2} False", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["simulate", *GPT2, "--gpus", "8", "--tp", "2"], "error: --tp = 2: must be a divisor of heads = 25"),
+        (
+            ["plan", *GPT2, "--gpus", "8", "--zero1-reduce", "x"],
+            "error: --zero1-reduce = 'x': must be one of reduce-",
+        ),
+        (["fit", "--system", "dgx2", "--gpus", "0"], "error: --gpus = 0: must be a whole number"),
+        (["fit", "--measure", "--system", "local", "--gpus", "1"], "error: --memory-limit: is needed"),
+        (
+            ["simulate", "--model", "gpt2", "--system", "dgx2", "--gpus", "1"],
+            "error: --model = 'gpt2': no such",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_of_the_option(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(says)
+
+
+def test_what_is_wrong_in_a_file_is_said_of_its_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text("layers = 4\nhidden = 128\nheads = 3\nvocab = 512\nseq = 64\n")
+    assert cli.main(["fit", "--model", str(path), "--system", "dgx2", "--gpus", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {path}: odd.heads = 3")
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [
+        ("32GB", 32 * 10**9),
+        ("32GiB", 32 * 2**30),
+        ("16e9", 16 * 10**9),
+        ("1.5 TB", 1.5e12),
+        ("500mb", 5 * 10**8),
+        ("7b", 7),
+        ("", None),
+    ],
+)
+def test_sizes(text: str, bytes_: float | None) -> None:
+    assert memory_bytes(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["x", "-3", "0", "32 G", "1e99", "GB", "nan"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="memory_limit"):
+        memory_bytes(text)

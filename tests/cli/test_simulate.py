@@ -1,0 +1,166 @@
+"""`repro simulate` from the command line, and what a prediction says beside `plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from repro import cli, systems
+from repro.simulate.time.basis import BOUND, PUBLISHED
+from tests.cli.predictions import FIT, GPT2, run
+from tests.config.system_texts import NODES, PROVENANCE
+
+pytestmark = pytest.mark.usefixtures("in_process")
+CALIBRATED = (
+    NODES
+    + PROVENANCE
+    + """
+[device]
+name = "here"
+memory_bytes = { value = 8e9, source = "here" }
+memory_bandwidth = { value = 1e10, source = "here" }
+[device.peak_flops]
+fp32 = { value = 1e11, source = "here" }
+[device.operators.matmul]
+fixed_s = 2e-6
+per_flop_s = 1e-11
+[device.operators.elementwise]
+fixed_s = 2e-6
+per_byte_s = 1e-10
+[links.memory]
+per = "device"
+bandwidth = { value = 1e9, source = "here" }
+"""
+)
+
+
+def test_simulate_json(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    code, out = run(
+        capsys,
+        "simulate",
+        "--model",
+        tiny_model,
+        "--system",
+        "dgx2",
+        "--gpus",
+        "8",
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+        "--zero",
+        "1",
+        "--global-batch",
+        "16",
+        "--recompute",
+        "--json",
+    )
+    assert code == 0
+    found = json.loads(out)
+    assert found["outcome"] == "ok"
+    assert found["layout"]["dp"] == 2
+    assert found["layout"]["precision"] == "fp16"  # a V100
+    assert found["params"] > 0
+    assert {"peak_bytes", "reserved_bytes", "by_category", "by_role"} <= set(found["memory"])
+    assert {"bytes_by_group", "bytes_by_link"} <= set(found["comm"])
+    assert {"model", "hardware"} <= set(found["flops"])
+    assert found["trace_seconds"] > 0
+    assert set(found["memory"]["by_role"]) == {"first", "last"}
+
+
+def test_simulate_says_what_a_person_wants_to_know(
+    capsys: pytest.CaptureFixture[str], tiny_model: str
+) -> None:
+    asked = ["simulate", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--tp", "2", "--zero", "1"]
+    code, out = run(capsys, *asked)
+    assert code == 0
+    for words in (": fits", "parameters", "optimizer states", "The peak is in", "By link: nvlink", "FLOP"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 80
+    code, out = run(capsys, *asked, "--memory-limit", str(systems.load("dgx2").context() + 2_000_000))
+    assert code == 1
+    assert "does not fit" in out
+    assert "out of memory" in out
+
+
+def test_a_step_says_how_sure_it_is(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
+) -> None:
+    """By an interval, or that what was measured is taken as exact."""
+    asked = ["simulate", "--model", tiny_model, "--gpus", "1", "--zero", "1"]
+    _, out = run(capsys, *asked, "--system", "dgx2")
+    assert "90 % interval" in out
+    assert "No interval" not in out
+    measured = tmp_path / "here.toml"
+    measured.write_text(CALIBRATED)
+    code, out = run(capsys, *asked, "--system", str(measured))
+    assert code == 0
+    assert "90 % interval" not in out
+    assert "No interval: what was measured is taken as exact" in out
+
+
+def test_what_does_not_fit_takes_no_time_and_ends_alike(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
+) -> None:
+    least = str(systems.load("dgx2").context() + 2_000_000)
+    asked = ["--model", tiny_model, "--system", "dgx2", "--gpus", "1", "--memory-limit", least]
+    timeline = tmp_path / "step.json"
+    code, out = run(capsys, "simulate", *asked, "--timeline", str(timeline))
+    assert "A step takes" not in out
+    assert "No time is predicted: the step does not fit" in out
+    assert not timeline.exists()
+    found = [run(capsys, command, *asked, "--json") for command in ("simulate", "plan")]
+    step, rows = (json.loads(said) for _, said in found)
+    assert step["time"] is None
+    assert not any(row["time"] for row in rows)
+    fit = run(capsys, *FIT, "--memory-limit", least)
+    assert {code, fit[0], *(ended for ended, _ in found)} == {1}
+    for command in ("simulate", "fit", "plan"):
+        assert "Exit code 1" in run(capsys, command, "--help")[1]
+    assert "Exit codes: 0 done" in run(capsys, "--help")[1]
+
+
+def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    for system, precision in (("dgx2", "fp16"), ("selene", "bf16"), ("local", "fp32")):
+        asked = ["simulate", "--model", tiny_model, "--system", system, "--gpus", "1", "--json"]
+        assert json.loads(run(capsys, *asked)[1])["layout"]["precision"] == precision
+    found = json.loads(run(capsys, *asked, "--precision", "bf16")[1])
+    assert found["layout"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("system", "kernels", "basis"),
+    [("dgx-h100", "unfused", BOUND), ("dgx2", "softmax", PUBLISHED), ("dgx-h100", "fused", PUBLISHED)],
+)
+def test_a_prediction_says_what_it_rests_on(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, system: str, kernels: str, basis: str
+) -> None:
+    asked = ["--model", tiny_model, "--system", system, "--gpus", "4", "--kernels", kernels]
+    few = [*asked, "--zero", "1", "--tp", "2", "--pp", "1", "--no-sp", "--no-recompute", "--tokens", "1e9"]
+    step = json.loads(run(capsys, "simulate", *asked, "--json")[1])["time"]
+    rows = json.loads(run(capsys, "plan", *few, "--json")[1])
+    assert {row["time"]["rests_on"] for row in rows} == {step["rests_on"]} == {basis}
+    assert 0 < step["mfu"] < 1
+    peak = systems.load(system).peak("fp16" if system == "dgx2" else "bf16")
+    assert step["mfu"] == pytest.approx(step["flops_per_device"] / peak)  # nothing is recomputed
+    page, table = run(capsys, "simulate", *asked)[1], run(capsys, "plan", *few)[1]
+    for said in (page, table):
+        assert "MFU" in said
+        assert f"on: {basis}; " in said
+    line = next(line for line in table.splitlines() if line.startswith("2 x 1 x 2"))
+    bound = basis == BOUND
+    assert ("at least" in page, "≥" in line, "≤" in line) == (bound, bound, bound)
+    assert step["interval"]["low_s"] < step["step_s"]
+    assert ("by the best values of what is not known" in " ".join(page.split())) == bound
+    assert max(map(len, table.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"), [("400", ""), ("800", "note: 800 GPUs are more than the 400 of dgx2 (25 nodes of 16)")]
+)
+def test_more_than_anybody_had_is_said(gpus: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["simulate", *GPT2, "--gpus", gpus, "--json"])
+    err = capsys.readouterr().err
+    assert err.startswith(said) if said else not err
