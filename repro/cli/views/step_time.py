@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from repro.simulate.step import Simulation
+    from repro.simulate.time.device import Kernels
 
 MOVES = 3
 """Unknown numbers that are shown."""
@@ -60,10 +61,19 @@ def show_time(console: Console, simulation: Simulation, time: dict[str, Any] | N
     rests = said(simulation.experiment.layout.kernels, simulation.time.system)
     console.print(f"It rests on: {rests}.", markup=False)
     if time["generation"]:
-        but = "; fused attention was measured by itself" if simulation.time.kernels.attention else ""
-        console.print(
-            f"Kernels take {units.number(time['factor'])} times what shapes and bandwidth ask for{but}."
-        )
+        console.print(_slower(simulation.time.kernels))
+
+
+def _slower(kernels: Kernels) -> str:
+    """By how much a generation's kernels miss the model of their device."""
+    products, others = units.number(kernels.products), units.number(kernels.others)
+    them = (
+        f"Kernels take {others}"
+        if products == others
+        else f"Products take {products}, other kernels {others}"
+    )
+    but = "; fused attention was measured by itself" if kernels.attention else ""
+    return f"{them} times what shapes and bandwidth ask for{but}."
 
 
 def _interval(console: Console, found: dict[str, Any], step: float, flops: float) -> None:

@@ -196,7 +196,8 @@ class Times:
         found["mfu"] = flops.utilisation(rate, layout.world, self.system, layout.precision)
         found["rests_on"] = rests_on(layout.kernels, self.system)
         found["generation"] = generation.name if generation is not None else ""
-        found["factor"] = self.rates.cost(layout).kernels.others
+        kernels = self.rates.cost(layout).kernels
+        found["factor"], found["product_factor"] = kernels.others, kernels.products
         return found
 
 

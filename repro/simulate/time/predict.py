@@ -94,6 +94,7 @@ class Prediction:
             "rests_on": self.rests_on,
             "generation": self.generation.name if self.generation is not None else "",
             "factor": self.kernels.others,
+            "product_factor": self.kernels.products,
             "compute_s": compute,
             "optimizer_s": optimizer,
             "exposed_s": exposed,
