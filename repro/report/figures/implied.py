@@ -68,11 +68,13 @@ def _panel(axes: Axes, one: Implied) -> None:
     named = [(y, _short(need)) for y, need in enumerate(one.needs) if few or need.row in against]
     axes.set_yticks([y for y, _ in named], [words for _, words in named], fontsize=6)
     axes.set_ylabel(counted(len(one.needs), "row"))
-    axes.set(xscale="log", xlim=one.searched, ylim=(len(one.needs) - 0.4, -0.6))
+    logarithmic = one.searched[0] > 0
+    axes.set(xscale="log" if logarithmic else "linear", xlim=one.searched, ylim=(len(one.needs) - 0.4, -0.6))
     axes.set_title(f"{one.key} of {one.system}")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    if logarithmic:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
     quiet(axes, "x")
 
 
