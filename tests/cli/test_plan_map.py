@@ -14,12 +14,7 @@ from repro.simulate.plan.rows import OK, OOM
 CONTEXT = systems.load("dgx2").context()
 LIMITS = (CONTEXT + 3e6, CONTEXT + 1e9)
 
-
-@pytest.fixture(autouse=True)
-def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro.host import workers
-
-    monkeypatch.setattr(workers, "usable_cores", lambda: 1)
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 @pytest.fixture
