@@ -95,7 +95,7 @@ class Layout:
     2019 and DeepSpeed of February 2020: under stages 0 and 1 gradients are reduced when the step's last backward
     pass has ended; stage 2, which cannot keep them all, waits for each bucket as it is reduced (DeepSpeed's
     `overlap_comm = false`); updated parameters (1 and 2) are complete before the next step begins.  Pipeline
-    stages wait until a message has been sent (but for interleaved ones)."""
+    stages exchange messages in batches and compute nothing meanwhile, as Megatron-LM of 2021."""
     gather_overlap: bool = True
     """Stages 1 and 2 gather updated parameters beside the next forward pass.  Without, as DeepSpeed does, they are
     complete before the next step begins; `overlap = false` implies it."""

@@ -6,6 +6,8 @@ A `Group` counts, a `repro.parallel.transports.Transport` carries; nothing else 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from repro.parallel.ledger import CommLedger
@@ -46,10 +48,10 @@ class Group:
             self.name, self.ranks, self.ranks[self.rank], transport, self.ledger, blocking=self.blocking
         )
 
-    def _count(self, op: str, message: Tensor, purpose: str) -> None:
+    def _count(self, op: str, message: Tensor, purpose: str, peer: int = -1, channel: int = 0) -> None:
         if self.size > 1:
             payload = message.numel() * message.element_size()
-            self.ledger.count(op, self.name, self.size, payload, purpose)
+            self.ledger.count(op, self.name, self.size, payload, purpose, peer, channel)
 
     def _issued(self, work: Work, read: Tensor) -> Work:
         work.hold(read)
@@ -84,8 +86,12 @@ class Group:
 
         Messages of one channel between two ranks arrive in the order in which they were sent.
         """
-        self._count("send", tensor, purpose)
-        return self.transport.send(tensor, to, channel).hold(tensor)
+        return self.message(tensor, to, channel, purpose)()
+
+    def message(self, tensor: Tensor, to: int, channel: int, purpose: str = "") -> Callable[[], Work]:
+        """`send` in two steps: count the message now, and send it when what is returned is called."""
+        self._count("send", tensor, purpose, to, channel)
+        return lambda: self.transport.send(tensor, to, channel).hold(tensor)
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
         """Receive the channel's next message from `source` in `tensor`; its sender has counted it."""

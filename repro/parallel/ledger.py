@@ -43,8 +43,17 @@ class CommLedger:
     observers: list[Callable[[int, str, str, str], None]] = field(default_factory=list)
     """Called with (sequence, operation, group, purpose) when a collective is issued."""
 
-    def count(self, op: str, group: str, size: int, payload_bytes: int, purpose: str) -> None:
-        """Note one collective of `payload_bytes` over `size` ranks."""
+    def count(
+        self,
+        op: str,
+        group: str,
+        size: int,
+        payload_bytes: int,
+        purpose: str,
+        peer: int = -1,
+        channel: int = 0,
+    ) -> None:
+        """Note one collective of `payload_bytes` over `size` ranks, or a message to the group's rank `peer`."""
         self.sequence += 1
         row = self.traffic.get((op, group, purpose))
         if row is None:

@@ -12,7 +12,7 @@ from repro.config import Layout
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 from repro.parallel.ledger import CommLedger
-from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
+from repro.parallel.pipeline.boundary import Boundary, exchanges
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.parallel.transports import NoTransport, Work
 
@@ -27,7 +27,7 @@ class Notes(NoTransport):
         self.sent: list[Tensor] = []
         self.wires: list[tuple[int, int]] = []
         """To or from whom, on which channel."""
-        self.waited: list[int] = []
+        self.waited: list[int | str] = []
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
         number = len(self.sent)
@@ -37,7 +37,7 @@ class Notes(NoTransport):
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
         self.wires.append((source, channel))
-        return Work()
+        return Work(finish=lambda: self.waited.append("received"))
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         return Work(finish=lambda: self.waited.append(0))
@@ -106,14 +106,23 @@ def test_activations_and_gradients_are_two_streams() -> None:
     assert rows == {"activations": (2, 2 * 256), "gradients": (1, 256)}, "their sender counts them"
 
 
-def test_without_overlap_a_message_is_gone_before_anything_else_is_computed() -> None:
+def test_without_overlap_messages_wait_for_their_batch_and_it_for_all_of_them() -> None:
     wires, notes = boundary(overlap=False)
-    for number in range(3):
-        wires.send(torch.zeros(SHAPE), 1, FORWARD)
-        assert notes.waited == list(range(number + 1))
-    assert not waits_for_sends(Layout(pp=2))
-    assert waits_for_sends(Layout(pp=2, overlap=False))
-    assert not waits_for_sends(Layout(pp=2, overlap=False, schedule="interleaved", chunks=2, global_batch=2))
+    for kind in (FORWARD, BACKWARD):
+        wires.send(torch.zeros(SHAPE), 1, kind)
+        wires.expect(1, kind)
+    counted = {row["purpose"]: row["calls"] for row in wires.pp.ledger.rows()}
+    assert counted == {"activations": 1, "gradients": 1}, "where they are made"
+    assert notes.wires == []
+    wires.exchange()
+    assert notes.wires == [(1, 0), (1, 1), (1, 0), (1, 1)], "both are awaited before either is sent"
+    assert notes.waited == [0, 1, "received", "received"]
+    wires.exchange()
+    assert len(notes.wires) == 4
+    assert [tuple(wires.receive().shape) for _ in range(2)] == [SHAPE, SHAPE]
+    assert not exchanges(Layout(pp=2))
+    assert not exchanges(Layout(dp=2, overlap=False))
+    assert exchanges(Layout(pp=2, overlap=False))
 
 
 @pytest.mark.parametrize("overlaps", [True, False])

@@ -38,11 +38,14 @@ LAYOUTS = [
     replace(PP2, dp=2, zero=1, order="pp-tp-dp", stage_layers=(1, 3)),
     replace(FOUR, schedule="interleaved", chunks=2, stage_layers=(0, 1, 1, 0)),
     replace(PP2, dp=2, zero=2, stage_layers=(2, 0)),
+    replace(PP4, overlap=False),
+    replace(FOUR, overlap=False, schedule="interleaved", chunks=2),
 ]
 EIGHT = [
     replace(PP2, tp=2, dp=2),
     replace(PP2, tp=2, dp=2, zero=1, sp=True, schedule="interleaved", chunks=2),
     replace(PP2, tp=2, dp=2, zero=2, scatter_gather=True, order="tp-pp-dp"),
+    replace(PP2, tp=2, dp=2, overlap=False, scatter_gather=True, schedule="interleaved", chunks=2),
 ]
 
 
@@ -50,6 +53,7 @@ def name_of(layout: Layout) -> str:
     """A short name for the test's id."""
     parts = [f"pp{layout.pp}-tp{layout.tp}-dp{layout.dp}", layout.schedule, f"z{layout.zero}"]
     parts += [key for key in ("sp", "scatter_gather") if getattr(layout, key)]
+    parts += [] if layout.overlap else ["exchanges"]
     parts += ["feb2020"] if layout.zero1_reduce == "all-reduce" else []
     return "-".join(parts)
 

@@ -18,6 +18,7 @@ from repro.parallel.pipeline.schedule import (
     FORWARD,
     Action,
     Schedule,
+    batches,
     bubble,
     build,
     chunks_of,
@@ -155,6 +156,22 @@ def test_in_flight_chunks_of_micro_batches(case: Case) -> None:
         assert live == [m * v] * p
     else:
         assert live == [2 * (p - 1 - stage) + (v - 1) * p + 1 for stage in range(p)]
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_batches_of_messages_lie_between_actions_or_pairs_that_take_turns(case: Case) -> None:
+    _, p, m, v = case
+    for stage, actions in enumerate(build(*case)):
+        found = batches(actions, v)
+        assert [action for batch in found for action in batch] == list(actions)
+        warm_up = 2 * (p - 1 - stage) + (v - 1) * p if v > 1 and m > p else m * v
+        kinds = ["".join(action.kind for action in batch) for batch in found]
+        turns = m * v - warm_up
+        if v == 1:
+            assert {len(batch) for batch in found} == {1}
+        else:
+            assert kinds == ["F"] * warm_up + ["FB"] * turns + ["B"] * warm_up
 
 
 def test_a_schedule_can_be_read() -> None:

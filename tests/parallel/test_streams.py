@@ -10,7 +10,7 @@ import pytest
 
 from repro.config import Layout
 from repro.parallel.mesh import groups
-from tests.parallel.streams import Meet, Message, Program, programs, starts, stuck
+from tests.parallel.streams import Compute, Meet, Message, Program, Wait, programs, starts, stuck
 
 Case = tuple[str, int, int, int]
 
@@ -58,12 +58,41 @@ def that_hang(found: list[Case], overlap: bool = True, connect: bool = True, **h
 )
 def test_no_schedule_hangs(found: list[Case], overlap: bool) -> None:
     """Not if the first use of code waits for the device, nor if all streams are one queue; and where every computation
-    waits for the device, only interleaved stages with more micro-batches than stages do."""
+    waits for the device, only interleaved stages with more micro-batches than stages do that overlap."""
     assert not that_hang(found, overlap)
     assert not that_hang(found, overlap, loads="first")
     assert not that_hang(found, overlap, loads="first", one_queue=True)
-    more = {case for case in found if case[0] == "interleaved" and case[2] > case[1]}
+    more = {case for case in found if overlap and case[0] == "interleaved" and case[2] > case[1]}
     assert that_hang(found, overlap, loads="always") == more
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_without_overlap_nothing_is_computed_while_messages_are_under_way(case: Case) -> None:
+    for stage in issued(case, overlap=False, connect=False):
+        messages = waits = 0
+        for line in stage:
+            messages += isinstance(line, Message)
+            waits += isinstance(line, Wait)
+            assert not isinstance(line, Compute) or messages == waits
+
+
+def test_interleaved_stages_without_overlap_exchange_what_a_forward_and_a_backward_made() -> None:
+    """Megatron-LM's `send_forward_backward_recv_forward_backward`, and warm-up and cool-down one pass at a time."""
+    second = issued(("interleaved", 4, 8, 2), overlap=False, connect=False)[1]
+    exchanged: list[str] = []
+    open_ = False
+    for line in second:
+        if isinstance(line, Message):
+            sender, receiver, channel = line.channel
+            word = ("f" if channel == 0 else "b") if sender == 1 else ("F" if channel == 0 else "B")
+            exchanged[-1:] = [exchanged[-1] + word] if open_ else [*exchanged[-1:], word]
+            open_ = True
+        elif isinstance(line, Compute):
+            open_ = False
+    # 2 (p - 1 - 1) + (v - 1) p = 8 of 16 forwards come before turns are taken.  Small: sent; large: received.
+    assert ["".join(sorted(batch)) for batch in exchanged] == [
+        "F", *["Ff"] * 7, "BFf", *["BFbf"] * 7, "Bbf", *["Bb"] * 7, "b"
+    ]  # fmt: skip
 
 
 def test_one_micro_batch_hangs_on_channels_that_are_connected_in_the_step() -> None:

@@ -1,5 +1,8 @@
 """What crosses the boundary between two pipeline stages: activations one way, their gradients the other.
 
+With overlap a tensor is received while the action before is computed, and sent while the next one is.  Without, stages
+exchange what is made and what is needed next in batches, and compute nothing meanwhile (`schedule.batches`).
+
 With `split` (Megatron's scatter/gather optimisation, 2104.04473 sec. 4.1) each tp rank sends 1/t of the
 tensor, which all of them hold, to its counterpart, and the receivers all-gather it.
 """
@@ -7,7 +10,7 @@ tensor, which all of them hold, to its counterpart, and the receivers all-gather
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -21,12 +24,9 @@ from repro.parallel.comm import Group, Work
 from repro.parallel.pipeline.schedule import FORWARD
 
 
-def waits_for_sends(layout: Layout) -> bool:
-    """Whether a message is sent completely before anything else is computed, as software without overlap did.
-
-    Interleaved stages would then wait for each other for ever, since a stage posts one receive ahead.
-    """
-    return not layout.overlap and layout.schedule != "interleaved"
+def exchanges(layout: Layout) -> bool:
+    """Whether messages go in batches while nothing is computed, as in software without overlap."""
+    return layout.pp > 1 and not layout.overlap
 
 
 class _Expected(NamedTuple):
@@ -45,7 +45,7 @@ class Later:
     A receive occupies the device until its message comes.  Issuing computation may wait for the device, to load a
     kernel's code or to give memory back: for ever, if the message needs what is being issued.
 
-    One case is left: interleaved stages with m > p, where not a first use but all computation waits, as under
+    One case is left: interleaved stages that overlap, with m > p, where not a first use but all computation waits, as under
     `CUDA_LAUNCH_BLOCKING=1`, or where memory is given back in every action.  What a stage sends to another chunk lies
     there until p micro-batches later, and meanwhile its device is never idle.  Receives that are posted further ahead
     make more cases of it, not fewer.
@@ -83,12 +83,14 @@ class Boundary:
         split: bool,
         overlap: bool = True,
     ):
-        """`split`: over several tp ranks.  Without `overlap` a message is sent completely before anything else runs."""
+        """`split`: over several tp ranks."""
         self.pp, self.tp, self.shape, self.overlap = pp, tp, shape, overlap
         self.split, self._like = split, like
         self.later = Later() if like.is_cuda else None
-        self._expected: _Expected | None = None
+        self._expected: deque[_Expected] = deque()
         self._posted: deque[tuple[Tensor, Work]] = deque()
+        self._made: list[Callable[[], Work]] = []
+        """Begin to send what the next batch takes along."""
         self._sent: dict[tuple[int, int], deque[Work]] = {}
 
     @staticmethod
@@ -100,23 +102,30 @@ class Boundary:
         return storage.empty(torch.Size(self.shape).numel() // parts, self._like, Category.COMMUNICATION)
 
     def expect(self, source: int, kind: str) -> None:
-        """Make room for the next tensor of `kind` from stage `source`; a CPU begins to receive it."""
+        """Make room for the next tensor of `kind` from stage `source`; with overlap a CPU begins to receive it."""
         buffer = self._buffer(self.tp.size if self.split else 1)
-        self._expected = _Expected(buffer, source, kind, self.later.now() if self.later else None)
-        if self.later is None:
+        self._expected.append(_Expected(buffer, source, kind, self.later.now() if self.later else None))
+        if self.overlap and self.later is None:
             self.post()
 
     def post(self) -> None:
         """Begin to receive what is expected, if that has not begun: what is computed meanwhile has been issued."""
-        if self._expected is None:
-            return
-        (buffer, source, kind, free), self._expected = self._expected, None
-        if self.later is None or free is None:
-            work = self.pp.receive(buffer, source, self.channel(kind))
-        else:
-            with self.later.after(free):
+        while self._expected:
+            buffer, source, kind, free = self._expected.popleft()
+            if self.later is None or free is None:
                 work = self.pp.receive(buffer, source, self.channel(kind))
-        self._posted.append((buffer, work))
+            else:
+                with self.later.after(free):
+                    work = self.pp.receive(buffer, source, self.channel(kind))
+            self._posted.append((buffer, work))
+
+    def exchange(self) -> None:
+        """Without overlap: send what was made, receive what is expected, and wait until all of it is there."""
+        self.post()
+        works = [send() for send in self._made]
+        self._made.clear()
+        for work in (*works, *(work for _, work in self._posted)):
+            work.wait()
 
     def receive(self) -> Tensor:
         """The tensor that was expected first, [b, s, h]."""
@@ -130,18 +139,20 @@ class Boundary:
         return storage.mark(buffer, Category.ACTIVATIONS).view(self.shape)
 
     def send(self, tensor: Tensor, to: int, kind: str) -> None:
-        """Begin to send `tensor` [b, s, h] to stage `to`."""
+        """Begin to send `tensor` [b, s, h] to stage `to`; without overlap, with the next batch."""
         flat = tensor.contiguous().view(-1)
         if self.split:
             flat = flat.chunk(self.tp.size)[self.tp.rank].clone()
         channel = self.channel(kind)
+        message = self.pp.message(flat, to, channel, self.PURPOSE[channel])
+        if not self.overlap:
+            self._made.append(message)
+            return
         under_way = self._sent.setdefault((to, channel), deque())
         while len(under_way) >= self.UNDER_WAY:
             under_way.popleft().wait()
         self.post()  # between this and the message, which may be what the other one waits for, nothing is computed
-        under_way.append(self.pp.send(flat, to, channel, self.PURPOSE[channel]))
-        if not self.overlap:
-            under_way.popleft().wait()
+        under_way.append(message())
 
     def finish(self) -> None:
         """Wait until the last messages are sent, before their tensors are freed."""

@@ -1,13 +1,15 @@
 """Pipeline parallelism: one runner for every schedule (2104.04473 sec. 2.2).
 
-A rank runs its stage's actions in order.  The input of an action is received while the one before it
-runs; what it made is sent while the next one runs.  Between forward and backward of a micro-batch nothing
-is kept but what autograd saved: neither the received input nor the sent output.
+A rank runs its stage's actions in order.  With overlap the input of an action is received while the one before
+it runs, and what it made is sent while the next one runs; without, stages exchange messages between actions.
+Between forward and backward of a micro-batch nothing is kept but what autograd saved: neither the received
+input nor the sent output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +18,10 @@ from torch import Tensor
 from repro.config import Layout
 from repro.config.enums import Phase
 from repro.parallel.comm import Group
-from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
-from repro.parallel.pipeline.schedule import FORWARD, Action, build, needs
+from repro.parallel.pipeline.boundary import Boundary, exchanges
+from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, batches, build, needs
 
+_PHASES = {FORWARD: Phase.FORWARD, BACKWARD: Phase.BACKWARD}
 Observer = Callable[[Phase], None]
 """Called with the name of the phase that begins: forward, backward, idle (waiting for a stage), optimizer."""
 
@@ -88,13 +91,19 @@ class Pipeline:
         """`shape` [b, s, h] of a boundary tensor on this rank (s/t under sp), made like `like`."""
         self.pp, self.chunks, self.micro_batches = pp, list(chunks), layout.accumulation
         self.actions = build(layout.schedule, pp.size, layout.accumulation, layout.chunks)[pp.rank]
+        self.batches = (
+            batches(self.actions, layout.chunks) if exchanges(layout) else [(a,) for a in self.actions]
+        )
+        """Between these messages are posted, or exchanged."""
         self.boundary = Boundary(
-            pp, tp, shape, like, split=layout.scatter_gather, overlap=not waits_for_sends(layout)
+            pp, tp, shape, like, split=layout.scatter_gather, overlap=not exchanges(layout)
         )
         self.in_flight = 0
         """Most (micro-batch, chunk) pairs that were between forward and backward at once."""
         self.current: Action | None = None
         """The action that runs, or whose input is awaited."""
+        self.position = -1
+        """Its place among `actions`; -1: none."""
         self._live: dict[tuple[int, int], tuple[_Slot, _Slot, Tensor]] = {}
         self._passes = [0] * len(self.chunks)
         # Autograd records nothing below a tensor that needs no gradient.
@@ -107,24 +116,39 @@ class Pipeline:
         """
         total = torch.zeros((), dtype=torch.float32, device=self._anchor.device)
         self._passes = [0] * len(self.chunks)
-        self._expect(self.actions[0])
-        self.boundary.post()
-        for position, action in enumerate(self.actions):
-            self.current, received = action, None
-            if self._source(action) is not None:
-                observe(Phase.IDLE)
-                received = self.boundary.receive()
-            if position + 1 < len(self.actions):
-                self._expect(self.actions[position + 1])
-            observe(Phase.FORWARD if action.kind == FORWARD else Phase.BACKWARD)
-            if action.kind == FORWARD:
-                loss = self._forward(action, received, scale)
-                if loss is not None:
-                    total += loss
-            else:
-                self._backward(action, received)
-            self.boundary.post()  # unless what was sent has
-        self.current = None
+        self.position = 0
+        self._expect(self.batches[0])
+        if self.boundary.overlap:
+            self.boundary.post()
+        else:
+            observe(Phase.IDLE)
+            self.boundary.exchange()
+        for batch, following in pairwise([*self.batches, ()]):
+            for action in batch:
+                self.current, received = action, None
+                if self._source(action) is not None:
+                    observe(Phase.IDLE)
+                    received = self.boundary.receive()
+                if self.boundary.overlap:
+                    self._expect(following)
+                observe(_PHASES[action.kind])
+                if action.kind == FORWARD:
+                    loss = self._forward(action, received, scale)
+                    if loss is not None:
+                        total += loss
+                else:
+                    self._backward(action, received)
+                if not self.boundary.overlap and action is batch[-1]:
+                    observe(Phase.IDLE)
+                    self._expect(following)
+                    self.boundary.exchange()
+                    observe(_PHASES[action.kind])
+                if action.kind == BACKWARD:
+                    self.chunks[action.chunk].after_backward()
+                if self.boundary.overlap:
+                    self.boundary.post()  # unless what was sent has
+                self.position += 1
+        self.current, self.position = None, -1
         self.boundary.finish()
         return total / self.micro_batches
 
@@ -133,10 +157,11 @@ class Pipeline:
         needed = needs(action, self.pp.rank, self.pp.size, len(self.chunks))
         return None if needed is None or needed[0] == self.pp.rank else needed[0]
 
-    def _expect(self, action: Action) -> None:
-        source = self._source(action)
-        if source is not None:
-            self.boundary.expect(source, action.kind)
+    def _expect(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            source = self._source(action)
+            if source is not None:
+                self.boundary.expect(source, action.kind)
 
     def _forward(self, action: Action, received: Tensor | None, scale: Tensor | None) -> Tensor | None:
         entrance, exit_ = _Slot(), _Slot()
@@ -166,7 +191,6 @@ class Pipeline:
         handle.backward()
         if entrance.gradient is not None:
             self.boundary.send(entrance.gradient, (self.pp.rank - 1) % self.pp.size, action.kind)
-        chunk.after_backward()
 
     def _is_last(self, chunk: int) -> bool:
         return self.pp.rank == self.pp.size - 1 and chunk == len(self.chunks) - 1

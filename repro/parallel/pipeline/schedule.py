@@ -76,6 +76,23 @@ def needs(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int
     return before % stages, Action(action.kind, action.micro_batch, before // stages)
 
 
+def batches(actions: Sequence[Action], chunks: int = 1) -> list[tuple[Action, ...]]:
+    """`actions` of a stage, cut where software without overlap exchanges messages with its neighbours.
+
+    It sends what it made and receives what it needs next in one batch, and computes nothing meanwhile: after every
+    action, and of interleaved chunks after each forward and backward that take turns (Megatron-LM of 2021,
+    `send_forward_backward_recv_forward_backward`).
+    """
+    backwards = [position for position, action in enumerate(actions) if action.kind == BACKWARD]
+    turns = sum(action.kind == FORWARD for action in actions[backwards[0] :])
+    if chunks == 1 or not turns:
+        return [(action,) for action in actions]
+    begin = backwards[0] - 1
+    end = begin + 2 * (turns + 1)
+    pairs = zip(actions[begin:end:2], actions[begin + 1 : end : 2], strict=True)
+    return [*((action,) for action in actions[:begin]), *pairs, *((action,) for action in actions[end:])]
+
+
 def in_flight(actions: Sequence[Action]) -> int:
     """Most (micro-batch, chunk) pairs at once whose forward has run and whose backward has not."""
     live = most = 0

@@ -125,25 +125,13 @@ def program(traced: Trace, whole: int, cost: OperatorCost, seconds: Seconds) -> 
 
 def _pieces(traced: Trace, actions: int) -> list[list[Event]]:
     """The step's events by action, and those after the last one (the optimizer's)."""
-    pieces: list[list[Event]] = [[]]
-    waiting = begun = ended = False
+    pieces: list[list[Event]] = [[] for _ in range(actions + 1)]
+    at = 0
     for event in traced.events[traced.step_start : traced.step_stop]:
-        if isinstance(event, PhaseStart):
-            if event.name == "idle" and not ended:
-                waiting = True
-                pieces.append([])
-            elif event.name in ("forward", "backward"):
-                if not waiting and begun:
-                    pieces.append([])
-                waiting, begun = False, True
-            elif event.name == "optimizer" and not ended:  # it waits for other stages meanwhile
-                ended = True
-                pieces.append([])
-        pieces[-1].append(event)
-    if traced.layout.pp > 1 and len(pieces) == actions + 2:
-        # The first action waited for its input: what comes before it belongs to it.
-        pieces[0:2] = [pieces[0] + pieces[1]]
-    assert len(pieces) == actions + 1, (len(pieces), actions)
+        if isinstance(event, PhaseStart) and event.position != at:
+            # What comes before the first action belongs to it.
+            at = event.position if event.position >= 0 else actions if at else 0
+        pieces[at].append(event)
     return pieces
 
 

@@ -102,12 +102,14 @@ class _Schedule:
         self._posts[key] = now
         self._match(key)
 
-    def send(self, key: Key, payload: int, now: float) -> float:
-        """A message of `payload` bytes a rank is sent; the seconds that it takes."""
-        seconds = self.network.send_seconds(payload, from_stage=key[0], to_stage=key[1])
+    def seconds(self, key: Key, payload: int) -> float:
+        """Of a message of `payload` bytes a rank."""
+        return self.network.send_seconds(payload, from_stage=key[0], to_stage=key[1])
+
+    def send(self, key: Key, seconds: float, now: float) -> None:
+        """A message is sent that takes `seconds`."""
         self._sends[key] = (now, seconds)
         self._match(key)
-        return seconds
 
     def _match(self, key: Key) -> None:
         if key in self._posts and key in self._sends:

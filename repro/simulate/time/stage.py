@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from repro.config import Layout
-from repro.parallel.pipeline.boundary import Boundary, waits_for_sends
-from repro.parallel.pipeline.schedule import FORWARD, Action, needs
+from repro.parallel.pipeline.boundary import Boundary, exchanges
+from repro.parallel.pipeline.schedule import FORWARD, Action, batches, needs
 from repro.simulate.time.account import TRANSFER, StageTime
 from repro.simulate.time.cores import CoreWork
 from repro.simulate.time.lanes import anywhere, earlier, later
@@ -78,8 +79,11 @@ class Peers(Protocol):
     def post(self, key: Key, now: float) -> None:
         """A receive is posted."""
 
-    def send(self, key: Key, payload: int, now: float) -> float:
-        """A message of `payload` bytes a rank is sent; the seconds that it takes."""
+    def seconds(self, key: Key, payload: int) -> float:
+        """Of a message of `payload` bytes a rank."""
+
+    def send(self, key: Key, seconds: float, now: float) -> None:
+        """A message is sent that takes `seconds`."""
 
     def meet(self, item: Issue, stage: int, ready: float) -> Meeting:
         """`stage` has come to a collective of several stages."""
@@ -94,7 +98,13 @@ class StageStreams:
         self.actions = peers.actions(stage)
         self.sources = [self._source_of(action) for action in self.actions]
         """The stage that sends the input of each."""
-        self.blocking = waits_for_sends(peers.layout)
+        self.exchanges = exchanges(peers.layout)
+        self.batches = _numbered(batches(self.actions, peers.layout.chunks))
+        """The positions of actions after which messages are exchanged, without overlap."""
+        self.outbox: list[Send] = []
+        """What the next batch of messages sends."""
+        self.following: Sequence[int] | None = None
+        """The positions of actions whose inputs it receives, once it is due."""
         self.now = 0.0
         self.streams: dict[str, float] = defaultdict(float)
         self.under_way: dict[tuple[object, ...], deque[tuple[float | Meeting, Issue]]] = defaultdict(deque)
@@ -123,16 +133,25 @@ class StageStreams:
             self.finished.append(self.time)
 
     def _step(self) -> Generator[object, None, None]:
-        self._post(0)
-        for position, action in enumerate(self.actions):
-            began = self.now
-            if self.sources[position] is not None:
-                yield from self._receive()
-            self._post(position + 1)
-            name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
-            yield from self._run(self.pieces[position], name)
-            self.time.phase(action.kind, began, self.now)
         began = self.now
+        if self.exchanges:
+            self.following = self.batches[0]
+            yield from self._exchange()
+        else:
+            self._post(0)
+        for batch, following in pairwise([*self.batches, ()]):
+            for position in batch:
+                action = self.actions[position]
+                if not self.exchanges:
+                    yield from self._receive(position)
+                    self._post(position + 1)
+                elif position == batch[-1]:
+                    self.following = following
+                name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
+                yield from self._run(self.pieces[position], name)
+                yield from self._exchange()
+                self.time.phase(action.kind, began, self.now)
+                began = self.now
         for under_way in self.sent.values():
             while under_way:
                 yield from self._sent(under_way.popleft())
@@ -195,7 +214,9 @@ class StageStreams:
         self.counts[direction, peer, channel] += 1
         return self.counts[direction, peer, channel]
 
-    def _receive(self) -> Generator[object, None, None]:
+    def _receive(self, position: int) -> Generator[object, None, None]:
+        if self.sources[position] is None:
+            return
         key = self.posted.popleft()
         while key not in self.all.arrivals:
             yield key
@@ -280,17 +301,56 @@ class StageStreams:
         self.now = later(self.now, over)
 
     def _send(self, item: Send) -> Generator[object, None, None]:
-        to = (self.stage + item.offset) % self.all.layout.pp
-        under_way = self.sent[to, item.channel]
-        limit = Boundary.UNDER_WAY
-        while len(under_way) >= limit:
+        if self.exchanges:
+            self.outbox.append(item)
+            yield from self._exchange()
+            return
+        under_way = self.sent[self._to(item), item.channel]
+        while len(under_way) >= Boundary.UNDER_WAY:
             yield from self._sent(under_way.popleft())
-        key = (self.stage, to, item.channel, self._number("send", to, item.channel))
-        self.time.begun(TRANSFER, self.all.send(key, item.payload, self.now))
+        key = self._addressed(item)
         under_way.append(key)
-        if self.blocking:
-            yield from self._sent(under_way.popleft())
+        self._begin(key, self.all.seconds(key, item.payload))
+
+    def _exchange(self) -> Generator[object, None, None]:
+        """If a batch of messages is due: send what was made, receive what comes next needs, and wait for all of it.
+
+        Messages that leave together share their device's way out.
+        """
+        following, self.following = self.following, None
+        if following is None:
+            return
+        for position in following:
+            self._post(position)
+        keys = [self._addressed(item) for item in self.outbox]
+        seconds = sum(
+            self.all.seconds(key, item.payload) for key, item in zip(keys, self.outbox, strict=True)
+        )
+        self.outbox.clear()
+        for key in keys:
+            self._begin(key, seconds)
+        for key in keys:
+            yield from self._sent(key)
+        for position in following:
+            yield from self._receive(position)
+
+    def _begin(self, key: Key, seconds: float) -> None:
+        self.time.begun(TRANSFER, seconds)
+        self.all.send(key, seconds, self.now)
+
+    def _to(self, item: Send) -> int:
+        return (self.stage + item.offset) % self.all.layout.pp
+
+    def _addressed(self, item: Send) -> Key:
+        to = self._to(item)
+        return (self.stage, to, item.channel, self._number("send", to, item.channel))
 
     def _record(self, stream: str, name: str, start: float, seconds: float) -> None:
         if self.recording and seconds > 0:
             self.spans.append(Span(self.stage, stream, name, start, seconds))
+
+
+def _numbered(groups: Sequence[Sequence[object]]) -> list[range]:
+    """The positions of what is in each."""
+    ends = list(accumulate(map(len, groups), initial=0))
+    return [range(begin, end) for begin, end in pairwise(ends)]

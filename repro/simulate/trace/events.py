@@ -70,7 +70,7 @@ class Message(NamedTuple):
     """Bytes that this rank sends in a ring."""
     purpose: str
     work: int = -1
-    """Its number, which a `Wait` names."""
+    """A collective's number, which a `Wait` names."""
     peer: int = -1
     """Of a message to another rank: the group's rank that receives it."""
     channel: int = 0
@@ -101,6 +101,8 @@ class PhaseStart(NamedTuple):
     name: str
     micro_batch: int
     """The micro-batch that is under way; -1 outside forward and backward."""
+    position: int = -1
+    """Of the action that is under way in its stage's schedule; -1 likewise."""
 
 
 Event = Alloc | Free | Mark | Operator | Message | Receive | Wait | PhaseStart

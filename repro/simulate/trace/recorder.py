@@ -43,6 +43,11 @@ line_of_step = innermost(
 )
 
 
+def nothing() -> tuple[int, int]:
+    """No action is under way."""
+    return -1, -1
+
+
 class RecordingLedger(CommLedger):
     """A ledger that also passes every message on."""
 
@@ -50,13 +55,24 @@ class RecordingLedger(CommLedger):
         super().__init__()
         self._events = events
 
-    def count(self, op: str, group: str, size: int, payload_bytes: int, purpose: str) -> None:
+    def count(
+        self,
+        op: str,
+        group: str,
+        size: int,
+        payload_bytes: int,
+        purpose: str,
+        peer: int = -1,
+        channel: int = 0,
+    ) -> None:
         """Count, and record, one message."""
         row = self.traffic.get((op, group, purpose))
         before = row.sent_bytes if row is not None else 0
-        super().count(op, group, size, payload_bytes, purpose)
+        super().count(op, group, size, payload_bytes, purpose, peer, channel)
         sent = self.traffic[op, group, purpose].sent_bytes - before
-        self._events.append(Message(op, group, size, payload_bytes, sent, purpose))
+        self._events.append(
+            Message(op, group, size, payload_bytes, sent, purpose, peer=peer, channel=channel)
+        )
 
 
 class TraceRecorder(UncompiledMode):
@@ -65,8 +81,8 @@ class TraceRecorder(UncompiledMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = [PhaseStart("init", -1)]
-        self.micro_batch: Callable[[], int] = lambda: -1
-        """Which micro-batch is under way; the pipeline knows."""
+        self.under_way: Callable[[], tuple[int, int]] = nothing
+        """The micro-batch of the action that is under way, and its position; the pipeline knows."""
         self._phase = "init"
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         """By the storage's address: its number, and itself."""
@@ -82,7 +98,7 @@ class TraceRecorder(UncompiledMode):
     def phase(self, name: str) -> None:
         """A phase of the step begins."""
         self._phase = name
-        self.events.append(PhaseStart(name, self.micro_batch()))
+        self.events.append(PhaseStart(name, *self.under_way()))
 
     @contextmanager
     def no_operators(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.parallel.transports import NoTransport, Transport
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
-from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder
+from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, nothing
 from repro.simulate.trace.repeat import Repeats, recordings_of
 from repro.simulate.trace.transport import GlooShapes, Recorded
 from repro.train.part import MicroBatch
@@ -137,7 +137,9 @@ def trace(
     with uncollected(), uncompiled(), recorder:
         engine = NativeEngine(short, mesh, device)
         pipeline = engine.pipeline
-        recorder.micro_batch = lambda: pipeline.current.micro_batch if pipeline.current else -1
+        recorder.under_way = lambda: (
+            (pipeline.current.micro_batch, pipeline.position) if pipeline.current else nothing()
+        )
         repeats = Repeats(recorder, pipeline, recordings_of(short, gloo), recomputed=layout.recompute)
         for part in engine.parts if repeat else ():
             repeats.attach(part)
@@ -150,7 +152,7 @@ def trace(
         stop = len(recorder.events)
         engine.synchronize()
     # What holds itself through a tensor the collector cannot see: parameters their hooks, storages the recorder.
-    recorder.micro_batch = lambda: -1
+    recorder.under_way = nothing
     repeats.detach()
     for part in engine.parts:
         part.sharded.remove_hooks()

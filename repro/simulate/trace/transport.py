@@ -38,11 +38,11 @@ class Recorded:
 
         return Work(finish=finish)
 
-    def _collective(self, peer: int = -1, channel: int = 0) -> int:
+    def _collective(self) -> int:
         number, events = self._number(), self.recorder.events
         message = events[-1]
         assert isinstance(message, Message), "the ledger counts a message just before it is carried"
-        events[-1] = message._replace(work=number, peer=peer, channel=channel)
+        events[-1] = message._replace(work=number)
         return number
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
@@ -66,8 +66,8 @@ class Recorded:
             return self._issued(self.inner.broadcast(tensor, source), number)
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
-        number = self._collective(to, channel)
-        return self._issued(self.inner.send(tensor, to, channel), number)
+        # Its event is there since the message was made, which may be long before it is carried.
+        return self._issued(self.inner.send(tensor, to, channel), self._number())
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
         number = self._number()

@@ -40,6 +40,7 @@ LAYOUTS = {
     "pp-gpipe": replace(BASE, pp=2, schedule="gpipe"),
     "pp-interleaved": replace(BASE, pp=2, schedule="interleaved", chunks=2),
     "2020": replace(BASE, pp=2, tp=2, dp=2, **WAITING, kernels="softmax", scatter_gather=True),
+    "2021": replace(BASE, pp=2, tp=2, **WAITING, schedule="interleaved", chunks=2),
     "2019": replace(BASE, tp=2, dp=4, zero=1, zero1_reduce="all-reduce", **WAITING, kernels="unfused"),
 }
 
@@ -210,9 +211,12 @@ def pipeline(layout: Layout, wire: float) -> Timeline:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 4)])
-def test_pipelines_without_messages_take_what_the_schedule_counts(name: str, p: int, m: int) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pipelines_without_messages_take_what_the_schedule_counts(
+    name: str, p: int, m: int, overlap: bool
+) -> None:
     chunks = 2 if name == "interleaved" else 1
-    layout = Layout(pp=p, global_batch=m, schedule=name, chunks=chunks)
+    layout = Layout(pp=p, global_batch=m, schedule=name, chunks=chunks, overlap=overlap)
     counted = float(bubble(build(name, p, m, chunks)))
     found = pipeline(layout, 0.0)
     assert found.step_s == pytest.approx(3 * m * (1 + counted))
@@ -233,6 +237,26 @@ def test_messages_that_fit_under_the_next_action_cost_only_the_way_through() -> 
     assert blocking.step_s > slow
     assert sum(blocking.stages[1].exposed.values()) >= 16 * 0.25
     assert blocking.stages[0].communication[TRANSFER] == pytest.approx(2 * 16 * 0.25)  # out and in
+
+
+def test_without_overlap_messages_that_leave_together_share_the_way_out() -> None:
+    """In steady state a stage of two chunks computes half a forward and half a backward, and then sends both on."""
+    layout = Layout(pp=4, global_batch=16, schedule="interleaved", chunks=2, overlap=False)
+    wire = 0.25
+    more = pipeline(replace(layout, global_batch=20), wire).step_s - pipeline(layout, wire).step_s
+    assert more == pytest.approx(4 * 2 * (3 / 2 + 2 * wire))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 3), st.floats(0.0, 2.0))
+def test_stages_that_exchange_never_wait_for_ever_and_are_never_faster(
+    p: int, groups: int, chunks: int, wire: float
+) -> None:
+    name = "1f1b" if chunks == 1 else "interleaved"
+    layout = Layout(pp=p, global_batch=p * groups, schedule=name, chunks=chunks)
+    found = pipeline(replace(layout, overlap=False), wire)
+    assert found.unmatched == 0
+    assert found.step_s >= pipeline(layout, wire).step_s - 1e-9
 
 
 def test_a_drawing_has_a_row_for_each_stream(tmp_path: Any) -> None:
