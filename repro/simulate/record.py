@@ -22,6 +22,9 @@ from repro.results.schema import SIMULATED, ExperimentRecord
 if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
 
+REVISION = 1
+"""Of what a simulation does with the numbers of a system; raised where a step's memory or time changes without them."""
+
 
 def simulated_record(
     experiment: Experiment, simulation: Simulation, system: System, *, suite: str, wall_s: float
@@ -86,7 +89,7 @@ def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
         point.experiment(models.load(point.model)).key,
         systems.load(point.system),
     )
-    numbers = system, run, {one: one.around for one in uncertain(system, point)}
+    numbers = REVISION, system, run, {one: one.around for one in uncertain(system, point)}
     return SimulatedOn(
         system=system.name,
         memory_bytes=system.device.memory_bytes.value,

@@ -16,6 +16,8 @@ from repro.config.links import KEYS
 from repro.config.quantity import Quantity
 from repro.config.system import System
 
+PACE = "device.time.pace"
+"""How fast a device is of its kind, which scales everything that it computes."""
 PER_RANGE = 4
 """Steps of a search from one end of a range to the other."""
 DRAWS = 64

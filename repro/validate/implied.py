@@ -68,6 +68,16 @@ class Implied:
         return (most, least) if (most.low or 0.0) > (least.high or 0.0) else None
 
     @property
+    def torn(self) -> int:
+        """Rows that some value serves, but not the value that serves most of them."""
+        served = [
+            (need.low, need.high) for need in self.needs if need.low is not None and need.high is not None
+        ]
+        return len(served) - max(
+            (sum(low <= at <= high for low, high in served) for at, _ in served), default=0
+        )
+
+    @property
     def unserved(self) -> tuple[Need, ...]:
         """Rows that no value brings within their tolerance."""
         return tuple(need for need in self.needs if need.low is None)

@@ -21,6 +21,7 @@ from repro.launch.progress import Progress
 from repro.launch.recorder import Recorder
 from repro.results.schema import SIMULATED
 from repro.results.store import Store
+from repro.simulate import record
 from repro.simulate.record import facts
 from repro.simulate.time import calibration_points
 from tests.launch.runs import experiments, write_suite
@@ -181,6 +182,13 @@ def test_a_corrected_generation_makes_its_own_records_stale_and_no_others(
     monkeypatch.setattr(calibration_points, "calibration_points", lambda: points)
     stale = {kernels for kernels in OperatorSet if facts(selene, kernels) != before[kernels]}
     assert stale == {OperatorSet.FUSED}
+
+
+def test_a_revision_of_what_steps_take_makes_every_record_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    selene = systems.load("selene")
+    before = facts(selene, OperatorSet.SOFTMAX)
+    monkeypatch.setattr(record, "REVISION", record.REVISION + 1)
+    assert facts(selene, OperatorSet.SOFTMAX) != before
 
 
 def test_one_that_fails_is_an_outcome(

@@ -83,7 +83,7 @@ def test_interleaved_stages_without_overlap_exchange_what_a_forward_and_a_backwa
     open_ = False
     for line in second:
         if isinstance(line, Message):
-            sender, receiver, channel = line.channel
+            sender, _, channel = line.channel
             word = ("f" if channel == 0 else "b") if sender == 1 else ("F" if channel == 0 else "B")
             exchanged[-1:] = [exchanged[-1] + word] if open_ else [*exchanged[-1:], word]
             open_ = True

@@ -10,12 +10,13 @@ from repro.claims.results import ClaimResult
 from repro.config import Experiment, Layout, Model, OperatorSet
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
+from repro.systems.unknowns import PACE
 from tests.claims.test_judge import HEAD
 from tests.claims.test_possible import rate, simulated
 from tests.records import changed
 
 MODEL = Model(name="m", layers=2, hidden=32, heads=2, vocab=256, seq=32)
-RINGS, PACE = "links.inter-node.rings", "device.time.pace"
+RINGS = "links.inter-node.rings"
 
 
 def on(system: str, name: str, **moves: tuple[float, float]) -> ExperimentRecord:

@@ -13,10 +13,11 @@ from repro.report.figures import implied as figure
 from repro.report.figures.style import look
 from repro.results.interval import Other, Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
+from repro.systems.unknowns import PACE
 from repro.validate.implied import Implied, implied
 from tests.claims.test_judge import HEAD
 from tests.records import changed
-from tests.validate.steps import PACE, RINGS, judged, on
+from tests.validate.steps import RINGS, judged, on
 
 
 def moving(
@@ -87,6 +88,19 @@ def test_a_ratio_is_taken_with_the_same_value_on_both_sides(tmp_path: Path) -> N
     records = moving("a", INVERSE), moving("b", dict.fromkeys(INVERSE, 10.0) | {1: 10.1})
     (found,) = implied(judge(load(tmp_path), records), records)
     assert found.needs[0].value == pytest.approx(6, rel=1e-6)
+
+
+def test_rows_that_most_others_disagree_with_are_torn(tmp_path: Path) -> None:
+    rows = {"a": "15.0", "b": "17.0", "c": "60.0", "d": "500"}
+    (found,) = needed(tmp_path, rows, *(moving(name, INVERSE) for name in rows))
+    assert found.torn == 1, "a and b agree, c does not; d is served by no value"
+
+
+def test_the_figure_shows_what_most_rows_are_torn_about_and_never_the_pace(tmp_path: Path) -> None:
+    agree = needed(tmp_path, {"a": "15.0"}, moving("a", INVERSE, key="links.nvlink.efficiency"))
+    torn = needed(tmp_path, {"a": "15.0", "b": "60.0"}, moving("a", INVERSE), moving("b", INVERSE))
+    pace = needed(tmp_path, {"a": "15.0"}, moving("a", INVERSE, key=PACE, system="selene"))
+    assert figure.chosen([*pace, *agree, *torn]) == [*torn, *agree]
 
 
 def test_between_the_points_of_a_curve() -> None:

@@ -19,12 +19,13 @@ from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from repro.simulate.time.calibration_points import calibration_point_of, calibration_points
 from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
+from repro.systems.unknowns import PACE
 from repro.validate.measurable import measurement
 from repro.validate.unknowns import ShoppingList, shopping_list
 from tests.claims.test_judge import HEAD
 from tests.claims.test_possible import rate
 from tests.records import changed
-from tests.validate.steps import PACE, RINGS, judged, on
+from tests.validate.steps import RINGS, judged, on
 
 
 def listed(path: Path, published: dict[str, str], *records: ExperimentRecord) -> ShoppingList:

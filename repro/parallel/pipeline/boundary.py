@@ -45,10 +45,10 @@ class Later:
     A receive occupies the device until its message comes.  Issuing computation may wait for the device, to load a
     kernel's code or to give memory back: for ever, if the message needs what is being issued.
 
-    One case is left: interleaved stages that overlap, with m > p, where not a first use but all computation waits, as under
-    `CUDA_LAUNCH_BLOCKING=1`, or where memory is given back in every action.  What a stage sends to another chunk lies
-    there until p micro-batches later, and meanwhile its device is never idle.  Receives that are posted further ahead
-    make more cases of it, not fewer.
+    One case is left: interleaved stages that overlap, with m > p, where not a first use but all computation waits, as
+    under `CUDA_LAUNCH_BLOCKING=1`, or where memory is given back in every action.  What a stage sends to another chunk
+    lies there until p micro-batches later, and meanwhile its device is never idle.  Receives that are posted further
+    ahead make more cases of it, not fewer.
     """
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from repro.render.words import counted
 from repro.report.figures.style import BLUE, GREY, INK, MUTED, VERMILION, Drawing, canvas, quiet
 from repro.results.schema import SIMULATED
+from repro.systems.unknowns import PACE
 from repro.validate.implied import Implied, Need
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 ID, TITLE = "implied", "What the sources imply: the value of an unknown that each row needs"
 RUN = "repro run suites/zero_throughput.toml --evidence simulated"
-MOST = 6
+MOST = 8
 LABELLED = 24
 """Rows of a panel that are named at its side; of more only those that contradict each other."""
 
@@ -41,8 +42,11 @@ def draw(found: Sequence[Implied]) -> Drawing:
 
 
 def chosen(found: Sequence[Implied]) -> list[Implied]:
-    """The unknowns whose rows contradict each other first, then those of most rows; one at least of each cluster."""
-    ordered = sorted(found, key=lambda one: (one.contradiction is None, -len(one.needs)))
+    """The unknowns that most rows contradict each other about, then those of most rows; one at least of each cluster.
+
+    Not how fast a device is of its kind, which scales everything: what rows need of it is the model's error.
+    """
+    ordered = sorted((one for one in found if one.key != PACE), key=lambda one: (-one.torn, -len(one.needs)))
     first = list({one.system: one for one in reversed(ordered)}.values())
     rest = [one for one in ordered if one not in first]
     picked = [*first, *rest][:MOST]

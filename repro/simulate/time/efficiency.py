@@ -18,9 +18,8 @@ from repro.simulate.time.device import Kernels
 from repro.simulate.time.lanes import Lanes
 from repro.simulate.time.timed import step_seconds
 from repro.simulate.trace.roles import Trace, trace_roles
-from repro.systems.unknowns import Case, Unknown, drawn, with_values
+from repro.systems.unknowns import PACE, Case, Unknown, drawn, with_values
 
-PACE = "device.time.pace"
 FEW, MORE = 2, 4
 """Layers.  The step is a straight line in their number, so two shallow ones say what a deep one takes."""
 
