@@ -43,6 +43,7 @@ LAYOUTS = {
     "pp2": replace(BASE, pp=2),
     "pp2-gpipe": replace(BASE, pp=2, schedule="gpipe", recompute=True),
     "pp2-interleaved": replace(BASE, pp=2, schedule="interleaved", chunks=2),
+    "pp2-interleaved-exchanges": replace(BASE, pp=2, schedule="interleaved", chunks=2, overlap=False),
     "cp2-z3": replace(BASE, cp=2, zero=3),
     "cp2-recompute": replace(BASE, cp=2, recompute=True),
     "cp4-z1": replace(BASE, cp=4, zero=1, precision="fp32"),
@@ -160,6 +161,7 @@ def test_copies_of_the_ordinary_micro_batch() -> None:
         replace(BASE, pp=2, micro_batch=1, global_batch=8, tp=2),
         replace(BASE, dp=2, zero=2, micro_batch=1, global_batch=16),
         replace(BASE, pp=2, micro_batch=1, global_batch=8, schedule="interleaved", chunks=2),
+        replace(BASE, pp=2, micro_batch=1, global_batch=8, schedule="interleaved", chunks=2, overlap=False),
     ):
         experiment = tiny(layout, MODEL)
         for role in roles(experiment):
