@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from repro.parallel.ledger import CommLedger
+from repro.parallel.ledger import NOBODY, Address, CommLedger
 from repro.parallel.transports import MAX, SUM, GlooTransport, NoTransport, Transport, Work
 
 __all__ = ["MAX", "SUM", "Group", "Work"]
@@ -48,10 +48,10 @@ class Group:
             self.name, self.ranks, self.ranks[self.rank], transport, self.ledger, blocking=self.blocking
         )
 
-    def _count(self, op: str, message: Tensor, purpose: str, peer: int = -1, channel: int = 0) -> None:
+    def _count(self, op: str, message: Tensor, purpose: str, to: Address = NOBODY) -> None:
         if self.size > 1:
             payload = message.numel() * message.element_size()
-            self.ledger.count(op, self.name, self.size, payload, purpose, peer, channel)
+            self.ledger.count(op, self.name, self.size, payload, purpose, to)
 
     def _issued(self, work: Work, read: Tensor) -> Work:
         work.hold(read)
@@ -90,7 +90,7 @@ class Group:
 
     def message(self, tensor: Tensor, to: int, channel: int, purpose: str = "") -> Callable[[], Work]:
         """`send` in two steps: count the message now, and send it when what is returned is called."""
-        self._count("send", tensor, purpose, to, channel)
+        self._count("send", tensor, purpose, (to, channel))
         return lambda: self.transport.send(tensor, to, channel).hold(tensor)
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:

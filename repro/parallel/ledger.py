@@ -22,6 +22,11 @@ RING_PASSES = {
 }
 SEND = "send"
 
+Address = tuple[int, int]
+"""The group's rank that receives a message, and the channel on which it does."""
+NOBODY: Address = (-1, 0)
+"""Of a collective."""
+
 
 @dataclass
 class Traffic:
@@ -44,27 +49,20 @@ class CommLedger:
     """Called with (sequence, operation, group, purpose) when a collective is issued."""
 
     def count(
-        self,
-        op: str,
-        group: str,
-        size: int,
-        payload_bytes: int,
-        purpose: str,
-        peer: int = -1,
-        channel: int = 0,
-    ) -> None:
-        """Note one collective of `payload_bytes` over `size` ranks, or a message to the group's rank `peer`."""
+        self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NOBODY
+    ) -> int:
+        """Note one collective of `payload_bytes` over `size` ranks, or a message; the bytes that this rank sends."""
         self.sequence += 1
         row = self.traffic.get((op, group, purpose))
         if row is None:
             row = self.traffic[op, group, purpose] = Traffic(size)
         row.calls += 1
         row.payload_bytes += payload_bytes
-        row.sent_bytes += (
-            payload_bytes if op == SEND else RING_PASSES[op] * payload_bytes * (size - 1) // size
-        )
+        sent = payload_bytes if op == SEND else RING_PASSES[op] * payload_bytes * (size - 1) // size
+        row.sent_bytes += sent
         for observe in self.observers:
             observe(self.sequence, op, group, purpose)
+        return sent
 
     def reset(self) -> None:
         """Start a new count; the sequence number goes on."""

@@ -100,14 +100,17 @@ class Pipeline:
         )
         self.in_flight = 0
         """Most (micro-batch, chunk) pairs that were between forward and backward at once."""
-        self.current: Action | None = None
-        """The action that runs, or whose input is awaited."""
         self.position = -1
-        """Its place among `actions`; -1: none."""
+        """Of `current` among `actions`; -1: none."""
         self._live: dict[tuple[int, int], tuple[_Slot, _Slot, Tensor]] = {}
         self._passes = [0] * len(self.chunks)
         # Autograd records nothing below a tensor that needs no gradient.
         self._anchor = torch.empty(0, device=like.device, requires_grad=True)
+
+    @property
+    def current(self) -> Action | None:
+        """The action that runs, or whose input is awaited."""
+        return self.actions[self.position] if self.position >= 0 else None
 
     def run(self, scale: Tensor | None, observe: Observer) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss (0-dim fp32; 0 but on the last stage).
@@ -125,7 +128,7 @@ class Pipeline:
             self.boundary.exchange()
         for batch, following in pairwise([*self.batches, ()]):
             for action in batch:
-                self.current, received = action, None
+                received = None
                 if self._source(action) is not None:
                     observe(Phase.IDLE)
                     received = self.boundary.receive()
@@ -148,7 +151,7 @@ class Pipeline:
                 if self.boundary.overlap:
                     self.boundary.post()  # unless what was sent has
                 self.position += 1
-        self.current, self.position = None, -1
+        self.position = -1
         self.boundary.finish()
         return total / self.micro_batches
 

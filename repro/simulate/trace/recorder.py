@@ -20,7 +20,7 @@ from repro.config.enums import Category
 from repro.kernels.flops import FORMULAS, cost
 from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
-from repro.parallel.ledger import CommLedger
+from repro.parallel.ledger import NOBODY, Address, CommLedger
 from repro.simulate.trace.events import (
     HOST_COPY,
     HOST_VIEWS,
@@ -56,23 +56,15 @@ class RecordingLedger(CommLedger):
         self._events = events
 
     def count(
-        self,
-        op: str,
-        group: str,
-        size: int,
-        payload_bytes: int,
-        purpose: str,
-        peer: int = -1,
-        channel: int = 0,
-    ) -> None:
+        self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NOBODY
+    ) -> int:
         """Count, and record, one message."""
-        row = self.traffic.get((op, group, purpose))
-        before = row.sent_bytes if row is not None else 0
-        super().count(op, group, size, payload_bytes, purpose, peer, channel)
-        sent = self.traffic[op, group, purpose].sent_bytes - before
+        sent = super().count(op, group, size, payload_bytes, purpose, to)
+        peer, channel = to
         self._events.append(
             Message(op, group, size, payload_bytes, sent, purpose, peer=peer, channel=channel)
         )
+        return sent
 
 
 class TraceRecorder(UncompiledMode):
