@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
+from repro.config import EmulatedNetwork
 from repro.results.parts import RecordPart
 
 
@@ -49,6 +51,12 @@ class NetworkReport(RecordPart):
     node_sent_bytes: list[float]
     node_received_bytes: list[float]
     """By node, over its link to the others."""
+
+    def made(self, network: EmulatedNetwork) -> EmulatedNetwork:
+        """`network` with the rates that its links had, measured before the run, whatever ranks compute at."""
+        within = median(self.rates["rank sends"]) if network.within else 0.0
+        between = median(self.rates["node sends"]) if network.between else 0.0
+        return replace(network, within=within, between=between, flops_per_s=0.0)
 
     @classmethod
     def of(cls, ranks: Sequence[RankOnNetwork]) -> NetworkReport | None:

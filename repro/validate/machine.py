@@ -68,7 +68,9 @@ def compare(records: Iterable[Record], system: System) -> MachineErrors:
             missing[name] = f"it has {ranks} ranks, {system.name} was measured with {system.provenance.ranks}"
             continue
         try:
-            on = emulated(system, experiment.network) if experiment.network else system
+            on = system
+            if experiment.network and record.network:
+                on = emulated(system, record.network.made(experiment.network))
             prediction = predict(experiment, on, trace_roles(experiment, gloo=gloo))
         except ConfigError as error:
             missing[name] = str(error)

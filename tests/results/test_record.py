@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from repro.config import Experiment, Layout, Model, Training
+from repro.config import EmulatedNetwork, Experiment, Layout, Model, Training
 from repro.config.enums import ACCOUNTED
 from repro.results import frames
 from repro.results.found import RankResult, TrafficRow
@@ -242,7 +242,10 @@ def test_only_what_ran_on_an_emulated_network_is_emulated() -> None:
 
 def test_a_network_is_what_its_ranks_saw_of_it() -> None:
     """Four ranks on two nodes, whose first ones speak for them; the first of all knows what it is."""
-    facts = {"mtu": 1500, "payload_share": 0.9, "rates": {}, "round_trip_s": {}, "user_namespace": True}
+    rates = {"rank sends": [9e6, 11e6, 10e6, 10e6], "node sends": [4e6, 6e6]}
+    facts = {
+        "mtu": 1500, "payload_share": 0.9, "rates": rates, "round_trip_s": {}, "user_namespace": True
+    }  # fmt: skip
     seen = [
         RankOnNetwork(
             compute_flops_per_s=float(rank),
@@ -259,6 +262,10 @@ def test_a_network_is_what_its_ranks_saw_of_it() -> None:
     assert found is not None
     assert {key: getattr(found, key) for key in facts} == facts
     assert (found.compute_flops_per_s, found.core_share) == ([0, 1, 2, 3], 0.5)
+    asked = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, within=16e6, flops_per_s=5e9)
+    assert found.made(asked) == replace(asked, between=5e6, within=10e6, flops_per_s=0.0)
+    open_ = replace(asked, within=0.0)
+    assert found.made(open_).within == 0, "no limit"
     assert (found.sent_bytes, found.received_bytes) == ([10, 11, 12, 13], [20, 21, 22, 23])
     assert (found.node_sent_bytes, found.node_received_bytes) == ([30, 32], [40, 42])
     assert NetworkReport.of(seen[1:]) is NetworkReport.of([]) is None

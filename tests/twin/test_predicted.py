@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from repro import suites
 from repro.calibrate import toml
-from repro.config import EmulatedNetwork
+from repro.config import EmulatedNetwork, Layout
 from repro.config.errors import ConfigError
 from repro.config.network import CORES_SHARE
 from repro.config.system import System
 from repro.lab.products import PRODUCTS
 from repro.launch import simulated
+from repro.results.metrics import STEP_SECONDS
+from repro.results.network import NetworkReport, RankOnNetwork
 from repro.results.store import read
 from repro.simulate.time.emulated import CARRYING, emulated
 from repro.systems.load import parse
 from repro.twin.derive import Twin
 from repro.twin.suite import Named, text
-from tests.records import latest
+from repro.validate.machine import compare
+from tests.records import latest, made_up
+from tests.training import tiny
 from tests.twin.conftest import tables
 
 
@@ -72,3 +77,33 @@ def test_a_rank_has_its_share_of_a_core() -> None:
 def test_a_file_of_ranks_on_all_cores_is_not_of_ranks_that_leave_half_of_them_to_messages() -> None:
     with pytest.raises(ConfigError, match="half of the cores: repro calibrate --suite"):
         emulated(calibrated(**{CARRYING: 0}), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
+
+
+def test_a_run_is_predicted_on_the_links_that_it_had() -> None:
+    """They are made for the rate at which ranks compute just then, which is not that of the hour of the file."""
+    here = calibrated(**{PRODUCTS: 5e9})
+    network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=2e7, flops_per_s=5e9)
+
+    def predicted(times: float, **changed: float) -> float:
+        rates = {"rank sends": [times * 2e7] * 16, "node sends": [times * 8e6] * 4}
+        facts = {
+            "mtu": 1500,
+            "payload_share": 0.95,
+            "rates": rates,
+            "round_trip_s": {},
+            "user_namespace": False,
+        }
+        ranks = [
+            RankOnNetwork(
+                compute_flops_per_s=5e9, core_share=0.05, sent_bytes=0, received_bytes=0, facts=facts
+            )
+        ]
+        experiment = tiny(Layout(dp=16))
+        on = replace(experiment, network=replace(network, **changed))
+        record = made_up("a", experiment=on.as_dict(), metrics={STEP_SECONDS: 1.0})
+        found = compare([replace(record, network=NetworkReport.of(ranks))], here)
+        assert not found.missing
+        return found.pairs[0].predicted
+
+    assert predicted(0.5) > 1.2 * predicted(1.0)
+    assert predicted(0.5) == predicted(0.5, flops_per_s=50e9, between=1e6), "whatever was asked for"
