@@ -51,10 +51,10 @@ class NativeEngine:
             torch.empty(0, dtype=DTYPES[layout.precision], device=device),
         )
         self.buckets = [bucket for part in self.parts for bucket in part.sharded.buckets]
-        self.gradients = GradientShards(self.buckets, mesh, plain=layout.kernels.plain)
+        self.gradients = GradientShards(self.buckets, mesh, layout.kernels)
         groups = [AdamGroup(training.weight_decay), AdamGroup(0.0)]
         betas = training.beta1, training.beta2
-        self.optimizer = ShardedAdamW(self.buckets, groups, *betas, training.eps, plain=layout.kernels.plain)
+        self.optimizer = ShardedAdamW(self.buckets, groups, *betas, training.eps, layout.kernels)
         self.scaler: LossScaler | None = None
         if layout.precision == "fp16":
             self.scaler = LossScaler(
@@ -75,12 +75,16 @@ class NativeEngine:
 
     def _update(self, loss: Tensor, observe: Observer) -> Norms:
         scaler = self.scaler
-        norms = self.gradients.agree(loss, None if scaler is None else scaler.scale, observe)
+        scale = None if scaler is None else scaler.scale
+        norms = self.gradients.agree(loss, scale, observe)
+        carried = None if self.layout.kernels.update_in_passes else scale
         self.optimizer.update(
+            self.gradients.seen,
             learning_rate(self.training, self.optimizer.step_count),
-            divisor_for(norms.gradient, self.training.clip, scaler),
+            divisor_for(norms.gradient, self.training.clip, carried),
             None if scaler is None else norms.overflow,
         )
+        self.gradients.drop()
         if scaler is not None:
             scaler.update(norms.overflow)
         for part in self.parts:

@@ -22,7 +22,7 @@ from repro.results.schema import SIMULATED, ExperimentRecord
 if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
 
-REVISION = 1
+REVISION = 2
 """Of what a simulation does with the numbers of a system; raised where a step's memory or time changes without them."""
 
 

@@ -11,18 +11,17 @@ import torch
 from repro.checkpoint import state
 from repro.config import Layout, Training
 from repro.config.enums import Phase
+from repro.config.operator_set import OperatorSet
 from repro.engines.native import NativeEngine
 from repro.parallel import mesh as meshes
-from repro.parallel.precision import LossScaler
 from repro.parallel.zero.optimizer import divisor_for
+from repro.simulate.memory.live import LiveBytes
+from repro.simulate.trace.events import Operator, PhaseStart
+from repro.simulate.trace.roles import roles, trace
 from repro.train.learning_rate import learning_rate
 from tests.training import micro_batches, tiny
 
 NOT, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)
-
-
-def scaler(scale: float) -> LossScaler:
-    return LossScaler(scale, window=1000, hysteresis=2, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def scaler(scale: float) -> LossScaler:
 def test_gradients_are_scaled_down_to_the_limit_and_never_up(
     norm: float, clip: float, scale: float | None, divisor: float
 ) -> None:
-    found = divisor_for(torch.tensor(norm), clip, None if scale is None else scaler(scale))
+    found = divisor_for(torch.tensor(norm), clip, None if scale is None else torch.tensor(scale))
     assert found is not None
     assert float(found) == pytest.approx(divisor, rel=1e-5)
     assert divisor_for(torch.tensor(norm), 0.0, None) is None
@@ -76,7 +75,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     for bucket in made.buckets:
         bucket.master.fill_(1.0)
         bucket.gradient_shard.zero_()
-    made.optimizer.update(torch.tensor(0.1), None, None)
+    made.optimizer.update(made.gradients.seen, torch.tensor(0.1), None, None)
     values = made.full_parameters()
     matrices = {"tokens", "positions", "qkv", "out", "up", "down"}
     for name, value in values.items():
@@ -100,7 +99,7 @@ def test_a_skipped_step_changes_nothing_and_does_not_count() -> None:
     before = bucket.master.clone()
     for skip, steps in ((SKIPPED, 0), (NOT, 1), (SKIPPED, 1), (SKIPPED, 1)):
         bucket.gradient_shard.fill_(2.0)
-        made.optimizer.update(torch.tensor(0.1), None, skip)
+        made.optimizer.update(made.gradients.seen, torch.tensor(0.1), None, skip)
         assert float(made.optimizer.step_count) == steps
         first, second = made.optimizer.moments[0]
         assert float(first[0]) == pytest.approx(0.2 * steps)
@@ -109,8 +108,81 @@ def test_a_skipped_step_changes_nothing_and_does_not_count() -> None:
     expected = before[0] - 0.1 * 2.0 / (2.0 + 1e-3)
     assert float(bucket.master[0]) == pytest.approx(float(expected), abs=1e-7)
     bucket.gradient_shard.fill_(2.0)
-    made.optimizer.update(torch.tensor(0.1), None, None)
+    made.optimizer.update(made.gradients.seen, torch.tensor(0.1), None, None)
     assert float(made.optimizer.step_count) == 2
+
+
+PASSES = (OperatorSet.SOFTMAX, OperatorSet.UNFUSED)
+
+
+def updated(kernels: OperatorSet, precision: str, gradient: float) -> list[torch.Tensor]:
+    """Masters and moments after one update of the same weights by the same gradients."""
+    layout = Layout(precision=precision, kernels=kernels, zero=1, bucket_bytes=2_000)
+    made = NativeEngine(
+        tiny(layout, lr=0.1, clip=0.5, loss_scale=2.0**12), meshes.single(), torch.device("cpu")
+    )
+    assert len(made.buckets) > 1
+    chance = torch.Generator().manual_seed(7)
+    scale = 1.0 if made.scaler is None else float(made.scaler.scale)
+    for bucket in made.buckets:
+        bucket.master.normal_(generator=chance)
+        given = torch.empty_like(bucket.master).normal_(generator=chance)
+        bucket.gradient_shard.copy_(given * gradient * scale)
+    made._update(torch.tensor(1.0), lambda phase: None)
+    assert all(s is b.gradient_shard for s, b in zip(made.gradients.seen, made.buckets, strict=True))
+    for bucket in made.buckets:
+        assert torch.equal(bucket.shard, bucket.master.to(bucket.shard.dtype))
+    states = zip(made.buckets, made.optimizer.moments, strict=True)
+    return [tensor for bucket, moments in states for tensor in (bucket.master, *moments)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("gradient", [1.0, 1e-4], ids=["clipped", "as it is"])
+@pytest.mark.parametrize("kernels", PASSES)
+def test_an_update_in_passes_is_the_update(kernels: OperatorSet, gradient: float, precision: str) -> None:
+    """But for the order in which the loss scale and the clip divide."""
+    for one, other in zip(
+        updated(kernels, precision, gradient), updated(OperatorSet.FUSED, precision, gradient), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kernels", PASSES)
+def test_an_update_in_passes_that_overflows_changes_nothing(kernels: OperatorSet) -> None:
+    before, after = updated(kernels, "fp16", 0.0), updated(kernels, "fp16", math.inf)
+    assert not any(moments.any() for moments in (*after[1::3], *after[2::3]))
+    assert all(torch.isfinite(each).all() for each in after)
+    assert [each.shape for each in before] == [each.shape for each in after]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "precision", "moved", "held"),
+    [
+        # Norm 2, gradient 2, master and moments there and back 24, parameter 2.
+        ("fused", "fp16", 30, 0),
+        # Widened 6, unscaled 8, norm 4, clipped 8, Adam 28, copied 6; fp32 gradients.
+        ("softmax", "fp16", 60, 4),
+        ("unfused", "fp16", 60, 4),
+        ("softmax", "bf16", 52, 4),  # no loss scale
+        ("softmax", "fp32", 40, 0),  # nothing to widen, and one copy of the parameters
+    ],
+)
+def test_bytes_that_an_update_moves_and_holds(kernels: str, precision: str, moved: int, held: int) -> None:
+    experiment = tiny(Layout(precision=precision, kernels=kernels, bucket_bytes=1 << 20), clip=1.0)
+    events = trace(experiment, roles(experiment)[0]).events
+    starts = [i for i, e in enumerate(events) if isinstance(e, PhaseStart) and e.name == Phase.OPTIMIZER]
+    numel = NativeEngine(experiment, meshes.single(), torch.device("cpu")).local_parameters()
+    update = events[starts[-1] :]
+    found = sum(event.read + event.written for event in update if isinstance(event, Operator))
+    assert found / numel == pytest.approx(moved, rel=0.02)
+    live = LiveBytes()
+    for event in events[: starts[-1]]:
+        live.see(event)
+    before = most = live.total
+    for event in update:
+        live.see(event)
+        most = max(most, live.total)
+    assert (most - before) / numel == pytest.approx(held, abs=0.02 * 4)
 
 
 def test_a_resumed_scaler_remembers_how_many_overflows_it_has_seen() -> None:

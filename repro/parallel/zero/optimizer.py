@@ -3,6 +3,11 @@
 Each rank updates its shard of every bucket (1910.02054 sec. 5.1, P_os); under stage 0 the shard is the
 whole bucket.  Norm and overflow are agreed by all ranks in one all-reduce before anything changes, and
 nothing in the step waits for the host.
+
+Software until 2021 updates in passes over memory, each a pass of its own: gradients are widened to fp32, unscaled, and
+clipped, masters and moments updated, and masters copied to 16 bits (Megatron-LM: fp16/fp16.py of 2019,
+megatron/optimizer/optimizer.py and clip_grads.py of 2021).  With the norm these are 60 bytes a parameter where one
+kernel needs 30, and 4 more are held meanwhile.
 """
 
 from __future__ import annotations
@@ -15,10 +20,10 @@ from torch import Tensor
 
 from repro import kernels
 from repro.config.enums import Category, Phase
+from repro.config.operator_set import OperatorSet
 from repro.parallel import storage
 from repro.parallel.comm import SUM
 from repro.parallel.mesh import Mesh
-from repro.parallel.precision import LossScaler
 from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero.flat_parameters import Tag
 
@@ -45,19 +50,20 @@ class Norms:
 class GradientShards:
     """The reduced gradients that this rank's optimizer sees, with their global norm."""
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, plain: bool = False):
-        """`plain`: torch's operators in place of CUDA kernels."""
-        self.buckets, self.mesh, self.plain = list(buckets), mesh, plain
-        self._counted = self._views(
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, operators: OperatorSet = OperatorSet.FUSED):
+        self.buckets, self.mesh, self.operators = list(buckets), mesh, operators
+        self.seen = [bucket.gradient_shard for bucket in self.buckets]
+        """As the optimizer sees them, by bucket.  Where it works in passes: from `agree` to `drop` in fp32, unscaled."""
+        self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )
         # Under stage 0 all replicas hold the same gradients; one of them speaks for all.
         replicated = all(bucket.stage == 0 for bucket in self.buckets)
         self._weight = 0.0 if replicated and mesh.dp.rank else 1.0
 
-    def _views(self, wanted: Callable[[Tag], bool]) -> list[Tensor]:
-        """The shards' runs whose tag is wanted; neighbouring runs count as one."""
-        views = []
+    def _runs(self, wanted: Callable[[Tag], bool]) -> list[list[tuple[int, int]]]:
+        """First and last element of the shards' runs whose tag is wanted, by bucket; neighbours count as one."""
+        found = []
         for bucket in self.buckets:
             runs: list[tuple[int, int]] = []
             for tag, start, stop in bucket.ranges():
@@ -67,8 +73,18 @@ class GradientShards:
                     runs[-1] = (runs[-1][0], stop)
                 else:
                     runs.append((start, stop))
-            views += [bucket.gradient_shard[start:stop] for start, stop in runs]
-        return views
+            found.append(runs)
+        return found
+
+    def drop(self) -> None:
+        """The update is done: free what only it needs."""
+        self.seen = [bucket.gradient_shard for bucket in self.buckets]
+
+    def _widen(self, scale: Tensor | None) -> None:
+        """Make what is seen fp32, and take the loss scale off it: two passes."""
+        self.seen = [gradient.float() for gradient in self.seen]
+        if scale is not None:
+            torch._foreach_mul_(self.seen, 1.0 / scale)
 
     def agree(
         self, loss: Tensor, scale: Tensor | None, observe: Callable[[Phase], None] = lambda phase: None
@@ -85,8 +101,16 @@ class GradientShards:
         for bucket in self.buckets:
             bucket.sum_tied_gradients(self.mesh.embedding)
         observe(Phase.OPTIMIZER)
-        if self._counted:
-            squares = kernels.norm_squared(self._counted, plain=self.plain)
+        if self.operators.update_in_passes:
+            self._widen(scale)
+            scale = None
+        counted = [
+            gradient[start:stop]
+            for gradient, runs in zip(self.seen, self._counted, strict=True)
+            for start, stop in runs
+        ]
+        if counted:
+            squares = kernels.norm_squared(counted, plain=self.operators.plain)
         else:  # all that this rank's shards hold is padding, or counted by another tp rank
             squares = torch.zeros((), dtype=torch.float32, device=loss.device)
         replicas = self.mesh.world.size // self.mesh.pp.size
@@ -111,11 +135,9 @@ class ShardedAdamW:
         beta1: float,
         beta2: float,
         eps: float,
-        *,
-        plain: bool = False,
+        operators: OperatorSet = OperatorSet.FUSED,
     ):
-        """`plain`: torch's operators in place of CUDA kernels."""
-        self.buckets, self.groups, self.plain = list(buckets), list(groups), plain
+        self.buckets, self.groups, self.operators = list(buckets), list(groups), operators
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         like = self.buckets[0].master
         self.step_count = torch.zeros((), dtype=torch.float32, device=like.device)
@@ -125,58 +147,77 @@ class ShardedAdamW:
             for b in self.buckets
         ]
         """First and second moment of every bucket's shard."""
-        self._lists = [self._of_group(g) for g in range(len(self.groups))]
+        self._parts = [self._parts_of(bucket) for bucket in self.buckets]
+        mixed = [bucket for bucket in self.buckets if bucket.master is not bucket.shard]
+        self._masters = self._by_group([bucket.master for bucket in self.buckets])
+        self._first, self._second = (self._by_group(moments) for moments in zip(*self.moments, strict=True))
+        self._copies = self._by_group([bucket.shard for bucket in mixed])
 
-    def _of_group(self, group: int) -> tuple[list[Tensor], ...]:
-        """Masters, gradients, first and second moments and low-precision copies of one parameter group."""
-        lists: tuple[list[Tensor], ...] = ([], [], [], [], [])
-        for bucket, (first, second) in zip(self.buckets, self.moments, strict=True):
-            mixed = bucket.master is not bucket.shard
-            tensors = (bucket.master, bucket.gradient_shard, first, second, bucket.shard)
-            start = stop = 0
-            for tag, low, high in [*bucket.ranges(), (None, -1, -1)]:
-                mine = tag is not None and tag.group == group
-                if mine and stop == low:
-                    stop = high
-                    continue
-                if stop > start:
-                    for into, tensor in zip(lists, tensors if mixed else tensors[:4], strict=False):
-                        into.append(tensor[start:stop])
-                start, stop = (low, high) if mine else (0, 0)
-        return lists
+    @staticmethod
+    def _parts_of(bucket: Bucket) -> list[tuple[int | None, int]]:
+        """The parts of a bucket's shard: parameter group, None for padding, and elements."""
+        parts: list[tuple[int | None, int]] = []
+        end = 0
+        for tag, start, stop in bucket.ranges():
+            if start > end:
+                parts.append((None, start - end))
+            if parts and parts[-1][0] == tag.group:
+                parts[-1] = (tag.group, parts[-1][1] + stop - start)
+            else:
+                parts.append((tag.group, stop - start))
+            end = stop
+        return [*parts, (None, bucket.master.numel() - end)]
 
-    def update(self, lr: Tensor, divisor: Tensor | None, skip: Tensor | None) -> None:
+    def _by_group(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Parts of one tensor of every bucket, by parameter group; of none, none."""
+        found: list[list[Tensor]] = [[] for _ in self.groups]
+        for tensor, parts in zip(tensors, self._parts, strict=bool(tensors)):
+            pieces = tensor.split([count for _, count in parts])
+            for (group, _), piece in zip(parts, pieces, strict=True):
+                if group is not None:
+                    found[group].append(piece)
+        return found
+
+    def update(
+        self, gradients: Sequence[Tensor], lr: Tensor, divisor: Tensor | None, skip: Tensor | None
+    ) -> None:
         """One AdamW step: gradients are divided by `divisor`; nothing happens where `skip` is 1.
 
-        All 0-dim fp32 tensors.  Gradients are destroyed.
+        `gradients`: of every bucket's shard; they are destroyed.  The others: 0-dim fp32 tensors.
         """
+        in_passes = self.operators.update_in_passes
+        if in_passes and divisor is not None:
+            torch._foreach_mul_(list(gradients), 1.0 / divisor)
+            divisor = None
         step = self.step_count + 1
-        for group, (masters, gradients, first, second, copies) in zip(self.groups, self._lists, strict=True):
-            if masters:
-                kernels.adamw_(
-                    masters,
-                    gradients,
-                    first,
-                    second,
-                    copies,
-                    step=step,
-                    lr=lr,
-                    beta1=self.beta1,
-                    beta2=self.beta2,
-                    eps=self.eps,
-                    weight_decay=group.weight_decay,
-                    grad_scale=divisor,
-                    found_inf=skip,
-                    plain=self.plain,
-                )
+        given = self._by_group(gradients)
+        for g, group in enumerate(self.groups):
+            if not self._masters[g]:
+                continue
+            kernels.adamw_(
+                self._masters[g],
+                given[g],
+                self._first[g],
+                self._second[g],
+                [] if in_passes else self._copies[g],
+                step=step,
+                lr=lr,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                eps=self.eps,
+                weight_decay=group.weight_decay,
+                grad_scale=divisor,
+                found_inf=skip,
+                plain=self.operators.plain,
+            )
+            if in_passes and self._copies[g]:
+                torch._foreach_copy_(self._copies[g], self._masters[g])
         self.step_count.copy_(step if skip is None else step - skip)
 
 
-def divisor_for(norm: Tensor, clip: float, scaler: LossScaler | None) -> Tensor | None:
-    """What gradients are divided by: the loss scale, and what brings the global norm down to `clip`."""
-    divisor = None
-    if clip > 0:
-        divisor = ((norm + 1e-6) / clip).clamp(min=1.0)
-    if scaler is not None:
-        divisor = scaler.scale if divisor is None else divisor * scaler.scale
-    return divisor
+def divisor_for(norm: Tensor, clip: float, scale: Tensor | None) -> Tensor | None:
+    """What gradients are divided by: the loss scale that they carry, and what brings the global norm down to `clip`."""
+    if clip <= 0:
+        return scale
+    divisor = ((norm + 1e-6) / clip).clamp(min=1.0)
+    return divisor if scale is None else divisor * scale

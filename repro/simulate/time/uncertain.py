@@ -13,9 +13,10 @@ UNCALIBRATED = unknown(
     "kernels",
     Quantity(
         value=1,
-        high=1.61,
-        source="no run calibrates these kernels on this device, and they take what shapes and bandwidth allow; high: "
-        "the most that one of the generations takes which a published point calibrates",
+        low=0.97,
+        high=1.52,
+        source="no run calibrates these kernels on this device, and they take what shapes and bandwidth allow; low: the "
+        "least that one of the generations takes which a published point calibrates; high: the most",
     ),
 )
 """Seconds of kernels without a published point over the modelled ones."""

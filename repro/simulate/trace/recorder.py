@@ -231,7 +231,16 @@ _SHAPES = Shapes()
 _OPERATORS: dict[Call, Operator] = {}
 """What operators cost, by their operands: layers and micro-batches are alike."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
+OVERWRITE = ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_")
+"""Write to their first argument without reading it."""
 _EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
+
+
+@cache
+def _changes_first(func: Any) -> bool:
+    """Whether an operator writes to its first argument."""
+    first = func._schema.arguments[0].alias_info
+    return first is not None and first.is_write
 
 
 @cache
@@ -263,10 +272,12 @@ def _operator(
         flops, read, written = cost(name.removeprefix("repro."), *args, **kwargs)
         return Operator(name, flops, read, written, (), itemsize)
     operands = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-    written, read = sum(map(_bytes, results)), sum(map(_bytes, operands))
-    into = written_to(func, kwargs)
+    # What changes lists of tensors returns none of them.
+    written = sum(map(_bytes, results or _tensors(args[:1] if _changes_first(func) else ())))
+    read = sum(map(_bytes, operands))
+    into = args[0] if name in OVERWRITE else written_to(func, kwargs)
     if into is not None and kwargs.get("beta", 0) == 0:
-        read -= _bytes(into)  # written, not read
+        read -= sum(map(_bytes, _tensors(into)))  # written, not read
     if kind != _FLOPS:
         return Operator(name, 0, read, written, (), itemsize)
     flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)

@@ -191,6 +191,9 @@ def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile:
         work = flops.hardware_flops(model, model.seq, point.layout.global_batch, recompute=True)
         assert float(seconds) == pytest.approx(work / point.flops_per_device, rel=1e-3)
         best = efficiency.kernels(point)
+        if best.others < 1:  # they beat the model, and do so alike
+            assert found == best
+            continue
         assert (found.products < best.products and found.others > best.others) == (quantile < BEST)
         assert 1 <= found.products <= found.others
 
@@ -226,11 +229,10 @@ def test_devices_differ_from_the_one_that_was_measured_and_kernels_without_a_poi
     found = predict(fused, system, traces, interval=True)
     assert found.interval is not None
     (kernels,) = (move for move in found.interval.moves if move.key == UNCALIBRATED.key)
-    assert kernels.low_s == pytest.approx(found.step_s)
-    assert kernels.high_s > found.step_s
+    assert kernels.low_s < found.step_s < kernels.high_s
     factors = [efficiency.kernels(point).others for point in calibration_points()]
-    assert min(factors) >= 1
-    assert UNCALIBRATED.high - 0.1 < max(factors) <= UNCALIBRATED.high, "it is the largest of them"
+    ends = (UNCALIBRATED.low, UNCALIBRATED.high)
+    assert ends == pytest.approx((min(factors), max(factors)), abs=0.01), "the least and the largest of them"
 
 
 def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
