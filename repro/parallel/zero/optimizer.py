@@ -53,7 +53,7 @@ class GradientShards:
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, operators: OperatorSet = OperatorSet.FUSED):
         self.buckets, self.mesh, self.operators = list(buckets), mesh, operators
         self.seen = [bucket.gradient_shard for bucket in self.buckets]
-        """As the optimizer sees them, by bucket.  Where it works in passes: from `agree` to `drop` in fp32, unscaled."""
+        """As the optimizer sees them, by bucket.  In passes: fp32 and unscaled from `agree` to `drop`."""
         self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )

@@ -15,8 +15,8 @@ UNCALIBRATED = unknown(
         value=1,
         low=0.97,
         high=1.52,
-        source="no run calibrates these kernels on this device, and they take what shapes and bandwidth allow; low: the "
-        "least that one of the generations takes which a published point calibrates; high: the most",
+        source="no run calibrates these kernels on this device, and they take what shapes and bandwidth allow; low: "
+        "the least that one of the generations takes which a published point calibrates; high: the most",
     ),
 )
 """Seconds of kernels without a published point over the modelled ones."""
