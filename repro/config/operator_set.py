@@ -18,10 +18,10 @@ class OperatorSet(StrEnum):
     """The same operators, each by torch's own, on every device; on a CPU `fused` runs the same."""
     SOFTMAX = "softmax"
     """Megatron-LM of December 2020 and 2021 (2104.04473 sec. 4.2), which writes the scores, with scale, mask and
-    softmax in one operator, and updates parameters in passes."""
+    softmax in one operator; what becomes of gradients is in passes."""
     UNFUSED = "unfused"
     """Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with scale, mask, softmax,
-    biases, dropouts and residuals as operators of their own, and the update in passes."""
+    biases, dropouts and residuals as operators of their own; what becomes of gradients is in passes."""
 
     @property
     def plain(self) -> bool:
@@ -34,7 +34,8 @@ class OperatorSet(StrEnum):
         return self in (OperatorSet.SOFTMAX, OperatorSet.UNFUSED)
 
     @property
-    def update_in_passes(self) -> bool:
-        """Whether gradients are widened, unscaled and clipped, parameters updated, and copied, one pass after another
-        (`repro.parallel.zero.optimizer`)."""
+    def in_passes(self) -> bool:
+        """Whether weight gradients are added up beside the products that make them, copied to be reduced and back
+        (`repro.parallel.zero.grad_reduce`), and widened, unscaled and clipped for the update
+        (`repro.parallel.zero.optimizer`), each a pass over memory."""
         return self.writes_scores

@@ -77,7 +77,7 @@ class NativeEngine:
         scaler = self.scaler
         scale = None if scaler is None else scaler.scale
         norms = self.gradients.agree(loss, scale, observe)
-        carried = None if self.layout.kernels.update_in_passes else scale
+        carried = None if self.layout.kernels.in_passes else scale
         self.optimizer.update(
             self.gradients.seen,
             learning_rate(self.training, self.optimizer.step_count),

@@ -127,6 +127,22 @@ def test_a_reduction_is_undone_so_that_a_later_one_counts_every_rank_once(
     assert made.gradients.tolist() == pytest.approx(left)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_copy_of_gradients_is_reduced_where_software_works_in_passes(size: int) -> None:
+    """They get the sum once it has been waited for, and nothing keeps the copy; a rank alone makes one too."""
+    of, transport = group(size=size)
+    made = bucket(of, 0, in_passes=True)
+    assert made.gradients is not None
+    made.gradients.fill_(1.0)
+    work = made.reduce(add=False)
+    assert len(transport.begun) == (size > 1)
+    assert made.gradients.eq(1.0).all(), "not before"
+    made.gradients.fill_(7.0)
+    work.wait()
+    assert made.gradients.eq(float(size)).all()
+    assert made.copy is None
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_stage_2_adds_micro_batches_in_its_shard_and_frees_what_it_has_reduced(fused: bool) -> None:
     made = bucket(group()[0], 2, fused=fused)

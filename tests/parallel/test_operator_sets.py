@@ -50,9 +50,10 @@ def test_one_process_equals_the_fused_kernels(kernels: str, training: dict[str, 
         Layout(tp=2, micro_batch=4, global_batch=BATCH, recompute=True),
         Layout(tp=2, sp=True, micro_batch=8),
         Layout(dp=2, zero=2, micro_batch=4),
+        Layout(dp=2, micro_batch=2, global_batch=BATCH, bucket_bytes=3000),
         Layout(pp=2, micro_batch=4, global_batch=BATCH),
     ],
-    ids=["tp-recompute", "sp", "dp-z2", "pp"],
+    ids=["tp-recompute", "sp", "dp-z2", "dp-adds", "pp"],
 )
 @pytest.mark.parametrize("kernels", ["softmax", "unfused"])
 def test_two_processes_equal_one(two: RankPool, layout: Layout, kernels: str) -> None:

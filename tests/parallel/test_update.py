@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from repro.simulate.memory.live import LiveBytes
 from repro.simulate.trace.events import Operator, PhaseStart
 from repro.simulate.trace.roles import roles, trace
 from repro.train.learning_rate import learning_rate
-from tests.training import micro_batches, tiny
+from tests.training import TINY, micro_batches, tiny
 
 NOT, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)
 
@@ -183,6 +184,36 @@ def test_bytes_that_an_update_moves_and_holds(kernels: str, precision: str, move
         live.see(event)
         most = max(most, live.total)
     assert (most - before) / numel == pytest.approx(held, abs=0.02 * 4)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "added", "copied"),
+    [
+        # Each later micro-batch's read, what is there read and written; the first one's copied where gradients are
+        # reduced, these copied to be reduced and back.
+        ("softmax", 6, 12),
+        ("unfused", 6, 12),
+        ("fused", 0, 0),  # by the products themselves
+    ],
+)
+def test_bytes_that_weight_gradients_move_beside_their_products(
+    kernels: str, added: int, copied: int
+) -> None:
+    """Counted of what is as large as a matrix of a layer: vectors have passes of their own in every set."""
+    layout = Layout(precision="fp16", kernels=kernels, micro_batch=1, global_batch=3, bucket_bytes=1 << 20)
+    experiment = tiny(layout, replace(TINY, vocab=2, seq=4))
+    m = experiment.model
+    matrices = 12 * m.layers * m.hidden**2
+    assert m.ffn_width * m.seq < m.hidden**2, "activations are less, and embeddings"
+    traced = trace(experiment, roles(experiment)[0])
+    moved = dict.fromkeys(("aten.add_", "aten.copy_"), 0)
+    for event in traced.step:
+        if isinstance(event, PhaseStart) and event.name == Phase.OPTIMIZER:
+            break
+        if isinstance(event, Operator) and event.name in moved and event.written >= 2 * m.hidden**2:
+            moved[event.name] += event.read + event.written
+    assert moved["aten.add_"] / matrices == pytest.approx(2 * added)
+    assert moved["aten.copy_"] / matrices == pytest.approx(copied, rel=0.1)
 
 
 def test_a_resumed_scaler_remembers_how_many_overflows_it_has_seen() -> None:

@@ -16,6 +16,8 @@ place that is too.
 A bucket's gradients are reduced where they are, so that what is fused for communication has the bucket's
 constant size (C_B, sec. 6.2); what libraries did before is `zero_r.constant_buffers.reduce_fused`.  Under stage 0
 `Bucket.copy` makes it as torch's DistributedDataParallel did: what is reduced lies beside the gradients, P more.
+Megatron-LM's own had such a copy for as long as it was reduced (`allreduce_gradients` of megatron/model/distributed.py
+in 2021, `allreduce_params` before), also where nobody else had the same parameters.
 """
 
 from __future__ import annotations
@@ -53,11 +55,13 @@ class Bucket(FlatParameters):
         all_reduce_first: bool = False,
         fused: bool = False,
         as_view: bool = True,
+        in_passes: bool = False,
         by_parameter: bool = False,
     ):
         """`fused`: without C_B, reduce an fp32 copy of the gradients, 4 bytes a parameter, made for the reduction.
 
-        Without `as_view` (stage 0) a copy of the gradients is kept all the time, and it is what is reduced.
+        Without `as_view` (stage 0) a copy of the gradients is kept all the time, and it is what is reduced;
+        `in_passes` (stage 0): one is made for the reduction.
         """
         super().__init__(
             plan,
@@ -82,6 +86,7 @@ class Bucket(FlatParameters):
         """What is reduced in place of the gradients [padded], where they are not views of it."""
         if not as_view:
             self.copy = storage.zeros(plan.padded, self.full, Category.COMMUNICATION)
+        self._copied_to_reduce = in_passes and as_view and stage == 0 and not fused
 
     def _place_gradients(self) -> None:
         plan = self.plan
@@ -128,8 +133,11 @@ class Bucket(FlatParameters):
         """
         full = self.gradients
         assert full is not None
-        if self.copy is not None:
-            full = self.copy.copy_(full)
+        copy = self.copy
+        if self._copied_to_reduce:
+            copy = storage.empty(self.plan.padded, full, Category.COMMUNICATION)
+        if copy is not None:
+            full = copy.copy_(full)
         whole = self.stage == 0 or self.all_reduce_first
         add = add and self.stage >= 2
         output = full if whole else self.gradient_shard
@@ -147,13 +155,13 @@ class Bucket(FlatParameters):
                 parts.give(sent)
                 full = sent
             work = self.group.reduce_scatter(output, full, purpose="gradients")
-        if self.stage < 2 and self.copy is None:
+        if self.stage < 2 and copy is None:
             return work
 
         def finish() -> None:
             work.wait()
-            if self.copy is not None:
-                self.gradient_shard.copy_(self.copy)
+            if copy is not None:
+                self.gradient_shard.copy_(copy)
                 return
             if add and not fused:
                 self.gradient_shard.add_(output)

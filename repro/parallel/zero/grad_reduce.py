@@ -40,8 +40,10 @@ class GradientReducer:
         by_arrival: bool = True,
         contiguous: bool = False,
         overlap: bool = True,
+        in_products: bool = True,
     ):
         """`contiguous`: full gradients of stages 2 and 3 lie in memory set aside now (M_D).
+        `in_products`: the products that make weight gradients add them up too; without, each is made by itself first.
 
         Without `overlap` stages 0 and 1 begin to reduce in the `wait` that ends the step, and stage 2
         waits for each bucket before the backward pass goes on.
@@ -67,7 +69,7 @@ class GradientReducer:
             self._set_aside()
         for b, bucket in enumerate(self.buckets):
             for s, parameter in enumerate(bucket.parameters):
-                if getattr(parameter, "used_once", False):
+                if in_products and getattr(parameter, "used_once", False):
                     vars(parameter)["gradient_sink"] = self._sink(b, s)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(b, s))

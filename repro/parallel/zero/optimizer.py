@@ -101,7 +101,7 @@ class GradientShards:
         for bucket in self.buckets:
             bucket.sum_tied_gradients(self.mesh.embedding)
         observe(Phase.OPTIMIZER)
-        if self.operators.update_in_passes:
+        if self.operators.in_passes:
             self._widen(scale)
             scale = None
         counted = [
@@ -185,7 +185,7 @@ class ShardedAdamW:
 
         `gradients`: of every bucket's shard; they are destroyed.  The others: 0-dim fp32 tensors.
         """
-        in_passes = self.operators.update_in_passes
+        in_passes = self.operators.in_passes
         if in_passes and divisor is not None:
             torch._foreach_mul_(list(gradients), 1.0 / divisor)
             divisor = None

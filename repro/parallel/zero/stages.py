@@ -44,6 +44,8 @@ class Sharding:
     """Communicate while the device computes."""
     as_view: bool = True
     """Gradients lie in their buckets; without (stage 0), a bucket is a copy beside them."""
+    in_passes: bool = False
+    """Add gradients up, and under stage 0 copy them to be reduced, in passes over memory, as until 2021."""
     by_parameter: bool = False
     """Stage 3 as in March 2021: gather each parameter by itself, nothing ahead, in lists of parts."""
     gather_overlap: bool = True
@@ -63,6 +65,7 @@ class Sharding:
             contiguous=layout.md,
             overlap=layout.overlap,
             as_view=layout.gradient_as_bucket_view,
+            in_passes=layout.kernels.in_passes,
             by_parameter=layout.zero3_gather == "parameter",
             gather_overlap=layout.overlap and layout.gather_overlap,
         )
@@ -159,6 +162,7 @@ class ShardedModule:
                 all_reduce_first=sharding.all_reduce_first,
                 fused=not sharding.constant_buffers,
                 as_view=sharding.as_view,
+                in_passes=sharding.in_passes,
                 by_parameter=sharding.by_parameter,
             )
             self.buckets.append(bucket)
@@ -176,6 +180,7 @@ class ShardedModule:
             by_arrival=sharding.stage < 3,
             contiguous=sharding.contiguous,
             overlap=sharding.overlap,
+            in_products=not sharding.in_passes,
         )
         self.looks = Looks(self.parameters)
         if sharding.stage == 3:

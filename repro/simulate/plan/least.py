@@ -30,7 +30,14 @@ import numpy.typing as npt
 from repro.config import Layout, Model
 from repro.parallel.ledger import RING_PASSES, SEND
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST
-from repro.simulate.time.device import ATTENTION, BIASED_ATTENTION, MATMULS, DeviceCost, bytes_moved
+from repro.simulate.time.device import (
+    ATTENTION,
+    BIASED_ATTENTION,
+    MATMULS,
+    STREAMED,
+    DeviceCost,
+    bytes_moved,
+)
 from repro.simulate.time.network import Network
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wait
 
@@ -64,9 +71,9 @@ def work(traced: Trace, wide: Trace, times: float) -> Amounts:
         if at is None:
             continue
         kind, amount = _amount(event, next_one)
-        if kind in (MOVED, RINGS):
+        if amount and kind not in (PRODUCTS, FUSED):
             name, *sizes = _bytes(event)
-            if (name, *(times * size for size in sizes)) not in known:
+            if kind == FIXED or (name, *(times * size for size in sizes)) not in known:
                 if kind == RINGS or _bytes(event) not in known:
                     continue
                 kind = FIXED
@@ -101,7 +108,7 @@ def _amount(event: Event, after: Event) -> tuple[int, float]:
             return PRODUCTS, event.flops
         if event.name.startswith(ATTENTION):
             return FUSED, event.flops if event.name.startswith(BIASED_ATTENTION) else event.flops / 2
-        return MOVED, bytes_moved(event)
+        return FIXED if event.name in STREAMED else MOVED, bytes_moved(event)
     if isinstance(event, Message) and event.group == "tp" and after == Wait(event.work):
         return RINGS, RING_PASSES[event.op] * event.payload * (event.size - 1) / event.size
     return FIXED, 0.0

@@ -34,6 +34,20 @@ SPLITS = (1, 2, 4, 8)
 ATTENTION_EFFICIENCY = 0.7
 """Of the large products' rate, where nobody measured a generation's attention: two products in turn with a softmax in
 registers (2205.14135 sec. 4, 2307.08691)."""
+STREAMED = frozenset(
+    (
+        "aten.add_",
+        "aten.copy_",
+        "aten.zero_",
+        "aten._to_copy",
+        "aten._foreach_mul_",
+        "aten._foreach_copy_",
+        "repro.norm_squared",
+        "repro.adamw_",
+    )
+)
+"""Passes over parameters and gradients, flat memory that is read and written once: they take what their bytes ask for
+in any software, as kernels do that scale a vector (te42kyfo/gpu-benches on V100 and A100, docs/time.md)."""
 ALIGNMENT = 8
 """Tensor cores multiply where sizes are multiples of eight (16 bytes of half precision)."""
 
@@ -44,7 +58,7 @@ class Kernels(NamedTuple):
     products: float
     """Seconds of matrix products over the model's."""
     others: float
-    """Seconds of all others over the model's."""
+    """Seconds of all others but `STREAMED` over the model's."""
     attention: float = 0.0
     """FLOP/s of fused attention among endlessly many keys, of what a causal mask leaves; 0: as the model has it, times
     `others`."""
@@ -113,11 +127,13 @@ class DeviceCost:
             factor = 1.0 if self.kernels.attention else factor
         else:
             found = self._moved(operator) + self.fill_s * operator.calls
+            factor = 1.0 if name in STREAMED else factor
         return (found + self.kernel_s * operator.calls) * factor * self.pace
 
     def least(self, ring: float) -> tuple[float, ...] | None:
         """Seconds that nothing takes less than: of a FLOP of a product and of fused attention, of a byte that is moved,
-        of one that goes round a ring of `ring` bytes/s, and of one moved again.  None where they are measured."""
+        of one that goes round a ring of `ring` bytes/s, and of one that may be `STREAMED`.  None where they are
+        measured."""
         if self.rates or self.system.provenance is not None:
             return None
         slower = self.pace * self.slowest
@@ -128,7 +144,8 @@ class DeviceCost:
         if self.kernels.attention:
             attention = slower / self.kernels.attention
         moved = slower * self.kernels.others / self.bandwidth
-        return product, attention, moved, 1 / ring, moved
+        streamed = slower * min(1.0, self.kernels.others) / self.bandwidth
+        return product, attention, moved, 1 / ring, streamed
 
     def _calibrated(self, operator: Operator) -> float:
         kind = "matmul" if operator.name in MATMULS else "elementwise"

@@ -193,3 +193,13 @@ def test_products_and_other_kernels_have_factors_of_their_own() -> None:
     large, moved = product(4096, 4096, 4096), Operator("aten.add", 0, 10**9, 10**9, (), 2)
     assert apart.seconds(large) == pytest.approx(1.5 * plain.seconds(large))
     assert apart.seconds(moved) == pytest.approx(3.0 * plain.seconds(moved))
+
+
+def test_passes_over_parameters_take_what_their_bytes_ask_for_in_any_software() -> None:
+    """And so does the least that they may take, from which a plan rules layouts out."""
+    added = Operator("aten.add_", 0, 2 * 10**9, 10**9, (), 2)
+    for kernels in (Kernels(1.5, 3.0), Kernels.alike(0.9)):
+        cost = DeviceCost(V100, "fp16", kernels)
+        assert cost.seconds(added) == DeviceCost(V100, "fp16").seconds(added)
+        *_, streamed = cost.least(1e9) or (0.0,)
+        assert 0 < 3e9 * streamed <= cost.seconds(added)
