@@ -82,6 +82,15 @@ KEYS = Asks({"clone": 1}, {}, (1, 0))
 """Keys that lie beside the values, to be turned without them."""
 BIASED_ATTENTION = Asks({EFFICIENT: 1}, {f"{EFFICIENT}_backward": 1}, (4, 3))
 
+
+def in_passes(asks: list[Asks]) -> list[Asks]:
+    """A weight's gradient by itself, and then added: what software until 2021 did in the place of one product."""
+    weights = [each for each in asks if each in (LINEAR, BIASED)]
+    added = Asks({}, {"mm": 1, "add_": 1}, (0, 1))
+    alone = [each._replace(backward=each.backward | {"addmm": 0}) for each in weights]
+    return [*(each for each in asks if each not in weights), *alone, *[added] * len(weights)]
+
+
 LAYER: dict[str, list[Asks]] = {
     "gpt2-fused": [*GPT2, ATTENTION, *UNDROPPED],
     "gpt2-dropout": [*GPT2, ATTENTION, DROPOUT, DROPOUT],
@@ -94,9 +103,9 @@ LAYER: dict[str, list[Asks]] = {
         TORCH_RESIDUAL,
         TORCH_RESIDUAL,
     ],
-    "gpt2-softmax": [*GPT2, COPIES, PRODUCTS, SOFTMAX, *UNDROPPED],
+    "gpt2-softmax": [*in_passes(GPT2), COPIES, PRODUCTS, SOFTMAX, *UNDROPPED],
     "gpt2-unfused": [
-        *[LINEAR, TOGETHER, *SEQUENTIAL, *GPT2_VECTORS, NORM, NORM],
+        *in_passes([LINEAR, TOGETHER, *SEQUENTIAL, *GPT2_VECTORS, NORM, NORM]),
         *[COPIES, PRODUCTS, SCALE_AND_MASK, TORCH_SOFTMAX, *UNFUSED],
     ],
     "bloom": [*GPT2, BIASED_ATTENTION, *UNDROPPED],
