@@ -47,8 +47,8 @@ STREAMED = frozenset(
     )
 )
 """Passes over parameters and gradients, flat memory that is read and written once: they take what their bytes ask for
-in any software, as kernels do that scale a vector (te42kyfo/gpu-benches on V100 and A100, docs/time.md).  Known by name:
-the few of a layer that have one of these, as a bias added in place, take as little."""
+in any software, as kernels do that scale a vector (te42kyfo/gpu-benches on V100 and A100, docs/time.md).  Known by
+name: the few of a layer that have one of these, as a bias added in place, take as little."""
 ALIGNMENT = 8
 """Tensor cores multiply where sizes are multiples of eight (16 bytes of half precision)."""
 
