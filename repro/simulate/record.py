@@ -85,7 +85,7 @@ def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
 
     point = calibration_point_of(kernels, system)
     run = point and (
-        *(point.rate, point.products, point.attention, point.attention_start),
+        *(point.rate, point.products, point.passes, point.attention, point.attention_start),
         point.experiment(models.load(point.model)).key,
         systems.load(point.system),
     )

@@ -72,6 +72,8 @@ def _slower(kernels: Kernels) -> str:
         if products == others
         else f"Products take {products}, other kernels {others}"
     )
+    if kernels.passes != 1:
+        them += f", passes over parameters {units.number(kernels.passes)}"
     but = "; fused attention was measured by itself" if kernels.attention else ""
     return f"{them} times what shapes and bandwidth ask for{but}."
 

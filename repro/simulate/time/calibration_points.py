@@ -22,6 +22,12 @@ ALIKE = Quantity(
     source="a published rate is of all kernels together: products are as far from the model of their device as "
     "the others (assumed); low: a product takes what it takes alone, and the others all that is left (assumed)",
 )
+STREAMING = Quantity(
+    value=1,
+    high=1.31,
+    source="as kernels that scale a vector (te42kyfo/gpu-benches, docs/time.md), where passes of this software were not "
+    "measured; high: those of Megatron-LM on an A100, if Adam's are as slow as copies",
+)
 FILE = Path(__file__).with_name("calibration_points.toml")
 
 
@@ -49,6 +55,8 @@ class CalibrationPoint:
     products: Quantity = ALIKE
     """What matrix products take beyond the model, over what other kernels do, each of its own seconds; 0: they take
     what they take alone."""
+    passes: Quantity = STREAMING
+    """Seconds of passes over parameters and gradients over what their bytes ask for; measured, not from the point."""
     attention: Quantity | None = None
     """FLOP/s of its fused attention among endlessly many keys, of what a causal mask leaves, forward and backward;
     None: nobody measured it by itself."""
@@ -69,6 +77,11 @@ class CalibrationPoint:
         return unknown(f"{self.name}: products", self.products)
 
     @property
+    def passes_time(self) -> Unknown:
+        """`passes`."""
+        return unknown(f"{self.name}: passes", self.passes)
+
+    @property
     def attention_rate(self) -> Unknown | None:
         """`attention`."""
         return unknown(f"{self.name}: attention", self.attention) if self.attention is not None else None
@@ -76,7 +89,7 @@ class CalibrationPoint:
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
         """All numbers of it that may be others."""
-        found = (self.rate, self.products_share, self.attention_rate)
+        found = (self.rate, self.products_share, self.passes_time, self.attention_rate)
         return tuple(one for one in found if one is not None and one.low < one.high)
 
     def experiment(self, model: Model) -> Experiment:

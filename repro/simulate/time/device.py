@@ -46,9 +46,9 @@ STREAMED = frozenset(
         "repro.adamw_",
     )
 )
-"""Passes over parameters and gradients, flat memory that is read and written once: they take what their bytes ask for
-in any software, as kernels do that scale a vector (te42kyfo/gpu-benches on V100 and A100, docs/time.md).  Known by
-name: the few of a layer that have one of these, as a bias added in place, take as little."""
+"""Passes over parameters and gradients, memory that is read and written once: how much longer than their bytes ask for
+they take was measured by itself (`CalibrationPoint.passes`).  Known by name: the few of a layer that have one of these,
+as a bias added in place, take as long."""
 ALIGNMENT = 8
 """Tensor cores multiply where sizes are multiples of eight (16 bytes of half precision)."""
 
@@ -60,6 +60,8 @@ class Kernels(NamedTuple):
     """Seconds of matrix products over the model's."""
     others: float
     """Seconds of all others but `STREAMED` over the model's."""
+    passes: float = 1.0
+    """Seconds of `STREAMED` over the model's."""
     attention: float = 0.0
     """FLOP/s of fused attention among endlessly many keys, of what a causal mask leaves; 0: as the model has it, times
     `others`."""
@@ -68,7 +70,7 @@ class Kernels(NamedTuple):
 
     @classmethod
     def alike(cls, factor: float) -> Kernels:
-        """The same factor for every kernel."""
+        """The same factor for every kernel but passes, which take what their bytes ask for."""
         return cls(factor, factor)
 
 
@@ -128,7 +130,7 @@ class DeviceCost:
             factor = 1.0 if self.kernels.attention else factor
         else:
             found = self._moved(operator) + self.fill_s * operator.calls
-            factor = 1.0 if name in STREAMED else factor
+            factor = self.kernels.passes if name in STREAMED else factor
         return (found + self.kernel_s * operator.calls) * factor * self.pace
 
     def least(self, ring: float) -> tuple[float, ...] | None:
@@ -145,7 +147,7 @@ class DeviceCost:
         if self.kernels.attention:
             attention = slower / self.kernels.attention
         moved = slower * self.kernels.others / self.bandwidth
-        streamed = slower * min(1.0, self.kernels.others) / self.bandwidth
+        streamed = slower * min(self.kernels.passes, self.kernels.others) / self.bandwidth
         return product, attention, moved, 1 / ring, streamed
 
     def _calibrated(self, operator: Operator) -> float:

@@ -52,10 +52,11 @@ def kernels_in(
         return np.array([of.at(case.of(of.key)) if of is not None else 0.0 for case in cases])
 
     attention, start = value(generation.attention_rate), generation.attention_start
+    measured = list(zip(value(generation.passes_time).tolist(), attention.tolist(), strict=True))
 
     def seconds(products: float, others: float) -> Lanes:
         """Of the step on the device that was measured, [cases]."""
-        of_cases = [Kernels(products, others, rate, start) for rate in attention.tolist()]
+        of_cases = [Kernels(products, others, passes, rate, start) for passes, rate in measured]
         at_few, at_more = (_timed(generation, layers, itself, of_cases) for layers in (FEW, MORE))
         return at_few + (whole.layers - FEW) * (at_more - at_few) / (MORE - FEW)
 
@@ -65,8 +66,10 @@ def kernels_in(
     share = np.where(published > modelled, value(generation.products_share), 1.0)
     other = seconds(1.0, 2.0) - modelled if (share < 1).any() else 0 * every
     beyond = (published - modelled) / (share * (every - other) + other)
-    found = zip((share * beyond).tolist(), beyond.tolist(), attention.tolist(), strict=True)
-    return tuple(Kernels(1 + products, 1 + others, rate, start) for products, others, rate in found)
+    found = zip((share * beyond).tolist(), beyond.tolist(), measured, strict=True)
+    return tuple(
+        Kernels(1 + products, 1 + others, passes, rate, start) for products, others, (passes, rate) in found
+    )
 
 
 def _timed(

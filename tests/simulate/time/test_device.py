@@ -13,7 +13,7 @@ from repro.config import ConfigError, OperatorSet
 from repro.config.timing import OperatorRate, Provenance
 from repro.simulate.time import calibration_points
 from repro.simulate.time.basis import CALIBRATED, PUBLISHED, rests_on
-from repro.simulate.time.device import DeviceCost, Kernels, product_sizes
+from repro.simulate.time.device import MODELLED, DeviceCost, Kernels, product_sizes
 from repro.simulate.trace.events import Operator
 
 V100 = systems.load("dgx2")
@@ -195,11 +195,34 @@ def test_products_and_other_kernels_have_factors_of_their_own() -> None:
     assert apart.seconds(moved) == pytest.approx(3.0 * plain.seconds(moved))
 
 
-def test_passes_over_parameters_take_what_their_bytes_ask_for_in_any_software() -> None:
-    """And so does the least that they may take, from which a plan rules layouts out."""
+def test_passes_over_parameters_have_a_factor_of_their_own() -> None:
+    """And so has the least that they may take, from which a plan rules layouts out."""
     added = Operator("aten.add_", 0, 2 * 10**9, 10**9, (), 2)
-    for kernels in (Kernels(1.5, 3.0), Kernels.alike(0.9)):
+    for kernels in (Kernels(1.5, 3.0, passes=1.2), Kernels.alike(0.9)):
         cost = DeviceCost(V100, "fp16", kernels)
-        assert cost.seconds(added) == DeviceCost(V100, "fp16").seconds(added)
+        asked = DeviceCost(V100, "fp16").seconds(added)
+        assert cost.seconds(added) == pytest.approx(kernels.passes * asked, rel=1e-12)
         *_, streamed = cost.least(1e9) or (0.0,)
         assert 0 < 3e9 * streamed <= cost.seconds(added)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "milliseconds"),
+    [
+        (1_210_807_296, 23.20 + 11.08 + 19.52 + 47.65 + 11.33),
+        (1_016_024_576, 19.27 + 9.18 + 16.22 + 39.43 + 9.35),
+        (1_136_305_152, 21.45 + 10.12 + 17.98 + 44.14 + 10.27),
+        (1_061_898_240, 20.79 + 9.41 + 16.64 + 41.53 + 9.49),
+        (1_013_084_160, 20.02 + 8.94 + 15.90 + 39.38 + 9.01),
+    ],
+)
+def test_passes_of_2021_take_on_a_v100_what_logs_say(parameters: int, milliseconds: float) -> None:
+    """Gradients to be reduced and back, to fp32, clipped, Adam, parameters back, each by its own timer: medians of the
+    last stages in bigscience-workshop/bigscience experiments/gpt2-meg, 4 to 64 nodes."""
+    point = calibration_points.calibration_point_of("softmax", V100)
+    assert point is not None
+    assert point.passes.value is not None
+    cost = DeviceCost(V100, "fp16", MODELLED._replace(passes=point.passes.value))
+    moved = {"aten.copy_": 12 + 6 + 6, "repro.norm_squared": 4, "aten._foreach_mul_": 8, "repro.adamw_": 28}
+    seconds = sum(cost.seconds(Operator(name, 0, each * parameters, 0, (), 2)) for name, each in moved.items())
+    assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.02)
