@@ -12,9 +12,9 @@ from repro.host.resources import usable_cores
 
 ETHERNET, HEADERS = 14, 52
 """Bytes of an Ethernet header, which a token bucket counts; of IPv4 and TCP with a time stamp, within the MTU."""
-FRAME_S, FRAMES = 200e-6, 15000
+FRAME_S, FRAMES = 200e-6, 6000
 """What a frame lasts on its link, at least: longer ones make a coarse link.  Frames/s for each core of this machine
-that all links of a kind carry together, at most: more would leave no time to compute."""
+that all links of a kind carry together, at most: with more a ring takes longer than its link (docs/windtunnel.md)."""
 LEAST_MTU, MOST_MTU, MOST_PIECE = 1500, 9000, 64000
 WINDOW_S, LEAST_WINDOW, MOST_WINDOW = 30e-3, 1 << 18, 1 << 22
 """What a stream has under way: seconds of its link, and bounds in bytes.  A rank that has no core for a while must
