@@ -25,7 +25,7 @@ ALIKE = Quantity(
 STREAMING = Quantity(
     value=1,
     high=1.31,
-    source="as kernels that scale a vector (te42kyfo/gpu-benches, docs/time.md), where passes of this software were not "
+    source="as kernels that scale a vector (te42kyfo/gpu-benches, docs/time.md), where this software's were not "
     "measured; high: those of Megatron-LM on an A100, if Adam's are as slow as copies",
 )
 FILE = Path(__file__).with_name("calibration_points.toml")

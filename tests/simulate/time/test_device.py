@@ -224,5 +224,7 @@ def test_passes_of_2021_take_on_a_v100_what_logs_say(parameters: int, millisecon
     assert point.passes.value is not None
     cost = DeviceCost(V100, "fp16", MODELLED._replace(passes=point.passes.value))
     moved = {"aten.copy_": 12 + 6 + 6, "repro.norm_squared": 4, "aten._foreach_mul_": 8, "repro.adamw_": 28}
-    seconds = sum(cost.seconds(Operator(name, 0, each * parameters, 0, (), 2)) for name, each in moved.items())
+    seconds = sum(
+        cost.seconds(Operator(name, 0, each * parameters, 0, (), 2)) for name, each in moved.items()
+    )
     assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.02)
