@@ -47,6 +47,7 @@ _HOW = (
     ("links.*", HERE, "links.{link}.collectives", LINK),
     ("kernels", HERE, "device.operators", "seconds of the operators themselves, of each set of kernels"),
     ("*: attention", HERE, "device.operators", "seconds of every operator, attention among them"),
+    ("*: passes", HERE, "device.operators", "seconds of every operator, passes over parameters among them"),
     (
         "*: products",
         HERE,

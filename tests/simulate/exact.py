@@ -11,7 +11,7 @@ from repro.simulate.time import calibration_points
 
 
 def have_exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on which of a generation's kernels are slow is known."""
+    """From now on which of a generation's kernels are slow is known, and how slow passes over parameters are."""
     known = Quantity(value=1, source="measured")
-    points = [replace(one, products=known) for one in calibration_points.calibration_points()]
+    points = [replace(one, products=known, passes=known) for one in calibration_points.calibration_points()]
     monkeypatch.setattr(calibration_points, "calibration_points", lambda: points)
