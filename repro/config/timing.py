@@ -64,8 +64,8 @@ ASSUMED: dict[str, Quantity] = {
     "spread": Quantity(value=0, source="all devices of a run take the same"),
     "jitter_s": Quantity(value=0, source="a device takes the same at every moment"),
 }
-"""What is taken for a key of `DeviceTime` that a system does not know, and why.  `unaligned_flops` has
-none: where it is unknown, no size is slower for want of alignment."""
+"""What is taken for a key of `DeviceTime` that a system does not know, and why.  Two have none: where `unaligned_flops`
+is unknown, no size is slower for want of alignment, and where `unthrottled_efficiency` is, power slows nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,9 @@ class DeviceTime:
 
     matmul_efficiency: Quantity = UNSAID
     """Fraction of `peak_flops` that the largest matrix products reach (fp16 or bf16 on tensor cores)."""
+    unthrottled_efficiency: Quantity = UNSAID
+    """What they would reach if power did not slow the clock: as much for each multiprocessor that is not idle, while
+    all together reach `matmul_efficiency` at most, which it is not less than."""
     memory_efficiency: Quantity = UNSAID
     """Fraction of `memory_bandwidth` that a streaming kernel reaches."""
     multiprocessors: Quantity = UNSAID
@@ -98,6 +101,7 @@ class DeviceTime:
 
     def __post_init__(self) -> None:
         check_fraction("matmul_efficiency", self.matmul_efficiency)
+        check_fraction("unthrottled_efficiency", self.unthrottled_efficiency)
         check_fraction("memory_efficiency", self.memory_efficiency)
         check_whole("multiprocessors", self.multiprocessors)
         check_positive("unaligned_flops", self.unaligned_flops)
@@ -121,6 +125,7 @@ class Timing:
     """The numbers of `DeviceTime`, known or assumed; see there."""
 
     matmul_efficiency: float
+    unthrottled_efficiency: float | None
     memory_efficiency: float
     multiprocessors: float
     kernel_s: float

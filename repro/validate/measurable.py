@@ -31,6 +31,7 @@ MEMORY = "what the driver says that the device has"
 _HOW = (
     ("device.memory_bytes", HERE, "device.memory_bytes", MEMORY),
     ("device.time.multiprocessors", HERE, "device.operators", UNITS),
+    ("device.time.unthrottled_efficiency", HERE, "device.operators", UNITS),
     ("device.time.pace", HERE, "device.operators", OPERATORS),
     ("device.time.spread", "", "", "the same products on every device of the cluster, each by itself"),
     ("device.time.matmul_efficiency", HERE, "device.peak_flops", PRODUCTS),

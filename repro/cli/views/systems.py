@@ -159,6 +159,7 @@ WORDS: dict[str, Callable[[float], str]] = {
     "half_bytes": _size,
     "unaligned_flops": _flop_rate,
     "matmul_efficiency": _of_peak,
+    "unthrottled_efficiency": _of_peak,
     "memory_efficiency": _of_peak,
     "efficiency": _of_peak,
     "overlap_cost": units.percent,

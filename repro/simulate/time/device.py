@@ -2,7 +2,8 @@
 
 A matrix product is cut in tiles, the tiles are handed to the multiprocessors in waves, and the last wave may
 be partly empty; a tile costs its K steps and a prologue.  Small tiles fill a device better and reach less of
-its peak, since they read more for the same arithmetic; a long K may be split.  The fastest choice counts.
+its peak, since they read more for the same arithmetic; a long K may be split.  The fastest choice counts.  Power
+bounds what all multiprocessors do together: where some are idle, the clock of the others does not fall.
 Everything else moves bytes.  Whatever a kernel does, it begins only after the one before it (t0 + n / r, Hockney).
 A calibrated system has rates by operator, which count instead.
 """
@@ -101,6 +102,7 @@ class DeviceCost:
             self.bandwidth = known * time.memory_efficiency
             self.peak = system.peak(precision) * time.matmul_efficiency
         unaligned = time.unaligned_flops
+        self.unthrottled = self.peak * max(1.0, (time.unthrottled_efficiency or 0.0) / time.matmul_efficiency)
         self.unaligned = min(unaligned, self.peak) if unaligned else 0.0
         self.units = time.multiprocessors
         slow = system.device.peak_flops.get("fp32")
@@ -122,8 +124,10 @@ class DeviceCost:
             if self._on_ordinary_cores(operator):
                 # Bound by arithmetic alone: what was measured holds for every generation.
                 return self._product(operator, self.unaligned) + self.kernel_s
-            slow = operator.itemsize == 4 and self._slow_peak
-            found = self._product(operator, self._slow_peak if slow else self.peak)
+            if operator.itemsize == 4 and self._slow_peak:
+                found = self._product(operator, self._slow_peak)
+            else:
+                found = max(self._product(operator, self.unthrottled), operator.flops / self.peak)
             factor = self.kernels.products
         elif name.startswith(ATTENTION):
             found = self._attention(operator)
