@@ -136,6 +136,38 @@ def test_it_settles_before_a_wait_which_goes_on_meanwhile(monkeypatch: pytest.Mo
     assert waited == pytest.approx([0.3, 0.3, 0.3]), "it is let go"
 
 
+def test_it_settles_once_before_a_collective_of_many_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on to settle after it: also when the collective fails."""
+    clocks = Clocks(monkeypatch)
+    monkeypatch.setattr(module.signal, "setitimer", lambda *given: None)
+    monkeypatch.setattr(module.signal, "signal", lambda *given: None)
+
+    class Message(module.dist.Work):  # type: ignore[misc]
+        def wait(self) -> None:
+            clocks.computed += 0.001
+            if self is last:
+                raise RuntimeError("closed")
+
+    messages = [Message() for _ in range(3)]
+    last = Message()
+    throttle = Throttle(SHARE)
+    throttle._waits.append((Message, Message.wait))
+    throttle.start()
+    try:
+        clocks.computed += 0.1
+        Work(*messages).wait()
+        assert clocks.slept == pytest.approx([0.3])
+        with pytest.raises(RuntimeError):
+            Work(last).wait()
+        assert clocks.slept == pytest.approx([0.3, 3 * 0.003])
+        last = messages[0]
+        with pytest.raises(RuntimeError):
+            last.wait()
+        assert clocks.slept == pytest.approx([0.3, 0.009, 0.003]), "a library's own message"
+    finally:
+        throttle.stop()
+
+
 def test_what_a_thread_has_not_computed_it_does_not_pay_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at the clocks is no computing either: at a thousandth of a core it would be seconds."""
     clocks = Clocks(monkeypatch)

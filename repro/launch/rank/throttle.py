@@ -4,9 +4,11 @@ Sixteen ranks of a core compute at a sixteenth of its rate each; when fifteen of
 compute sixteen times as fast, and the time of the messages would vanish in that.  So a rank that has computed for `c`
 seconds sleeps until `c / share` seconds have passed, those not counted in which it waited for others.  It does so
 before each message, before each wait for one (which goes on meanwhile, as beside a device that still computes) and, for
-libraries that do not say when they send, whenever the kernel's timer of processor time says so.  Only the thread that
-computes is held; those that carry messages are not, and are on other cores (`repro.host.cores`): a kernel without
-`IRQ_TIME_ACCOUNTING` charges whoever has a core with the frames that come there.
+libraries that do not say when they send, whenever the kernel's timer of processor time says so; not again before each
+of the thirty messages that gloo makes of a collective of sixteen ranks, since whoever wakes finds others' data in the
+cache and computes for longer.  Only the thread that computes is held; those that carry messages are not, and are on
+other cores (`repro.host.cores`): a kernel without `IRQ_TIME_ACCOUNTING` charges whoever has a core with the frames that
+come there.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Throttle:
         self.share = share
         self._delays = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._ahead = 0.0
-        self._settling = False
+        self._settling = self._waiting = False
         self._waits = [(kind, kind.wait) for kind in (dist.Work, transports.Work)]
         """Of libraries, and ours."""
         self._look()
@@ -75,9 +77,14 @@ class Throttle:
         held = threading.get_ident()
 
         def settled(work: Any, *arguments: Any, **named: Any) -> Any:
-            if threading.get_ident() == held:
-                self.settle()
-            return wait(work, *arguments, **named)
+            if threading.get_ident() != held or self._waiting:
+                return wait(work, *arguments, **named)
+            self.settle()
+            self._waiting = True
+            try:
+                return wait(work, *arguments, **named)
+            finally:
+                self._waiting = False
 
         return settled
 
