@@ -12,7 +12,7 @@ from repro.calibrate import document_links, fit
 from repro.calibrate.fit import Measurement
 from repro.calibrate.numbers import middle, quantity, rounded
 from repro.config.network import core_share
-from repro.config.timing import MESSAGE, OperatorRate
+from repro.config.timing import EXCHANGE, MESSAGE, OperatorRate
 from repro.lab.products import PRODUCTS
 from repro.measure.statistics import quantile
 from repro.simulate.time.emulated import CARRYING
@@ -53,6 +53,7 @@ def tables(
     rates = {name: rate.slowed(step.get(STEP, 1.0)) for name, rate in rates.items()}
     if "message_s" in ranks[0]:
         rates[MESSAGE] = OperatorRate(fixed_s=middle(rank["message_s"] for rank in ranks))
+        rates[EXCHANGE] = OperatorRate(fixed_s=middle(rank["exchange_s"] for rank in ranks))
     copy = ranks[0]["copy"]["nbytes"] / middle(rank["copy"]["median"] for rank in ranks)
     peak = max(row["flops"] / row["median"] for row in rows if row["name"] in fit.PRODUCTS)
     together = "alone" if count == 1 else f"all {count} ranks at once"

@@ -110,10 +110,10 @@ class LinkBench:
             beat()
         return min(1.0, max(0.0, quantile(lost, 0.5) / communication))
 
-    def message_s(self, group: Group) -> float:
+    def message_s(self, op: str, group: Group) -> float:
         """Processor seconds of this thread for a collective and the wait for it, others carrying it, from empty caches
         and with as many ranks to a core."""
-        run = self._run(COLLECTIVES[0], 4 * group.size, group)
+        run = self._run(op, 4 * group.size, group)
         run()
         found = []
         for _ in range(MANY * self.clock.repeats):

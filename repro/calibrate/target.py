@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from repro.calibrate.silent import silent_step
 from repro.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
 from repro.config.enums import Phase
+from repro.config.network import core_share
 from repro.host import heap
 from repro.host.cores import DividedCores, computing
 from repro.host.resources import usable_cores
@@ -30,6 +32,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 from repro.parallel.connect import outside
 from repro.parallel.gloo_ring import ranks_per_node
+from repro.parallel.transports import EXCHANGED, messages_of
 from repro.simulate.time.emulated import RING
 from repro.systems.local import has_nvlink
 
@@ -95,9 +98,10 @@ def _measure(
         result["launch"] = launch.result()
         if clock.ranks_per_core > 1:
             result["silent"] = []
+            share = None if collectives else core_share(per_node, cores)
             for experiment in job.experiments:
                 if not experiment.training.dropout:  # whose random numbers no operator's rate has
-                    result["silent"].append(silent_step(experiment, clock, beat))
+                    result["silent"].append(silent_step(experiment, clock, beat, share))
         result["copy"] = copies(clock, clock.device)
         if device == "cpu":
             result["products"] = products_of_a_core(rank % per_node, cores, whole)
@@ -117,7 +121,9 @@ def _measure(
                 COLLECTIVES if collectives else (RING,),
             )
             if not collectives:  # what is measured of these has it
-                result["message_s"] = bench.message_s(whole)
+                result["message_s"] = bench.message_s(RING, whole)
+                exchanged = [bench.message_s(op, whole) for op in EXCHANGED]
+                result["exchange_s"] = statistics.fmean(exchanged) / messages_of(EXCHANGED[0], whole.size)
                 beat()
             result["overlap"] = {}
             for where in (INSIDE, BETWEEN):

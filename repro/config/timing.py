@@ -139,6 +139,9 @@ class Timing:
 
 MESSAGE = "message"
 """The operator that is none of a step's, but its thread's own part of a message."""
+EXCHANGE = "exchange"
+"""The same of one of the messages of a collective that a rank sends to and receives from every other
+(`repro.parallel.transports.EXCHANGED`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +149,8 @@ class OperatorRate:
     """`[device.operators.NAME]` of a calibrated file: seconds = fixed + bytes * per_byte + flops * per_flop.
 
     NAME is an operator's as a trace names it (`aten.mm`, `repro.adamw_`, ...); `matmul` and `elementwise`
-    stand for all others, and `message` is what the thread that computes does itself to begin and to end one.  Bytes are
-    those read and written.
+    stand for all others, and `message` and `exchange` are what the thread that computes does itself to begin and to end
+    one.  Bytes are those read and written.
     """
 
     fixed_s: float

@@ -15,7 +15,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from repro.config.system import System
-from repro.config.timing import MESSAGE
+from repro.config.timing import EXCHANGE, MESSAGE
 from repro.simulate.time.stragglers import slowest
 from repro.simulate.trace.events import HOST_COPY, HOST_VIEWS, HOST_WAIT, Operator
 
@@ -94,6 +94,7 @@ class DeviceCost:
         self.rates = system.device.operators
         self.launch_s = time.launch_s
         self.message_s = self.rates[MESSAGE].fixed_s if MESSAGE in self.rates else 0.0
+        self.exchange_s = self.rates[EXCHANGE].fixed_s if EXCHANGE in self.rates else 0.0
         self.jitter_s = time.jitter_s
         self.kernel_s, self.fill_s = time.kernel_s, time.fill_s
         self.bandwidth = self.peak = 0.0

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build
+from repro.parallel.transports import EXCHANGED, messages_of
 from repro.simulate.time.device import ATTENTION, MATMULS
 from repro.simulate.time.lanes import anywhere, later
 from repro.simulate.time.stragglers import last
@@ -32,6 +33,8 @@ class OperatorCost(Protocol):
     """Of the host, for one operator."""
     message_s: float
     """Of the thread that computes, to begin and to end a message: on a device nothing, whose streams do it."""
+    exchange_s: float
+    """The same for one of the messages that a collective of gloo's is made of."""
     jitter_s: float
     """Variance over the mean of what operators take from one moment to another."""
 
@@ -199,8 +202,7 @@ class _Compiler:
                 host += self.cost.launch_s * event.calls
             elif isinstance(event, Message):
                 if self._own:
-                    # Of those between stages as many come as go.
-                    own = self.cost.message_s * (2 if event.op == SEND else 1)
+                    own = self._own_seconds(event)
                     parts[HOST] = parts.get(HOST, 0.0) + own
                     device += own
                     apart += own
@@ -226,6 +228,12 @@ class _Compiler:
                 found.append(Await(self.keys[event.work]))
         close()
         return found
+
+    def _own_seconds(self, message: Message) -> float:
+        """Of the thread that computes: of messages between stages as many come as go."""
+        if message.op in EXCHANGED and anywhere(self.cost.exchange_s > 0):
+            return self.cost.exchange_s * messages_of(message.op, message.size)
+        return self.cost.message_s * (2 if message.op == SEND else 1)
 
     def _late(self, message: Message, seconds: float) -> float:
         """Of the last of its group, `seconds` of operators after its ranks were together."""

@@ -44,6 +44,7 @@ class SeveralDevices:
         costs = _Alike(keys, lambda lane: DeviceCost(systems[lane], precision, kernels[lane], devices))
         self.launch_s = cast(float, costs.each(lambda cost: cost.launch_s))
         self.message_s = cast(float, costs.each(lambda cost: cost.message_s))
+        self.exchange_s = cast(float, costs.each(lambda cost: cost.exchange_s))
         self.jitter_s = cast(float, costs.each(lambda cost: cost.jitter_s))
         self.seconds: Callable[[Operator], float] = cache(
             lambda operator: cast(float, costs.each(lambda cost: cost.seconds(operator)))

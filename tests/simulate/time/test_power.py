@@ -53,9 +53,7 @@ def test_products_of_cublas_on_an_a100_take_what_was_measured(size: int, measure
 
 
 @given(m=sizes, n=sizes, k=sizes, efficiency=st.floats(0.829, 1.0))
-def test_idle_multiprocessors_lend_their_power_and_no_more(
-    m: int, n: int, k: int, efficiency: float
-) -> None:
+def test_idle_multiprocessors_lend_their_power_and_no_more(m: int, n: int, k: int, efficiency: float) -> None:
     operator = product(m, n, k)
     bound = operator.flops / (PEAK * A100.timing.matmul_efficiency)
     plain, lent = DeviceCost(without(A100), "fp16"), unthrottled(efficiency)
