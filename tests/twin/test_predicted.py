@@ -19,6 +19,7 @@ from repro.results.metrics import STEP_SECONDS
 from repro.results.network import NetworkReport, RankOnNetwork
 from repro.results.store import read
 from repro.simulate.time.emulated import CARRYING, emulated
+from repro.simulate.time.network import Network
 from repro.systems.load import parse
 from repro.twin.derive import Twin
 from repro.twin.suite import Named, text
@@ -26,6 +27,29 @@ from repro.validate.machine import compare
 from tests.records import latest, made_up
 from tests.training import tiny
 from tests.twin.conftest import tables
+
+
+@pytest.mark.parametrize(
+    ("nodes", "layout", "op", "messages"),
+    [
+        (1, Layout(dp=16, zero=3), "all_gather", 30),
+        (
+            4,
+            Layout(dp=16, zero=3),
+            "all_gather",
+            1,
+        ),  # round a ring of the nodes, by another thread or by gloo
+        (4, Layout(dp=4, tp=4, zero=1), "reduce_scatter", 6),  # one rank of each node
+        (1, Layout(dp=16, zero=3), "all_reduce", 1),
+        (1, Layout(tp=16), "all_gather", 1),  # of data parallelism, of which there is none
+    ],
+)
+def test_a_rank_begins_as_many_messages_as_its_transport(
+    machine: System, nodes: int, layout: Layout, op: str, messages: int
+) -> None:
+    between = 8e6 if nodes > 1 else 0.0
+    network = EmulatedNetwork(nodes=nodes, ranks_per_node=16 // nodes, between=between, within=20e6)
+    assert Network(emulated(machine, network), layout).messages(op, "dp") == messages
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from repro.config import Layout
 from repro.config.links import Collective
 from repro.config.system import System
 from repro.parallel.ledger import RING_PASSES, SEND
+from repro.parallel.transports import messages_of
 from repro.simulate.placement import BETWEEN_NODES, GROUPS, Placement
 from repro.simulate.time.fabric import Pods
 from repro.simulate.time.measured_collectives import GroupSpan, interpolate, seconds
@@ -84,6 +85,14 @@ class Network:
             interpolate(link.hop, payload) for link in self.system.links.values() if link.hop is not None
         ]
         return max(needs, default=0.0)
+
+    def messages(self, op: str, group: str) -> int:
+        """What a rank's thread begins and waits for in a collective of gloo's; in groups that go round a ring of
+        their nodes another thread does it (`repro.parallel.gloo_ring`)."""
+        on = self._on_nodes(group)
+        if on is None or ((on.nodes > 1) & (on.most(on.ranks) > 1)).all():
+            return 1
+        return messages_of(op, on.members.shape[1])
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
         """Seconds of `payload` bytes from each rank of a stage to its peer, all of them at the same time."""

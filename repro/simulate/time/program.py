@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build
-from repro.parallel.transports import EXCHANGED, messages_of
 from repro.simulate.time.device import ATTENTION, MATMULS
 from repro.simulate.time.lanes import anywhere, later
 from repro.simulate.time.stragglers import last
@@ -79,6 +78,8 @@ class Send(NamedTuple):
 Item = OperatorBlock | Issue | Await | Send
 Seconds = Callable[[Message], float]
 """Of a collective."""
+Messages = Callable[[Message], int]
+"""Of which a collective is made that a rank's own thread begins and waits for."""
 
 
 @dataclass
@@ -112,13 +113,15 @@ def label_of(message: Message) -> str:
     return f"{message.op.replace('_', '-')} of {message.purpose} ({message.group})"
 
 
-def program(traced: Trace, whole: int, cost: OperatorCost, seconds: Seconds) -> StageProgram:
+def program(
+    traced: Trace, whole: int, cost: OperatorCost, seconds: Seconds, messages: Messages
+) -> StageProgram:
     """The program of a trace.  `whole`: micro-batches of the real step."""
     layout, stage = traced.layout, traced.role.stage
     actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
     pieces = _pieces(traced, len(actions))
     keys = _keys(traced, actions, pieces)
-    compiler = _Compiler(cost, seconds, keys, stage)
+    compiler = _Compiler(cost, seconds, keys, stage, messages)
     found = StageProgram(micro_batches=layout.accumulation, last=whole - 1)
     for action, piece in zip(actions, pieces, strict=False):
         found.segments[action] = compiler.items(piece)
@@ -164,8 +167,16 @@ def _keys(
 class _Compiler:
     """Turns events into items."""
 
-    def __init__(self, cost: OperatorCost, seconds: Seconds, keys: dict[int, tuple[object, ...]], stage: int):
+    def __init__(
+        self,
+        cost: OperatorCost,
+        seconds: Seconds,
+        keys: dict[int, tuple[object, ...]],
+        stage: int,
+        messages: Messages,
+    ):
         self.cost, self.seconds, self.keys, self.stage = cost, seconds, keys, stage
+        self.messages = messages
         self._jitter, self._own = anywhere(cost.jitter_s > 0), anywhere(cost.message_s > 0)
 
     def items(self, events: list[Event], *, tail: bool = False) -> list[Item]:
@@ -231,9 +242,11 @@ class _Compiler:
 
     def _own_seconds(self, message: Message) -> float:
         """Of the thread that computes: of messages between stages as many come as go."""
-        if message.op in EXCHANGED and anywhere(self.cost.exchange_s > 0):
-            return self.cost.exchange_s * messages_of(message.op, message.size)
-        return self.cost.message_s * (2 if message.op == SEND else 1)
+        if message.op == SEND:
+            return 2 * self.cost.message_s
+        count = self.messages(message)
+        exchanged = count > 1 and anywhere(self.cost.exchange_s > 0)
+        return count * self.cost.exchange_s if exchanged else self.cost.message_s
 
     def _late(self, message: Message, seconds: float) -> float:
         """Of the last of its group, `seconds` of operators after its ranks were together."""

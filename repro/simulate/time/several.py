@@ -68,6 +68,8 @@ class SeveralNetworks:
         networks = _Alike(keys, network_of)
         self.layout, self.system = layout, systems[0]
         self.overlap_cost = cast(float, networks.each(lambda network: network.overlap_cost))
+        self.messages = network_of(0).messages
+        """Of what was measured, which nothing is doubted of."""
         self.lanes = np.zeros(len(systems)).__add__
         """A number as lanes."""
         self.seconds: Callable[[str, str, int], float] = cache(

@@ -29,6 +29,9 @@ class Links(Transfers, Protocol):
     def seconds(self) -> Callable[[str, str, int], float]:
         """Of an operation in a group with a payload in bytes."""
 
+    def messages(self, op: str, group: str) -> int:
+        """Of which it is made, of a rank's own thread."""
+
 
 def timed(
     experiment: Experiment, system: System, traces: list[Trace], kernels: Kernels, *, record: bool = False
@@ -73,7 +76,10 @@ def _scheduled(
     def seconds(message: Message) -> float:
         return network.seconds(message.op, message.group, message.payload)
 
-    programs = [program(traced, layout.accumulation, cost, seconds) for traced in traces]
+    def messages(message: Message) -> int:
+        return network.messages(message.op, message.group)
+
+    programs = [program(traced, layout.accumulation, cost, seconds, messages) for traced in traces]
     return schedule(
         layout,
         [programs[number] for number in _stages(experiment, traces)],

@@ -17,6 +17,7 @@ from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.timing import DeviceTime
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
+from repro.parallel.transports import messages_of
 from repro.simulate.time.device import DeviceCost, Kernels
 from repro.simulate.time.emulated import hops
 from repro.simulate.time.network import Network
@@ -124,7 +125,7 @@ def test_an_operator(operator: Operator, seconds: float) -> None:
 class Constant:
     """Every operator takes 4 us, and the host 10 us to issue one."""
 
-    launch_s, jitter_s, message_s = 10 * US, 0.0, 0.0
+    launch_s, jitter_s, message_s, exchange_s = 10 * US, 0.0, 0.0, 0.0
 
     def seconds(self, operator: Operator) -> float:
         return 4 * US
@@ -134,7 +135,7 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     """Three operators are issued in 30 us and computed in 12; behind a long collective the host is never late."""
     add = Operator("aten.add", 0, 1, 1, (), 2)
     reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
-    compiler = _Compiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0)  # type: ignore[arg-type]
+    compiler = _Compiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0, lambda message: 1)  # type: ignore[arg-type]
     (late,) = compiler.items([add, add, add])
     assert isinstance(late, OperatorBlock)
     assert late.seconds == pytest.approx(30 * US)
@@ -156,7 +157,7 @@ def test_views_are_hidden_unless_the_host_waits_for_the_device() -> None:
             return 0.0 if operator.name == HOST_VIEWS else 100 * US
 
     add, views = Operator("aten.add", 0, 1, 1, (), 2), Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
-    compiler = _Compiler(Long(), lambda message: 0.0, {}, 0)  # type: ignore[arg-type]
+    compiler = _Compiler(Long(), lambda message: 0.0, {}, 0, lambda message: 1)  # type: ignore[arg-type]
     (hidden,) = compiler.items([add, views])
     assert isinstance(hidden, OperatorBlock)
     assert hidden.seconds == pytest.approx(100 * US)
@@ -176,7 +177,7 @@ def test_a_processor_begins_and_ends_its_messages_itself() -> None:
     reduced, hidden = (Message("all_reduce", "tp", 2, 8, 8, "block", work=n) for n in (7, 8))
     sent = Message("send", "pp", 2, 8, 8, "activations", work=9, peer=1)
     keys: dict[int, tuple[object, ...]] = {7: ("x",), 8: ("y",)}
-    compiler = _Compiler(Processor(), lambda message: 100 * US, keys, 0)  # type: ignore[arg-type]
+    compiler = _Compiler(Processor(), lambda message: 100 * US, keys, 0, lambda message: 1)  # type: ignore[arg-type]
     add = Operator("aten.add", 0, 1, 1, (), 2)
     inline, send, begun, *hidden_ = compiler.items([add, reduced, Wait(7), sent, add, hidden, add, Wait(8)])
     assert isinstance(inline, OperatorBlock)
@@ -186,6 +187,31 @@ def test_a_processor_begins_and_ends_its_messages_itself() -> None:
     assert isinstance(begun, OperatorBlock)
     assert begun.seconds == pytest.approx(54 * US)
     assert [type(item) for item in hidden_] == [Issue, OperatorBlock, Await]
+
+
+@pytest.mark.parametrize(
+    ("op", "size", "own"),
+    [
+        ("all_reduce", 16, 50),
+        ("broadcast", 16, 50),
+        ("all_gather", 16, 30 * 20),
+        ("reduce_scatter", 4, 6 * 20),
+        ("send", 2, 2 * 50),
+    ],
+)
+def test_an_exchange_of_gloo_s_is_a_message_to_and_from_every_other_rank(
+    op: str, size: int, own: int
+) -> None:
+    """20 us each; what gloo does itself is one of 50 us, and so is a message between stages, of which one comes too."""
+
+    class Processor(Constant):
+        launch_s, message_s, exchange_s = 0.0, 50 * US, 20 * US
+
+    message, counted = Message(op, "dp", size, 8, 8, "parameters", work=7, peer=1), messages_of(op, size)
+    compiler = _Compiler(Processor(), lambda message: 0.0, {7: ("x",)}, 0, lambda message: counted)  # type: ignore[arg-type]
+    block, _ = compiler.items([message])
+    assert isinstance(block, OperatorBlock)
+    assert block.seconds == pytest.approx(own * US)
 
 
 RING = Ring(ranks=8, nodes=2, rate=1e9, start=10 * US, inside=1 * US, between=5 * US, half=0, chunk=0.4 * US)
