@@ -140,7 +140,8 @@ class Times:
             traced = self._widened[key][deep]
             shards = family.base.layout.dp / layout.dp if layout.zero else 1.0
             traced = replace(traced, events=list(_resharded(traced.events, shards)))
-            found[name] = program(traced, traced.layout.accumulation, cost, _seconds(network, layout, shards))
+            seconds = _seconds(network, layout, shards)
+            found[name] = program(traced, traced.layout.accumulation, cost, seconds, network.messages)
         return found
 
     def _scheduled(

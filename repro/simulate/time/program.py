@@ -78,8 +78,8 @@ class Send(NamedTuple):
 Item = OperatorBlock | Issue | Await | Send
 Seconds = Callable[[Message], float]
 """Of a collective."""
-Messages = Callable[[Message], int]
-"""Of which a collective is made that a rank's own thread begins and waits for."""
+Messages = Callable[[str, str], int]
+"""Of which a collective, by operation and group, is made that a rank's own thread begins and waits for."""
 
 
 @dataclass
@@ -244,7 +244,7 @@ class _Compiler:
         """Of the thread that computes: of messages between stages as many come as go."""
         if message.op == SEND:
             return 2 * self.cost.message_s
-        count = self.messages(message)
+        count = self.messages(message.op, message.group)
         exchanged = count > 1 and anywhere(self.cost.exchange_s > 0)
         return count * self.cost.exchange_s if exchanged else self.cost.message_s
 

@@ -76,10 +76,7 @@ def _scheduled(
     def seconds(message: Message) -> float:
         return network.seconds(message.op, message.group, message.payload)
 
-    def messages(message: Message) -> int:
-        return network.messages(message.op, message.group)
-
-    programs = [program(traced, layout.accumulation, cost, seconds, messages) for traced in traces]
+    programs = [program(traced, layout.accumulation, cost, seconds, network.messages) for traced in traces]
     return schedule(
         layout,
         [programs[number] for number in _stages(experiment, traces)],

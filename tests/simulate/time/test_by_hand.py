@@ -135,7 +135,7 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     """Three operators are issued in 30 us and computed in 12; behind a long collective the host is never late."""
     add = Operator("aten.add", 0, 1, 1, (), 2)
     reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
-    compiler = _Compiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0, lambda message: 1)  # type: ignore[arg-type]
+    compiler = _Compiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0, lambda op, group: 1)  # type: ignore[arg-type]
     (late,) = compiler.items([add, add, add])
     assert isinstance(late, OperatorBlock)
     assert late.seconds == pytest.approx(30 * US)
@@ -157,7 +157,7 @@ def test_views_are_hidden_unless_the_host_waits_for_the_device() -> None:
             return 0.0 if operator.name == HOST_VIEWS else 100 * US
 
     add, views = Operator("aten.add", 0, 1, 1, (), 2), Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
-    compiler = _Compiler(Long(), lambda message: 0.0, {}, 0, lambda message: 1)  # type: ignore[arg-type]
+    compiler = _Compiler(Long(), lambda message: 0.0, {}, 0, lambda op, group: 1)  # type: ignore[arg-type]
     (hidden,) = compiler.items([add, views])
     assert isinstance(hidden, OperatorBlock)
     assert hidden.seconds == pytest.approx(100 * US)
@@ -177,7 +177,7 @@ def test_a_processor_begins_and_ends_its_messages_itself() -> None:
     reduced, hidden = (Message("all_reduce", "tp", 2, 8, 8, "block", work=n) for n in (7, 8))
     sent = Message("send", "pp", 2, 8, 8, "activations", work=9, peer=1)
     keys: dict[int, tuple[object, ...]] = {7: ("x",), 8: ("y",)}
-    compiler = _Compiler(Processor(), lambda message: 100 * US, keys, 0, lambda message: 1)  # type: ignore[arg-type]
+    compiler = _Compiler(Processor(), lambda message: 100 * US, keys, 0, lambda op, group: 1)  # type: ignore[arg-type]
     add = Operator("aten.add", 0, 1, 1, (), 2)
     inline, send, begun, *hidden_ = compiler.items([add, reduced, Wait(7), sent, add, hidden, add, Wait(8)])
     assert isinstance(inline, OperatorBlock)
@@ -208,7 +208,7 @@ def test_an_exchange_of_gloo_s_is_a_message_to_and_from_every_other_rank(
         launch_s, message_s, exchange_s = 0.0, 50 * US, 20 * US
 
     message, counted = Message(op, "dp", size, 8, 8, "parameters", work=7, peer=1), messages_of(op, size)
-    compiler = _Compiler(Processor(), lambda message: 0.0, {7: ("x",)}, 0, lambda message: counted)  # type: ignore[arg-type]
+    compiler = _Compiler(Processor(), lambda message: 0.0, {7: ("x",)}, 0, lambda *_: counted)  # type: ignore[arg-type]
     block, _ = compiler.items([message])
     assert isinstance(block, OperatorBlock)
     assert block.seconds == pytest.approx(own * US)

@@ -133,7 +133,7 @@ def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> 
     layout, system = LAYOUTS[name], base_system()
     cost = DeviceCost(system, layout.precision)
     made = [
-        program(traced, layout.accumulation, cost, lambda message: 0.0, lambda message: 1)
+        program(traced, layout.accumulation, cost, lambda message: 0.0, lambda op, group: 1)
         for traced in traces(name)
     ]
     if layout.pp > 1:
