@@ -1,8 +1,7 @@
 """What a step computes while the ranks that share the cores do the same: the engine's own, without its messages.
 
 Operators that are timed one by one, each called again and again, take less than in a step.  There others, and the code
-between them, have used the caches since; and what another rank has had the core in between takes them all.  Ranks of an
-emulated network are held to their share of a core here as in a run: who has slept finds the core's caches cold.
+between them, have used the caches since; and what another rank has had the core in between takes them all.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from torch import Tensor
 
 from repro.calibrate.clock import OperatorClock
 from repro.config import Experiment
-from repro.config.enums import Phase
 from repro.engines.native import NativeEngine
 from repro.host import heap
-from repro.launch.rank.throttle import Throttle
 from repro.measure.memory import MemoryTracker
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
@@ -50,15 +47,11 @@ class Silent(NoTransport):
 
 
 def silent_step(
-    experiment: Experiment,
-    clock: OperatorClock,
-    beat: Callable[[], None] = lambda: None,
-    share: float | None = None,
+    experiment: Experiment, clock: OperatorClock, beat: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """One rank's step of `experiment`, of the first stage and of few micro-batches, while all ranks have theirs:
     `operators` as (name, bytes, FLOP, how often), and with as many ranks to a core its `seconds`, and those `between`
-    its messages in each of `STEPS` steps.  `beat` is called at each message and phase.  `share`: seconds in each second
-    that the rank computes; None where it is not held to any."""
+    its messages in each of `STEPS` steps.  `beat` is called at each message and phase."""
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     short = replace(experiment, layout=traced.layout)
     mesh = meshes.build(traced.layout, 0, lambda ranks: Silent())
@@ -71,16 +64,6 @@ def silent_step(
     marks: list[float] = []
     mesh.ledger.observers.append(lambda *_: marks.append(time.thread_time()))
     mesh.ledger.observers.append(lambda *_: beat())
-    held = Throttle(share) if share is not None else None
-
-    def observe(phase: Phase) -> None:
-        if held is not None:
-            held.settle()
-        beat()
-
-    if held is not None:
-        mesh.ledger.observers.append(lambda *_: held.settle())
-        held.start()
     spent, between = [], []
     for turn in range(1 + STEPS):
         if turn == 1:
@@ -89,12 +72,10 @@ def silent_step(
         marks.clear()
         began = time.thread_time()
         with nullcontext() if turn else tracker:
-            engine.step(batches, observe)
+            engine.step(batches, lambda phase: beat())
             engine.synchronize()
         spent.append(time.thread_time() - began)
         between.append([(b - a) * clock.ranks_per_core for a, b in pairwise([began, *marks])])
-    if held is not None:
-        held.stop()
     called: Counter[tuple[str, float, float]] = Counter()
     for o in traced.step:
         if isinstance(o, Operator):

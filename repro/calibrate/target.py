@@ -18,7 +18,6 @@ from repro.calibrate.silent import silent_step
 from repro.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.config.network import core_share
 from repro.host import heap
 from repro.host.cores import DividedCores, computing
 from repro.host.resources import usable_cores
@@ -98,10 +97,9 @@ def _measure(
         result["launch"] = launch.result()
         if clock.ranks_per_core > 1:
             result["silent"] = []
-            share = None if collectives else core_share(per_node, cores)
             for experiment in job.experiments:
                 if not experiment.training.dropout:  # whose random numbers no operator's rate has
-                    result["silent"].append(silent_step(experiment, clock, beat, share))
+                    result["silent"].append(silent_step(experiment, clock, beat))
         result["copy"] = copies(clock, clock.device)
         if device == "cpu":
             result["products"] = products_of_a_core(rank % per_node, cores, whole)
