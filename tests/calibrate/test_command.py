@@ -22,7 +22,7 @@ from repro.cli.views import calibrate as view
 from repro.config import Layout
 from repro.config.errors import ConfigError
 from repro.config.links import OPERATIONS
-from repro.config.timing import MESSAGE
+from repro.config.timing import EXCHANGE, MESSAGE
 from repro.lab.products import PRODUCTS
 from repro.launch.beacon import Beacon, Lookout
 from repro.launch.interrupt import Interrupt
@@ -252,6 +252,7 @@ model = "own"
     assert 0.1 < float(system.provenance.facts[STEP]) < 10, "the step's own operators"
     assert system.provenance.facts[CARRYING] == 1, "the one core that there is"
     assert system.device.operators[MESSAGE].fixed_s > 0
+    assert system.device.operators[EXCHANGE].fixed_s > 0
     assert 0 <= system.timing.spread < 1
     assert 0 <= system.timing.jitter_s < 1
     view._show(answer)
