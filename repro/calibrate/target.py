@@ -31,7 +31,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 from repro.parallel.connect import outside
 from repro.parallel.gloo_ring import ranks_per_node
-from repro.parallel.transports import EXCHANGED, messages_of
+from repro.parallel.ledger import EXCHANGED, messages_of
 from repro.simulate.time.emulated import RING
 from repro.systems.local import has_nvlink
 

@@ -141,7 +141,7 @@ MESSAGE = "message"
 """The operator that is none of a step's, but its thread's own part of a message."""
 EXCHANGE = "exchange"
 """The same of one of the messages of a collective that a rank sends to and receives from every other
-(`repro.parallel.transports.EXCHANGED`)."""
+(`repro.parallel.ledger.EXCHANGED`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

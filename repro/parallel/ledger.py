@@ -21,11 +21,18 @@ RING_PASSES = {
     "all_to_all": 1,
 }
 SEND = "send"
+EXCHANGED = ("reduce_scatter", "all_gather")
+"""Collectives that gloo's ranks make of a message from each to every other (`repro.parallel.transports`)."""
 
 Address = tuple[int, int]
 """The group's rank that receives a message, and the channel on which it does."""
 NOBODY: Address = (-1, 0)
 """Of a collective."""
+
+
+def messages_of(op: str, size: int) -> int:
+    """What a rank's own thread begins and waits for in a collective `op` of gloo's among so many ranks."""
+    return 2 * (size - 1) if op in EXCHANGED else 1
 
 
 @dataclass

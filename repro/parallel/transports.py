@@ -15,13 +15,6 @@ from repro.config.enums import Category
 from repro.parallel.storage import empty
 
 SUM, MAX = "sum", "max"
-EXCHANGED = ("reduce_scatter", "all_gather")
-"""Collectives of gloo's ranks that are a message from each to every other, which its thread sends and receives."""
-
-
-def messages_of(op: str, size: int) -> int:
-    """What a rank's thread begins and waits for in a collective `op` of gloo's among so many ranks."""
-    return 2 * (size - 1) if op in EXCHANGED else 1
 
 
 class Work:

@@ -24,8 +24,7 @@ import numpy as np
 from repro.config import Layout
 from repro.config.links import Collective
 from repro.config.system import System
-from repro.parallel.ledger import RING_PASSES, SEND
-from repro.parallel.transports import messages_of
+from repro.parallel.ledger import RING_PASSES, SEND, messages_of
 from repro.simulate.placement import BETWEEN_NODES, GROUPS, Placement
 from repro.simulate.time.fabric import Pods
 from repro.simulate.time.measured_collectives import GroupSpan, interpolate, seconds

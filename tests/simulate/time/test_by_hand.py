@@ -16,8 +16,8 @@ from repro.config.links import Collective, Link
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.timing import DeviceTime
+from repro.parallel.ledger import messages_of
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
-from repro.parallel.transports import messages_of
 from repro.simulate.time.device import DeviceCost, Kernels
 from repro.simulate.time.emulated import hops
 from repro.simulate.time.network import Network
