@@ -65,7 +65,8 @@ ASSUMED: dict[str, Quantity] = {
     "jitter_s": Quantity(value=0, source="a device takes the same at every moment"),
 }
 """What is taken for a key of `DeviceTime` that a system does not know, and why.  Two have none: where `unaligned_flops`
-is unknown, no size is slower for want of alignment, and where `unthrottled_efficiency` is, power slows nothing."""
+is unknown, no size is slower for want of alignment, and where `unthrottled_efficiency` is, idle multiprocessors lend
+the others no power."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,12 +33,7 @@ from tests.twin.conftest import tables
     ("nodes", "layout", "op", "messages"),
     [
         (1, Layout(dp=16, zero=3), "all_gather", 30),
-        (
-            4,
-            Layout(dp=16, zero=3),
-            "all_gather",
-            1,
-        ),  # round a ring of the nodes, by another thread or by gloo
+        (4, Layout(dp=16, zero=3), "all_gather", 1),  # round a ring of the nodes, by gloo itself
         (4, Layout(dp=4, tp=4, zero=1), "reduce_scatter", 6),  # one rank of each node
         (1, Layout(dp=16, zero=3), "all_reduce", 1),
         (1, Layout(tp=16), "all_gather", 1),  # of data parallelism, of which there is none
