@@ -53,11 +53,34 @@ def _read(path: Path) -> System:
     return parse(read_toml(path), name=path.stem, file=str(path))
 
 
+def _whole(data: dict[str, Any], file: str) -> dict[str, Any]:
+    """The tables of a file with what it leaves out as in the system that it is `like`: one of ours, which may be like
+    another."""
+    if "like" not in data:
+        return data
+    known = [name for name in names() if name != LOCAL]
+    if data["like"] not in known:
+        raise ConfigError("like", data["like"], f"one of {', '.join(known)}", file=file)
+    path = FILES / f"{data['like']}.toml"
+    other = _whole(read_toml(path), str(path))
+    return _over(other, {key: value for key, value in data.items() if key != "like"})
+
+
+def _over(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """`table` with what `other` says in its place: a number is replaced with its range and its source."""
+    found = dict(table)
+    for key, value in other.items():
+        mine = table.get(key)
+        tables = isinstance(value, dict) and isinstance(mine, dict) and "source" not in mine
+        found[key] = _over(mine, value) if tables else value
+    return found
+
+
 def parse(data: dict[str, Any], *, name: str, file: str) -> System:
     """The system in the tables of a file.  `name` is the file's name and is not repeated inside."""
     if "name" in data:
         raise ConfigError("name", data["name"], says="no such key: a system is called as its file", file=file)
-    tables = _quantities(System, dict(data, name=name), file, "")
+    tables = _quantities(System, dict(_whole(data, file), name=name), file, "")
     if "device" in tables:
         tables["device"] = _device(tables["device"], file)
     if "links" in tables:

@@ -59,7 +59,8 @@ def test_every_system_loads_and_every_number_has_a_source(name: str) -> None:
 def test_published_numbers() -> None:
     dgx = {"dgx1-v100-16gb", "dgx1-v100-32gb", "dgx2", "dgx2h", "dgx-a100-40gb", "dgx-h100", "dgx-h200"}
     today = {"llama3-h100", "dgx-b200", "gb200-nvl72", "mi300x"}
-    assert dgx | today | {"lowbw-v100", "selene", "yuan", "local"} == set(names())
+    clusters = {"lowbw-v100", "jean-zay", "oneflow-v100", "selene", "yuan"}
+    assert dgx | today | clusters | {"local"} == set(names())
     dgx2 = load("dgx2")
     assert (dgx2.devices_per_node.value, dgx2.nodes.value) == (16, 25)
     assert dgx2.peak("fp16") == 125e12
@@ -72,6 +73,27 @@ def test_published_numbers() -> None:
     with pytest.raises(ConfigError, match=r"precision = 'bf16': must be one that NVIDIA V100"):
         dgx2.peak("bf16")
     assert "(assumed)" in load("yuan").links["nvlink"].bandwidth.source
+
+
+def test_a_system_is_like_another_but_for_what_it_says(write: Any) -> None:
+    other = load("dgx2h")
+    numbers = '[device.time]\nmatmul_efficiency = { value = 0.7, source = "here" }\n[links.nvlink]\nper = "device"\n'
+    mine = load(write(f'like = "dgx2h"\nnodes = {{ value = 3, source = "here" }}\n{numbers}'))
+    assert mine.name == "mine"
+    assert (mine.nodes.value, other.nodes.value) == (3, 32)
+    efficiency = mine.device.time.matmul_efficiency
+    assert (efficiency.value, efficiency.low, efficiency.source) == (0.7, None, "here"), "with range and source"
+    time = dataclasses.replace(mine.device.time, matmul_efficiency=other.device.time.matmul_efficiency)
+    assert dataclasses.replace(mine.device, time=time) == other.device
+    assert (mine.links, mine.context_bytes) == (other.links, other.context_bytes)
+
+
+def test_like_what_is_not_known_is_one_line(write: Any) -> None:
+    for name in ("dgx3", "local", "mine.toml"):
+        with pytest.raises(ConfigError, match=rf"mine\.toml: like = '{name}': must be one of dgx-a100-40gb, .*, yuan"):
+            load(write(f'like = "{name}"'))
+    with pytest.raises(ConfigError, match=r"mine\.toml: bandwidth = 5: must be a table \{ value"):
+        load(write('like = "dgx2"\n[links.nvlink]\nbandwidth = 5'))
 
 
 def test_a_link_of_unknown_bandwidth_says_why(write: Any) -> None:
