@@ -62,6 +62,7 @@ ASSUMED_ANY: dict[str, Quantity] = {
     "chunk_s": Quantity(value=0.0, source="trees are of nodes"),
     "rings": Quantity(value=16.0, source="no bound but the adapters near a group's devices"),
     "adapters": Quantity(value=1.0, source="a node's devices share all of its bandwidth"),
+    "pair": Quantity(value=1.0, source="a switch: all of a device's bandwidth leads to any other"),
     "switch": Quantity(value=1.0, source="every device takes an adapter of its own where there are enough"),
     "overlap_cost": Quantity(value=0.0, source="compute loses nothing to a collective beside it"),
     "pod": Quantity(value=1.0, source="it matters under oversubscription alone"),
@@ -70,7 +71,7 @@ ASSUMED_ANY: dict[str, Quantity] = {
 """As `ASSUMED_LINKS`, for every class."""
 KEYS = (
     *("latency_s", "start_s", "efficiency", "half_bytes", "chunk_s"),
-    *("adapters", "switch", "rings", "overlap_cost", "pod", "oversubscription"),
+    *("pair", "adapters", "switch", "rings", "overlap_cost", "pod", "oversubscription"),
 )
 """The optional numbers of a link."""
 
@@ -125,6 +126,9 @@ class Link:
     """Payload of a step at which it reaches half of that, beyond what latency_s says."""
     chunk_s: Quantity = UNSAID
     """Seconds of a chunk, which a node of a tree has whole before it passes it on; a small message is one chunk."""
+    pair: Quantity = UNSAID
+    """Fraction of a device's bandwidth that leads straight to one other: a ring of n devices of a node has n - 1 times as
+    much, all of it at most."""
     adapters: Quantity = UNSAID
     """Network adapters of a node, each with an equal part of its bandwidth; a device uses the nearest."""
     switch: Quantity = UNSAID
@@ -148,6 +152,7 @@ class Link:
         require(self.per in PER, "per", self.per, f"one of {', '.join(PER)}")
         check_positive("bandwidth", self.bandwidth)
         check_fraction("efficiency", self.efficiency)
+        check_fraction("pair", self.pair)
         check_whole("adapters", self.adapters)
         check_whole("switch", self.switch)
         check_whole("rings", self.rings)

@@ -24,7 +24,10 @@ DRAWS = 64
 """Joint draws of all unknowns."""
 WHOLE = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
 """Last words of keys that count something."""
-FRACTIONS = ("efficiency", "matmul_efficiency", "unthrottled_efficiency", "memory_efficiency", "overlap_cost")
+FRACTIONS = (
+    *("efficiency", "matmul_efficiency", "unthrottled_efficiency", "memory_efficiency"),
+    *("overlap_cost", "pair"),
+)
 """Last words of keys that are at most 1."""
 LOW, BEST, HIGH = 0.0, 0.5, 1.0
 """Quantiles of the ends of a range and of the value that is used."""

@@ -126,6 +126,8 @@ IDS = [
     "llama3-405b-h100",
     "foundry-h100-many",
     "foundry-h100-long",
+    "oneflow-megatron-v100",
+    "bigscience-v100",
     "ds-few-lines",
     "ds-no-limits",
     "repro-parity",

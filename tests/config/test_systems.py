@@ -82,7 +82,9 @@ def test_a_system_is_like_another_but_for_what_it_says(write: Any) -> None:
     assert mine.name == "mine"
     assert (mine.nodes.value, other.nodes.value) == (3, 32)
     efficiency = mine.device.time.matmul_efficiency
-    assert (efficiency.value, efficiency.low, efficiency.source) == (0.7, None, "here"), "with range and source"
+    assert (efficiency.value, efficiency.low, efficiency.source) == (0.7, None, "here"), (
+        "with range and source"
+    )
     time = dataclasses.replace(mine.device.time, matmul_efficiency=other.device.time.matmul_efficiency)
     assert dataclasses.replace(mine.device, time=time) == other.device
     assert (mine.links, mine.context_bytes) == (other.links, other.context_bytes)
@@ -90,9 +92,13 @@ def test_a_system_is_like_another_but_for_what_it_says(write: Any) -> None:
 
 def test_like_what_is_not_known_is_one_line(write: Any) -> None:
     for name in ("dgx3", "local", "mine.toml"):
-        with pytest.raises(ConfigError, match=rf"mine\.toml: like = '{name}': must be one of dgx-a100-40gb, .*, yuan"):
+        with pytest.raises(
+            ConfigError, match=rf"mine\.toml: like = '{name}': must be one of dgx-a100-40gb, .*, yuan"
+        ):
             load(write(f'like = "{name}"'))
-    with pytest.raises(ConfigError, match=r"mine\.toml: bandwidth = 5: must be a table \{ value"):
+    with pytest.raises(
+        ConfigError, match=r"mine\.toml: links\.nvlink\.bandwidth = 5: must be a table \{ value"
+    ):
         load(write('like = "dgx2"\n[links.nvlink]\nbandwidth = 5'))
 
 

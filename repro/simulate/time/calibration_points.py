@@ -62,6 +62,8 @@ class CalibrationPoint:
     None: nobody measured it by itself."""
     attention_start: float = 0.0
     """Keys among which it reaches half of that."""
+    card: str = ""
+    """What its device's name begins with, where cards of one capability have a point each; empty: every other."""
     note: str = ""
     """What of the software no operator of the trace stands for: the factor holds it."""
 
@@ -107,18 +109,18 @@ def calibration_points() -> tuple[CalibrationPoint, ...]:
 
 
 def calibration_point_of(kernels: OperatorSet, system: System) -> CalibrationPoint | None:
-    """The generation of a layout's kernels on a system's device; None where no point is known.
+    """The generation of a layout's kernels on a system's device, by its card if one is; None where no point is known.
 
     Megatron-LM's two generations differ by operators, which the trace shows; where one has no point on a
     device, the other's says how well the rest ran there (`unfused` on an A100, for what fusing gains).
     """
     if system.device.operators:  # what was measured needs no correction
         return None
-    capability = system.device.compute_capability
+    device = system.device
     points = {
         known.layout.kernels: known
-        for known in calibration_points()
-        if known.compute_capability == capability
+        for known in sorted(calibration_points(), key=lambda known: len(known.card))
+        if known.compute_capability == device.compute_capability and device.name.startswith(known.card)
     }
     other = {OperatorSet.UNFUSED: OperatorSet.SOFTMAX, OperatorSet.SOFTMAX: OperatorSet.UNFUSED}.get(kernels)
     return points.get(kernels) or (points.get(other) if other else None)

@@ -9,8 +9,8 @@ src/graph/tuning.cc, 2.5 on).
 
 Beyond the adapters the network narrows where its file says so (`repro.simulate.time.fabric`).
 
-Not modelled: groups of different axes at the same time, NVLink that does not join every pair alike (DGX-1),
-protocols for small messages, and trees over two nodes with few adapters, which reach up to twice the network's
+Not modelled: groups of different axes at the same time, pairs of devices that have more or less NVLink than others
+(DGX-1), protocols for small messages, and trees over two nodes with few adapters, which reach up to twice the network's
 bandwidth (NVIDIA/nccl#307).
 """
 
@@ -180,8 +180,11 @@ class Network:
         """Bytes/s of a ring in nodes in which `ranks` devices form `groups` rings at the same time."""
         if self.system.links[link].per == "node":
             return self.peak(link) / np.maximum(ranks, 1)
-        # Without NVLink all rings of a node go through the same host bridges and the link of its sockets.
-        return self.peak(link) / np.maximum(groups if link == PCIE else 1, np.ones(len(groups)))
+        alone = np.maximum(groups, 1)
+        if link == PCIE:  # all rings of a node go through the same host bridges and the link of its sockets
+            return self.peak(link) / alone
+        others: Numbers = np.maximum(ranks / alone, 2) - 1
+        return self.peak(link) * np.minimum(1.0, self.number(link, "pair") * others)
 
     def _adapters(self) -> Adapters:
         """The network adapters of every node."""

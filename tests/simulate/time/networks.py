@@ -39,6 +39,7 @@ def networks(draw: st.DrawFn) -> tuple[System, Layout]:
             "start_s": draw(st.floats(0, 1e-3)),
             "chunk_s": draw(st.floats(0, 1e-3)),
             "efficiency": draw(st.floats(0.1, 1)),
+            "pair": draw(st.sampled_from([1, 0.5, 0.167])),
             "half_bytes": draw(st.floats(0, 1e6)),
             "adapters": draw(st.integers(1, 16)),
             "rings": draw(st.integers(1, 16)),

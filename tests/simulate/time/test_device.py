@@ -180,6 +180,19 @@ def test_a_generation_without_a_point_on_a_device_has_that_of_its_sister() -> No
         assert calibration_points.calibration_point_of(kernels, capability) is None
 
 
+def test_a_card_that_has_a_point_of_its_own_is_calibrated_by_it() -> None:
+    """V100s of a DGX-2 have more power than those of 300 W; what nobody measured on a card is the capability's."""
+    points = {
+        (kernels, name): calibration_points.calibration_point_of(kernels, systems.load(name))
+        for kernels in ("softmax", "unfused")
+        for name in ("jean-zay", "dgx1-v100-16gb", "dgx2", "dgx2h", "lowbw-v100")
+    }
+    own = {at for at, point in points.items() if point is not None and point.card}
+    assert own == {("softmax", "jean-zay"), ("softmax", "dgx1-v100-16gb")}
+    assert len({id(point) for (kernels, _), point in points.items() if kernels == "unfused"}) == 1
+    assert points["softmax", "dgx2"] is points["softmax", "lowbw-v100"]
+
+
 def test_a_generation_of_2023_holds_for_its_chip_wherever_that_is() -> None:
     """H200 has the H100's processor, and an A100 of 40 GB that of 80 GB: memory is their systems' own."""
     for name, other in (("dgx-h200", "dgx-h100"), ("dgx-a100-40gb", "selene")):

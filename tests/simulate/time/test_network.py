@@ -124,6 +124,23 @@ def test_a_group_alone_on_a_node_uses_the_adapter_next_to_it() -> None:
     assert alone.send_seconds(10**9, from_stage=0, to_stage=1) == pytest.approx(10**9 / 120e9, rel=1e-2)
 
 
+def test_a_few_devices_of_a_mesh_have_the_links_among_them_alone() -> None:
+    """Four V100 with two of six links between any two: three of them reach two thirds, and a message one."""
+    reach = 150e9 * 0.827
+    for tp, part in ((2, 0.333), (3, 0.666), (4, 0.999)):
+        assert network("jean-zay", tp=tp).bus_bandwidth("tp") == pytest.approx(part * reach)
+    stages = network("jean-zay", pp=4)
+    payload = 1 << 30
+    latency = stages.number("nvlink", "latency_s")
+    assert stages.send_seconds(payload, from_stage=0, to_stage=1) - latency == pytest.approx(
+        payload / (0.333 * reach)
+    )
+    for tp, part in ((2, 1 / 6), (4, 1 / 2), (8, 1)):  # eight with one of six between most pairs
+        assert network("oneflow-v100", tp=tp).bus_bandwidth("tp") == pytest.approx(part * 120e9, rel=5e-3)
+    for tp in (2, 8, 16):  # a switch
+        assert network("dgx2", tp=tp).bus_bandwidth("tp") == pytest.approx(120e9)
+
+
 def test_groups_of_one_node_share_its_host_bridges() -> None:
     pcie = network("lowbw-v100", dp=4).bus_bandwidth("dp")
     assert network("lowbw-v100", tp=2, dp=2).bus_bandwidth("dp") == pytest.approx(pcie / 2)
