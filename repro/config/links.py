@@ -127,8 +127,8 @@ class Link:
     chunk_s: Quantity = UNSAID
     """Seconds of a chunk, which a node of a tree has whole before it passes it on; a small message is one chunk."""
     pair: Quantity = UNSAID
-    """Fraction of a device's bandwidth that leads straight to one other: a ring of n devices of a node has n - 1 times as
-    much, all of it at most."""
+    """Fraction of a device's bandwidth that leads straight to one other: a ring of n devices of a node has n - 1 times
+    as much, all of it at most."""
     adapters: Quantity = UNSAID
     """Network adapters of a node, each with an equal part of its bandwidth; a device uses the nearest."""
     switch: Quantity = UNSAID
