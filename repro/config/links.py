@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from repro.config.errors import require
+from repro.config.errors import ConfigError, require
 from repro.config.quantity import UNSAID, Quantity, check_fraction, check_positive, check_whole
 
 LINKS = ("memory", "nvlink", "pcie", "inter-node")
@@ -74,6 +75,13 @@ KEYS = (
     *("pair", "adapters", "switch", "rings", "overlap_cost", "pod", "oversubscription"),
 )
 """The optional numbers of a link."""
+
+
+def check_classes(links: Iterable[str], file: str = "") -> None:
+    """Raise `ConfigError` unless these are classes of links."""
+    for link in links:
+        if link not in LINKS:
+            raise ConfigError("links", link, f"one of {', '.join(LINKS)}", file=file)
 
 
 @dataclass(frozen=True, kw_only=True)

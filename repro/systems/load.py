@@ -10,7 +10,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.config.files import build, read_toml
-from repro.config.links import Collective
+from repro.config.links import Collective, check_classes
 from repro.config.system import Device, Link, Quantity, System
 from repro.config.timing import DeviceTime, OperatorRate, Provenance
 
@@ -71,8 +71,8 @@ def _over(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     found = dict(table)
     for key, value in other.items():
         mine = table.get(key)
-        tables = isinstance(value, dict) and isinstance(mine, dict) and "source" not in mine
-        found[key] = _over(mine, value) if tables else value
+        inner = mine if isinstance(mine, dict) and "source" not in mine else None
+        found[key] = value if inner is None or not isinstance(value, dict) else _over(inner, value)
     return found
 
 
@@ -85,6 +85,7 @@ def parse(data: dict[str, Any], *, name: str, file: str) -> System:
         tables["device"] = _device(tables["device"], file)
     if "links" in tables:
         links = _table(tables["links"], file, "links")
+        check_classes(links, file=file)
         tables["links"] = {key: _link(value, file, f"links.{key}") for key, value in links.items()}
     if "provenance" in tables:
         tables["provenance"] = build(Provenance, tables["provenance"], file=file, where="provenance")

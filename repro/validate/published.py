@@ -2,8 +2,8 @@
 
 A point is a run that was published: one experiment, or a pair of them for a ratio.  A source often prints one
 run several ways (milliseconds, TFLOP/s, a share of the peak); the most direct one counts and the others are
-listed.  What calibrates the time model, what is stated as a bound, what cannot be compared, and means of several
-runs count for nothing.  Errors are of rates: a time that is predicted 10 % short is a rate 11 % too high.
+listed.  What calibrates the time model, what is stated as a bound, and means of several runs count for
+nothing.  Errors are of rates: a time that is predicted 10 % short is a rate 11 % too high.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ TIMES = ("s", "ms", "min", "h", "days")
 DIRECT = ("TFLOP/s", "samples/s", *TIMES, "PFLOP/s")
 """Units of rates and times; of one run the first that is printed counts."""
 CLOSE = 0.25
-CALIBRATION, BOUND, APART, SEVERAL, SHARE, GAIN = (
+CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
     "calibration",
     "a bound",
-    "not comparable",
     "several runs",
     "the same run, as a share of peak",
     "a gain: the small difference of a ratio from 1",
@@ -198,7 +197,6 @@ def _point(
     runs = finding.experiments
     predicted, published = float(value), row.row.printed.value
     left_out = CALIBRATION if row.row.calibrates else BOUND if row.row.bound else ""
-    left_out = APART if row.row.not_comparable else left_out
     if unit in DIRECT:
         kind = RATE
         left_out = left_out or (SEVERAL if len(runs) != 1 else "")

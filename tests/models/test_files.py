@@ -119,6 +119,18 @@ TABLES = {
     "mpt-70b": (80, 8192, 64, (1,)),
     "flash-1.3b": (24, 2048, 16, (1,)),
     "flash-2.7b": (32, 2560, 20, (1,)),
+    # DLPERF Megatron-LM/README.md; BIGSCIENCE experiments and train.
+    "oneflow-16x1536": (16, 1536, 16, (1, 2, 4, 8)),
+    "oneflow-16x3072": (16, 3072, 32, (16,)),
+    "oneflow-24x2304": (24, 2304, 24, (4, 8)),
+    "bigscience-1.3b": (24, 2048, 16, (1, 2)),
+    "bigscience-13b": (40, 5120, 32, (2,)),
+    "bigscience-18b": (40, 6144, 32, (4,)),
+    "bigscience-22b": (32, 8192, 32, (4,)),
+    "bigscience-39b": (48, 8192, 32, (4,)),
+    "bigscience-52b": (64, 8192, 32, (4,)),
+    "bigscience-65b": (64, 9216, 32, (4,)),
+    "bigscience-104b": (64, 11600, 80, (4,)),
 }
 
 OTHERS = {

@@ -13,7 +13,7 @@ UNCALIBRATED = unknown(
     "kernels",
     Quantity(
         value=1,
-        low=0.94,
+        low=0.99,
         high=1.6,
         source="no run calibrates these kernels on this device, and they take what shapes and bandwidth allow; low: "
         "the least that one of the generations takes which a published point calibrates; high: the most",
