@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -56,7 +57,10 @@ def test_half_are_within_a_fifth_and_half_are_held_by_what_inputs_leave_open() -
     seen = points(judge(ledger, records), records)
     (family,) = (one for one in families(seen) if one.name == V100_MEGATRON)
     errors = {point.name: point.error for point in seen if not point.left_out}
-    assert family.points == 23
-    assert family.median <= 0.2, errors
+    elsewhere = {name: error for name, error in errors.items() if name.startswith(("oneflow", "bigscience"))}
+    of_the_reports = {name: error for name, error in errors.items() if name not in elsewhere}
+    assert (len(of_the_reports), len(elsewhere)) == (23, 17)
+    assert median(map(abs, of_the_reports.values())) <= 0.2, of_the_reports
+    assert median(map(abs, elsewhere.values())) <= 0.1, elsewhere
     held = {point.name: point.holds for point in seen if not point.left_out}
     assert family.held > family.points / 2, held
