@@ -18,6 +18,8 @@ from repro.config.system import System
 
 PACE = "device.time.pace"
 """How fast a device is of its kind, which scales everything that it computes."""
+SPREAD = "device.time.spread"
+"""How unlike a run's devices are, of which the slowest scales everything."""
 PER_RANGE = 4
 """Steps of a search from one end of a range to the other."""
 DRAWS = 64

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from repro.render.words import counted
 from repro.report.figures.style import BLUE, GREY, INK, MUTED, VERMILION, Drawing, canvas, quiet
 from repro.results.schema import SIMULATED
-from repro.systems.unknowns import PACE
+from repro.systems.unknowns import PACE, SPREAD
 from repro.validate.implied import Implied, Need
 
 if TYPE_CHECKING:
@@ -44,9 +44,11 @@ def draw(found: Sequence[Implied]) -> Drawing:
 def chosen(found: Sequence[Implied]) -> list[Implied]:
     """The unknowns that most rows contradict each other about, then those of most rows; one at least of each cluster.
 
-    Not how fast a device is of its kind, which scales everything: what rows need of it is the model's error.
+    Not how fast a device, or the slowest, is of its kind, which scales everything: what rows need of it is the
+    model's error.
     """
-    ordered = sorted((one for one in found if one.key != PACE), key=lambda one: (-one.torn, -len(one.needs)))
+    telling = [one for one in found if one.key not in (PACE, SPREAD)]
+    ordered = sorted(telling, key=lambda one: (-one.torn, -len(one.needs)))
     first = list({one.system: one for one in reversed(ordered)}.values())
     rest = [one for one in ordered if one not in first]
     picked = [*first, *rest][:MOST]

@@ -57,6 +57,8 @@ LOOK = {
 """Colour and marker of a family."""
 NAMED = 4
 """Of the points furthest off, as many in each panel get their name."""
+LONG = 40
+"""Characters of a name that go on one line."""
 
 
 def draw(found: Sequence[Point]) -> Drawing:
@@ -152,8 +154,9 @@ def _name(axes: Axes, points: Sequence[Point]) -> None:
             continue
         named.append(height)
         left = point.error > 0
+        words = f"{point.claim}, {point.label.partition(':')[0]}"
         axes.annotate(
-            f"{point.claim}, {point.label.partition(':')[0]}",
+            words if len(words) <= LONG else words.replace(", ", ",\n", 1),
             _place(point),
             xytext=(-5 if left else 5, 0),
             textcoords="offset points",
