@@ -104,8 +104,9 @@ class CalibrationPoint:
 
 @cache
 def calibration_points() -> tuple[CalibrationPoint, ...]:
-    """All of them, as the file has them."""
-    return tuple(build(CalibrationPoint, entry, file=FILE.name) for entry in read_toml(FILE)["generation"])
+    """All of them, as the file has them, those of one card last: the last that fits a device holds."""
+    found = [build(CalibrationPoint, entry, file=FILE.name) for entry in read_toml(FILE)["generation"]]
+    return tuple(sorted(found, key=lambda point: len(point.card)))
 
 
 def calibration_point_of(kernels: OperatorSet, system: System) -> CalibrationPoint | None:
@@ -119,7 +120,7 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> CalibrationPoi
     device = system.device
     points = {
         known.layout.kernels: known
-        for known in sorted(calibration_points(), key=lambda known: len(known.card))
+        for known in calibration_points()
         if known.compute_capability == device.compute_capability and device.name.startswith(known.card)
     }
     other = {OperatorSet.UNFUSED: OperatorSet.SOFTMAX, OperatorSet.SOFTMAX: OperatorSet.UNFUSED}.get(kernels)

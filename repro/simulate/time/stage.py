@@ -107,9 +107,6 @@ class StageStreams:
         """The positions of actions whose inputs it receives, once it is due."""
         self.now = 0.0
         self.streams: dict[str, float] = defaultdict(float)
-        """When each group's collectives that have begun are over."""
-        self.busy = 0.0
-        """The last of these."""
         self.under_way: dict[tuple[object, ...], deque[tuple[float | Meeting, Issue]]] = defaultdict(deque)
         self.sent: dict[tuple[int, int], deque[Key]] = defaultdict(deque)
         self.posted: deque[Key] = deque()
@@ -176,22 +173,28 @@ class StageStreams:
 
     def _stretch(self, items: Sequence[Item]) -> Stretch:
         """Go through `items` with nothing under way."""
-        before = self.now, self.busy, self.streams, self.under_way, self.time
-        self.now = self.busy = 0.0
-        self.streams, self.under_way, self.time = defaultdict(float), defaultdict(deque), self.all.account()
+        before = self.now, self.streams, self.under_way, self.time
+        self.now, self.streams, self.under_way, self.time = (
+            0.0,
+            defaultdict(float),
+            defaultdict(deque),
+            self.all.account(),
+        )
         for waited in self._run(items, ""):
             raise AssertionError(f"a stretch waits for {waited}")
         keys = frozenset(item.key for item in items if isinstance(item, Issue))
         found = Stretch(items, self.now, keys, self.time)
-        self.now, self.busy, self.streams, self.under_way, self.time = before
+        self.now, self.streams, self.under_way, self.time = before
         return found
 
     def _alone(self, stretch: Stretch) -> bool:
         """Whether nothing that is under way delays `stretch`, and nobody asks for its spans."""
         if self.recording:
             return False
-        busy = self.busy if anywhere(self.all.overlap_cost) else self.streams[INSIDE]
-        return not anywhere(busy > self.now) and not any(self.under_way[key] for key in stretch.keys)
+        busy = self.streams if anywhere(self.all.overlap_cost) else (INSIDE,)
+        return not any(anywhere(self.streams[group] > self.now) for group in busy) and not any(
+            self.under_way[key] for key in stretch.keys
+        )
 
     def _source_of(self, action: Action) -> int | None:
         layout = self.all.layout
@@ -259,10 +262,11 @@ class StageStreams:
 
     def _slowed(self, seconds: float) -> float:
         """Seconds of a block with communication that runs beside it, which takes some of the processors."""
-        cost, beside = self.all.overlap_cost, self.busy - self.now
-        if not anywhere(cost) or not anywhere(beside > 0):
+        cost = self.all.overlap_cost
+        if not anywhere(cost) or not self.streams:
             return seconds
-        return seconds + cost * earlier(seconds / later(1 - cost, SOME), later(0.0, beside))
+        beside = later(0.0, later(*self.streams.values()) - self.now)
+        return seconds + cost * earlier(seconds / later(1 - cost, SOME), beside)
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
         """`block`, which takes `seconds` while all stages compute, and took less where some did not."""
@@ -279,7 +283,6 @@ class StageStreams:
             return
         end = ready + item.seconds
         self.streams[item.group] = end
-        self.busy = later(self.busy, end)
         self._record(item.group, item.label, ready, item.seconds)
         self.under_way[item.key].append((end, item))
 
@@ -294,7 +297,6 @@ class StageStreams:
                 yield over
             over = over.end
             self.streams[issue.group] = later(self.streams[issue.group], over)
-            self.busy = later(self.busy, over)
         self.time.waited_for(issue, self.now, over, across=issue.group in ACROSS)
         self.now = later(self.now, over)
 
