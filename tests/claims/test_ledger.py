@@ -164,7 +164,7 @@ ROWS = {
     "ds-64gpu-table": 8 * 3 + 4 + 8 + 7 + 6,
     "meg-dec2020-table": 8 * 4 + 4 * 3 + 1,
     "meg2-table2-vs-zero3": 12 * 2 + 4 + 1,
-    "meg2-fig11-pipeline-weak-scaling": 4 * 2,
+    "meg2-fig11-pipeline-weak-scaling": 4 * 2 + 4 + 1,
     "meg2-interleaved-10pct": 5 * 2 + 1,
     "meg2-fig13-tp-pp": 5 * 2 + 3,
     "meg2-fig14-pp-dp": 5 * 2,
