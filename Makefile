@@ -80,7 +80,7 @@ endef
 
 # Published layouts on up to thousands of GPUs, traced without their twins (twin-*).
 PUBLISHED := zero_memory zero_r turing_nlg deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput \
-	zero_superlinear megatron_2019 megatron_2021 megatron_figures v100_clusters yuan one_node today
+	zero_superlinear megatron_2019 megatron_2021 megatron_figures v100_clusters a100_clusters yuan one_node today
 
 # Simulate all of them, and the claims asked again of a system of today; the table, how much of what is published the
 # intervals hold, and the report come even if an experiment failed.

@@ -47,6 +47,7 @@ _HOW = (
     ("links.inter-node.*", CLUSTER, "links.inter-node.collectives", LINK),
     ("links.*", HERE, "links.{link}.collectives", LINK),
     ("kernels", HERE, "device.operators", "seconds of the operators themselves, of each set of kernels"),
+    ("*: operator_s", HERE, "device.time.launch_s", "a step that has nothing to compute, by operator"),
     ("*: attention", HERE, "device.operators", "seconds of every operator, attention among them"),
     ("*: passes", HERE, "device.operators", "seconds of every operator, passes over parameters among them"),
     (

@@ -24,10 +24,10 @@ from repro.simulate.time.basis import of_record, weakest
 from repro.validate.conformal import Residual, margins, score
 
 RATE, RATIO = "rate", "ratio"
-TIMED = ("step_seconds", "samples_per_s", "flops_per_s")
+TIMED = ("step_seconds", "samples_per_s", "tokens_per_s", "flops_per_s")
 """An expression that reads one of these metrics is about time."""
 TIMES = ("s", "ms", "min", "h", "days")
-DIRECT = ("TFLOP/s", "samples/s", *TIMES, "PFLOP/s")
+DIRECT = ("TFLOP/s", "samples/s", "tokens/s", *TIMES, "PFLOP/s")
 """Units of rates and times; of one run the first that is printed counts."""
 CLOSE = 0.25
 CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (

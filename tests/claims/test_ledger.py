@@ -128,6 +128,10 @@ IDS = [
     "foundry-h100-long",
     "oneflow-megatron-v100",
     "bigscience-v100",
+    "vtrain-a100-node",
+    "vtrain-a100",
+    "korthikanti-baselines",
+    "nemo-5b",
     "ds-few-lines",
     "ds-no-limits",
     "repro-parity",
@@ -174,6 +178,10 @@ ROWS = {
     "meg1-table1-weak-scaling": 4 * 3,
     "meg1-table7-heads": 3,
     "meg2-table1-weak-scaling": 10 * 4,
+    "vtrain-a100-node": 9,
+    "vtrain-a100": 24,
+    "korthikanti-baselines": 4,
+    "nemo-5b": 3 + 6,
 }
 
 

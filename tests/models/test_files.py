@@ -131,6 +131,10 @@ TABLES = {
     "bigscience-52b": (64, 8192, 32, (4,)),
     "bigscience-65b": (64, 9216, 32, (4,)),
     "bigscience-104b": (64, 11600, 80, (4,)),
+    # VTRAIN data; CALCULON validation/seqsel/tab5; NEMO conf/training/gpt3/5b.yaml.
+    "vtrain-1.3b": (24, 2048, 16, (1, 2, 4, 8)),
+    "megatron-22b": (48, 6144, 64, (8,)),
+    "nemo-5b": (24, 4096, 32, (1, 2)),
 }
 
 OTHERS = {

@@ -11,7 +11,11 @@ from repro.simulate.time import calibration_points
 
 
 def have_exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on which of a generation's kernels are slow is known, and how slow passes over parameters are."""
+    """From now on which of a generation's kernels are slow is known, how slow passes over parameters are, and that its
+    host takes as long for an operator as any."""
     known = Quantity(value=1, source="measured")
-    points = [replace(one, products=known, passes=known) for one in calibration_points.calibration_points()]
+    points = [
+        replace(one, products=known, passes=known, operator_s=None)
+        for one in calibration_points.calibration_points()
+    ]
     monkeypatch.setattr(calibration_points, "calibration_points", lambda: points)

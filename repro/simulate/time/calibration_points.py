@@ -57,6 +57,9 @@ class CalibrationPoint:
     what they take alone."""
     passes: Quantity = STREAMING
     """Seconds of passes over parameters and gradients over what their bytes ask for; measured, not from the point."""
+    operator_s: Quantity | None = None
+    """Seconds of the host for an operator of a layer, its modules and their backward passes included; None: the
+    `launch_s` of the device."""
     attention: Quantity | None = None
     """FLOP/s of its fused attention among endlessly many keys, of what a causal mask leaves, forward and backward;
     None: nobody measured it by itself."""
@@ -84,6 +87,11 @@ class CalibrationPoint:
         return unknown(f"{self.name}: passes", self.passes)
 
     @property
+    def operator_time(self) -> Unknown | None:
+        """`operator_s`."""
+        return unknown(f"{self.name}: operator_s", self.operator_s) if self.operator_s is not None else None
+
+    @property
     def attention_rate(self) -> Unknown | None:
         """`attention`."""
         return unknown(f"{self.name}: attention", self.attention) if self.attention is not None else None
@@ -91,7 +99,7 @@ class CalibrationPoint:
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
         """All numbers of it that may be others."""
-        found = (self.rate, self.products_share, self.passes_time, self.attention_rate)
+        found = (self.rate, self.products_share, self.passes_time, self.operator_time, self.attention_rate)
         return tuple(one for one in found if one is not None and one.low < one.high)
 
     def experiment(self, model: Model) -> Experiment:

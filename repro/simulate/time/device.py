@@ -63,6 +63,8 @@ class Kernels(NamedTuple):
     """Seconds of all others but `STREAMED` over the model's."""
     passes: float = 1.0
     """Seconds of `STREAMED` over the model's."""
+    operator_s: float = 0.0
+    """Seconds of the host for an operator of a layer; 0: as long as any."""
     attention: float = 0.0
     """FLOP/s of fused attention among endlessly many keys, of what a causal mask leaves; 0: as the model has it, times
     `others`."""
@@ -92,7 +94,7 @@ class DeviceCost:
         self.system, self.kernels, self.pace = system, kernels, time.pace
         self.slowest = slowest(time.spread, devices)
         self.rates = system.device.operators
-        self.launch_s = time.launch_s
+        self.launch_s, self.operator_s = time.launch_s, kernels.operator_s or time.launch_s
         self.message_s = self.rates[MESSAGE].fixed_s if MESSAGE in self.rates else 0.0
         self.exchange_s = self.rates[EXCHANGE].fixed_s if EXCHANGE in self.rates else 0.0
         self.jitter_s = time.jitter_s

@@ -29,7 +29,9 @@ class OperatorCost(Protocol):
     """What operators take: `repro.simulate.time.device.DeviceCost`, or several at once."""
 
     launch_s: float
-    """Of the host, for one operator."""
+    """Of the host, for one operator of no layer: of the update, or one of a list."""
+    operator_s: float
+    """The same of a layer, and of a collective in it."""
     message_s: float
     """Of the thread that computes, to begin and to end a message: on a device nothing, whose streams do it."""
     exchange_s: float
@@ -210,7 +212,8 @@ class _Compiler:
                 parts[kind] = parts.get(kind, 0.0) + took
                 device += took
                 apart += took
-                host += self.cost.launch_s * event.calls
+                of_layer = not tail and event.calls == 1
+                host += self.cost.operator_s if of_layer else self.cost.launch_s * event.calls
             elif isinstance(event, Message):
                 if self._own:
                     own = self._own_seconds(event)
@@ -228,7 +231,7 @@ class _Compiler:
                     apart = 0.0
                     parts[label] = parts.get(label, 0.0) + took
                     device += took
-                    host += self.cost.launch_s
+                    host += self.cost.operator_s
                     continue
                 close()
                 late = self._late(event, apart)

@@ -43,6 +43,7 @@ class SeveralDevices:
         ]
         costs = _Alike(keys, lambda lane: DeviceCost(systems[lane], precision, kernels[lane], devices))
         self.launch_s = cast(float, costs.each(lambda cost: cost.launch_s))
+        self.operator_s = cast(float, costs.each(lambda cost: cost.operator_s))
         self.message_s = cast(float, costs.each(lambda cost: cost.message_s))
         self.exchange_s = cast(float, costs.each(lambda cost: cost.exchange_s))
         self.jitter_s = cast(float, costs.each(lambda cost: cost.jitter_s))

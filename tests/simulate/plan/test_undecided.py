@@ -85,9 +85,10 @@ def planned(system: System) -> Plan:
 
 
 def test_a_plan_names_the_unknown_that_turns_two_layouts(
-    exact: System, capsys: pytest.CaptureFixture[str]
+    exact: System, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As said, at an end of the range a plan of exact numbers has them in the other order; of these nothing is said."""
+    have_exact_kernels(monkeypatch)
     link = exact.links["inter-node"]
     known = link.used("inter-node", "rings")
     rings = replace(known, low=1, high=8, source="low: one; high: one for each adapter")

@@ -123,9 +123,10 @@ def test_an_operator(operator: Operator, seconds: float) -> None:
 
 
 class Constant:
-    """Every operator takes 4 us, and the host 10 us to issue one."""
+    """Every operator takes 4 us, and the host 10 us to issue one, of a layer or not."""
 
-    launch_s, jitter_s, message_s, exchange_s = 10 * US, 0.0, 0.0, 0.0
+    launch_s = operator_s = 10 * US
+    jitter_s = message_s = exchange_s = 0.0
 
     def seconds(self, operator: Operator) -> float:
         return 4 * US
@@ -147,6 +148,25 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     assert isinstance(long, OperatorBlock)
     assert long.seconds == pytest.approx(104 * US)
     assert dict(long.parts) == pytest.approx({"elementwise": 4 * US, "all-reduce of block (tp)": 100 * US})
+
+
+def test_a_layer_asks_more_of_its_host_than_the_update_and_lists_do() -> None:
+    """44 us for an operator of a layer and for its collective, 7 for others and for each of those that are one list."""
+
+    class Megatron(Constant):
+        launch_s, operator_s = 7 * US, 44 * US
+
+    add, views = Operator("aten.add", 0, 1, 1, (), 2), Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
+    reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
+    compiler = _Compiler(Megatron(), lambda message: US, {7: ("x",)}, 0, lambda op, group: 1)  # type: ignore[arg-type]
+    for events, tail, host in (
+        ([add, add, reduced, Wait(7)], False, 3 * 44),
+        ([add, add], True, 2 * 7),
+        ([views, add._replace(calls=3)], False, 11 * 7),
+    ):
+        (block,) = compiler.items(events, tail=tail)
+        assert isinstance(block, OperatorBlock)
+        assert block.seconds == pytest.approx(host * US)
 
 
 def test_views_are_hidden_unless_the_host_waits_for_the_device() -> None:
@@ -172,7 +192,7 @@ def test_a_processor_begins_and_ends_its_messages_itself() -> None:
     """Each takes 50 us of it beside the 4 us of an operator and the 100 us of a collective."""
 
     class Processor(Constant):
-        launch_s, message_s = 0.0, 50 * US
+        operator_s, message_s = 0.0, 50 * US
 
     reduced, hidden = (Message("all_reduce", "tp", 2, 8, 8, "block", work=n) for n in (7, 8))
     sent = Message("send", "pp", 2, 8, 8, "activations", work=9, peer=1)
@@ -205,7 +225,7 @@ def test_an_exchange_of_gloo_s_is_a_message_to_and_from_every_other_rank(
     """20 us each; what gloo does itself is one of 50 us, and so is a message between stages, of which one comes too."""
 
     class Processor(Constant):
-        launch_s, message_s, exchange_s = 0.0, 50 * US, 20 * US
+        operator_s, message_s, exchange_s = 0.0, 50 * US, 20 * US
 
     message, counted = Message(op, "dp", size, 8, 8, "parameters", work=7, peer=1), messages_of(op, size)
     compiler = _Compiler(Processor(), lambda message: 0.0, {7: ("x",)}, 0, lambda *_: counted)  # type: ignore[arg-type]
