@@ -52,12 +52,12 @@ def kernels_in(
         return np.array([of.at(case.of(of.key)) if of is not None else 0.0 for case in cases])
 
     attention, start = value(generation.attention_rate), generation.attention_start
-    others_measured = (generation.passes_time, generation.operator_time)
-    measured = list(zip(*(value(one).tolist() for one in others_measured), attention.tolist(), strict=True))
+    passes, host = value(generation.passes_time), value(generation.operator_time)
+    measured = list(zip(passes.tolist(), host.tolist(), attention.tolist(), strict=True))
 
     def seconds(products: float, others: float) -> Lanes:
         """Of the step on the device that was measured, [cases]."""
-        of_cases = [Kernels(products, others, *alone, start) for alone in measured]
+        of_cases = [Kernels(products, others, passes, host, rate, start) for passes, host, rate in measured]
         at_few, at_more = (_timed(generation, layers, itself, of_cases) for layers in (FEW, MORE))
         return at_few + (whole.layers - FEW) * (at_more - at_few) / (MORE - FEW)
 
@@ -68,7 +68,10 @@ def kernels_in(
     other = seconds(1.0, 2.0) - modelled if (share < 1).any() else 0 * every
     beyond = (published - modelled) / (share * (every - other) + other)
     found = zip((share * beyond).tolist(), beyond.tolist(), measured, strict=True)
-    return tuple(Kernels(1 + products, 1 + others, *alone, start) for products, others, alone in found)
+    return tuple(
+        Kernels(1 + products, 1 + others, passes, host, rate, start)
+        for products, others, (passes, host, rate) in found
+    )
 
 
 def _timed(
