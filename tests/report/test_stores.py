@@ -146,7 +146,9 @@ def test_a_large_store_has_a_page_of_a_sane_size(tmp_path: Path) -> None:
     values = context.context(found, chosen, [], [], Catalogue())
     text = context.render({**values, "notebooks": []})
     rows = sum(len(result.rows) for result in found.judged)
-    assert len(text) < 1.4e6 + 2_000 * rows, "what grows with the store has 1.4 MB, a value of the ledger 2 kB"
+    assert len(text) < 1.4e6 + 2_000 * rows, (
+        "what grows with the store has 1.4 MB, a value of the ledger 2 kB"
+    )
     assert "that no claim and no figure reads are not listed here" in text
     assert "repro export --table experiments --format csv" in text
     with look():
