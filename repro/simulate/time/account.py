@@ -27,7 +27,6 @@ class StageTime:
     """All communication, hidden or not, by label."""
     bubble: float = 0.0
     """It waited for another stage to compute."""
-    end: float = 0.0
     by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """From the beginning of each forward pass, backward pass and update to its end, waits included."""
 
@@ -81,7 +80,7 @@ class StageTime:
 
 
 class OnlyTheEnd(StageTime):
-    """Nothing but when the step ended."""
+    """Nothing: when the step ended is known without."""
 
     def add(self, other: StageTime, times: int) -> None:
         return

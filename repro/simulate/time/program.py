@@ -8,16 +8,16 @@ micro-batches; the segment of an ordinary one stands for all that were not run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from repro.parallel.ledger import SEND
-from repro.parallel.pipeline.schedule import Action, build
+from repro.parallel.pipeline.schedule import Action
 from repro.simulate.time.device import ATTENTION, MATMULS
 from repro.simulate.time.lanes import anywhere, later
 from repro.simulate.time.stragglers import last
-from repro.simulate.trace.events import HOST_WAIT, Event, Message, Operator, PhaseStart, Wait
+from repro.simulate.trace.events import HOST_WAIT, Message, Operator, Timed, Wait
 from repro.simulate.trace.roles import ORDINARY, Trace
 
 MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST = "matmul", "attention", "elementwise", "optimizer", "host"
@@ -99,9 +99,9 @@ class StageProgram:
 
     def of(self, action: Action) -> list[Item]:
         """The items of an action of the real schedule."""
-        return self.segments[Action(action.kind, self._shown(action.micro_batch), action.chunk)]
+        return self.segments[Action(action.kind, self.shown(action.micro_batch), action.chunk)]
 
-    def _shown(self, micro_batch: int) -> int:
+    def shown(self, micro_batch: int) -> int:
         """The traced micro-batch that stands for one: first and last for themselves."""
         if self.last < self.micro_batches:
             return micro_batch
@@ -119,37 +119,22 @@ def program(
     traced: Trace, whole: int, cost: OperatorCost, seconds: Seconds, messages: Messages
 ) -> StageProgram:
     """The program of a trace.  `whole`: micro-batches of the real step."""
-    layout, stage = traced.layout, traced.role.stage
-    actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
-    pieces = _pieces(traced, len(actions))
-    keys = _keys(traced, actions, pieces)
-    compiler = _Compiler(cost, seconds, keys, stage, messages)
-    found = StageProgram(micro_batches=layout.accumulation, last=whole - 1)
-    for action, piece in zip(actions, pieces, strict=False):
-        found.segments[action] = compiler.items(piece)
-    found.tail = compiler.items(pieces[-1], tail=True)
+    micro_batches = traced.layout.accumulation
+    found = StageProgram(micro_batches=micro_batches, last=whole - 1)
+    compiler = _Compiler(cost, seconds, _keys(traced), traced.role.stage, messages)
+    shown = {found.shown(micro_batch) for micro_batch in range(whole)}
+    for action, piece in zip(traced.actions, traced.pieces[:-1], strict=True):
+        if action.micro_batch in shown:
+            found.segments[action] = compiler.items(piece)
+    found.tail = compiler.items(traced.pieces[-1], tail=True)
     return found
 
 
-def _pieces(traced: Trace, actions: int) -> list[list[Event]]:
-    """The step's events by action, and those after the last one (the optimizer's)."""
-    pieces: list[list[Event]] = [[] for _ in range(actions + 1)]
-    at = 0
-    for event in traced.events[traced.step_start : traced.step_stop]:
-        if isinstance(event, PhaseStart) and event.position != at:
-            # What comes before the first action belongs to it.
-            at = event.position if event.position >= 0 else actions if at else 0
-        pieces[at].append(event)
-    return pieces
-
-
-def _keys(
-    traced: Trace, actions: Iterable[Action], pieces: list[list[Event]]
-) -> dict[int, tuple[object, ...]]:
+def _keys(traced: Trace) -> dict[int, tuple[object, ...]]:
     """For every collective a name that its counterparts in other micro-batches and steps share."""
     keys: dict[int, tuple[object, ...]] = {}
-    places: list[tuple[object, ...]] = [(action.kind, action.chunk) for action in actions]
-    for place, piece in zip([*places, ("tail",)], pieces, strict=True):
+    places: list[tuple[object, ...]] = [(action.kind, action.chunk) for action in traced.actions]
+    for place, piece in zip([*places, ("tail",)], traced.pieces, strict=True):
         seen: Counter[tuple[str, str, str]] = Counter()
         for event in piece:
             if isinstance(event, Message) and event.op != SEND:
@@ -157,7 +142,7 @@ def _keys(
                 keys[event.work] = (*place, *label, seen[label])
                 seen[label] += 1
     # The step before this one published its parameters as this one does.
-    published = [e for e in pieces[-1] if isinstance(e, Message) and e.purpose == "parameters"]
+    published = [e for e in traced.pieces[-1] if isinstance(e, Message) and e.purpose == "parameters"]
     before = [
         e for e in traced.events[: traced.step_start] if isinstance(e, Message) and e.purpose == "parameters"
     ]
@@ -181,13 +166,12 @@ class _Compiler:
         self.messages = messages
         self._jitter, self._own = anywhere(cost.jitter_s > 0), anywhere(cost.message_s > 0)
 
-    def items(self, events: list[Event], *, tail: bool = False) -> list[Item]:
+    def items(self, events: Sequence[Timed], *, tail: bool = False) -> list[Item]:
         """The items of a piece; `tail`: its operators are the optimizer's."""
         found: list[Item] = []
         parts: dict[str, float] = {}
         host = device = apart = 0.0
         """`apart`: since they last waited for others."""
-        todo = [e for e in events if isinstance(e, (Operator, Message, Wait))]
 
         def close() -> None:
             nonlocal host, device
@@ -200,8 +184,8 @@ class _Compiler:
             host = device = 0.0
 
         at = 0
-        while at < len(todo):
-            event = todo[at]
+        while at < len(events):
+            event = events[at]
             at += 1
             if isinstance(event, Operator):
                 if event.name == HOST_WAIT:
@@ -225,7 +209,7 @@ class _Compiler:
                     found.append(Send(event.peer - self.stage, event.channel, event.payload))
                     continue
                 took, label = self.seconds(event), label_of(event)
-                if at < len(todo) and todo[at] == Wait(event.work) and event.group == "tp":
+                if at < len(events) and events[at] == Wait(event.work) and event.group == "tp":
                     at += 1
                     took += self._late(event, apart)
                     apart = 0.0

@@ -1,8 +1,11 @@
 """When everything in a step happens: all pipeline stages, the messages between them and where they meet.
 
 A collective whose group crosses stages begins when they have all come to it; a message between stages begins
-when it has been sent and its receive has been posted.  Two steps are scheduled and the second is reported, since
-a step begins while parameters of the one before it are still being gathered.
+when it has been sent and its receive has been posted.
+
+A step begins while parameters of the one before it are still being gathered, and a stage may begin it before another
+does.  Both follow from how that one ended: all ranks agree on the gradients' norm, and update after it.  So what comes
+after the last backward pass is scheduled once before the step.
 """
 
 from __future__ import annotations
@@ -74,9 +77,9 @@ class _Schedule:
         ]
 
     def run(self) -> None:
-        """Two steps of all stages."""
+        """The step of all stages."""
         waiting: dict[object, list[Generator[object, None, None]]] = defaultdict(list)
-        ready = [stage.steps(2) for stage in self.stages]
+        ready = [stage.run() for stage in self.stages]
         cores = Cores(self.ranks_per_core, self.layout.pp)
         while ready or cores.works:
             if ready:
@@ -158,7 +161,6 @@ def schedule(
     everything = _Schedule(layout, programs, network, overlap_cost, ranks_per_core, record, account)
     everything.run()
     stages = everything.stages
-    first, second = zip(*(stage.finished for stage in stages), strict=True)
-    step_s = later(*(stage.end for stage in second)) - later(*(stage.end for stage in first))
+    step_s = later(*(stage.now for stage in stages)) - later(*(stage.began for stage in stages))
     spans = [span for stage in stages for span in stage.spans]
-    return Timeline(step_s, list(second), spans, sum(stage.unmatched for stage in stages))
+    return Timeline(step_s, [stage.time for stage in stages], spans, sum(stage.unmatched for stage in stages))

@@ -93,7 +93,7 @@ class StageStreams:
     """One stage's streams."""
 
     def __init__(self, peers: Peers, stage: int, program: StageProgram, *, record: bool):
-        """`record`: keep the spans of the last step."""
+        """`record`: keep the spans of the step."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
         self.actions = peers.actions(stage)
         self.sources = [self._source_of(action) for action in self.actions]
@@ -113,8 +113,8 @@ class StageStreams:
         self.counts: dict[tuple[str, int, int], int] = defaultdict(int)
         self.time = self.all.account()
         self.recording = False
-        self.finished: list[StageTime] = []
-        """Steps that are over."""
+        self.began = 0.0
+        """When the step began, which is when the one before it was over."""
         self.spans: list[Span] = []
         self.unmatched = 0
         """Waits for what was never issued."""
@@ -123,17 +123,12 @@ class StageStreams:
         self.tail = self._prepared(program.tail)
         self.pieces = [self._prepared(program.of(action)) for action in self.actions]
 
-    def steps(self, steps: int) -> Generator[object, None, None]:
-        """Run `steps` steps; yields what it waits for until that is known."""
-        for step in range(steps):
-            self.time = self.all.account()
-            self.recording = self.record and step == steps - 1
-            yield from self._step()
-            self.time.end = self.now
-            self.finished.append(self.time)
-
-    def _step(self) -> Generator[object, None, None]:
-        began = self.now
+    def run(self) -> Generator[object, None, None]:
+        """A step after another one; yields what it waits for until that is known."""
+        yield from self._run(self.tail, "optimizer")
+        self.time, self.unmatched, self.recording = self.all.account(), 0, self.record
+        self.taken.clear()
+        self.began = began = self.now
         if self.exchanges:
             self.following = self.batches[0]
             yield from self._exchange()
@@ -159,7 +154,6 @@ class StageStreams:
         self.time.phase(UPDATE, began, self.now)
         for stretch, times in self.taken.items():
             self.time.add(stretch.time, times)
-        self.taken.clear()
 
     def _prepared(self, items: Sequence[Item]) -> Steps:
         """`items` with every stretch among them as one."""
@@ -289,7 +283,7 @@ class StageStreams:
     def _await(self, item: Await) -> Generator[object, None, None]:
         under_way = self.under_way[item.key]
         if not under_way:
-            self.unmatched += len(self.finished) > 0
+            self.unmatched += 1
             return
         over, issue = under_way.popleft()
         if isinstance(over, Meeting):

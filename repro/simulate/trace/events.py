@@ -106,3 +106,5 @@ class PhaseStart(NamedTuple):
 
 
 Event = Alloc | Free | Mark | Operator | Message | Receive | Wait | PhaseStart
+Timed = Operator | Message | Wait
+"""What seconds follow from; receives follow from the schedule."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -22,9 +22,9 @@ from repro.host.garbage import uncollected
 from repro.measure.uncompiled import uncompiled
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
-from repro.parallel.pipeline.schedule import build, in_flight
+from repro.parallel.pipeline.schedule import Action, build, in_flight
 from repro.parallel.transports import NoTransport, Transport
-from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
+from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Timed, Wait
 from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, nothing
 from repro.simulate.trace.repeat import Repeats, recordings_of
 from repro.simulate.trace.transport import GlooShapes, Recorded
@@ -69,6 +69,26 @@ class Trace:
     def step(self) -> list[Event]:
         """The events of the ordinary step."""
         return self.events[self.step_start :]
+
+    @cached_property
+    def actions(self) -> Sequence[Action]:
+        """That were run, in order."""
+        layout = self.layout
+        return build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[self.role.stage]
+
+    @cached_property
+    def pieces(self) -> list[list[Timed]]:
+        """What takes time: of every action, and after the last one (the optimizer's)."""
+        found: list[list[Timed]] = [[] for _ in range(len(self.actions) + 1)]
+        at = 0
+        for event in self.events[self.step_start : self.step_stop]:
+            if isinstance(event, PhaseStart):
+                if event.position != at:
+                    # What comes before the first action belongs to it.
+                    at = event.position if event.position >= 0 else len(self.actions) if at else 0
+            elif isinstance(event, (Operator, Message, Wait)):
+                found[at].append(event)
+        return found
 
     @cached_property
     def _weighted(self) -> list[tuple[int, Event]]:

@@ -250,6 +250,36 @@ def test_without_overlap_messages_that_leave_together_share_the_way_out() -> Non
     assert more == pytest.approx(4 * 2 * (3 / 2 + 2 * wire))
 
 
+def block(seconds: float) -> OperatorBlock:
+    return OperatorBlock(seconds, (("matmul", seconds),))
+
+
+def test_a_step_begins_while_the_one_before_it_gathers_its_parameters() -> None:
+    """The gather of 4 s begins with the step, which has 2 s to compute before it needs what is gathered."""
+    gather = Issue(("gather",), "dp", "all-gather of parameters (dp)", 4.0)
+    segments = {Action(FORWARD, 0): [block(2.0), Await(gather.key), block(3.0)], Action("B", 0): [block(6.0)]}
+    stage = StageProgram(segments, [block(1.0), gather], micro_batches=1, last=0)
+    found = schedule(Layout(), [stage], Wire(0.0))
+    assert found.step_s == 4 + 3 + 6 + 1
+    assert found.stages[0].exposed == {gather.label: 2.0}
+    assert found.unmatched == 0
+
+
+def test_a_stage_begins_a_step_when_its_own_update_is_over() -> None:
+    """The last of two stages updates for 5 s, the first one for 1, and computes in what it has over."""
+    norm = Issue(("norm",), "world", "all-reduce of norm (world)", 0.0)
+
+    def stage(update: float, forward: list[Any], backward: list[Any]) -> StageProgram:
+        segments = {Action(FORWARD, 0): forward, Action("B", 0): backward}
+        return StageProgram(segments, [norm, Await(norm.key), block(update)], micro_batches=1, last=0)
+
+    first = stage(1.0, [block(1.0), Send(1, 0, 1)], [block(2.0)])
+    last = stage(5.0, [block(1.0)], [block(2.0), Send(-1, 1, 1)])
+    found = schedule(Layout(pp=2), [first, last], Wire(0.0))
+    assert found.step_s == 1 + 2 + 2 + 5  # its forward pass is over when the last stage begins
+    assert [found.stages[s].by_phase["update"] for s in (0, 1)] == [1.0, 5.0 + 2.0]
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 3), st.floats(0.0, 2.0))
 def test_stages_that_exchange_never_wait_for_ever_and_are_never_faster(
