@@ -15,8 +15,6 @@ from repro.systems.unknowns import Case
 
 MOVES = 0.01
 """Part of a step that an unknown moves at least whose curve is kept."""
-AT_ONCE = 40
-"""Cases in a pass: the seconds of every message are held in each of them."""
 
 
 def curved(prediction: Prediction) -> Prediction:
@@ -31,12 +29,10 @@ def curved(prediction: Prediction) -> Prediction:
         if one.key in moving
         for value, quantile in one.around.items()
     ]
+    cases = [Case(key, quantile) for key, _, quantile in around]
+    taken = in_cases(prediction.experiment, prediction.system, prediction.roles, cases)
     curves: dict[str, list[list[float]]] = {key: [] for key in moving}
-    for start in range(0, len(around), AT_ONCE):
-        part = around[start : start + AT_ONCE]
-        cases = [Case(key, quantile) for key, _, quantile in part]
-        taken = in_cases(prediction.experiment, prediction.system, prediction.roles, cases)
-        for (key, value, _), seconds in zip(part, taken, strict=True):
-            curves[key].append([rounded(value), rounded(seconds)])
+    for (key, value, _), seconds in zip(around, taken, strict=True):
+        curves[key].append([rounded(value), rounded(seconds)])
     moves = [replace(move, curve=curves.get(move.key, move.curve)) for move in interval.moves]
     return replace(prediction, interval=replace(interval, moves=moves))

@@ -65,7 +65,7 @@ def kernels_in(
     every = seconds(2.0, 2.0) - modelled
     # Kernels that take less than the model says do so alike.
     share = np.where(published > modelled, value(generation.products_share), 1.0)
-    other = seconds(1.0, 2.0) - modelled if (share < 1).any() else 0 * every
+    other = seconds(1.0, 2.0) - modelled if (share != 1).any() else 0 * every
     beyond = (published - modelled) / (share * (every - other) + other)
     found = zip((share * beyond).tolist(), beyond.tolist(), measured, strict=True)
     return tuple(

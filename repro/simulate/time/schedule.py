@@ -60,7 +60,9 @@ class _Schedule:
         self.account = account
         self.ranks_per_core = ranks_per_core if layout.pp > 1 else 1.0
         self.schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
-        self.arrivals: dict[Key, tuple[float, float]] = {}
+        self._arrivals: dict[Key, tuple[float, float]] = {}
+        self._asked: set[Key] = set()
+        """Messages that one of their two ends knows to have arrived."""
         self._posts: dict[Key, float] = {}
         self._sends: dict[Key, tuple[float, float]] = {}
         self._free: dict[tuple[int, int, int], float] = defaultdict(float)
@@ -119,8 +121,20 @@ class _Schedule:
             now, seconds = self._sends.pop(key)
             start = later(now, self._posts.pop(key), self._free[key[:3]])
             self._free[key[:3]] = start + seconds
-            self.arrivals[key] = (start, start + seconds)
+            self._arrivals[key] = (start, start + seconds)
             self.woken.append(key)
+
+    def has_arrived(self, key: Key) -> bool:
+        """Whether it is known when a message arrives."""
+        return key in self._arrivals
+
+    def arrival(self, key: Key) -> tuple[float, float]:
+        """When it began to arrive, and when it was there; told to each of its two ends once."""
+        if key in self._asked:
+            self._asked.remove(key)
+            return self._arrivals.pop(key)
+        self._asked.add(key)
+        return self._arrivals[key]
 
     def meet(self, item: Issue, stage: int, ready: float) -> Meeting:
         """`stage` has come to a collective of several stages."""

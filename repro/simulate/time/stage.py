@@ -67,9 +67,6 @@ class Peers(Protocol):
     """Ranks for each core that stages share; 1: they share none."""
     account: type[StageTime]
     """What a stage tells where its seconds go."""
-    arrivals: dict[Key, tuple[float, float]]
-    """When each message began to arrive, and when it was there."""
-
     stretches: dict[int, Steps]
     """By the identity of a list of items, which the stages of a role share."""
 
@@ -84,6 +81,12 @@ class Peers(Protocol):
 
     def send(self, key: Key, seconds: float, now: float) -> None:
         """A message is sent that takes `seconds`."""
+
+    def has_arrived(self, key: Key) -> bool:
+        """Whether it is known when a message arrives."""
+
+    def arrival(self, key: Key) -> tuple[float, float]:
+        """When it began to arrive, and when it was there; told to each of its two ends once."""
 
     def meet(self, item: Issue, stage: int, ready: float) -> Meeting:
         """`stage` has come to a collective of several stages."""
@@ -212,16 +215,16 @@ class StageStreams:
         if self.sources[position] is None:
             return
         key = self.posted.popleft()
-        while key not in self.all.arrivals:
+        while not self.all.has_arrived(key):
             yield key
-        start, end = self.all.arrivals[key]
+        start, end = self.all.arrival(key)
         self.time.received(start, end)
         self._transferred(start, end)
 
     def _sent(self, key: Key) -> Generator[object, None, None]:
-        while key not in self.all.arrivals:
+        while not self.all.has_arrived(key):
             yield key
-        self._transferred(*self.all.arrivals[key])
+        self._transferred(*self.all.arrival(key))
 
     def _transferred(self, start: float, end: float) -> None:
         """Wait for a message."""
