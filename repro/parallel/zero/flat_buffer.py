@@ -92,10 +92,13 @@ class Bucket(FlatParameters):
         plan = self.plan
         self.gradients: Tensor | None = None
         """All gradients of the bucket, flat [padded]; under stages 2 and 3 only while they are reduced."""
+        self._views: list[Tensor] = []
+        """Those of each parameter, as long as `gradients` are there."""
         if self.stage < 2:
-            self.gradients = storage.zeros(plan.padded, self.full, Category.GRADIENTS)
+            gradients = storage.zeros(plan.padded, self.full, Category.GRADIENTS)
+            self._take(gradients)
             size = plan.shard if self.stage else plan.padded
-            self.gradient_shard = self.gradients[self.part * size : (self.part + 1) * size]
+            self.gradient_shard = gradients[self.part * size : (self.part + 1) * size]
         else:
             self.gradient_shard = storage.zeros(plan.shard, self.full, Category.GRADIENTS)
 
@@ -115,16 +118,20 @@ class Bucket(FlatParameters):
     # -- gradients -------------------------------------------------------------------------------
 
     def gradient_view(self, slot: int) -> Tensor:
-        """Where the gradient of the slot's parameter goes, flat; allocates under stages 2 and 3."""
+        """Where the gradient of the slot's parameter goes, in its shape; allocates under stages 2 and 3."""
         if self.gradients is None:
             if self.pool is not None:
                 self._piece = self.pool.take(self.plan.padded)
-                self.gradients = self._piece.tensor
+                gradients = self._piece.tensor
             else:
-                self.gradients = storage.empty(self.plan.padded, self.full, Category.GRADIENTS)
-            self.gradients[self.plan.numel :].zero_()
-        place = self.plan.slots[slot]
-        return self.gradients[place.start : place.stop]
+                gradients = storage.empty(self.plan.padded, self.full, Category.GRADIENTS)
+            self._clear_padding(gradients)
+            self._take(gradients)
+        return self._views[slot]
+
+    def _take(self, gradients: Tensor) -> None:
+        self.gradients = gradients
+        self._views = self._views_of(gradients)
 
     def reduce(self, *, add: bool) -> Work:
         """Sum the gradients over the group, leaving this rank's shard in `gradient_shard`.
@@ -182,7 +189,7 @@ class Bucket(FlatParameters):
 
     def _free_gradients(self) -> None:
         """Full gradients are not needed any more (stages 2 and 3)."""
-        self.gradients = None
+        self.gradients, self._views = None, []
         if self.pool is not None and self._piece is not None:
             self.pool.give(self._piece)
             self._piece = None

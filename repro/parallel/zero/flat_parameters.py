@@ -76,15 +76,25 @@ class FlatParameters:
         if stage == 3:
             self.shard = storage.zeros(plan.shard, like, Category.PARAMETERS)
         else:
-            self.full[plan.numel :].zero_()
+            self._clear_padding(self.full)
             size = plan.shard if stage else plan.padded
             self.shard = self.full[self.part * size : (self.part + 1) * size]
-        for slot, parameter in zip(plan.slots, self.parameters, strict=True):
-            shape = parameter.shape
-            parameter.data = self.full[slot.start : slot.stop].view(shape)
+        for parameter, view in zip(self.parameters, self._views_of(self.full), strict=True):
+            parameter.data = view
             parameter.grad = None  # of an earlier backward pass; it would be added to the first step's
         if stage == 3:
             storage.release(self.full)
+
+    def _clear_padding(self, flat: Tensor) -> None:
+        if self.plan.padded > self.plan.numel:
+            flat[self.plan.numel :].zero_()
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """The part of each parameter, in its shape."""
+        return [
+            flat[slot.start : slot.stop].view(parameter.shape)
+            for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
+        ]
 
     def fill(self, values: InitialValues, master: Tensor) -> None:
         """Give the parameters that this rank keeps their initial values, and `master` those of the shard."""

@@ -180,7 +180,7 @@ class GradientReducer:
             # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
             bucket = self.buckets[b]
             add = self._adds(b, s)
-            view = self._view(bucket, s).view(gradient.shape)
+            view = self._view(bucket, s)
             if add:
                 view.add_(gradient, alpha=1 / bucket.group.size)
             elif bucket.group.size > 1:
@@ -203,7 +203,7 @@ class GradientReducer:
         return add_product
 
     def _view(self, bucket: Bucket, s: int) -> Tensor:
-        """Where the gradient of slot `s` goes, flat; makes room for the bucket if it has none."""
+        """Where the gradient of slot `s` goes; makes room for the bucket if it has none."""
         pool, size = bucket.pool, bucket.plan.padded
         if pool is not None and bucket.gradients is None:
             while self._works and not pool.fits(size):

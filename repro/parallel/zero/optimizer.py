@@ -166,13 +166,14 @@ class ShardedAdamW:
             else:
                 parts.append((tag.group, stop - start))
             end = stop
-        return [*parts, (None, bucket.master.numel() - end)]
+        padding = bucket.master.numel() - end
+        return [*parts, (None, padding)] if padding else parts
 
     def _by_group(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Parts of one tensor of every bucket, by parameter group; of none, none."""
         found: list[list[Tensor]] = [[] for _ in self.groups]
         for tensor, parts in zip(tensors, self._parts, strict=bool(tensors)):
-            pieces = tensor.split([count for _, count in parts])
+            pieces = tensor.split([count for _, count in parts]) if len(parts) > 1 else [tensor]
             for (group, _), piece in zip(parts, pieces, strict=True):
                 if group is not None:
                     found[group].append(piece)

@@ -118,7 +118,7 @@ class TraceRecorder(UncompiledMode):
         """A tensor whose storage is allocated now as another one was."""
         with UNSEEN():
             made = tensor()
-        self._follow(made.untyped_storage(), like, unmarked=unmarked)
+        self._follow(made.untyped_storage(), *like[1:], unmarked=unmarked)
         return made
 
     def release(self, tensor: Tensor) -> None:
@@ -207,10 +207,19 @@ class TraceRecorder(UncompiledMode):
             return
         # Before the mark comes: what the forward pass makes is activations.
         born = Category.ACTIVATIONS if self._phase == "forward" else Category.OTHER
-        self._follow(seen, Alloc(-1, seen.nbytes(), born, name, line_of_step()), unmarked=True)
+        self._follow(seen, seen.nbytes(), born, name, line_of_step(), unmarked=True)
 
-    def _follow(self, seen: torch.UntypedStorage, event: Alloc, *, unmarked: bool) -> None:
-        """Record, as `event`, that a storage is allocated, and later that it is freed."""
+    def _follow(
+        self,
+        seen: torch.UntypedStorage,
+        size: int,
+        category: Category,
+        operator: str,
+        line: str,
+        *,
+        unmarked: bool,
+    ) -> None:
+        """Record that a storage is allocated, and later that it is freed."""
         key, number = seen._cdata, self.reserve()
 
         def forget(_: object) -> None:
@@ -224,7 +233,7 @@ class TraceRecorder(UncompiledMode):
         seen.watcher = self  # type: ignore[attr-defined]
         if unmarked:
             self._unmarked[number] = len(self.events)
-        self.events.append(event._replace(id=number))
+        self.events.append(Alloc(number, size, category, operator, line))
 
 
 _SHAPES = Shapes()
