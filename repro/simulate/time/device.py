@@ -10,12 +10,13 @@ A calibrated system has rates by operator, which count instead.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from math import ceil, prod
+from functools import lru_cache, reduce
+from math import prod
 from typing import NamedTuple
 
 from repro.config.system import System
 from repro.config.timing import EXCHANGE, MESSAGE
+from repro.simulate.time.lanes import anywhere, earlier, later, whole
 from repro.simulate.time.stragglers import slowest
 from repro.simulate.trace.events import HOST_COPY, HOST_VIEWS, HOST_WAIT, Operator
 
@@ -82,7 +83,10 @@ MODELLED = Kernels.alike(1.0)
 
 
 class DeviceCost:
-    """What operators take on a device of `system` at one precision: on the slowest of those that wait for it."""
+    """What operators take on a device of `system` at one precision: on the slowest of those that wait for it.
+
+    Its numbers may be lanes (`repro.simulate.time.several`).
+    """
 
     def __init__(self, system: System, precision: str, kernels: Kernels = MODELLED, devices: int = 1):
         """Raises `ConfigError` where the device's peak or its bandwidth is not known.
@@ -109,7 +113,7 @@ class DeviceCost:
         self.unaligned = min(unaligned, self.peak) if unaligned else 0.0
         self.units = time.multiprocessors
         slow = system.device.peak_flops.get("fp32")
-        self._slow_peak = slow.value * time.matmul_efficiency if slow is not None and slow.value else 0.0
+        self.slow_peak = slow.value * time.matmul_efficiency if slow is not None and slow.value else 0.0
         self.host_bandwidth = 0.0
         if "pcie" in system.links and system.links["pcie"].bandwidth.value is not None:
             efficiency = system.links["pcie"].used("pcie", "efficiency").value or 1.0
@@ -127,14 +131,14 @@ class DeviceCost:
             if self._on_ordinary_cores(operator):
                 # Bound by arithmetic alone: what was measured holds for every generation.
                 return self._product(operator, self.unaligned) + self.kernel_s
-            if operator.itemsize == 4 and self._slow_peak:
-                found = self._product(operator, self._slow_peak)
+            if operator.itemsize == 4 and anywhere(self.slow_peak):
+                found = self._product(operator, self.slow_peak)
             else:
-                found = max(self._product(operator, self.unthrottled), operator.flops / self.peak)
+                found = later(self._product(operator, self.unthrottled), operator.flops / self.peak)
             factor = self.kernels.products
         elif name.startswith(ATTENTION):
             found = self._attention(operator)
-            factor = 1.0 if self.kernels.attention else factor
+            factor = 1.0 if anywhere(self.kernels.attention) else factor
         else:
             found = self._moved(operator) + self.fill_s * operator.calls
             factor = self.kernels.passes if name in STREAMED else factor
@@ -166,7 +170,7 @@ class DeviceCost:
         return calls * rate.seconds(work / calls, (operator.read + operator.written) / calls)
 
     def _moved(self, operator: Operator) -> float:
-        if operator.name == HOST_COPY and self.host_bandwidth:
+        if operator.name == HOST_COPY and anywhere(self.host_bandwidth):
             return operator.written / self.host_bandwidth
         return bytes_moved(operator) / self.bandwidth
 
@@ -174,31 +178,31 @@ class DeviceCost:
         """A fused kernel: arithmetic, or the operands if they take longer.  What is masked is left out but where the
         mask is in a bias."""
         rate = self.peak * ATTENTION_EFFICIENCY
-        if self.kernels.attention:
+        if anywhere(self.kernels.attention):
             rate = self.kernels.attention / (1 + self.kernels.attention_start / keys(operator))
         part = 1.0 if operator.name.startswith(BIASED_ATTENTION) else needed(operator)
-        return max(operator.flops * part / rate, self._moved(operator))
+        return later(operator.flops * part / rate, self._moved(operator))
 
     def _on_ordinary_cores(self, operator: Operator) -> bool:
         """Whether a product of half precision has sizes that this device's tensor cores do not take."""
         _, *sizes = product_sizes(operator)
-        return bool(self.unaligned) and operator.itemsize != 4 and any(size % ALIGNMENT for size in sizes)
+        return anywhere(self.unaligned) and operator.itemsize != 4 and any(size % ALIGNMENT for size in sizes)
 
     def _product(self, operator: Operator, peak: float) -> float:
         batch, m, n, k = product_sizes(operator)
-        best = min(self._tiled(batch, m, n, k, tile, peak) for tile in TILES)
-        return max(best, self._moved(operator))
+        best = reduce(earlier, (self._tiled(batch, m, n, k, tile, peak) for tile in TILES))
+        return later(best, self._moved(operator))
 
     def _tiled(self, batch: int, m: int, n: int, k: int, tile: tuple[int, int], peak: float) -> float:
         rows, columns = tile
-        tiles = batch * ceil(m / rows) * ceil(n / columns)
+        tiles = batch * whole(m / rows) * whole(n / columns)
         step = 2 * rows * columns / (peak / self.units) * _reads(rows, columns) / _reads(*TILES[0])
         split = (
-            ceil(tiles * parts / self.units) * (ceil(k / parts) + PROLOGUE) * step
+            whole(tiles * parts / self.units) * (whole(k / parts) + PROLOGUE) * step
             + (parts > 1) * (parts + 1) * 4 * batch * m * n / self.bandwidth
             for parts in SPLITS
         )
-        return min(split)
+        return reduce(earlier, split)
 
 
 def bytes_moved(operator: Operator) -> int:

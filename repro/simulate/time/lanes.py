@@ -6,6 +6,7 @@ times it for every lane exactly as a pass of its own would.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -30,6 +31,11 @@ def earlier(first: float, other: float) -> float:
     if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
         return cast(float, np.minimum(first, other))
     return min(first, other)
+
+
+def whole(number: float) -> float:
+    """Rounded up; in each lane."""
+    return cast(float, np.ceil(number)) if isinstance(number, np.ndarray) else ceil(number)
 
 
 def anywhere(condition: Any) -> bool:

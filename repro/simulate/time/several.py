@@ -13,7 +13,6 @@ from repro.config.system import System
 from repro.simulate.time.device import DeviceCost, Kernels
 from repro.simulate.time.lanes import Lanes
 from repro.simulate.time.network import Network
-from repro.simulate.trace.events import Operator
 
 T = TypeVar("T")
 
@@ -33,23 +32,20 @@ class _Alike(Generic[T]):
         return cast(Lanes, np.array([seconds(one) for one in self._all])[self._of_lane])
 
 
-class SeveralDevices:
-    """`DeviceCost` of several systems: every operator's seconds in all lanes, [systems]."""
+class SeveralDevices(DeviceCost):
+    """`DeviceCost` of several systems that are not calibrated: every operator's seconds in all lanes, [systems]."""
 
     def __init__(self, systems: Sequence[System], precision: str, kernels: Sequence[Kernels], devices: int):
-        keys = [
-            (id(system.device), id(system.links), generation)
+        each = [
+            DeviceCost(system, precision, generation, devices)
             for system, generation in zip(systems, kernels, strict=True)
         ]
-        costs = _Alike(keys, lambda lane: DeviceCost(systems[lane], precision, kernels[lane], devices))
-        self.launch_s = cast(float, costs.each(lambda cost: cost.launch_s))
-        self.operator_s = cast(float, costs.each(lambda cost: cost.operator_s))
-        self.message_s = cast(float, costs.each(lambda cost: cost.message_s))
-        self.exchange_s = cast(float, costs.each(lambda cost: cost.exchange_s))
-        self.jitter_s = cast(float, costs.each(lambda cost: cost.jitter_s))
-        self.seconds: Callable[[Operator], float] = cache(
-            lambda operator: cast(float, costs.each(lambda cost: cost.seconds(operator)))
-        )
+        super().__init__(systems[0], precision, devices=devices)
+        assert not self.rates, "what was measured is not in doubt"
+        for name, number in vars(each[0]).items():
+            if isinstance(number, (float, int)):
+                vars(self)[name] = np.array([getattr(one, name) for one in each])
+        self.kernels = Kernels(*(cast(float, np.array(of_lanes)) for of_lanes in zip(*kernels, strict=True)))
 
 
 class SeveralNetworks:
