@@ -91,10 +91,9 @@ class FlatParameters:
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """The part of each parameter, in its shape."""
-        return [
-            flat[slot.start : slot.stop].view(parameter.shape)
-            for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
-        ]
+        sizes = [slot.stop - slot.start for slot in self.plan.slots]  # they lie end to end
+        parts = flat.split([*sizes, self.plan.padded - self.plan.numel])
+        return [part.view(one.shape) for part, one in zip(parts[:-1], self.parameters, strict=True)]
 
     def fill(self, values: InitialValues, master: Tensor) -> None:
         """Give the parameters that this rank keeps their initial values, and `master` those of the shard."""

@@ -232,8 +232,11 @@ def _moments(events: Iterable[Event]) -> tuple[dict[str, tuple[dict[str, int], .
             found.setdefault(phase, [{}] * len(WEIGHTS))
         elif not isinstance(event, Alloc):
             continue
-        kept = sum(live.now[category] for category in DEVICE_KEPT)
+        kept, now = 0, None
+        for category in DEVICE_KEPT:
+            kept += live.now[category]
         for i, weight in enumerate(WEIGHTS):
             if live.total + weight * kept > most[phase][i]:
-                most[phase][i], found[phase][i] = live.total + weight * kept, dict(live.now)
+                now = now or dict(live.now)
+                most[phase][i], found[phase][i] = live.total + weight * kept, now
     return {phase: tuple(moments) for phase, moments in found.items()}, live.most

@@ -6,6 +6,8 @@ times it for every lane exactly as a pass of its own would.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
 from math import ceil
 from typing import Any, TypeAlias, cast
 
@@ -16,14 +18,16 @@ Lanes: TypeAlias = npt.NDArray[Any]
 """Seconds, [lanes]."""
 
 
-def later(first: float, *others: float) -> float:
+def later(first: float, other: float) -> float:
+    """The larger; of each lane."""
+    if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.maximum(first, other))
+    return other if other > first else first
+
+
+def latest(several: Iterable[float]) -> float:
     """The largest; of each lane."""
-    for other in others:
-        if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
-            first = cast(float, np.maximum(first, other))
-        elif other > first:
-            first = other
-    return first
+    return reduce(later, several)
 
 
 def earlier(first: float, other: float) -> float:

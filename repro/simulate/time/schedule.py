@@ -19,7 +19,7 @@ from repro.config import Layout
 from repro.parallel.pipeline.schedule import Action, build
 from repro.simulate.time.account import StageTime
 from repro.simulate.time.cores import Cores, CoreWork
-from repro.simulate.time.lanes import later
+from repro.simulate.time.lanes import later, latest
 from repro.simulate.time.program import Issue, StageProgram
 from repro.simulate.time.stage import ACROSS, Key, Meeting, Span, StageStreams, Steps
 
@@ -119,7 +119,7 @@ class _Schedule:
     def _match(self, key: Key) -> None:
         if key in self._posts and key in self._sends:
             now, seconds = self._sends.pop(key)
-            start = later(now, self._posts.pop(key), self._free[key[:3]])
+            start = later(later(now, self._posts.pop(key)), self._free[key[:3]])
             self._free[key[:3]] = start + seconds
             self._arrivals[key] = (start, start + seconds)
             self.woken.append(key)
@@ -145,7 +145,7 @@ class _Schedule:
             open_.append(meeting)
         meeting.ready[stage] = ready
         if len(meeting.ready) == len(self._members[item.group]):
-            meeting.end = later(*meeting.ready.values()) + item.seconds
+            meeting.end = latest(meeting.ready.values()) + item.seconds
             open_.remove(meeting)
             self.woken.append(meeting)
         return meeting
@@ -175,6 +175,6 @@ def schedule(
     everything = _Schedule(layout, programs, network, overlap_cost, ranks_per_core, record, account)
     everything.run()
     stages = everything.stages
-    step_s = later(*(stage.now for stage in stages)) - later(*(stage.began for stage in stages))
+    step_s = latest(stage.now for stage in stages) - latest(stage.began for stage in stages)
     spans = [span for stage in stages for span in stage.spans]
     return Timeline(step_s, [stage.time for stage in stages], spans, sum(stage.unmatched for stage in stages))

@@ -18,7 +18,7 @@ from repro.parallel.pipeline.boundary import Boundary, exchanges
 from repro.parallel.pipeline.schedule import FORWARD, Action, batches, needs
 from repro.simulate.time.account import TRANSFER, StageTime
 from repro.simulate.time.cores import CoreWork
-from repro.simulate.time.lanes import anywhere, earlier, later
+from repro.simulate.time.lanes import anywhere, earlier, later, latest
 from repro.simulate.time.program import Await, Issue, Item, OperatorBlock, Send, StageProgram
 from repro.simulate.time.stretch import INSIDE, Stretch, parts
 
@@ -262,7 +262,7 @@ class StageStreams:
         cost = self.all.overlap_cost
         if not anywhere(cost) or not self.streams:
             return seconds
-        beside = later(0.0, later(*self.streams.values()) - self.now)
+        beside = later(0.0, latest(self.streams.values()) - self.now)
         return seconds + cost * earlier(seconds / later(1 - cost, SOME), beside)
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:

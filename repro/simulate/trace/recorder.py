@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from repro.simulate.trace.events import (
     PhaseStart,
 )
 from repro.simulate.trace.lines import innermost
-from repro.simulate.trace.shapes import Call, Shapes, call_of, written_to
+from repro.simulate.trace.shapes import Call, Shapes, by_operator, call_of, written_to
 
 UNSEEN = torch._C._DisableTorchDispatch
 """A context: what is made inside is not part of the step."""
@@ -245,14 +244,14 @@ OVERWRITE = ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_")
 _EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 
 
-@cache
+@by_operator
 def _changes_first(func: Any) -> bool:
     """Whether an operator writes to its first argument."""
     first = func._schema.arguments[0].alias_info
     return first is not None and first.is_write
 
 
-@cache
+@by_operator
 def _kind(func: Any) -> tuple[int, str]:
     """How an operator is accounted, and its short name."""
     name = str(func.overloadpacket)

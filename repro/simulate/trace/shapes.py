@@ -3,17 +3,31 @@ shape functions (many of them Python) take most of the time of a trace."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 UNKNOWN = object()
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 """Operands that are what they say."""
 Call = tuple[object, ...]
 """An operator, and all of its operands that what it returns and costs can depend on."""
+
+
+def by_operator(said: Callable[[Any], T]) -> Callable[[Any], T]:
+    """`functools.cache` for what is said of an operator: by its identity, since its hash is a function in Python."""
+    known: dict[int, T] = {}
+
+    def found(func: Any) -> T:
+        try:
+            return known[id(func)]
+        except KeyError:
+            return known.setdefault(id(func), said(func))
+
+    return found
 
 
 class Shapes:
@@ -44,7 +58,7 @@ class Shapes:
 def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """What calls that are alike share; None if an operand is of a kind that is not known here."""
     operands = [_described(value) for value in (*args, *kwargs.values())]
-    return None if UNKNOWN in operands else (func, len(args), tuple(kwargs), *operands)
+    return None if UNKNOWN in operands else (id(func), len(args), tuple(kwargs), *operands)
 
 
 def written_to(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
@@ -53,14 +67,14 @@ def written_to(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
     return None if name is None else kwargs.get(name)
 
 
-@cache
+@by_operator
 def _out_argument(func: Any) -> str | None:
     """`out` of most operators, `grad_input` of some."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     return names[0] if len(names) == 1 else None
 
 
-@cache
+@by_operator
 def _in_place(func: Any) -> bool:
     """It writes its first argument, which is all that it returns, and leaves its size alone."""
     schema = func._schema
