@@ -69,9 +69,14 @@ class Workers:
 
     def map(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
         """`function(*task)` of every task, in their order.  Raises what it raises, and `WorkerDied`."""
+        return self.begin(function, tasks)()
+
+    def begin(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> Callable[[], list[T]]:
+        """`map`, of which others begin now, and which is over when what is returned has been called."""
         if self.count == 1 or (self._pool is None and len(tasks) < WORTH):
-            return [function(*task) for task in tasks]
-        return [_result(future) for future in self._submit(function, tasks)]
+            return lambda: [function(*task) for task in tasks]
+        futures = self._submit(function, tasks)
+        return lambda: [_result(future) for future in futures]
 
     def completed(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> Iterator[T]:
         """The same in the order in which they get ready, in processes if there are two tasks or more."""

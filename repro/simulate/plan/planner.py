@@ -10,7 +10,7 @@ within `MARGIN` of the limit: such rows need a full trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from repro.config import Experiment, Layout, Training
@@ -95,12 +95,13 @@ class Planner:
         """The next that is to be known of rows that are open: their times, then what the allocator makes of them."""
         untimed = [] if self.no_time else [row for row in rows if not row.time]
         timed = [row for row in rows if row.time or self.no_time]
+        full = self._begin_full(timed)
         self.time(untimed)
         for row in untimed:
             row.open = self._is_close(row)
             if row.time:
                 row.least_s = WHOLE * row.time["step_s"]
-        return [*untimed, *self.full(timed)]
+        return [*untimed, *full()]
 
     def _is_close(self, row: PlanRow) -> bool:
         """Whether the allocator decides if it fits."""
@@ -166,12 +167,21 @@ class Planner:
 
     def full(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         """The same rows from full traces."""
+        return self._begin_full(rows)()
+
+    def _begin_full(self, rows: Sequence[PlanRow]) -> Callable[[], list[PlanRow]]:
+        """`full`, which is over when what is returned has been called."""
         request = self.request
         tasks = [(request, row.layout, not self.no_time) for row in rows]
         self.traces += sum(min(3, row.layout.pp) for row in rows)
-        answers = self.workers.map(_full, tasks)
-        self.no_time = next((no_time for _, no_time in answers if no_time), self.no_time)
-        return [row for row, _ in answers]
+        made = self.workers.begin(_full, tasks)
+
+        def found() -> list[PlanRow]:
+            answers = made()
+            self.no_time = next((no_time for _, no_time in answers if no_time), self.no_time)
+            return [row for row, _ in answers]
+
+        return found
 
     def _without_trace(self, layout: Layout) -> PlanRow | None:
         request = self.request
