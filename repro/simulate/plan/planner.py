@@ -95,7 +95,7 @@ class Planner:
         """The next that is to be known of rows that are open: their times, then what the allocator makes of them."""
         untimed = [] if self.no_time else [row for row in rows if not row.time]
         timed = [row for row in rows if row.time or self.no_time]
-        full = self._begin_full(timed)
+        full = self.begin_full(timed)
         self.time(untimed)
         for row in untimed:
             row.open = self._is_close(row)
@@ -167,9 +167,9 @@ class Planner:
 
     def full(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         """The same rows from full traces."""
-        return self._begin_full(rows)()
+        return self.begin_full(rows)()
 
-    def _begin_full(self, rows: Sequence[PlanRow]) -> Callable[[], list[PlanRow]]:
+    def begin_full(self, rows: Sequence[PlanRow]) -> Callable[[], list[PlanRow]]:
         """`full`, which is over when what is returned has been called."""
         request = self.request
         tasks = [(request, row.layout, not self.no_time) for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -139,12 +140,12 @@ def test_the_allocator_is_asked_only_for_rows_that_may_be_shown(monkeypatch: pyt
         for row in some:
             row.time = {"step_s": 2.0}
 
-    def full(some: list[PlanRow]) -> list[PlanRow]:
+    def begin_full(some: list[PlanRow]) -> Callable[[], list[PlanRow]]:
         traced.extend(some)
-        return some
+        return lambda: some
 
     monkeypatch.setattr(planner, "time", time)
-    monkeypatch.setattr(planner, "full", full)
+    monkeypatch.setattr(planner, "begin_full", begin_full)
     close, far = planner.decide(rows)
     assert (close.open, far.open, traced) == (True, False, [])
     assert close.seconds == WHOLE * 2.0
