@@ -29,6 +29,8 @@ def curved(prediction: Prediction) -> Prediction:
         if one.key in moving
         for value, quantile in one.around.items()
     ]
+    if not around:
+        return prediction
     cases = [Case(key, quantile) for key, _, quantile in around]
     taken = in_cases(prediction.experiment, prediction.system, prediction.roles, cases)
     curves: dict[str, list[list[float]]] = {key: [] for key in moving}

@@ -27,7 +27,7 @@ from repro.parallel.transports import Transport
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Timed, Wait
 from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, nothing
 from repro.simulate.trace.repeat import Repeats, recordings_of
-from repro.simulate.trace.transport import GlooShapes, Recorded, Shapes
+from repro.simulate.trace.transport import GlooShapes, NoData, Recorded
 from repro.train.part import MicroBatch
 
 ORDINARY = 1
@@ -150,7 +150,7 @@ def trace(
 
     def transport_of(ranks: tuple[int, ...]) -> Transport:
         real = gloo and rank in ranks
-        return Recorded(GlooShapes(len(ranks), ranks.index(rank)) if real else Shapes(), recorder)
+        return Recorded(GlooShapes(len(ranks), ranks.index(rank)) if real else NoData(), recorder)
 
     mesh = meshes.build(layout, rank, transport_of, RecordingLedger(recorder.events))
     device = torch.device("meta")

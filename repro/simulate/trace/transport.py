@@ -79,7 +79,7 @@ class Recorded:
         self.inner.barrier()
 
 
-class Shapes(NoTransport):
+class NoData(NoTransport):
     """Moves nothing, not even a rank's own part: there is no data."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
@@ -89,7 +89,7 @@ class Shapes(NoTransport):
         return Work()
 
 
-class GlooShapes(Shapes):
+class GlooShapes(NoData):
     """Like `repro.parallel.transports.GlooTransport`: a reduce-scatter receives every part in a buffer."""
 
     def __init__(self, size: int, rank: int):

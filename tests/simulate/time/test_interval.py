@@ -255,6 +255,15 @@ def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
     assert rounded.rate.best == number.value
 
 
+def test_a_step_that_no_unknown_moves_has_no_curves() -> None:
+    experiment, traces = traced("zero1")
+    found = predict(experiment, load("dgx2"), traces, interval=True)
+    assert found.interval is not None
+    still = [replace(move, low_s=found.step_s, high_s=found.step_s) for move in found.interval.moves]
+    unmoved = replace(found, interval=replace(found.interval, moves=still))
+    assert curved(unmoved) == unmoved
+
+
 @pytest.mark.parametrize("name", ["zero1", "tp"])
 def test_a_curve_goes_through_the_range_and_says_what_a_step_takes_with_any_value(name: str) -> None:
     """At each point of it what a step on that system takes; in a range's middle and beyond it as well."""
