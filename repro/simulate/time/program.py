@@ -7,7 +7,6 @@ micro-batches; the segment of an ordinary one stands for all that were not run.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -121,34 +120,13 @@ def program(
     """The program of a trace.  `whole`: micro-batches of the real step."""
     micro_batches = traced.layout.accumulation
     found = StageProgram(micro_batches=micro_batches, last=whole - 1)
-    compiler = _Compiler(cost, seconds, _keys(traced), traced.role.stage, messages)
+    compiler = _Compiler(cost, seconds, traced.keys, traced.role.stage, messages)
     shown = {found.shown(micro_batch) for micro_batch in range(whole)}
     for action, piece in zip(traced.actions, traced.pieces[:-1], strict=True):
         if action.micro_batch in shown:
             found.segments[action] = compiler.items(piece)
     found.tail = compiler.items(traced.pieces[-1], tail=True)
     return found
-
-
-def _keys(traced: Trace) -> dict[int, tuple[object, ...]]:
-    """For every collective a name that its counterparts in other micro-batches and steps share."""
-    keys: dict[int, tuple[object, ...]] = {}
-    places: list[tuple[object, ...]] = [(action.kind, action.chunk) for action in traced.actions]
-    for place, piece in zip([*places, ("tail",)], traced.pieces, strict=True):
-        seen: Counter[tuple[str, str, str]] = Counter()
-        for event in piece:
-            if isinstance(event, Message) and event.op != SEND:
-                label = (event.op, event.group, event.purpose)
-                keys[event.work] = (*place, *label, seen[label])
-                seen[label] += 1
-    # The step before this one published its parameters as this one does.
-    published = [e for e in traced.pieces[-1] if isinstance(e, Message) and e.purpose == "parameters"]
-    before = [
-        e for e in traced.events[: traced.step_start] if isinstance(e, Message) and e.purpose == "parameters"
-    ]
-    for old, new in zip(reversed(before), reversed(published), strict=False):
-        keys[old.work] = keys[new.work]
-    return keys
 
 
 class _Compiler:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -22,6 +23,7 @@ from repro.host.garbage import uncollected
 from repro.measure.uncompiled import uncompiled
 from repro.models.gpt import Place
 from repro.parallel import mesh as meshes
+from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build, in_flight
 from repro.parallel.transports import Transport
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Timed, Wait
@@ -89,6 +91,27 @@ class Trace:
             elif isinstance(event, (Operator, Message, Wait)):
                 found[at].append(event)
         return found
+
+    @cached_property
+    def keys(self) -> dict[int, tuple[object, ...]]:
+        """By a collective's number, a name that its counterparts in other micro-batches and steps share."""
+        keys: dict[int, tuple[object, ...]] = {}
+        places: list[tuple[object, ...]] = [(action.kind, action.chunk) for action in self.actions]
+        for place, piece in zip([*places, ("tail",)], self.pieces, strict=True):
+            seen: Counter[tuple[str, str, str]] = Counter()
+            for event in piece:
+                if isinstance(event, Message) and event.op != SEND:
+                    label = (event.op, event.group, event.purpose)
+                    keys[event.work] = (*place, *label, seen[label])
+                    seen[label] += 1
+        # The step before this one published its parameters as this one does.
+        published = [e for e in self.pieces[-1] if isinstance(e, Message) and e.purpose == "parameters"]
+        before = [
+            e for e in self.events[: self.step_start] if isinstance(e, Message) and e.purpose == "parameters"
+        ]
+        for old, new in zip(reversed(before), reversed(published), strict=False):
+            keys[old.work] = keys[new.work]
+        return keys
 
     @cached_property
     def _weighted(self) -> list[tuple[int, Event]]:
