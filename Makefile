@@ -5,6 +5,7 @@
 # make engines     install DeepSpeed and Megatron-core, so that smoke runs them beside ours
 # make test-engines  the tests of what they train, which are in no other target (make engines installs them)
 # make test-slurm  the tests on a real SLURM of one machine (root; make slurm-packages installs it)
+# make test-pythons  a part of the tests and a training with each supported Python that this machine has
 # make test-gpu    the kernels' tests and the whole step on a CUDA device
 # make bench-gpu   each kernel's bandwidth on a CUDA device, beside torch's; a record goes to RESULTS
 # make check       formatter, linter, type checker
@@ -20,8 +21,9 @@
 #
 # Variables, on the command line or in the environment:
 #   PYTHON       interpreter that makes .venv (3.10 or newer)                         python3
-#   TORCH_INDEX  an extra package index for torch, e.g. PyTorch's own index of CPU builds; where pip finds only
-#                the default Linux wheel of torch it also downloads CUDA libraries, which work but are large
+#   TORCH_INDEX  the package index that torch comes from; empty: the usual one         PyTorch's index of CPU builds
+#                on Linux without an NVIDIA driver, if that index answers; else the usual index
+#   UV           the uv that installs, empty: pip                                      uv, if there is one
 #   CONSTRAINTS  pins for pip, of torch among others                                   constraints-cpu.txt
 #   KEEP_TORCH   1: use the torch that PYTHON has (or the environment VENV) and let pip replace it by no other;
 #                an environment that was made so stays so
@@ -41,7 +43,8 @@ VENV ?= .venv
 KEPT := $(VENV)/kept-torch.txt
 KEEP_TORCH ?= $(if $(wildcard $(KEPT)),1)
 CONSTRAINTS ?= $(if $(KEEP_TORCH),,constraints-cpu.txt)
-TORCH_INDEX ?=
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+UV ?= $(if $(KEEP_TORCH),,$(shell command -v uv 2>/dev/null))
 RESULTS ?= results
 TODAY ?= dgx-h100
 PYTEST_ARGS ?=
@@ -60,8 +63,19 @@ INSTALLED_TEST := $(VENV)/.installed-test
 INSTALLED_ENGINES := $(VENV)/.installed-engines
 INSTALLED_MUTANTS := $(VENV)/.installed-mutants
 NVRTC13 := $(VENV)/nvrtc13/.installed
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
-	$(if $(KEEP_TORCH),-c $(KEPT)) $(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS)) $(if $(strip $(TORCH_INDEX)),--extra-index-url $(TORCH_INDEX))
+# uv does not see the packages of the machine's python, so that an environment which keeps its torch is left to pip.
+PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install) \
+	--quiet $(if $(KEEP_TORCH),-c $(KEPT)) $(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS))
+
+# Installs torch alone; the packages that torch needs come from the usual index. `timeout` also limits the search for the
+# host, which the time limit of urlopen does not.
+define install_cpu_torch
+if $(BIN)/python -c 'import ctypes, importlib.util as u; u.find_spec("torch") or ctypes.CDLL("libcuda.so.1")' 2>/dev/null; then :; \
+elif ! timeout 8 $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null; then \
+  echo "note: $(CPU_INDEX) does not answer; the usual index has torch for Linux with CUDA: 3 GB to download, 5 GB installed"; \
+elif $(PIP) --no-deps --index-url $(CPU_INDEX) torch; then echo "torch for CPUs: 0.2 GB downloaded from $(CPU_INDEX)"; \
+else echo "note: $(CPU_INDEX) has no torch for this Python; the usual index has it with CUDA: 3 GB to download, 5 GB installed"; fi
+endef
 
 # An environment that an environment's python makes sees what that one was made with, not what is in it.
 define find_torch
@@ -77,6 +91,16 @@ version=$$($(BIN)/python -c 'from importlib.metadata import version; print(versi
   echo "error: $(VENV) has no torch to keep; whose is it? make KEEP_TORCH=1 PYTHON=/path/to/python" >&2; exit 1; }; \
 echo "torch==$$version" > $(KEPT) && echo "keeping torch $$version"
 endef
+
+ifneq ($(KEEP_TORCH),)
+PREPARE_TORCH = $(keep_torch)
+else ifneq ($(strip $(TORCH_INDEX)),)
+PREPARE_TORCH = $(PIP) --no-deps --index-url $(TORCH_INDEX) torch
+else ifeq ($(origin TORCH_INDEX) $(shell uname -s),undefined Linux)
+PREPARE_TORCH = $(install_cpu_torch)
+else
+PREPARE_TORCH = :
+endif
 
 # Published layouts on up to thousands of GPUs, traced without their twins (twin-*).
 PUBLISHED := zero_memory zero_r turing_nlg deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput \
@@ -103,7 +127,7 @@ PICTURES := build/pictures
 # others, also where the environment asks for none to be kept.  `make clean` removes it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help smoke simulate test test-slow engines test-engines test-slurm driver test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+.PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-pythons driver test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -131,7 +155,7 @@ $(KEPT): | $(CREATED)
 # The second stamp depends on the first, so that `make -j` never runs two pips in one environment.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS) $(if $(KEEP_TORCH),$(KEPT)) | $(CREATED)
 	@echo "installing the harness and torch in $(VENV) (the first time takes a minute or more)"
-	@$(if $(KEEP_TORCH),$(keep_torch),:)
+	@$(PREPARE_TORCH)
 	@$(PIP) -e '.[lab,report,slurm,text]'
 	@touch $@
 
@@ -178,6 +202,9 @@ test-engines: $(INSTALLED_TEST) $(INSTALLED_ENGINES)
 
 test-slurm: $(INSTALLED_TEST)
 	REPRO_SLURM=1 $(BIN)/python -m pytest -n $(LABS) --dist loadgroup tests/slurm_lab $(PYTEST_ARGS)
+
+test-pythons: $(INSTALLED_TEST)
+	$(BIN)/python -m tests.supported_pythons
 
 # Both end early with one line where this torch cannot use a GPU, the first time before minutes of installation.
 driver: | $(CREATED)

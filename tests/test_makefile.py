@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from repro.claims.judge import experiments
 from repro.claims.reader import load
+from tests import supported_pythons
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -34,6 +40,8 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "CONSTRAINTS",
         "KEEP_TORCH",
         "TORCH_INDEX",
+        "CPU_INDEX",
+        "UV",
         "RESULTS",
     }
     environment = {key: value for key, value in os.environ.items() if key not in variables}
@@ -124,11 +132,97 @@ def test_installs_once_and_again_when_requirements_change(copy: Path) -> None:
 
 
 def test_pins_can_be_left_out_and_an_index_named(copy: Path) -> None:
+    """torch alone comes from the named index, and its dependencies from the usual one."""
     log = fake_environment(copy)
     assert make(copy, "test", "CONSTRAINTS=", "TORCH_INDEX=https://example.org/cpu").returncode == 0
-    install = next(line for line in log.read_text().splitlines() if "pip install" in line)
-    assert " -c " not in install
-    assert "--extra-index-url https://example.org/cpu" in install
+    torch, harness, *_ = (line for line in log.read_text().splitlines() if "pip install" in line)
+    assert torch.endswith("--no-deps --index-url https://example.org/cpu torch")
+    assert "index-url" not in harness
+    assert " -c " not in torch + harness
+
+
+@pytest.fixture
+def cpu_index(tmp_path: Path) -> Iterator[str]:
+    """The address of a package index that has a page for torch."""
+    (tmp_path / "index" / "torch").mkdir(parents=True)
+    handler = functools.partial(SilentHandler, directory=str(tmp_path / "index"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class SilentHandler(SimpleHTTPRequestHandler):
+    """Serve files without a log."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def fake_machine(folder: Path, has_torch_or_driver: bool, index_has_torch: bool = True) -> Path:
+    """Make an environment whose python probes indexes for real, and logs the installations that it is asked for."""
+    log = fake_environment(folder)
+    script(
+        folder / ".venv/bin/python",
+        f"""case "$*" in
+  *libcuda*) exit {int(not has_torch_or_driver)};;
+  *urllib*) exec {sys.executable} "$@";;
+esac
+echo "python $*" >> {log}
+case "$*" in *--index-url*) exit {int(not index_has_torch)};; esac""",
+    )
+    return log
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the usual index has builds without CUDA")
+@pytest.mark.parametrize(
+    ("has_torch_or_driver", "index_answers", "index_has_torch", "says"),
+    [
+        (False, True, True, "torch for CPUs: 0.2 GB downloaded from {index}"),
+        (
+            False,
+            True,
+            False,
+            "note: {index} has no torch for this Python; the usual index has it with CUDA: 3 GB",
+        ),
+        (
+            False,
+            False,
+            True,
+            "note: {index} does not answer; the usual index has torch for Linux with CUDA: 3 GB",
+        ),
+        (True, True, True, ""),
+    ],
+)
+def test_torch_for_cpus_comes_from_its_own_index_where_there_is_no_driver(
+    copy: Path,
+    cpu_index: str,
+    has_torch_or_driver: bool,
+    index_answers: bool,
+    index_has_torch: bool,
+    says: str,
+) -> None:
+    log = fake_machine(copy, has_torch_or_driver, index_has_torch)
+    index = cpu_index if index_answers else "http://127.0.0.1:9"
+    done = make(copy, ".venv/.installed", f"CPU_INDEX={index}", "UV=")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if "CPU" in line or "CUDA" in line] == [
+        line for line in done.stdout.splitlines() if says and line.startswith(says.format(index=index))
+    ]
+    assert says.format(index=index) in done.stdout
+    asked = [line for line in log.read_text().splitlines() if "--index-url" in line]
+    assert len(asked) == (not has_torch_or_driver and index_answers)
+    assert all(f"--no-deps --index-url {index} torch" in line for line in asked)
+    assert "-e .[lab,report,slurm,text]" in log.read_text().splitlines()[-1]
+
+
+def test_uv_installs_where_there_is_one(copy: Path, tmp_path: Path) -> None:
+    log = fake_environment(copy)
+    uv = script(tmp_path / "tools/uv", f'echo "uv $*" >> {log}')
+    assert make(copy, "test", f"UV={uv}").returncode == 0
+    installs = [line for line in log.read_text().splitlines() if "pip install" in line]
+    assert len(installs) == 2
+    assert all(line.startswith("uv pip install --python .venv/bin/python") for line in installs)
 
 
 def interpreter(folder: Path, torch: str, prefix: str = "") -> Path:
@@ -191,7 +285,8 @@ def test_an_environment_with_the_pinned_torch_is_not_taken_for_the_machines(copy
 
 @pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
 @pytest.mark.parametrize(
-    ("lacking", "asked"), [("libcuda", ["libcuda"]), ("doctor.gpu", ["libcuda", "pip", "pip", "doctor.gpu"])]
+    ("lacking", "asked"),
+    [("libcuda", ["libcuda"]), ("doctor.gpu", ["libcuda", "libcuda", "pip", "pip", "doctor.gpu"])],
 )
 def test_gpu_targets_end_before_any_test_and_without_a_driver_before_the_installation(
     copy: Path, target: str, lacking: str, asked: list[str]
@@ -255,7 +350,7 @@ def test_continuous_integration_runs_every_target_that_it_can(
         *browser,
         "test",
         *slurm,
-        f"-j2 --output-sync test-slow{beside}",
+        f"-j3 --output-sync test-slow test-pythons{beside}",
         "engines",
         "test-engines",
         "smoke",
@@ -294,3 +389,39 @@ def test_every_suite_that_claims_are_simulated_from_is_simulated(copy: Path, tar
     assert read <= set(run)
     assert len(run) == len(set(run))
     assert [call[1] for call in calls[-3:]] == ["claims", "validate", "report"]
+
+
+def test_every_supported_python_is_tested(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Continuous integration lists the versions that pyproject.toml names, and names those that did not run."""
+    versions = supported_pythons.supported_versions()
+    matrix = ", ".join(f'"{version}"' for version in versions)
+    assert f"python: [{matrix}]" in (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    monkeypatch.setattr(supported_pythons, "find_uv", lambda: "uv")
+    monkeypatch.setattr(supported_pythons, "find_interpreter", lambda version: version.removeprefix("3.10"))
+    failing = {versions[-1]: "failed: pytest"}
+    monkeypatch.setattr(
+        supported_pythons, "check_version", lambda uv, version, _: failing.get(version, "ok in 9 s")
+    )
+    code = supported_pythons.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [f"{version}:" for version in versions]
+    current = "{}.{}".format(*sys.version_info)
+    assert code == (current != versions[-1])
+    for version, line in zip(versions, lines, strict=True):
+        expected = (
+            "not run: this machine has no python3.10"
+            if version == "3.10"
+            else failing.get(version, "ok in 9 s")
+        )
+        assert line.endswith("make test runs all tests with this version" if version == current else expected)
+
+
+def test_a_python_that_does_not_start_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pyenv's, whose PATH has each version that it knows and starts only the selected one."""
+    monkeypatch.setenv("PATH", str(script(tmp_path / "bin/python3.10", "exit 127").parent))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    assert supported_pythons.find_interpreter("3.10") == ""
+    there = script(tmp_path / "pyenv/versions/3.10.13/bin/python3.10", "echo 3.10")
+    assert supported_pythons.find_interpreter("3.10") == str(there)

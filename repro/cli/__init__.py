@@ -66,14 +66,48 @@ def _check_filled(given: list[str]) -> None:
             raise ConfigError(option if option.startswith("-") else "argument", value, says="is empty")
 
 
+class _PipeFile(io.FileIO):
+    """The file descriptor of a standard stream. After its reader has closed the pipe, writes are discarded."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self.fileno())
+            os.close(devnull)
+            return super().write(data)
+
+
 def _open_streams() -> None:
-    """Have streams that take every letter: none may be there (`>&-`), or one of an older encoding (`LC_ALL=C`)."""
+    """Make standard streams that accept every write.
+
+    A stream may be missing (`>&-`), have an encoding without most letters (`LC_ALL=C`), or be a pipe whose reader
+    ends early (`repro run SUITE | head -1`). A closed pipe ends the printing, neither the work nor the exit code.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")
+            errors = "backslashreplace" if name == "stderr" else "replace"
+            stream.reconfigure(errors=errors)
+            if isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):
+                setattr(sys, name, _without_broken_pipe(stream))
+
+
+def _without_broken_pipe(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """Return a text stream on the file descriptor of `stream` that discards writes to a closed pipe."""
+    stream.flush()
+    file = _PipeFile(stream.fileno(), "w", closefd=False)
+    is_buffered = hasattr(stream.buffer, "raw")  # false with PYTHONUNBUFFERED
+    return io.TextIOWrapper(
+        io.BufferedWriter(file) if is_buffered else file,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,9 +133,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except (KeyboardInterrupt, typer.Abort):  # typer turns the one into the other
         return 130
-    except BrokenPipeError:  # `repro claims | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except OSError as error:
         what = error.filename or _UNNAMED.get(error.errno or 0, "file")
         print(f"error: {short(str(what))}: {error.strerror or error}", file=sys.stderr)

@@ -113,6 +113,7 @@ def test_any_terminal_has_every_column(
 def test_curves_of_losses_as_a_picture(
     store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws the curves; it is in the extra report")
     for name, head in (("losses.svg", b"<svg"), ("losses.png", b"\x89PNG")):
         picture = tmp_path / name
         assert shown(capsys, "parity-*", "--results", str(store), "--plot", str(picture))[0] == 0

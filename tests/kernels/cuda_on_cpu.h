@@ -157,6 +157,7 @@ static inline unsigned __float_as_uint(float value) {
   return bits;
 }
 
+#define rsqrtf host_rsqrtf  // glibc 2.42 has an rsqrtf, which is not static
 static inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
 
 #define __expf(value) expf(value)  // glibc declares functions of these names

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Container
 from itertools import pairwise
-from typing import Annotated, Any, Optional, get_type_hints
+from typing import Annotated, Any, Optional, get_origin, get_type_hints
 
 import typer
 
@@ -52,7 +52,10 @@ def _layout_options() -> dict[str, Any]:
     hints, sentences = get_type_hints(Layout), first_sentences(Layout)
     found = {}
     for field in dataclasses.fields(Layout):
-        kind = next((kind for kind in (bool, int, str) if issubclass(hints[field.name], kind)), None)
+        hint = hints[field.name]
+        # `tuple[int, ...]` is no class, although `isinstance(hint, type)` is true for it in Python 3.10.
+        is_class = isinstance(hint, type) and get_origin(hint) is None
+        kind = next((kind for kind in (bool, int, str) if is_class and issubclass(hint, kind)), None)
         if kind is not None and field.name not in NO_OPTIONS:
             found[field.name] = _option(field.name, kind, field.default, sentences[field.name])
     return found
