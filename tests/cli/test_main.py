@@ -130,17 +130,6 @@ def test_wrong_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFix
     assert len(err.splitlines()) == 1
 
 
-def test_a_closed_pipe_is_no_traceback() -> None:
-    code = "import sys; from repro.cli import main; sys.exit(main(['claims', '--json']))"
-    done = subprocess.run(
-        ["bash", "-c", f'"{sys.executable}" -c "{code}" | head -c 10'],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("arguments", [["claims", "--help"], SCHEDULE])
 def test_benchmark_of_the_start(benchmark: Any, arguments: list[str]) -> None:
     code = f"import sys; from repro.cli import main; sys.exit(main({arguments!r}))"
