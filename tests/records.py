@@ -26,13 +26,13 @@ def changed(record: R, **keys: Any) -> R:
 
 
 def lines(results: Path) -> list[dict[str, Any]]:
-    """The whole lines of a store's files, oldest first."""
+    """The complete lines of a store's files in the order of their `sequence`; lines without one come first."""
     found = [
         json.loads(line)
         for path in (results / "records").glob("*.jsonl")
         for line in path.read_text().split("\n")[:-1]
     ]
-    return sorted(found, key=lambda document: str(document["written"]))
+    return sorted(found, key=lambda document: (document.get("sequence", 0), str(document["written"])))
 
 
 def latest(results: Path, evidence: str = "measured") -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ class Machines:
         entries = []
         for origin, members in groups.items():
             written = sorted(record.written[:19].replace("T", " ") for record in members)
-            newest = max(members, key=lambda record: record.written)
+            newest = max(members, key=lambda record: record.order)
             provenance = newest.provenance
             found = {
                 "records": len(members),
@@ -27,11 +27,11 @@ class Machines:
                 "last": written[-1],
                 "provenance": provenance,
             }
-            entries.append((origin, {**where(provenance), **found}))
-        entries.sort(key=lambda entry: str(entry[1]["last"]), reverse=True)
-        self.entries = [{"number": number, **entry} for number, (_, entry) in enumerate(entries, 1)]
+            entries.append((newest.order, origin, {**where(provenance), **found}))
+        entries.sort(key=lambda entry: entry[0], reverse=True)
+        self.entries = [{"number": number, **entry} for number, (_, _, entry) in enumerate(entries, 1)]
         """Newest first."""
-        self._numbers = {origin: number for number, (origin, _) in enumerate(entries, 1)}
+        self._numbers = {origin: number for number, (_, origin, _) in enumerate(entries, 1)}
 
     def number(self, record: Record) -> int:
         """Of the entry that describes where `record` comes from."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -48,6 +48,16 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 
+def _microseconds(time: str) -> int:
+    """Return an ISO 8601 time in microseconds since the epoch; 0 for any other text."""
+    try:
+        moment = datetime.fromisoformat(time.replace("Z", "+00:00"))
+    except ValueError:
+        return 0
+    epoch = datetime(1970, 1, 1, tzinfo=timezone.utc)
+    return (moment.replace(tzinfo=moment.tzinfo or timezone.utc) - epoch) // timedelta(microseconds=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordHead(RecordPart):
     """What every record begins with."""
@@ -58,9 +68,16 @@ class RecordHead(RecordPart):
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     written: str = field(default_factory=_now)
     """UTC, ISO 8601."""
+    sequence: int | None = None
+    """Position in the order of the store, which assigns it; None in records of versions without the field."""
     kind: str = field(default="", init=False)
     suite: str
     name: str
+
+    @property
+    def order(self) -> int:
+        """Sort key of the order in which records were appended: `sequence`, else `written` in microseconds."""
+        return _microseconds(self.written) if self.sequence is None else self.sequence
 
     @property
     def at(self) -> str:
@@ -229,6 +246,8 @@ def read(document: Mapping[str, Any]) -> Record:
     lacking = record.wrong(document)
     if not lacking and "written" not in document:
         lacking = "written: missing"
+    if not lacking and not isinstance(document.get("sequence", 0), int):
+        lacking = "sequence: of another type"
     if not lacking and record is ExperimentRecord:
         missing = [key for key in _CONDITIONS if key not in document["experiment"]]
         lacking = f"experiment.{missing[0]}: missing" if missing else _unknown(document)

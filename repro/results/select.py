@@ -78,7 +78,7 @@ def select(records: Iterable[Record]) -> Selection:
             (f"{suite}/{subject}", f"{suite}/{baseline}"): by_pair[suite, subject, baseline]
             for suite, subject, baseline in sorted(by_pair)
         },
-        evaluations=sorted(scored, key=lambda record: record.written),
+        evaluations=sorted(scored, key=lambda record: record.order),
         older=len(ours) - len(by_name) - len(by_pair),
         foreign=len(seen) - len(ours),
     )
@@ -113,4 +113,4 @@ def of_today(record: Record) -> bool:
 
 def _of_today(records: Iterable[Record]) -> list[Record]:
     """Oldest first."""
-    return sorted(filter(of_today, records), key=lambda record: record.written)
+    return sorted(filter(of_today, records), key=lambda record: record.order)

@@ -4,6 +4,9 @@ A record is on disk when `Store.append` returns: one `write` to a file that only
 writes, then `fsync`.  `kill -9` at any moment leaves at worst one torn last line, which readers skip and
 report.  When the disk is full, the half-written line is cut off again and a small file that was kept in
 reserve makes room for one more record, the one that says so.
+
+Records are ordered by a hybrid logical clock (Kulkarni et al. 2014, Logical Physical Clocks): a record's `sequence`
+is the time in microseconds, or 1 more than the highest sequence in the store if the clock is behind that.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +34,8 @@ RESERVE_BYTES = 256 * 1024
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MOST_REMARKS = 10
 """Lines that are no records, named one by one."""
+CLOCK_TOLERANCE_S = 60
+"""Difference between the clocks of several writers that is not reported, in seconds."""
 
 
 class Store:
@@ -44,18 +50,44 @@ class Store:
         self._good = 0
         self._owner = 0
         self._read: dict[str, _Reading] = {}
+        self._has_noted_clock = False
 
     def prepare(self) -> None:
         """Create this writer's file and its reserve now, while there is room."""
         self._open()
 
     def append(self, record: Record) -> None:
-        """Write one record (finite numbers only) and wait until it is on disk.
+        """Write one record (finite numbers only) as the newest of the store and wait until it is on disk.
 
         Raises `OSError`: nothing of the record is left then.  After `ENOSPC` the reserve is free, so that
         one short record still fits.
         """
+        record = replace(record, sequence=self._next_sequence())
         self._write(json.dumps(record.as_dict(), allow_nan=False, separators=(",", ":")).encode() + b"\n")
+
+    def _next_sequence(self) -> int:
+        """Return the `sequence` of the next record; note once that the clock is behind."""
+        for path in self._files():
+            # An unreadable file of another writer must not lose this record.
+            with contextlib.suppress(OSError):
+                self._catch_up(path)
+        now, newest = time.time_ns() // 1000, self.newest
+        behind_s = (newest - now) // 10**6
+        if behind_s >= CLOCK_TOLERANCE_S and not self._has_noted_clock:
+            self._has_noted_clock = True
+            hours, minutes = divmod(round(behind_s / 60), 60)
+            print(
+                f"note: the clock is {hours} h {minutes} min behind the newest record in {self.folder}; "
+                "records are ordered as they are written, not by their times",
+                file=sys.stderr,
+                flush=True,
+            )
+        return max(now, newest + 1)
+
+    @property
+    def newest(self) -> int:
+        """`order` of the newest record that was read so far; 0 without a record."""
+        return max((reading.newest for reading in self._read.values()), default=0)
 
     def _write(self, line: bytes) -> None:
         descriptor = self._open()
@@ -75,8 +107,11 @@ class Store:
     def records(self) -> list[Record]:
         """Every record, oldest first.  Files are read on from where the last call stopped."""
         for path in self._files():
-            self._read.setdefault(path.name, _Reading(path)).catch_up()
+            self._catch_up(path)
         return _oldest_first(record for reading in self._read.values() for record in reading.records.values())
+
+    def _catch_up(self, path: Path) -> None:
+        self._read.setdefault(path.name, _Reading(path)).catch_up()
 
     @property
     def skipped(self) -> list[str]:
@@ -175,7 +210,7 @@ def read(root: Path) -> list[Record]:
 
 
 def _oldest_first(records: Iterable[Record]) -> list[Record]:
-    return sorted(records, key=lambda record: record.written)
+    return sorted(records, key=lambda record: record.order)
 
 
 def say(remarks: list[str]) -> None:
@@ -191,6 +226,8 @@ class _Reading:
         self.path = path
         self.records: dict[int, Record] = {}
         """By line."""
+        self.newest = 0
+        """Highest `order` of the records."""
         self._bad: dict[int, str] = {}
         """Why a line is no record."""
         self._offset = 0
@@ -212,7 +249,8 @@ class _Reading:
                 self._bad[self._line] = "not a record, skipped"
                 continue
             try:
-                self.records[self._line] = read_record(document)
+                self.records[self._line] = record = read_record(document)
+                self.newest = max(self.newest, record.order)
             except NotARecord as error:
                 self._bad[self._line] = f"{error}; skipped"
         self._offset += len(complete) + len(newline)

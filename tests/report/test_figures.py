@@ -130,8 +130,8 @@ def test_only_failures(chosen: Any) -> None:
 
 def test_newest_conclusive_record_counts() -> None:
     first, *_ = synthetic.records()
-    newer = changed(first, written="9998", id="newer")
-    failed = changed(first, written="9999", outcome="hang", id="failed")
+    newer = changed(first, written="9998-01-01", id="newer")
+    failed = changed(first, written="9999-01-01", outcome="hang", id="failed")
     foreign = changed(first, protocol=-1)
     chosen = select([failed, newer, first, foreign])
     assert [r.id for r in chosen.measured] == ["newer"]

@@ -204,7 +204,9 @@ def test_bytes_of_a_sample_are_summed_over_all_gpus() -> None:
 def test_only_predictions_for_this_machine_are_held_against_its_measurements() -> None:
     measured = changed(record("machine", "dp-on-2", {"step_seconds.median": 2.0}, dp=2), evidence="measured")
     here = record("machine", "dp-on-2@here", {"step_seconds.median": 2.2}, dp=2)
-    other = changed(record("machine", "dp-on-2@dgx2", {"step_seconds.median": 0.1}, dp=2), written="9999")
+    other = changed(
+        record("machine", "dp-on-2@dgx2", {"step_seconds.median": 0.1}, dp=2), written="9999-01-01"
+    )
     found = predicted.pairs([measured], [here, other], "step_seconds.median")
     assert found == [("machine/dp-on-2", 2.0, 2.2)]
     with look():

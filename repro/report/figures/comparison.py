@@ -15,7 +15,7 @@ MOST = 40
 
 def draw(comparisons: list[ComparisonRecord]) -> Drawing:
     """One line a comparison: the median of the rounds' ratios, its 95 % interval, and every round."""
-    newest = sorted(comparisons, key=lambda r: r.written, reverse=True)[:MOST]
+    newest = sorted(comparisons, key=lambda r: r.order, reverse=True)[:MOST]
     shown = sorted(newest, key=lambda r: (r.baseline.name, r.subject.name))
     if not shown:
         return Drawing("comparison", TITLE, "No comparison in the store.", (), RUN)

@@ -25,7 +25,7 @@ MOST = 40
 def draw(records: list[Record]) -> Drawing:
     """One panel a model, one bar an experiment: what was live when the fullest rank held most."""
     every = [r for r in records if r.outcome == "ok" and accounted(r)]
-    shown = sorted(every, key=lambda r: r.written, reverse=True)[:MOST]
+    shown = sorted(every, key=lambda r: r.order, reverse=True)[:MOST]
     others = [r for r in records if r.outcome == "ok" and not accounted(r)]
     if not shown:
         return Drawing("peak", TITLE, "No experiment in the store that ended ok.", (), RUN)

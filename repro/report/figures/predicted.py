@@ -94,7 +94,7 @@ def _newest(simulated: list[Record], metric: str) -> dict[str, Record]:
     published = set(systems.names())
     return {
         record.at.partition("@")[0]: record
-        for record in sorted(simulated, key=lambda record: record.written)
+        for record in sorted(simulated, key=lambda record: record.order)
         if record.metrics.get(metric) and record.name.partition("@")[2] not in published
     }
 

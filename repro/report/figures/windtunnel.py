@@ -73,7 +73,7 @@ def _points(records: Sequence[Record], comparisons: Sequence[ComparisonRecord]) 
         if record.experiment.twin is not None and record.outcome == "ok":
             twins.setdefault(record.key, {})[record.suite] = record.experiment.twin
     newest: dict[tuple[str, str, str], _Point] = {}
-    for c in sorted(comparisons, key=lambda c: c.written):
+    for c in sorted(comparisons, key=lambda c: c.order):
         for suite, twin in twins.get(c.subject.key, {}).items():
             if RATIO in twin.numbers:
                 newest[suite, c.baseline.key, c.subject.key] = _Point(suite, twin, c)

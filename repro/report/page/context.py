@@ -58,7 +58,7 @@ def context(
         claim["records"] = [_line(entry, known, machines) for entry in claim["experiments"]]
     read = {entry["anchor"] for claim in claims for entry in claim["experiments"]}
     read |= {anchor for figure in figures for anchor in figure["records"].values()}
-    comparisons = sorted(chosen.comparisons, key=lambda record: record.written, reverse=True)
+    comparisons = sorted(chosen.comparisons, key=lambda record: record.order, reverse=True)
     lists = [
         _listed(chosen.measured, read, measured_row, machines),
         _listed(chosen.simulated, read, simulated_row, machines),
@@ -180,7 +180,7 @@ def _listed(
     """Lines of the records that are read, then of the newest others, and how many are left to the export."""
     cited = [record for record in records if _anchor(record) in read]
     others = [record for record in records if _anchor(record) not in read]
-    newest = sorted(others, key=lambda record: record.written, reverse=True)[:MOST]
+    newest = sorted(others, key=lambda record: record.order, reverse=True)[:MOST]
     shown = [
         [{**row(record), "machine": machines.number(record)} for record in part] for part in (cited, newest)
     ]

@@ -12,6 +12,7 @@ from repro.launch.slurm.following.registry import Submission
 from repro.launch.slurm.following.states import CaseState, meaning
 from repro.launch.slurm.following.status import code
 from repro.launch.slurm.site.scheduler import JobState
+from repro.results.store import Store
 from tests.launch.slurm.submitted import ThreeCases
 from tests.records import latest
 
@@ -119,6 +120,22 @@ def test_older_records_do_not_speak_for_a_new_submission(
     submitted.registry.write(Submission(**{**vars(submitted.submission), "created": later}))
     assert submitted.status(capsys)["a"]["state"] == "running"
     assert experiment.key in latest(submitted.results)
+
+
+def test_the_clock_of_a_node_may_be_behind_that_of_the_submission(
+    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A submission of which the newest older record is known: later ones are its own, whatever their times are."""
+    submitted.record("a", "error", "an older run")
+    with Store(submitted.results) as store:
+        store.records()
+        later = replace(submitted.submission, created="9999-01-01T00:00:00+00:00", newest_record=store.newest)
+    submitted.registry.write(later)
+    submitted.record("b", "ok")
+    submitted.slurm.set(jobs={})
+    found = submitted.status(capsys)
+    assert {name: found[name]["recorded"] for name in "abc"} == {"a": False, "b": True, "c": False}
+    assert found["b"]["state"] == "done"
 
 
 def test_all_that_is_known_of_a_case(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:

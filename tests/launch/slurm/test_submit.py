@@ -26,6 +26,7 @@ from repro.results.measured import experiment_record
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.launch.slurm.conftest import FakeSlurm
+from tests.records import made_up
 
 pytest.importorskip("submitit")
 BODY = experiments("a", "b") + experiments("c4", extra="layout.dp = 4\n")
@@ -79,6 +80,16 @@ def test_the_same_suite_twice_submits_nothing_twice(
     slurm.job("12", state="CANCELLED")  # a case that is lost is submitted again
     assert submit(suite, site, results) == 0
     assert len(slurm.state["scripts"]) == 4
+
+
+def test_a_submission_names_the_newest_record_before_it(slurm: FakeSlurm, site: Path, tmp_path: Path) -> None:
+    suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
+    with Store(results) as store:
+        store.append(made_up("other"))
+        (record,) = store.records()
+    assert submit(suite, site, results) == 0
+    (submission,) = Registry(results).all()
+    assert submission.newest_record == record.sequence
 
 
 def test_hundreds_of_cases_are_a_handful_of_calls(

@@ -61,6 +61,8 @@ class Submission:
     profile: str
     """The profile's file; `profile.toml` beside this file is its copy."""
     system: str
+    newest_record: int | None = None
+    """`order` of the newest record in the store at creation; None in submissions of versions without the field."""
     arrays: list[Submitted] = field(default_factory=list)
 
     def jobs(self) -> dict[int, str]:

@@ -120,7 +120,7 @@ def _case(
     record: ExperimentRecord | None,
 ) -> CaseState:
     """Where `experiment` stands; `said` is what its allocation wrote last."""
-    own = record if record is not None and _at(record.written) >= _at(submission.created) else None
+    own = record if record is not None and _is_later(record, submission) else None
     base = CaseState(
         submission=submission.id,
         suite=submission.suite,
@@ -166,6 +166,13 @@ def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:
     rate = current.get("steps_per_s")
     place = f"step {current.get('step', 0)} of {current.get('steps', 0)}, {current.get('phase', '')}"
     return replace(base, state=RUNNING, detail=place + (f", {rate:.2f} steps/s" if rate else ""))
+
+
+def _is_later(record: ExperimentRecord, submission: Submission) -> bool:
+    """Whether the record was appended after the submission; clocks of a login and a compute node may differ."""
+    if submission.newest_record is None:
+        return _at(record.written) >= _at(submission.created)
+    return record.order > submission.newest_record
 
 
 def _at(text: str) -> datetime:

@@ -65,11 +65,11 @@ def command(
         if not intent.cases:
             _nothing(intent, json)
             return 0
-        return _submit(intent, registry, json)
+        return _submit(intent, registry, store.newest, json)
 
 
-def _submit(intent: Intent, registry: Registry, json: bool) -> int:
-    submission = _written(intent, registry)
+def _submit(intent: Intent, registry: Registry, newest_record: int, json: bool) -> int:
+    submission = _written(intent, registry, newest_record)
     folder = registry.path(submission)
     failure = ""
     for place, array in enumerate(intent.arrays):
@@ -122,7 +122,7 @@ def submit_array(
     return str(jobs[0].job_id).split("_")[0]
 
 
-def _written(intent: Intent, registry: Registry) -> Submission:
+def _written(intent: Intent, registry: Registry, newest_record: int) -> Submission:
     """The submission's folder with everything that its jobs read."""
     identity = registry.new_id(intent.suite.name)
     arrays = [
@@ -143,6 +143,7 @@ def _written(intent: Intent, registry: Registry) -> Submission:
         suite_file=intent.suite.file,
         profile=intent.profile.file,
         system=intent.profile.system,
+        newest_record=newest_record,
         arrays=arrays,
     )
     folder = registry.path(submission)
