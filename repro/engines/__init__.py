@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING
 
 from repro.config.engines import NATIVE
@@ -44,11 +43,7 @@ def missing(engine: str) -> str:
     if engine == "torch" and (older := _older_torch()):
         return f"torch {'.'.join(map(str, _TORCH))}: this one, {older}, is older than engine torch is written for"
     library = _LIBRARIES.get(engine, "torch").partition(".")[0]
-    try:
-        found = importlib.util.find_spec(library)
-    except ModuleNotFoundError:
-        found = None
-    return "" if found else f"{library}: {extras.installation(library)}"
+    return "" if extras.is_installed(library) else f"{library}: {extras.installation('engines')}"
 
 
 def _older_torch() -> str:

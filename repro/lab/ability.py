@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from functools import cache
 
 from repro.config import EmulatedNetwork
-from repro.host.extras import missing as missing_package
+from repro.host import extras
 from repro.lab.network import NoNetwork, RunningNetwork
 
 SMALLEST = EmulatedNetwork(nodes=1, ranks_per_node=2)
@@ -19,12 +18,8 @@ def missing() -> str:
     """What this machine lacks; empty where a network of two ranks can be made, which is tried."""
     if not sys.platform.startswith("linux"):
         return "network namespaces, which only Linux has"
-    try:
-        found = importlib.util.find_spec("pyroute2")
-    except ModuleNotFoundError:
-        found = None
-    if not found:
-        return missing_package("pyroute2")
+    if not extras.is_installed("pyroute2"):
+        return extras.missing("pyroute2")
     if not shutil.which("nsenter"):
         return "nsenter, of util-linux"
     try:

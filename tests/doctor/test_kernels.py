@@ -12,6 +12,7 @@ import torch
 from repro.config import ConfigError
 from repro.doctor.check import Check
 from repro.doctor.kernels import kernels
+from repro.host.extras import install_command
 from repro.kernels.cuda import cache, families
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda.compile import Compiled, Target
@@ -89,10 +90,10 @@ def test_a_compiler_that_is_missing_or_too_new(monkeypatch: pytest.MonkeyPatch) 
     assert "does not compile for sm_70" in found["CUDA kernels"].found
 
     def version() -> tuple[int, int]:
-        raise Unavailable("no NVRTC (not found); pip install it")
+        raise Unavailable("no NVRTC (not found)")
 
     monkeypatch.setattr(compiler, "version", version)
     found = by_name(kernels(gpu((8, 0))))
-    assert "pip install it" in found["CUDA kernels"].found
+    assert found["CUDA kernels"].found.endswith(f": {install_command(*compiler.PACKAGES)}")
     assert "torch's operators run on a GPU" in found["CUDA kernels"].enables
     assert by_name(kernels(gpu((8, 0), present=False)))["CUDA kernels"].state == "limited"

@@ -85,5 +85,7 @@ def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler.target((8, 0)).architecture == "sm_80"
     assert compiler.target((8, 9)).architecture == "sm_80"
     assert compiler.target((12, 0)).architecture == "compute_90"
-    with pytest.raises(Unavailable, match=r"NVRTC 13.0 does not compile for sm_70, only from sm_75 on; pip"):
+    with pytest.raises(
+        Unavailable, match=r"NVRTC 13.0 does not compile for sm_70, only from sm_75 on; install"
+    ):
         compiler.target((7, 0))

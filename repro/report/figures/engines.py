@@ -80,7 +80,7 @@ def draw(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
         "intervals. Model states as they lie when the gradients are there, of the fullest rank; messages as a ring "
         f"sends them, of libraries counted from outside. {', '.join(sorted(libraries))}."
     )
-    missing = "" if here == list(LOOK) else f"pip install -e '.[engines]' && {RUN}"
+    missing = "" if here == list(LOOK) else RUN
     return Drawing("engines", TITLE, caption, tuple(r.at for r in members.values()), missing, figure)
 
 

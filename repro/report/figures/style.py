@@ -9,6 +9,7 @@ records are matplotlib's own: a frame would take more code than it saves.
 from __future__ import annotations
 
 import io
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -113,6 +114,8 @@ def png(drawing: Drawing) -> bytes:
 @contextmanager
 def look() -> Iterator[None]:
     """Seaborn's theme `ticks` in our font and colours, for drawing and for saving alike."""
+    # Where the home folder cannot be written, matplotlib makes a temporary cache, which needs no attention.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
     import seaborn
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from repro.claims.commands import Catalogue
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
+from repro.host import extras
 from repro.host.files import replace as replace_file
 from repro.report import evidence, verdicts
 from repro.report.page.context import context, render
@@ -53,8 +54,9 @@ def build(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Pa
 
     `own`: ledger files whose claims are among the others, on the page and not in the notebooks.
 
-    Raises `ConfigError` if `out` is no folder or the notebooks' packages are not there, `CellFailed`.
+    Raises `ConfigError` if `out` is no folder, `ModuleNotFoundError` before anything is written, `CellFailed`.
     """
+    extras.require("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all
     from repro.report.page.notebooks import write as write_notebooks
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ CELL_S = 300
 """A cell that takes longer is stopped, and so is a kernel that takes as long to start."""
 AT_ONCE = 2
 """Kernels that run side by side."""
-PACKAGES = "needs jupytext, nbclient, nbconvert and ipykernel: pip install -e '.[notebooks]'"
 
 
 class CellFailed(Exception):
@@ -50,17 +50,18 @@ def sources(folder: Path = FOLDER) -> list[Path]:
 def write(results: Path, out: Path, folder: Path = FOLDER) -> list[Rendered]:
     """Execute every notebook on `results` and write `out`/NAME.html.  Raises `ConfigError`, `CellFailed`."""
     paths = sources(folder)
-    done = asyncio.run(_execute_all(paths, results.resolve()))
-    out.mkdir(parents=True, exist_ok=True)
-    return [_save(path, notebook, out) for path, notebook in zip(paths, done, strict=True)]
+    with tempfile.TemporaryDirectory() as settings:
+        # IPython reads no settings of the user, and works where the home folder cannot be written.
+        os.environ["IPYTHONDIR"] = settings
+        done = asyncio.run(_execute_all(paths, results.resolve()))
+        out.mkdir(parents=True, exist_ok=True)
+        return [_save(path, notebook, out) for path, notebook in zip(paths, done, strict=True)]
 
 
 def read(path: Path) -> Any:
     """The notebook in a percent file."""
-    try:
-        import jupytext
-    except ImportError:
-        raise ConfigError("--notebooks", says=PACKAGES) from None
+    import jupytext
+
     return jupytext.read(path)
 
 
@@ -82,11 +83,9 @@ async def _execute_all(paths: list[Path], results: Path) -> list[Any]:
 
 async def execute(path: Path, results: Path) -> Any:
     """The notebook at `path` with its outputs.  Raises `CellFailed`."""
-    try:
-        from nbclient import NotebookClient
-        from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-    except ImportError:
-        raise ConfigError("--notebooks", says=PACKAGES) from None
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
     notebook = read(path)
     client = NotebookClient(
         notebook,
@@ -94,6 +93,7 @@ async def execute(path: Path, results: Path) -> Any:
         startup_timeout=CELL_S,
         iopub_timeout=CELL_S,
         kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(path.parent)}},
     )
     environment = {**os.environ, VARIABLE: str(results), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from repro.config import ConfigError
+from repro.host import extras
 from repro.launch.slurm.following.registry import Registry, Submission, Submitted
 from repro.launch.slurm.following.states import Survey
 from repro.launch.slurm.site import profile
@@ -51,6 +52,7 @@ def command(
         return 0
     if site.private:
         os.umask(PRIVATE)
+    extras.require("slurm")
     registry, scheduler, store = Registry(results), Scheduler(), Store(results)
     check.writable(site, results)
     with registry.submitting():
