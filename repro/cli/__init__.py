@@ -109,6 +109,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except _UsageError as error:
+        if (
+            type(error).__name__ == "NoArgsIsHelpError"
+        ):  # panels are printed already, and the message is empty
+            print(error.format_message(), file=sys.stderr)
+            return 2
         print(f"error: {' '.join(error.format_message().split())}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:

@@ -60,7 +60,9 @@ def _table_class() -> type[Table]:
 
         def _widths(self, console: Any, options: Any) -> tuple[list[int], list[int]]:
             """Return the widths of the columns with every word in one piece, and with every line in one piece."""
-            options = options.update_width(sum(len(str(cell)) for c in self.columns for cell in c.cells) + 1000)
+            options = options.update_width(
+                sum(len(str(cell)) for c in self.columns for cell in c.cells) + 1000
+            )
             ranges = [self._measure_column(console, options, column) for column in self.columns]
             least = [r.maximum if c.no_wrap else r.minimum for r, c in zip(ranges, self.columns, strict=True)]
             for i, column in enumerate(self.columns):
@@ -92,12 +94,15 @@ def _table_class() -> type[Table]:
 
         def _blocks(self, console: Any, room: int, headed: bool) -> Iterator[Text]:
             """Yield the lines of each row; a row whose first cell is empty goes on with the block before it."""
-            columns = [[Text(" ").join(cell.split("\n")) for cell in c.cells] for c in self.columns]  # type: ignore[union-attr]
+            cells_by_column: list[list[Any]] = [list(column.cells) for column in self.columns]
+            columns = [[Text(" ").join(cell.split("\n")) for cell in cells] for cells in cells_by_column]
             headings = [_phrase(str(column.header)) for column in self.columns]
             for number, cells in enumerate(zip(*columns, strict=True)):
                 if headed and number and cells[0]:
                     yield Text("")
-                fields = zip(headings, cells, columns, strict=True) if headed else [(str(cells[0]), cells[1], ())]
+                fields = (
+                    zip(headings, cells, columns, strict=True) if headed else [(str(cells[0]), cells[1], ())]
+                )
                 for heading, cell, column in fields:
                     if cell or (column is columns[0] and not any(column)):
                         line = Text.assemble((f"{heading}: " if heading else "", "dim"), cell)
