@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop(
+    "COLUMNS", None
+)  # pytest-xdist sets 80 for its workers; what a test shows is as wide as in a pipe
 
 from collections.abc import Iterator
 from pathlib import Path

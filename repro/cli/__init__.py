@@ -10,19 +10,36 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import sys
 import warnings
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from repro import __version__
 from repro.cli.commands import cluster, lab, predict, quality, run, show
 from repro.config.errors import ConfigError, short
 from repro.host.extras import missing
 
+PANEL_COLUMNS = 110
+"""Width of a terminal below which typer's panels cut the names of options; plain help is printed there."""
+
+
+class _Group(TyperGroup):
+    """A group whose plain help lists its commands with full summaries: click cuts each to one line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the section of the commands."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, (c.help or "").split("\n\n")[0]) for name, c in commands.items() if c])
+
+
 app = typer.Typer(
     name="repro",
+    cls=_Group,
     help="Reproduce the published claims of ZeRO, DeepSpeed, Turing-NLG, Megatron-LM and Yuan 1.0.\n\n"
     "Exit codes: 0 done; 1 failed, or the answer is no (it does not fit, it is worse, it is not as expected); "
     "2 bad input; 130 interrupted.",
@@ -32,7 +49,7 @@ app = typer.Typer(
 )
 for group in (run, quality, cluster, show, predict):  # in the order of --help
     app.registered_commands += group.app.registered_commands
-app.add_typer(lab.app, name="lab")
+app.add_typer(lab.app, name="lab", cls=_Group)
 
 # typer brings its own copy of click or uses the installed one, depending on its version.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -117,6 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         _check_filled(given)
+        has_panels = shutil.get_terminal_size().columns >= PANEL_COLUMNS
+        app.rich_markup_mode = "rich" if has_panels else None
         code = app(given, standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)
@@ -124,6 +143,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except _UsageError as error:
+        if (
+            type(error).__name__ == "NoArgsIsHelpError"
+        ):  # panels are printed already, and the message is empty
+            print(error.format_message(), file=sys.stderr)
+            return 2
         print(f"error: {' '.join(error.format_message().split())}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -11,17 +12,22 @@ if TYPE_CHECKING:
 
 
 NARROWEST = 20
-"""Columns that a terminal has at the least, whatever `COLUMNS` says."""
+"""Minimum width of the output in columns, whatever `COLUMNS` is."""
 WIDE = 120
-"""Columns of a page that needs more than 80, where there is no terminal to say how many there are."""
+"""Width in columns of a wide page that is written to a pipe or a file while `COLUMNS` is not set."""
 
 
 def stdout(least: int = 0) -> Console:
-    """Standard output as it is now, without colours of its own; `least` columns wide where it is no terminal."""
+    """Return a console for standard output, without highlighting.
+
+    `least`: its minimum width in columns where neither a terminal nor `COLUMNS` gives one.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.width = max(console.width, NARROWEST if console.is_terminal else max(least, NARROWEST))
+    columns = os.environ.get("COLUMNS", "")
+    is_given = console.is_terminal or (columns.isdigit() and int(columns) > 0)
+    console.width = max(console.width, NARROWEST if is_given else max(least, NARROWEST))
     return console
 
 

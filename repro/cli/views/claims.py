@@ -70,14 +70,14 @@ def show_all(results: list[ClaimResult], ledger: Ledger, console: Console) -> No
 
     lines = table(results)
     widest = max(len(line.id) for line in lines)
+    headings = ("claim", "published", *KINDS, "own source", "verdict, and what it rests on")
+    texts = ("published", headings[-1])
     for number, file in enumerate(dict.fromkeys(line.file for line in lines)):
-        grid = render.table(gap=1)
+        grid = render.table(*headings, left=("claim", *texts), wrap=headings[1:], gap=1)
         grid.show_header, grid.expand = not number, True
-        grid.add_column("claim", width=widest, no_wrap=True)
-        grid.add_column("published", ratio=3)
-        for kind in (*KINDS, "own source"):
-            grid.add_column(kind, width=9, justify="right")
-        grid.add_column("verdict, and what it rests on", ratio=3)
+        for heading, column in zip(headings, grid.columns, strict=True):
+            column.ratio = 3 if heading in texts else None
+            column.width = widest if heading == "claim" else None if heading in texts else 9
         console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
         for line in lines:
             if line.file == file:

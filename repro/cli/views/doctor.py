@@ -15,6 +15,9 @@ from repro.render.units import NOTHING
 if TYPE_CHECKING:
     from repro.doctor.kernel_table import KernelRow
 
+MIN_ALIGNED_COLUMNS = 60
+"""Width of a terminal that has room for the findings of the checks in a column of their own."""
+
 
 def machine(results: Path, compile_for: str, json: bool) -> int:
     """Examine this machine; 1 if the harness cannot run anything here, else 0.
@@ -110,11 +113,11 @@ def _answer(
 
 
 def lines(checks: Sequence[Check], width: int) -> list[str]:
-    """The checks as aligned lines of at most `width` characters."""
+    """Return the checks as lines of at most `width` characters, aligned where there is room for it."""
     longest = max(len(check.name) for check in checks)
     found = []
     for check in checks:
         head = f"{check.state:<8}{check.name:<{longest}}  "
-        body = textwrap.wrap(f"{check.found} - {check.enables}", max(30, width - len(head))) or [""]
-        found += [head + body[0], *(" " * len(head) + line for line in body[1:])]
+        indent = " " * (len(head) if width >= MIN_ALIGNED_COLUMNS else 2)
+        found += textwrap.wrap(f"{head}{check.found} - {check.enables}", width, subsequent_indent=indent)
     return found

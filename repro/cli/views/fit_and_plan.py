@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from repro.config.attention import unfused
 from repro.render import units, words
 from repro.render.console import stdout
-from repro.render.table import bar, table
+from repro.render.table import MIN_TABLE_COLUMNS, bar, table
 from repro.render.units import gb
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS
 from repro.simulate.time.basis import BOUND, said
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WHERE = {"waits\n%": "exposed_s", "bubble\n%": "bubble_s"}
 """Columns of a plan that say where its time goes, by the key of the time."""
 ROOMY = 96
-"""Columns of a terminal that has room for them beside a whole training."""
+"""Columns of a terminal that has room for them beside a whole training; a table of fewer leaves them out."""
 
 
 def bounds(console: Console, basis: str) -> tuple[str, str]:
@@ -150,7 +150,8 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
 
     trained = timed and request.tokens > 0
     columns = ["GB\na GPU", "step\ns"]
-    ends = timed and rows[0].interval is not None and (not trained or console.width >= ROOMY)
+    roomy = not MIN_TABLE_COLUMNS <= console.width < ROOMY
+    ends = timed and rows[0].interval is not None and (not trained or roomy)
     if ends:
         columns += ["90 %\ns"]
     if timed:
@@ -161,12 +162,12 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
         columns.remove("samples\n/s")
         columns += ["trained\nin days"]
         columns += ["for\nmillions"] if request.price_per_gpu_hour else []
-    if console.width < ROOMY and (trained or ends):
+    if not roomy and (trained or ends):
         columns = [heading for heading in columns if heading not in WHERE]
     axes = words.axes(row.layout for row in rows)
     numbered = any(row.undecided for row in rows)
-    made = table(" # " * numbered + " x ".join(axes), "ZeRO", "mb", "also", *columns, left=4, gap=1)
-    made.columns[1].justify = made.columns[2].justify = "right"
+    degrees = " x ".join(axes)
+    made = table(*[" #"] * numbered, degrees, "ZeRO", "mb", "also", *columns, left=(degrees, "also"), gap=1)
     for place, row in enumerate(rows, 1):
         layout, time = row.layout, row.time
         extra = {"recompute": "rc", "sp": "sp", "pa": "pa"}
@@ -192,7 +193,8 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
             cells += [f"{least}{whole['days']:,.1f}"]
             cells += [least + units.number(whole["cost"] / 1e6)] if "cost" in whole else []
         made.add_row(
-            f"{place:2} " * numbered + words.degrees(layout, axes),
+            *[str(place)] * numbered,
+            words.degrees(layout, axes),
             str(layout.zero),
             str(layout.micro_batch),
             " ".join(short for key, short in extra.items() if getattr(layout, key)),

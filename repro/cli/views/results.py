@@ -12,7 +12,7 @@ from repro.config.errors import ConfigError
 from repro.host import files
 from repro.render import units, words
 from repro.render.console import WIDE, print_json, stdout
-from repro.render.table import sparkline, table
+from repro.render.table import MIN_TABLE_COLUMNS, sparkline, table
 from repro.results.frames import comparison_row, experiment_row
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
@@ -110,13 +110,17 @@ def show(found: Iterable[Group]) -> None:
 
 
 def _experiments(console: Console, group: Group) -> None:
-    """The columns that have something, in as many tables as the terminal's width asks for."""
+    """Print the columns that are not empty, in several tables where one is wider than the terminal.
+
+    A terminal that is too narrow for tables gets one, which prints its rows as blocks.
+    """
     name, blocks = _columns(console, group)
     gap = 2 if console.width >= WIDE else 1
     tables: list[list[Column]] = [[]]
     for block in blocks:
         columns = [column for column in block if not column.empty]
-        if sum(column.width + gap for column in [name, *tables[-1], *columns]) - gap > console.width:
+        needed = sum(column.width + gap for column in [name, *tables[-1], *columns]) - gap
+        if needed > console.width >= MIN_TABLE_COLUMNS:
             tables.append([])
         tables[-1] += columns
     for columns in [columns for columns in tables if columns]:

@@ -95,12 +95,6 @@ def _table(cases: list[CaseState]) -> Table:
     return made
 
 
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
 def _totals(cases: list[CaseState]) -> str:
     counts = Counter(case.state for case in cases)
     text = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
@@ -113,7 +107,9 @@ def _watch(registry: Registry, store: Store, every: bool) -> int:
 
     A cluster that does not answer for a while, after it has answered once, is no reason to stop.
     """
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     console = stdout()
     cases, warnings = read(registry, store, every)
@@ -121,8 +117,7 @@ def _watch(registry: Registry, store: Store, every: bool) -> int:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             shown = _table([case for case in cases if case.state != DONE] or cases)
-            shown.caption, shown.caption_justify = _plain(f"{_totals(cases)}{note}"), "left"
-            live.update(shown, refresh=True)
+            live.update(Group(shown, Text(f"{_totals(cases)}{note}", style="dim italic")), refresh=True)
             if not note and code(cases) != 3:
                 break
             time.sleep(REFRESH_S)

@@ -69,8 +69,7 @@ def _bandwidth(system: System, link: str) -> str:
 def _print_all(systems: list[System]) -> None:
     headings = ("per\nnode", "GB", "fp16\nTFLOP/s", "nvlink\nGB/s", "pcie\nGB/s", "between\nnodes GB/s")
     # Narrow enough for 80 columns, so that no name or number is cut.
-    rows = table("system", "device", *headings, left=2, gap=1)
-    rows.columns[1].max_width, rows.columns[1].overflow = 17, "ellipsis"
+    rows = table("system", "device", *headings, left=2, wrap=("device",), gap=1)
     for system in systems:
         device = system.device
         peak = device.peak_flops.get("fp16")
@@ -109,7 +108,7 @@ def _print_one(system: System) -> None:
         *_time_rows(system),
     ]
     for label, value, source in rows:
-        print(f"\n{label:<25}{value}")
+        print("\n" + _wrapped(f"{label:<25}{value}", ""))
         print(_wrapped(source, "    "))
     _print_measured(system)
     if device.memory_bytes.value is not None:
@@ -196,7 +195,7 @@ def _print_measured(system: System) -> None:
     print("\n" + _wrapped(f"{line}; {facts}" if facts else line, ""))
     for name, rate in system.device.operators.items():
         fixed, per_byte, per_flop = map(_seconds, (rate.fixed_s, rate.per_byte_s, rate.per_flop_s))
-        print(f"{name:<40} {fixed} + {per_byte} a byte + {per_flop} a FLOP")
+        print(_wrapped(f"{name:<40} {fixed} + {per_byte} a byte + {per_flop} a FLOP", ""))
     for link in system.links:
         for operation, collective in system.links[link].collectives.items():
             for found in (collective, *collective.groups):
@@ -204,7 +203,7 @@ def _print_measured(system: System) -> None:
                 few, many = (f"{_size(size)} in {_seconds(spent)}" for size, spent in ends)
                 label = f"{link} {operation}, {found.ranks or made.ranks} ranks"
                 label += f" {found.stride} apart" if found.stride > 1 else ""
-                print(f"{label:<40} {len(found.points)} sizes, {few} to {many}")
+                print(_wrapped(f"{label:<40} {len(found.points)} sizes, {few} to {many}", ""))
 
 
 def _wrapped(text: str, indent: str) -> str:
