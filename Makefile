@@ -127,6 +127,14 @@ PICTURES := build/pictures
 # others, also where the environment asks for none to be kept.  `make clean` removes it.
 export PYTHONDONTWRITEBYTECODE :=
 
+# In a folder whose path has other letters than ASCII, Python, pip and torch need UTF-8, whatever the locale is. The file
+# 0-utf8.pth starts each Python of such an environment again in UTF-8 mode, also when make does not start it.
+export PYTHONUTF8 := 1
+define UTF8_PTH
+import os, sys; sys.getfilesystemencoding() == "utf-8" or sys.prefix.isascii() or \
+os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
+endef
+
 .PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-pythons driver test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
@@ -146,6 +154,7 @@ $(CREATED):
 	@$(if $(KEEP_TORCH),$(find_torch),:)
 	@echo "making $(VENV) with $$($(PYTHON) --version 2>&1)"
 	@$(PYTHON) -m venv --clear $(if $(KEEP_TORCH),--system-site-packages) $(VENV)
+	@for folder in $(VENV)/lib/python*/site-packages; do [ ! -d $$folder ] || echo '$(UTF8_PTH)' > $$folder/0-utf8.pth; done
 
 $(KEPT): | $(CREATED)
 	@test ! -e $(INSTALLED) || { \

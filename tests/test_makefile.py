@@ -425,3 +425,27 @@ def test_a_python_that_does_not_start_is_not_taken(tmp_path: Path, monkeypatch: 
     assert supported_pythons.find_interpreter("3.10") == ""
     there = script(tmp_path / "pyenv/versions/3.10.13/bin/python3.10", "echo 3.10")
     assert supported_pythons.find_interpreter("3.10") == str(there)
+
+
+@pytest.mark.slow
+def test_an_environment_works_in_a_folder_with_umlauts_without_utf8(copy: Path, tmp_path: Path) -> None:
+    """Also where a user starts its python, in a locale that has no such letters and without the mode of UTF-8."""
+    folder = tmp_path / "übung"
+    shutil.copytree(copy, folder, ignore=shutil.ignore_patterns("übung"))
+    made = make(folder, ".venv/bin/python", f"PYTHON={sys.executable}")
+    assert made.returncode == 0, made.stderr
+    (library,) = folder.glob(".venv/lib/python*/site-packages")
+    (folder / "source").mkdir()
+    (folder / "source/found.py").write_text("import sys; print(sys.argv[1:], sys.flags.utf8_mode)")
+    # An editable installation has its folder in the source of a module that a .pth file imports.
+    (library / "finder.py").write_text(f"import sys; sys.path.append('{folder}/source')", encoding="utf-8")
+    (library / "finder.pth").write_text("import finder")
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [folder / ".venv/bin/python", "-m", "found", "a b"],
+        env=ascii_only,
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("['a b'] 1\n", "")

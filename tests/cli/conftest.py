@@ -20,3 +20,13 @@ def tiny_model(tmp_path: Path) -> str:
     path = tmp_path / "tiny.toml"
     path.write_text("layers = 4\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def samples_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the samples of the commands run."""
+    from tests.cli.samples import prepare
+
+    folder = tmp_path_factory.mktemp("samples")
+    prepare(folder)
+    return folder

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from repro import cli
 from repro.results.store import read
+from tests.cli.samples import EXEMPT, SAMPLES
 from tests.launch.runs import FAKE, ROOT, experiments, write_suite
 
+HELP = ["--help", *(f"{command} --help" for command in (*SAMPLES, *EXEMPT))]
+CODES = {"models no-such-model": 2, "lab status": 3, "lab down": 3}
+"""Exit codes other than 0."""
 REPRO = f'"{sys.executable}" -c "import sys; from repro.cli import main; sys.exit(main())"'
 
 
-@pytest.mark.parametrize("evidence", ["simulated", "measured"])
-@pytest.mark.parametrize("pipe", ["2>&1 | head -1", "| true", "2>&1 >/dev/null | true"])
+@pytest.mark.parametrize(
+    ("evidence", "pipe"),
+    [
+        ("measured", "2>&1 | head -1"),
+        ("measured", "| true"),
+        ("measured", "2>&1 >/dev/null | true"),
+        ("simulated", "2>&1 | head -1"),
+    ],
+)
 def test_all_experiments_run_after_the_reader_has_gone(tmp_path: Path, evidence: str, pipe: str) -> None:
     suite, results = write_suite(tmp_path, experiments("a", "b", "c")), tmp_path / "results"
     command = (
@@ -40,3 +54,24 @@ def test_unbuffered_streams(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.stdout, done.stderr) == ("{ 0\n", "")
+
+
+def stream_without_reader() -> io.TextIOWrapper:
+    """Return a text stream on a pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "command", [*(samples[0] for samples in SAMPLES.values()), *HELP, "models no-such-model"]
+)
+def test_the_exit_code_of_every_command_stays(
+    command: str, samples_folder: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(samples_folder)
+    with stream_without_reader() as closed, monkeypatch.context() as streams:
+        streams.setattr(sys, "stdout", closed)
+        streams.setattr(sys, "stderr", closed)
+        code = cli.main(shlex.split(command.format(width="pipe")))
+    assert code == CODES.get(command.partition(" --")[0], 0)

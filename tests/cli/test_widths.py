@@ -12,55 +12,14 @@ from typing import Any
 import pytest
 import typer
 
-from repro import cli, suites, systems
-from repro.calibrate.toml import text as toml
+from repro import cli
 from repro.cli.views.status import _show
-from repro.launch.simulated import attempt
 from repro.launch.slurm.following.states import CaseState
 from repro.render.console import stdout
-from repro.results.store import Store
-from tests.report import synthetic
-from tests.twin.conftest import tables
+from tests.cli.samples import EXEMPT, SAMPLES
 
 WIDTHS = (40, 80, 100, 200)
 WIDEST = 1000
-SUITES = Path(__file__).parents[2] / "suites"
-ONE_STEP = "--model tiny.toml --system dgx2"
-SAMPLES = {
-    "run": [f"run {SUITES / 'smoke.toml'} --dry-run --only 'states-*' --results store"],
-    "results": ["results smoke --results store"],
-    "init": ["init mine-{width}.toml"],
-    "doctor": ["doctor --results store"],
-    "claims": [
-        "claims --results store",
-        "claims zero-fig2-throughput --results store",
-        "claims --system dgx-h100 --results store",
-    ],
-    "models": ["models", "models gpt2-1.5b"],
-    "systems": ["systems", "systems dgx2", "systems here.toml"],
-    "compare": ["compare store store"],
-    "schedule": ["schedule --pp 4 --micro-batches 8", "schedule --pp 4 --micro-batches 8 --chunks 2"],
-    "simulate": [f"simulate {ONE_STEP} --gpus 4 --tp 2 --pp 2 --zero 1"],
-    "fit": [f"fit {ONE_STEP} --gpus 2 --micro-batch 1 --memory-limit 1440MB"],
-    "plan": [
-        f"plan {ONE_STEP} --gpus 4 --tp 2 --pp 2 --micro-batch 1 --recompute --top 3",
-        f"plan {ONE_STEP} --gpus 4 --map --zero 1 --micro-batch 1",
-    ],
-    "twin": ["twin deepspeed_lowbw/lowbw-megatron --machine here.toml"],
-    "validate": ["validate --results store", "validate --unknowns --results store"],
-    "lab check": ["lab check"],
-    "lab status": ["lab status"],
-    "lab down": ["lab down"],
-}
-"""What each command is tried with."""
-EXEMPT = {
-    **dict.fromkeys(("submit", "status", "logs", "cancel", "collect"), "needs a submission to SLURM"),
-    **dict.fromkeys(("lab up", "lab exec"), "makes or needs an emulated network"),
-    **dict.fromkeys(("report", "export", "artifact", "export-weights"), "writes files"),
-    "evaluate": "needs weights",
-    "calibrate": "measures this machine for minutes",
-}
-"""Commands that are not tried, and why."""
 LONG = {"schedule": "the drawing is broken into lines of time, so its words depend on the width"}
 SLOW = ("twin", "plan", "simulate", "fit", "compare")
 """Commands that are tried at 40 and 100 columns only, as they trace steps or judge the ledger twice."""
@@ -89,24 +48,9 @@ def lost(wide: str, narrow: str, width: int) -> Counter[str]:
     return words(" ".join(here)) - words(parts)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small store, a model and a machine."""
-    root = tmp_path_factory.mktemp("widths")
-    (root / "tiny.toml").write_text("layers = 4\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
-    (root / "here.toml").write_text(toml(tables()))
-    entries = suites.load(SUITES / "zero_throughput.toml").entries
-    asked = next(entry.experiment for entry in entries if entry.experiment.name == "fig2-40b-zero")
-    simulated = attempt(asked, systems.load(asked.system), "zero_throughput")
-    with Store(root / "store") as store:
-        for record in (*synthetic.records(), simulated):
-            store.append(record)
-    return root
-
-
 @pytest.fixture(autouse=True)
-def _prepared(folder: Path, in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
+def _prepared(samples_folder: Path, in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(samples_folder)
 
 
 def printed(

@@ -1,0 +1,62 @@
+"""A sample of each command, and the folder in which the samples run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from repro import suites, systems
+from repro.calibrate.toml import text as toml
+from repro.launch.simulated import attempt
+from repro.results.store import Store
+from tests.report import synthetic
+from tests.twin.conftest import tables
+
+SUITES = Path(__file__).parents[2] / "suites"
+ONE_STEP = "--model tiny.toml --system dgx2"
+SAMPLES = {
+    "run": [f"run {SUITES / 'smoke.toml'} --dry-run --only 'states-*' --results store"],
+    "results": ["results smoke --results store"],
+    "init": ["init mine-{width}.toml"],
+    "doctor": ["doctor --results store"],
+    "claims": [
+        "claims --results store",
+        "claims zero-fig2-throughput --results store",
+        "claims --system dgx-h100 --results store",
+    ],
+    "models": ["models", "models gpt2-1.5b"],
+    "systems": ["systems", "systems dgx2", "systems here.toml"],
+    "compare": ["compare store store"],
+    "schedule": ["schedule --pp 4 --micro-batches 8", "schedule --pp 4 --micro-batches 8 --chunks 2"],
+    "simulate": [f"simulate {ONE_STEP} --gpus 4 --tp 2 --pp 2 --zero 1"],
+    "fit": [f"fit {ONE_STEP} --gpus 2 --micro-batch 1 --memory-limit 1440MB"],
+    "plan": [
+        f"plan {ONE_STEP} --gpus 4 --tp 2 --pp 2 --micro-batch 1 --recompute --top 3",
+        f"plan {ONE_STEP} --gpus 4 --map --zero 1 --micro-batch 1",
+    ],
+    "twin": ["twin deepspeed_lowbw/lowbw-megatron --machine here.toml"],
+    "validate": ["validate --results store", "validate --unknowns --results store"],
+    "lab check": ["lab check"],
+    "lab status": ["lab status"],
+    "lab down": ["lab down"],
+}
+"""Arguments by command; `{width}` is a number that differs from one run to the next."""
+EXEMPT = {
+    **dict.fromkeys(("submit", "status", "logs", "cancel", "collect"), "needs a submission to SLURM"),
+    **dict.fromkeys(("lab up", "lab exec"), "makes or needs an emulated network"),
+    **dict.fromkeys(("report", "export", "artifact", "export-weights"), "writes files"),
+    "evaluate": "needs weights",
+    "calibrate": "measures this machine for minutes",
+}
+"""Commands without a sample, and the reason."""
+
+
+def prepare(folder: Path) -> None:
+    """Write the small store, the model and the machine that the samples name."""
+    (folder / "tiny.toml").write_text("layers = 4\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
+    (folder / "here.toml").write_text(toml(tables()))
+    entries = suites.load(SUITES / "zero_throughput.toml").entries
+    asked = next(entry.experiment for entry in entries if entry.experiment.name == "fig2-40b-zero")
+    simulated = attempt(asked, systems.load(asked.system), "zero_throughput")
+    with Store(folder / "store") as store:
+        for record in (*synthetic.records(), simulated):
+            store.append(record)
