@@ -32,9 +32,8 @@ class _Group(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the section of the commands."""
-        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, (c.help or "").split("\n\n")[0]) for name, c in commands.items() if c])
+            formatter.write_dl([(n, (c.help or "").split("\n\n")[0]) for n, c in self.commands.items()])
 
 
 app = typer.Typer(
@@ -134,8 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         _check_filled(given)
-        has_panels = shutil.get_terminal_size().columns >= PANEL_COLUMNS
-        app.rich_markup_mode = "rich" if has_panels else None
+        app.rich_markup_mode = "rich" if shutil.get_terminal_size().columns >= PANEL_COLUMNS else None
         code = app(given, standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)
@@ -143,12 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except _UsageError as error:
-        if (
-            type(error).__name__ == "NoArgsIsHelpError"
-        ):  # panels are printed already, and the message is empty
-            print(error.format_message(), file=sys.stderr)
-            return 2
-        print(f"error: {' '.join(error.format_message().split())}", file=sys.stderr)
+        says = error.format_message()
+        print(says if says.startswith("Usage:") else f"error: {' '.join(says.split())}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if not (line := missing(error.name or "")):

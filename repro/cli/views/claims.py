@@ -164,16 +164,13 @@ def _rows(result: ClaimResult) -> Table:
 
 def _moves(result: ClaimResult) -> Table:
     """Which unknown numbers move each predicted value most, each of them alone."""
-    from rich.text import Text
-
     headings = ("row", "what moves it most", "at its low end", "at its high end", "of all doubt")
     grid = render.table(*headings, left={"row", "what moves it most"}, wrap=headings[:2])
     for row in result.rows:
         label = row.row.label
         for finding in row.findings:
             for key, low, high, share in finding.doubt.largest(MOVES) if finding.doubt is not None else ():
-                ends = (Text(units.number(end)) for end in (low, high))
-                grid.add_row(Text(label), Text(key), *ends, Text(units.percent(share)))
+                grid.add_row(label, key, units.number(low), units.number(high), units.percent(share))
                 label = ""
     return grid
 

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from repro.doctor.check import Check
 from repro.render.console import print_json, stdout
+from repro.render.table import MIN_TABLE_COLUMNS, table
 from repro.render.units import NOTHING
 
 if TYPE_CHECKING:
     from repro.doctor.kernel_table import KernelRow
-
-MIN_ALIGNED_COLUMNS = 60
-"""Width of a terminal that has room for the findings of the checks in a column of their own."""
 
 
 def machine(results: Path, compile_for: str, json: bool) -> int:
@@ -24,12 +22,12 @@ def machine(results: Path, compile_for: str, json: bool) -> int:
 
     `compile_for`: the architectures for which all CUDA kernels are compiled and listed.  Raises `ConfigError`.
     """
-    from repro.doctor.kernel_table import table
+    from repro.doctor import kernel_table
     from repro.doctor.machine import examine
     from repro.measure.provenance import gpus
 
     checks = examine(results, compile_for)
-    rows = table(compile_for) if compile_for else []
+    rows = kernel_table.table(compile_for) if compile_for else []
     more = {"gpus": gpus(), **({"kernels": [asdict(row) for row in rows]} if rows else {})} if json else {}
     code = _answer(checks, json=json, undone="run here", more=more)
     if rows and not json:
@@ -39,8 +37,6 @@ def machine(results: Path, compile_for: str, json: bool) -> int:
 
 def _kernels(rows: Sequence[KernelRow]) -> None:
     """A line for each kernel of each size class, a column for each architecture; then what it amounts to."""
-    from repro.render.table import table
-
     architectures = list(dict.fromkeys(row.architecture for row in rows))
     lines: dict[tuple[str, str], dict[str, KernelRow]] = {}
     for row in rows:
@@ -118,6 +114,6 @@ def lines(checks: Sequence[Check], width: int) -> list[str]:
     found = []
     for check in checks:
         head = f"{check.state:<8}{check.name:<{longest}}  "
-        indent = " " * (len(head) if width >= MIN_ALIGNED_COLUMNS else 2)
+        indent = " " * (len(head) if width >= MIN_TABLE_COLUMNS else 2)
         found += textwrap.wrap(f"{head}{check.found} - {check.enables}", width, subsequent_indent=indent)
     return found

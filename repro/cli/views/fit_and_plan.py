@@ -260,9 +260,8 @@ def _ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
         least[key] = count + 1, smaller
     axes = words.axes(row.layout for row in rows)
     console.print(f"\n[bold]{len(rows)} layouts do not fit[/], by {', '.join(axes[:-1])} and ZeRO stage:")
-    made = table(" x ".join(axes), "ZeRO", "layouts", "at least GB", "ruled out by", "known from", left=6)
-    for i in (1, 2, 3):
-        made.columns[i].justify = "right"
+    headings = (" x ".join(axes), "ZeRO", "layouts", "at least GB", "ruled out by", "known from")
+    made = table(*headings, left=(headings[0], *headings[4:]))
     for (*_, zero), (count, row) in sorted(least.items()):
         made.add_row(
             words.degrees(row.layout, axes),

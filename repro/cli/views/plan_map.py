@@ -23,8 +23,6 @@ FITS, LATER, NEVER = "bold green", "yellow", "red"
 
 def show_map(request: Request, cells: Sequence[Cell], limits: Sequence[int]) -> None:
     """Print the map of every (tp, pp) that any layout has, and what rules out those that do not fit."""
-    from rich.text import Text
-
     console = stdout()
     limits = sorted(limits)
     there = [cell for cell in cells if cell.rows]
@@ -38,7 +36,7 @@ def show_map(request: Request, cells: Sequence[Cell], limits: Sequence[int]) -> 
     by_place = {(cell.tp, cell.pp): cell for cell in there}
     for tp in rows:
         answers = [_words(by_place.get((tp, pp)), limits) for pp in columns]
-        drawn.add_row(Text(f"tp {tp}"), *answers)
+        drawn.add_row(f"tp {tp}", *answers)
     console.print(drawn)
     kinds = {row.evidence for cell in there for row in cell.rows.values()}
     notes = ["-: no such layout (--json says why)"] if len(there) < len(rows) * len(columns) else []

@@ -110,10 +110,7 @@ def show(found: Iterable[Group]) -> None:
 
 
 def _experiments(console: Console, group: Group) -> None:
-    """Print the columns that are not empty, in several tables where one is wider than the terminal.
-
-    A terminal that is too narrow for tables gets one, which prints its rows as blocks.
-    """
+    """Print the columns that are not empty: several tables where one is too wide, blocks where any table is."""
     name, blocks = _columns(console, group)
     gap = 2 if console.width >= WIDE else 1
     tables: list[list[Column]] = [[]]

@@ -52,25 +52,14 @@ def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) ->
     console.print(
         f"\n[bold]Memory of a GPU[/]: {room}, {units.size(memory['context_bytes'])} of context beside it"
     )
-    ranks = table(
-        "all ranks" if len(simulation.roles) == 1 else "stages",
-        "",
-        "live GB",
-        "reserved GB",
-        "states GB",
-        left=2,
-    )
+    rank = "all ranks" if len(simulation.roles) == 1 else "stages"
+    ranks = table(rank, "", "live GB", "reserved GB", "states GB", left=2)
     for role in simulation.roles:
         name = "" if role.role.name == "all" else role.role.name.partition(" (")[0]
         name += f" ({role.role.stages})" if role.role.stages > 1 else ""
         reserved = f"> {gb(limit)}" if role.replay.out_of_memory else gb(role.replay.peak_reserved)
-        ranks.add_row(
-            name,
-            bar(console, role.memory.peak_bytes, whole),
-            gb(role.memory.peak_bytes),
-            reserved,
-            gb(role.memory.states_bytes),
-        )
+        live, states = role.memory.peak_bytes, role.memory.states_bytes
+        ranks.add_row(name, bar(console, live, whole), gb(live), reserved, gb(states))
     console.print(ranks)
     if len(simulation.roles) > 1:
         console.print(f"\nof the {simulation.fullest.role.name.partition(' (')[0]} stage, the fullest:")

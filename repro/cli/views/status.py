@@ -66,10 +66,8 @@ def command(results: Path, watch: bool, every: bool, json: bool) -> int:
 
 def _show(cases: list[CaseState], warnings: list[str], console: Console) -> None:
     """Print a table of what is not done, and the totals."""
-    if console.is_terminal or len(cases) <= 60:
-        console.print(_table(cases))
-    else:
-        console.print(_table([case for case in cases if case.state != DONE]))
+    has_room = console.is_terminal or len(cases) <= 60
+    console.print(_table([case for case in cases if has_room or case.state != DONE]))
     console.print(_totals(cases), markup=False)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -81,7 +79,6 @@ def _table(cases: list[CaseState]) -> Table:
     from rich.text import Text
 
     made = table("case", "job", "state", "nodes", "", left=5, wrap=("",))
-    made.columns[-1].overflow = "fold"
     for case in cases:
         state = (
             f"{case.state} ({case.outcome})" if case.state == DONE and case.outcome != "ok" else case.state

@@ -169,7 +169,6 @@ def _explained(missed: Sequence[Point], console: Console) -> None:
         return
     headings = ("points", "why, as far as it is known")
     grid = table(*headings, left=2, wrap=headings, below=1)
-    grid.columns[0].ratio, grid.columns[1].ratio = 1, 2
     for note, names in reasons.items():
         grid.add_row(", ".join(names), note)
     console.print()
