@@ -85,7 +85,7 @@ def _check_filled(given: list[str]) -> None:
 class _PipeFile(io.FileIO):
     """The file descriptor of a standard stream. After its reader has closed the pipe, writes are discarded."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -106,8 +106,7 @@ def _open_streams() -> None:
         if stream is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
-            errors = "backslashreplace" if name == "stderr" else "replace"
-            stream.reconfigure(errors=errors)
+            stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")
             if isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):
                 setattr(sys, name, _without_broken_pipe(stream))
 
@@ -115,14 +114,11 @@ def _open_streams() -> None:
 def _without_broken_pipe(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """Return a text stream on the file descriptor of `stream` that discards writes to a closed pipe."""
     stream.flush()
-    file = _PipeFile(stream.fileno(), "w", closefd=False)
-    is_buffered = hasattr(stream.buffer, "raw")  # false with PYTHONUNBUFFERED
     return io.TextIOWrapper(
-        io.BufferedWriter(file) if is_buffered else file,
+        io.BufferedWriter(_PipeFile(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
+        line_buffering=stream.line_buffering or stream.write_through,  # the latter with PYTHONUNBUFFERED
     )
 
 
