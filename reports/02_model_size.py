@@ -21,8 +21,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 
-from repro import systems
 from repro.claims.formulas import max_params
+from repro.config import systems
 from repro.report import evidence
 from repro.report.exports.what_if import simulated_step
 

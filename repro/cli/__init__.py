@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from repro import __version__
 from repro.cli.commands import cluster, lab, predict, quality, run, show
 from repro.config.errors import ConfigError, short
-from repro.host.extras import missing
+from repro.util.extras import missing
 
 PANEL_COLUMNS = 110
 """Width of a terminal below which typer's panels cut the names of options; plain help is printed there."""

@@ -11,8 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from repro.config.engines import NATIVE
-from repro.host import extras
 from repro.measure.provenance import release, versions
+from repro.util import extras
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["NATIVE", "build_engine", "load", "missing"]
 
 _ADAPTERS = {
-    NATIVE: "repro.engines.native:NativeEngine",
+    NATIVE: "repro.engines.native.engine:NativeEngine",
     "torch": "repro.engines.torch.engine:TorchEngine",
     "deepspeed": "repro.engines.deepspeed.engine:DeepSpeedEngine",
     "megatron": "repro.engines.megatron.engine:MegatronEngine",

@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from repro import systems
-from repro.config import Limits, Model, Training
+from repro.config import Limits, Model, Training, systems
 from repro.config.errors import ConfigError, require
 from repro.config.quantity import Quantity
 from repro.config.sizes import at_most

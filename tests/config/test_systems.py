@@ -12,7 +12,7 @@ import pytest
 from repro.config import ConfigError
 from repro.config.links import KEYS
 from repro.config.system import Quantity, System
-from repro.systems import load, names
+from repro.config.systems import load, names
 from tests.config.system_texts import NODES
 
 DEVICE = """
@@ -141,7 +141,7 @@ def test_local_is_discovered_not_invented() -> None:
 
 
 def test_local_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    import repro.systems.local as module
+    import repro.measure.local_system as module
 
     monkeypatch.setattr(module, "has_nvlink", lambda: True)
     gpu = {"name": "V100", "compute_capability": "7.0", "memory_bytes": 2**34}
@@ -160,7 +160,7 @@ def test_local_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_local_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    import repro.systems.local as module
+    import repro.measure.local_system as module
 
     monkeypatch.setattr(module, "gpus", list)
     system = load("local")
@@ -172,7 +172,7 @@ def test_local_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nvlink_is_asked_of_the_driver(
     monkeypatch: pytest.MonkeyPatch, states: list[int] | None, answer: bool
 ) -> None:
-    import repro.systems.local as module
+    import repro.measure.local_system as module
 
     class Driver:
         NVMLError = RuntimeError

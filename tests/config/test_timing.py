@@ -9,8 +9,8 @@ import pytest
 from repro.config import ConfigError
 from repro.config.links import ASSUMED_ANY, ASSUMED_LINKS, LINKS
 from repro.config.system import System
+from repro.config.systems import load, names
 from repro.config.timing import ASSUMED
-from repro.systems import load, names
 from tests.config.system_texts import NODES, PRODUCTS, PROVENANCE
 
 DEVICE = """

@@ -10,8 +10,19 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError
 from repro.config.quantity import Quantity
-from repro.systems import load, names
-from repro.systems.unknowns import BEST, DRAWS, HIGH, JOINT, LOW, Case, Unknown, drawn, unknowns, with_values
+from repro.config.systems import load, names
+from repro.config.systems.unknowns import (
+    BEST,
+    DRAWS,
+    HIGH,
+    JOINT,
+    LOW,
+    Case,
+    Unknown,
+    drawn,
+    unknowns,
+    with_values,
+)
 from tests.config.system_texts import NODES, PRODUCTS, PROVENANCE
 
 DEVICE = """

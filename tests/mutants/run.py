@@ -38,7 +38,7 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
 from repro.config.files import read_toml
-from repro.host.processes import die_with_parent
+from repro.util.processes import die_with_parent
 from tests.mutants.changed import new_files_in_the_index, sources
 from tests.mutants.relevant import ROOT, relevant
 
@@ -47,7 +47,7 @@ ROOMS = SETTINGS["room"]
 BUILD = ROOT / "build/mutants"
 PYTEST = """
 import os, sys, pytest
-from repro.host.processes import die_with_parent
+from repro.util.processes import die_with_parent
 die_with_parent(int(sys.argv.pop(1)))
 sys.exit(pytest.main())
 """

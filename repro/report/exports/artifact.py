@@ -13,18 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro import systems
 from repro.claims.commands import Catalogue, Command, evaluations
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF, KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.claims.things import count
-from repro.config import Experiment
-from repro.host import files
-from repro.models import flops
-from repro.render.units import number
+from repro.config import Experiment, systems
+from repro.model import flops
 from repro.report.verdicts import experiments_of, row_view
+from repro.util import files
+from repro.util.units import number
 
 HOUR_S = 3600.0
 INTRODUCTION = """\

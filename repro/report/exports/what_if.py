@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from repro import models, systems
-from repro.config import ConfigError, Experiment, Layout, Training
+from repro.config import ConfigError, Experiment, Layout, Training, models, systems
 from repro.results.metrics import shown
 
 

@@ -35,10 +35,10 @@ from repro.report.figures.style import Drawing, Record, look
 from repro.report.figures.values import View
 
 if TYPE_CHECKING:
+    from repro.accuracy.validate.implied import Implied
+    from repro.accuracy.validate.published import Point
     from repro.claims.results import ClaimResult
     from repro.results.schema import ComparisonRecord
-    from repro.validate.implied import Implied
-    from repro.validate.published import Point
 
 
 def draw_all(

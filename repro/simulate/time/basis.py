@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from repro import systems
-from repro.config import OperatorSet
+from repro.config import OperatorSet, systems
 from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.results.metrics import STEP_SECONDS

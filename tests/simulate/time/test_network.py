@@ -15,12 +15,12 @@ from repro.config import ConfigError, Layout
 from repro.config.links import Collective
 from repro.config.quantity import Quantity
 from repro.config.system import Link, System
+from repro.config.systems import load
 from repro.config.timing import Provenance
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import GROUPS
 from repro.simulate.time.measured_collectives import interpolate
 from repro.simulate.time.network import Network
-from repro.systems import load
 from tests.simulate.time.networks import networks, number, payloads, with_link
 
 GB = 1e9

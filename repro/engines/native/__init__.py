@@ -1,0 +1,1 @@
+"""The suite's own training step, its learning rate and its checkpoints."""

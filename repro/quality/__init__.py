@@ -1,0 +1,1 @@
+"""Weights in and out, and their evaluation by published protocols."""

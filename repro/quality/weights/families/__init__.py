@@ -1,0 +1,21 @@
+"""Families of models in transformers' format, a file each: their configurations and tensors as ours, there and back.
+
+`family` is what all say of themselves; `FAMILIES` are all of them. `huggingface` and `export` import it.
+"""
+
+from __future__ import annotations
+
+from repro.quality.weights.families import bloom, falcon, gpt2, llama, neox
+from repro.quality.weights.families.family import Family
+
+__all__ = ["FAMILIES", "Family"]
+
+FAMILIES: tuple[Family, ...] = (
+    gpt2.FAMILY,
+    llama.FAMILY,
+    llama.QWEN2,
+    neox.FAMILY,
+    bloom.FAMILY,
+    falcon.FAMILY,
+)
+"""In the order in which they are asked whether they have what is exported."""
