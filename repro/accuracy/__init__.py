@@ -1,1 +1,4 @@
-"""The accuracy of predictions: calibrated machines, scaled twins, and predictions against published values."""
+"""Accuracy of predictions: calibrated machines, scaled twins, and predictions against published values.
+
+The package combines runs of `launch` with simulations, and `report` shows its results.
+"""

@@ -1,8 +1,7 @@
-"""Who executes a strategy: one adapter per engine, one interface (`base.Engine`).
+"""Implementations of a strategy behind one interface, `base.Engine`: `native`, `torch`, `deepspeed` and `megatron`.
 
-`native` is this suite's own step, which `simulate` traces too; `torch` runs torch's strategies on the same model;
-`deepspeed` and `megatron` are the systems that the reports are about.  What each can run is in `config.engines`.
-`checkpoint`, `simulate`, `calibrate`, `doctor` and `launch` import it.
+`build_engine` imports an engine when an experiment names it. `config.engines` states which experiments an engine
+supports.
 """
 
 from __future__ import annotations

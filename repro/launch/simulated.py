@@ -24,6 +24,7 @@ from repro.launch.progress import Progress
 from repro.launch.rank.program import describe
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.summary import Ended, ended, summarise
+from repro.measure.local_system import load_system
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import DISK_FULL, Store
@@ -148,7 +149,7 @@ def moved(entries: list[Entry], system: str) -> list[Entry]:
     """
     from repro.simulate.time.emulated import INSIDE
 
-    loaded = systems.load(system)
+    loaded = load_system(system)
     of_ours = INSIDE in loaded.links
 
     def move(experiment: Experiment) -> Experiment:

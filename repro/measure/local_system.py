@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from repro.config import systems
 from repro.config.system import Device, Link, Quantity, System
+from repro.config.systems.load import LOCAL
 from repro.measure.provenance import cpu, gpus, memory, nvml
 
 NOT_MEASURED = "the machine does not tell; it has to be measured or looked up"
+
+
+def load_system(name: str | Path) -> System:
+    """Return the system called `name`: the local machine for `local`, otherwise the system of that file.
+
+    Raises:
+        ConfigError: No system has this name, or the file is missing or has a wrong key or value.
+    """
+    return discover() if str(name) == LOCAL else systems.load(name)
 
 
 def discover() -> System:

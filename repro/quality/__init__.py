@@ -1,1 +1,4 @@
-"""Weights in and out, and their evaluation by published protocols."""
+"""Weights in and out, and evaluation of their quality by published protocols.
+
+`weights` converts weights, and `evaluate` scores them on ranks that `launch` starts.
+"""

@@ -29,7 +29,7 @@ from repro.claims.ledger import EMULATED, KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.results import ClaimResult
 from repro.claims.table import as_dict, summary, table
-from repro.config import systems
+from repro.measure.local_system import load_system
 from repro.results import frames
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.select import of_today, select
@@ -185,7 +185,7 @@ class JudgedStore:
         """By system of today that is simulated, what it answers to the claims asked again (`repro.claims.again`)."""
         of = systems_of(self.records)
         questions = load_questions(self.ledger).asked if of else ()
-        return {name: answers(questions, self.records, systems.load(name)) for name in of}
+        return {name: answers(questions, self.records, load_system(name)) for name in of}
 
     def unknowns(self) -> pd.DataFrame:
         """One row per unknown: its range, how many rows it moves and settles, what would measure it."""

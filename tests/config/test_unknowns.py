@@ -23,6 +23,7 @@ from repro.config.systems.unknowns import (
     unknowns,
     with_values,
 )
+from repro.measure.local_system import load_system
 from tests.config.system_texts import NODES, PRODUCTS, PROVENANCE
 
 DEVICE = """
@@ -85,7 +86,7 @@ def test_what_is_unknown_or_counted_has_ends_of_the_same_kind() -> None:
     with pytest.raises(ConfigError, match="what is unknown has no range"):
         Quantity(value=None, low=1.0, source="low: x")
     for name in names():
-        for one in unknowns(load(name)):
+        for one in unknowns(load_system(name)):
             assert one.low <= one.best <= one.high
             assert one.low < one.high, f"{name}: {one.key}"
 

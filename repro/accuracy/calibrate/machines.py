@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import at_most
-from repro.config.systems.load import HERE, LOCAL
-from repro.config.systems.load import load as load_system
+from repro.config.systems.load import HERE
 from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
 from repro.launch.local import launch
 from repro.launch.local.once import run_once
+from repro.measure.local_system import discover, load_system
 from repro.util.resources import usable_cores
 
 TARGET = "repro.accuracy.calibrate.target:run_rank"
@@ -63,7 +63,7 @@ class Here:
             at_most("--gpus", gpus, launch.most_ranks())
         self.ranks = gpus or (min(RANKS_ON_CORES, usable_cores()) if on_cpu else visible)
         self.per_node = self.ranks
-        self.precision = "fp32" if on_cpu else load_system(LOCAL).best_precision
+        self.precision = "fp32" if on_cpu else discover().best_precision
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         """See `Machine`."""

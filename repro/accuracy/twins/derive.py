@@ -9,13 +9,14 @@ from statistics import geometric_mean
 
 from repro.accuracy.twins.scaling import Scale, model_of, width_near
 from repro.accuracy.twins.shape import Shape, shape_of
-from repro.config import EmulatedNetwork, Experiment, Layout, Training, systems
+from repro.config import EmulatedNetwork, Experiment, Layout, Training
 from repro.config.engines import NATIVE
 from repro.config.errors import ConfigError
 from repro.config.layout import ELEMENT_BYTES
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.emulate.frames import payload_share
+from repro.measure.local_system import load_system
 from repro.model import flops, parameters
 from repro.simulate.placement import BETWEEN_NODES, Placement
 from repro.simulate.time.emulated import emulated, products_of
@@ -111,7 +112,7 @@ def useful_rate(prediction: Prediction) -> float:
 def derive(originals: Sequence[Experiment], machine: System, choice: Choice) -> Twin:
     """The twin of `originals` on `machine`, a file of `repro calibrate` for `choice.ranks`.  Raises `ConfigError`."""
     members, scales = [], []
-    on = [with_links(systems.load(original.system), choice) for original in originals]
+    on = [with_links(load_system(original.system), choice) for original in originals]
     shapes = [shape_of(o.layout, s, choice.ranks, tp=choice.tp) for o, s in zip(originals, on, strict=True)]
     widest = max(4, *(shape.tp for shape in shapes))  # one model for all: its heads divide by every degree
     for original, system, shape in zip(originals, on, shapes, strict=True):

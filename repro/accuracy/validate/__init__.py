@@ -1,5 +1,5 @@
-"""How far predictions are off: from published throughput (`published`), from this machine's runs (`machine`).
+"""Errors of predictions: against published throughput (`published`) and against local runs (`machine`).
 
-`unknowns` says which numbers decide, `measurable` what measures them, `implied` what sources make of them, `conformal`
-how far the model itself is off.  `report` and `cli` import it.
+`unknowns` ranks the inputs that contribute most to the uncertainty. `conformal` estimates the error of the model
+itself.
 """

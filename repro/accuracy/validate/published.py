@@ -232,12 +232,12 @@ def _point(
 
 def family_of(record: ExperimentRecord) -> str:
     """By device, software and size: which machine it is simulated on, and whether ZeRO runs there."""
-    from repro.config import systems
+    from repro.measure.local_system import load_system
 
     experiment = record.experiment
     if experiment.system == "yuan":
         return YUAN
-    system = systems.load(experiment.system)
+    system = load_system(experiment.system)
     capability = system.device.compute_capability
     if capability == "7.0":
         return V100_ZERO if experiment.layout.zero else V100_MEGATRON

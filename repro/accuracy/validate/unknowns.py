@@ -13,8 +13,9 @@ from typing import Any
 
 from repro.accuracy.validate.measurable import Measurement, measurement
 from repro.claims.results import ClaimResult, Finding, RowResult
-from repro.config import OperatorSet, systems
+from repro.config import OperatorSet
 from repro.config.words import counted
+from repro.measure.local_system import load_system
 from repro.results.interval import Sensitivity
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import select
@@ -161,7 +162,7 @@ def _moves(record: ExperimentRecord) -> list[Sensitivity]:
 
 
 def _sources(name: str, kernels: OperatorSet) -> dict[str, str]:
-    system = systems.load(name)
+    system = load_system(name)
     return {one.key: one.source for one in uncertain(system, calibration_point_of(kernels, system))}
 
 

@@ -1,10 +1,7 @@
-"""The one model of the suite, and the model files: every model that a claim names, and small ones for one CPU.
+"""The packaged model files, and their reader.
 
-`gpt` is the module, `layer` one of its layers, `init` its weights, `operator_sets` a layer's operators by year;
-`parameters`, `flops` and `states` count without torch.  A file holds one family: `[[model]]` tables, and a
-`[defaults]` table with what they share. A person's own file may also be one model with its keys at the top; its name
-is then the file's.
-`train` and higher levels import it.
+`load` returns a packaged model by name, or the model of a `.toml` file. A file holds `[[model]]` tables and one
+`[defaults]` table, or a single model with its keys at the top level.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Suites: TOML files that name experiments, what they share, and which of them are compared.
+"""Suite files: TOML files that name experiments, their shared settings and their comparisons.
 
-repro.config.suites.load(Path("suites/smoke.toml"))     a frozen Suite, checked
-
-`launch` and `claims` import it.
+`load(Path("suites/smoke.toml"))` returns a checked, frozen `Suite`; a packaged suite is loaded by its name.
 """
 
 from repro.config.suites.entry import Entry

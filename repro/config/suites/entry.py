@@ -261,9 +261,9 @@ def _data(training: Training, model: Model) -> None:
     if path.suffix not in (".txt", ".bin") or not path.is_file():
         expected = f"{', '.join(_DATA)}, or the path of a .txt or .bin file that exists"
         raise ConfigError("data", training.data, expected, where="training")
-    from repro.model.data.stream import open_stream
+    from repro.config.token_files import count_windows, open_tokens
 
-    open_stream(training, model)
+    count_windows(open_tokens(training.data, model.vocab), training.seq or model.seq)
 
 
 def _known(key: str, value: Any, cls: type[Any], *, file: str, where: str) -> None:

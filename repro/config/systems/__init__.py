@@ -1,9 +1,7 @@
-"""The hardware of the reports as data files, and `local`, the machine at hand.
+"""The packaged system files, their reader, and the unknown numbers in them.
 
-repro.config.systems.names()          ["dgx2", "dgx2h", ..., "local"]
-repro.config.systems.load("dgx2")     a frozen System; a path to one's own .toml works too
-
-`suites`, `simulate` and higher levels import it.
+`load("dgx2")` returns a frozen `System`; a path to a `.toml` file works too. `repro.measure.local_system` describes the
+local machine.
 """
 
 from repro.config.systems.load import HERE, load, names

@@ -1,6 +1,5 @@
-"""`repro doctor`: what works on a machine and what it enables.
+"""Checks of a machine for `repro doctor`: GPUs, drivers, CUDA compiler, SLURM bindings, and the features that they
+enable.
 
-`check` is one line of an answer, `machine` asks this machine, `gpu` its GPUs, `kernels` its CUDA compiler and driver,
-`binding` whether a task of SLURM sees its node's GPUs; `kernel_table` lists what is compiled for the `sizes` that
-suites and models have. `launch.slurm` and `cli` import it.
+`launch.slurm` runs the same checks on the nodes of a cluster.
 """

@@ -1,6 +1,6 @@
-"""Token streams: real text, pre-tokenised files and synthetic tokens, in an order no layout can change.
+"""Token streams: packaged text, files of a user and synthetic tokens.
 
-`launch`, whose ranks train on them, imports it.
+The order of samples depends on the seed alone, not on the layout. The ranks of `launch` train on these streams.
 """
 
 from repro.model.data.stream import TokenStream, open_stream

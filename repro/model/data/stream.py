@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 
 from repro.config import ConfigError, Model, Training
-from repro.model.data.corpus import Corpus, open_corpus
+from repro.config.token_files import Corpus, count_windows
+from repro.model.data.corpus import open_corpus
 from repro.model.data.permutation import key, mix, permute
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -68,13 +69,7 @@ class WindowStream(TokenStream):
     def __init__(self, corpus: Corpus, seq: int, vocab: int, seed: int):
         super().__init__(seq, vocab, seed)
         self.corpus = corpus
-        self.windows = (len(corpus.tokens) - 1) // seq
-        if self.windows < 1:
-            raise ConfigError(
-                "data",
-                corpus.name,
-                f"at least seq + 1 = {seq + 1} tokens for one sample; it has {len(corpus.tokens)}",
-            )
+        self.windows = count_windows(corpus, seq)
 
     @property
     def epoch(self) -> int:

@@ -1,6 +1,4 @@
-"""`repro evaluate`: perplexity on WikiText-103 and accuracy on LAMBADA by the protocols that were published.
+"""`repro evaluate`: perplexity on WikiText-103 and accuracy on LAMBADA by published protocols.
 
-`protocols` are these and where they are written down, `texts` makes samples of a text file, `tokens` its tokens;
-`scorer` is the model on a rank, `rank` what a rank does, `run` starts the ranks and makes the record.
-`cli` imports it.
+`protocols` defines the protocols, `scorer` is the model on a rank, and `run` starts the ranks and writes the record.
 """

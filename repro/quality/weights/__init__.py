@@ -1,7 +1,5 @@
-"""Weights of others as our GPT's parameters, and ours as theirs: Hugging Face, Megatron-LM, our own checkpoints.
+"""Conversion of weights between the suite's GPT, Hugging Face, Megatron-LM and checkpoints of the suite.
 
-`source` is what all of them are for a rank: elements of parameters on demand, so that it reads what it keeps.
-`huggingface` (by `families`, in `rows`), `megatron` and `own` say which of their tensors is which parameter of ours,
-`opened` which of them a folder is, `export` writes a folder that transformers loads; `tensors_file` and `pickled` are
-the two kinds of files. Nothing that a file names is imported or called. `evaluate` and `cli` import it.
+Every format is a `source` of parameter elements on demand, so a rank reads only its part. No code named in a file is
+imported or called.
 """

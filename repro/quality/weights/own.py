@@ -1,4 +1,4 @@
-"""Our own checkpoints (`repro.engines.native.checkpoint`): the fp32 weights that the optimizer updates, of any layout."""
+"""The suite's checkpoints (`repro.engines.native.checkpoint`): the optimizer's fp32 weights, of any layout."""
 
 from __future__ import annotations
 

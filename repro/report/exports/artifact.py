@@ -19,7 +19,8 @@ from repro.claims.ledger import ITSELF, KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.claims.things import count
-from repro.config import Experiment, systems
+from repro.config import Experiment
+from repro.measure.local_system import load_system
 from repro.model import flops
 from repro.report.verdicts import experiments_of, row_view
 from repro.util import files
@@ -92,7 +93,7 @@ def cost(found: Command, catalogue: Catalogue) -> GpuHours:
 def _arithmetic_hours(experiment: Experiment) -> float | None:
     """Of all steps at the peak of the system's device; None where nobody knows that."""
     layout, training = experiment.layout, experiment.training
-    peak = systems.load(experiment.system).device.peak_flops.get(layout.precision)
+    peak = load_system(experiment.system).device.peak_flops.get(layout.precision)
     if peak is None or peak.value is None:
         return None
     work = flops.hardware_flops(experiment.model, experiment.seq, layout.global_batch, layout.recompute)

@@ -1,1 +1,4 @@
-"""What commands print: one file a view, made of `repro.util`; imported by `repro.cli.commands` only."""
+"""Text output of commands, one module per command.
+
+The commands of `cli` call these modules, which call the packages that compute the results.
+"""

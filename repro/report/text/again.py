@@ -10,8 +10,8 @@ from repro.claims.again.answers import PREDICTIONS, Answer, answers, how_to_simu
 from repro.claims.again.questions import ASKED
 from repro.claims.again.questions import load as load_questions
 from repro.claims.reader import load
-from repro.config import systems
 from repro.config.errors import ConfigError
+from repro.measure.local_system import load_system
 from repro.results.store import read
 from repro.simulate.time.basis import SHORT, counted
 from repro.util import table as render
@@ -37,7 +37,7 @@ def command(claim: str, system: str, json: bool, results: Path) -> int:
             raise ConfigError("claim", claim, says=f"is not asked again: {why}")
     else:
         asked = questions.asked
-    asked_of = systems.load(system)
+    asked_of = load_system(system)
     name, found = asked_of.name, answers(asked, read(results), asked_of)
     nothing = all(answer.unrecorded for answer in found)
     if json:

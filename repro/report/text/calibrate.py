@@ -23,8 +23,8 @@ def command(
 ) -> int:
     """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
 
-    `gpus`: ranks, of each node.  `suites`: see `repro.accuracy.calibrate.command.calibrate`.  Returns 1 if a rank or the job
-    fails, 130 if interrupted.
+    `gpus`: ranks, of each node.  `suites`: see `repro.accuracy.calibrate.command.calibrate`.  Returns 1 if a rank or
+    the job fails, 130 if interrupted.
     """
     from repro.accuracy.calibrate.command import calibrate
 

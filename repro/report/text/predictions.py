@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from repro.config import Experiment, Training, models, systems
+from repro.config import Experiment, Training, models
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
+from repro.measure.local_system import load_system
 from repro.simulate.plan.asked import SHOWN, Asked, complete, limit_of, memory_bytes
 from repro.util.console import print_json, waiting
 
@@ -60,7 +61,7 @@ def simulate(model: str, asked: Asked, timeline: Path | None, json: bool) -> int
 def _system(asked: Asked) -> System:
     """The system that is asked for, with a word to who asks for more devices than anybody had of it."""
     at_most("gpus", asked.gpus, RANKS)
-    on = systems.load(asked.system)
+    on = load_system(asked.system)
     nodes, devices = on.nodes.value, on.devices_per_node.value
     if (
         nodes

@@ -10,7 +10,8 @@ from typing import Any
 
 from repro.config.links import KEYS
 from repro.config.system import Quantity, System
-from repro.config.systems.load import load, names
+from repro.config.systems import names
+from repro.measure.local_system import load_system
 from repro.util import units
 from repro.util.console import print_json, stdout
 from repro.util.table import table
@@ -23,7 +24,7 @@ DIGITS = 4
 
 def command(name: str, json: bool) -> int:
     """Print all systems, or all about one (a name or the path of a file).  Raises `ConfigError`."""
-    systems = [load(name)] if name else [load(each) for each in names()]
+    systems = [load_system(name)] if name else [load_system(each) for each in names()]
     if json:
         described = [describe(system) for system in systems]
         print_json(described[0] if name else described)

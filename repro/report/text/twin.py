@@ -16,8 +16,9 @@ from repro.accuracy.twins.originals import named, of_claim
 from repro.accuracy.twins.suite import Named, text
 from repro.claims.commands import Catalogue
 from repro.claims.reader import load as ledger
-from repro.config import systems, words
+from repro.config import words
 from repro.config.errors import ConfigError, require
+from repro.measure.local_system import load_system
 from repro.util import files, units
 from repro.util.console import WIDE, print_json, stdout
 from repro.util.table import table
@@ -60,7 +61,7 @@ def command(
     if machine is None:
         right = f"a file of this machine: {CALIBRATE.format(ranks=choice.ranks)}"
         raise ConfigError("--machine", expected=right)
-    system = systems.load(machine)
+    system = load_system(machine)
     found = []
     for inside, outside in itertools.product(*rates):
         chosen = replace(choice, within=inside, between=outside)

@@ -53,9 +53,9 @@ def command(results: Path, json: bool, svg: Path | None, system: str, own: Seque
     machine = None
     if system:
         from repro.accuracy.validate.machine import compare
-        from repro.config import systems
+        from repro.measure.local_system import load_system
 
-        machine = compare(seen.records, systems.load(system))
+        machine = compare(seen.records, load_system(system))
     if svg is not None:
         _draw(found, svg)
     if json:

@@ -1,7 +1,7 @@
 """What a step takes with other values of one unknown number, those outside of its range among them.
 
-From it follows, without another trace, which value a published point would need (`repro.accuracy.validate.implied`).  It takes
-as long as an interval again, and so only records have it.
+From it follows, without another trace, which value a published point would need
+(`repro.accuracy.validate.implied`).  It takes as long as an interval again, and so only records have it.
 """
 
 from __future__ import annotations

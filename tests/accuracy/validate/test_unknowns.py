@@ -16,6 +16,7 @@ from repro.accuracy.validate.unknowns import ShoppingList, shopping_list
 from repro.cli import main
 from repro.config import OperatorSet, systems
 from repro.config.systems.unknowns import PACE
+from repro.measure.local_system import load_system
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
@@ -107,7 +108,7 @@ def rank(nvlink: bool) -> dict[str, Any]:
 def test_every_unknown_has_what_measures_it_and_the_fact_is_written() -> None:
     seen = {}
     for name in systems.names():
-        system = systems.load(name)
+        system = load_system(name)
         ranks = [rank("nvlink" in system.links)] * 4
         written = document.tables("local-gpu", "fp16", ranks, repeats=3, load=0.0, quick=False)
         for kernels in OperatorSet:

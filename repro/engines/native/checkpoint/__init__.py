@@ -1,5 +1,5 @@
-"""The whole state of a training, written by all ranks, each its own part, and read under any layout.
+"""Checkpoints of the complete training state: every rank writes its part, and any layout can read it.
 
-`state` names what there is, `region` says which part of a parameter a rank holds, `files` is a rank's file, `index` the
-folder with all of them. `launch` imports it.
+`state` lists the states, `region` maps them to parts of parameters, and `files` and `index` are the files on disk. The
+ranks of `launch` write and read checkpoints.
 """

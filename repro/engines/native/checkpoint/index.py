@@ -45,7 +45,7 @@ class Index:
     step: int
     """Steps that were done."""
     training: Mapping[str, Any]
-    """What has to be equal for a run to go on from here (`repro.launch.rank.checkpoints.identity`)."""
+    """What has to be equal for a run to go on from here (`repro.config.experiment.Experiment.course`)."""
     scalars: Mapping[str, Any]
     """`repro.engines.native.checkpoint.state.scalars`."""
     history: Mapping[str, Any]

@@ -1,6 +1,6 @@
-"""Families of models in transformers' format, a file each: their configurations and tensors as ours, there and back.
+"""Model families in transformers' format: conversion of configurations and tensors in both directions.
 
-`family` is what all say of themselves; `FAMILIES` are all of them. `huggingface` and `export` import it.
+A module holds one family, and `FAMILIES` lists all of them.
 """
 
 from __future__ import annotations
