@@ -9,7 +9,7 @@
 # make test-gpu    the kernels' tests and the whole step on a CUDA device
 # make bench-gpu   each kernel's bandwidth on a CUDA device, beside torch's; a record goes to RESULTS
 # make check       formatter, linter, type checker
-# make mutants     faults in the lines that have changed since BASE, or in a ROOM: do the tests notice them?
+# make mutants     faults in the lines that have changed since BASE, or in a PACKAGE: do the tests notice them?
 # make benchmarks  pytest-benchmark comparisons
 # make artifact    reports/artifact.md: claim, command, expected value, tolerance, cost
 # make notebooks   open the notebooks of reports/ in JupyterLab
@@ -34,8 +34,8 @@
 #   REPORT_ARGS  more arguments for the report of smoke and simulate, e.g. --notebooks after `make test`
 #   WORKERS      how many tests run at once in `make test` and `make test-slow`        2
 #   LABS         how many clusters `make test-slurm` starts, for as many tests at once; they mostly wait    3
-#   BASE, ROOM, SAMPLE, SEED  for make mutants: a commit; one of tests/mutants/rooms.toml, whole; so many of its faults,
-#                at random; another number for others                              main
+#   BASE, PACKAGE, SAMPLE, SEED  for make mutants: a commit; a whole package of tests/mutants/packages.toml; so many of
+#                its faults, at random; another number for others                  main
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-x -k zero'
 
 PYTHON ?= python3
@@ -52,7 +52,7 @@ WORKERS ?= 2
 LABS ?= 3
 REPORT_ARGS ?=
 BASE ?= main
-ROOM ?=
+PACKAGE ?=
 SAMPLE ?=
 SEED ?=
 
@@ -221,11 +221,11 @@ driver: | $(CREATED)
 	  echo "error: no NVIDIA driver on this machine (libcuda.so.1), so no GPU: make test runs what needs none" >&2; exit 1; }
 
 test-gpu: driver $(INSTALLED_TEST)
-	@$(BIN)/python -m repro.doctor.gpu
+	@$(BIN)/python -m repro.launch.doctor.gpu
 	$(BIN)/python -m pytest -m 'gpu and not benchmarks' -rs $(PYTEST_ARGS)
 
 bench-gpu: driver $(INSTALLED_TEST)
-	@$(BIN)/python -m repro.doctor.gpu
+	@$(BIN)/python -m repro.launch.doctor.gpu
 	KERNEL_RECORDS=$(RESULTS) $(BIN)/python -m pytest tests/gpu/test_bandwidth.py -rs --benchmark-only \
 	  --override-ini='addopts=--import-mode=importlib --strict-markers' $(PYTEST_ARGS)
 
@@ -239,7 +239,7 @@ check: $(INSTALLED_TEST)
 
 # Resumes where it was broken off; what survived is tried again.
 mutants: $(INSTALLED_MUTANTS)
-	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) --base $(BASE) $(ROOM:%=--room %) $(SAMPLE:%=--sample %) $(SEED:%=--seed %)
+	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) --base $(BASE) $(PACKAGE:%=--package %) $(SAMPLE:%=--sample %) $(SEED:%=--seed %)
 
 format: $(INSTALLED_TEST)
 	$(BIN)/python -m ruff format .

@@ -5,8 +5,8 @@ from setuptools import find_namespace_packages, setup
 OUTSIDE = {
     "kernels": "repro.kernels",
     "examples": "repro.examples",
-    "suites": "repro.suites.files",
-    "slurm": "repro.suites.profiles",
+    "suites": "repro.config.suites.files",
+    "slurm": "repro.config.suites.profiles",
 }
 
 setup(

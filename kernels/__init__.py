@@ -1,7 +1,7 @@
-"""The kernels that every strategy shares, as torch operators `repro::*` that work on CPU, CUDA and meta.
+"""The fused operators `repro::*` of every strategy, for CPU, CUDA and meta tensors.
 
-One kernel a file: the operator, its autograd, its shape function, its cost formula, and `reference`, the
-same maths in plain torch, which is what the tests trust.  `parallel`, `models` and higher levels import it.
+A module holds one operator: its autograd, shape function, cost formula and `reference`, the same computation in plain
+torch. `parallel`, `model` and all engines call the operators.
 """
 
 from repro.kernels.adamw import adamw_

@@ -14,18 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from repro.kernels import (
-    adamw,
-    cross_entropy,
-    dropout,
-    gelu,
-    glu,
-    layernorm,
-    norm,
-    rmsnorm,
-    rope,
-    softmax,
-)
+from repro.kernels import adamw, cross_entropy, dropout, gelu, glu, layernorm, norm, rmsnorm, rope, softmax
 from repro.kernels.library import Cost, Operand
 
 FORMULAS: dict[str, Callable[..., Cost]] = {

@@ -22,8 +22,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 
-from repro import models
 from repro.claims.formulas import model_state_bytes
+from repro.config import models
 from repro.report import evidence
 from repro.report.exports.what_if import simulated_step
 

@@ -21,8 +21,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 
-from repro import systems
 from repro.claims.formulas import max_params
+from repro.measure.local_system import load_system
 from repro.report import evidence
 from repro.report.exports.what_if import simulated_step
 
@@ -40,7 +40,7 @@ limits[["claim", "published", "analytic", "simulated", "measured", "verdict"]]
 # %%
 SYSTEM = "dgx2"
 
-memory = systems.load(SYSTEM).device.memory_bytes.value
+memory = load_system(SYSTEM).device.memory_bytes.value
 gpus = [1, 4, 16, 64, 256, 1024]
 bound = pd.DataFrame(
     {

@@ -22,9 +22,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 
+from repro.accuracy.validate.published import RATE, RATIO, points
 from repro.report import evidence
 from repro.report.exports.what_if import simulated_step
-from repro.validate.published import RATE, RATIO, points
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)

@@ -21,9 +21,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 
-from repro import models, systems
 from repro.claims.formulas import bubble_fraction
-from repro.models import flops
+from repro.config import models, systems
+from repro.model import flops
 from repro.report import evidence
 
 sns.set_theme(style="ticks", palette="colorblind")

@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 
-from repro.render.words import layout
+from repro.config.words import layout
 from repro.report import evidence
 from repro.report.exports.compare import compare
 from repro.report.origins import Machines

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from repro import suites
 from repro.claims import reader
 from repro.claims.ledger import Ledger
-from repro.suites import Suite
+from repro.config import suites
+from repro.config.suites import Suite
 
 
 @cache

@@ -15,9 +15,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from repro.emulate import ability
 from repro.engines import missing
-from repro.host import workers
-from repro.lab import ability
+from repro.util import workers
 from tests.pool import PRELOADED, RankPool
 
 workers.PRELOADED = PRELOADED  # ranks and workers are forks of one process, whoever asks for it first

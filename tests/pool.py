@@ -21,7 +21,12 @@ GRACE_S = 3.0
 """For what the other ranks have to say once one has failed."""
 PRELOADED = [
     *("pytest", "torch.distributed", "torch.profiler", "torch._dynamo"),
-    *("repro.wrap.parallelize", "repro.measure.memory", "repro.engines.native", "repro.engines.torch.engine"),
+    *(
+        "repro.wrap.parallelize",
+        "repro.measure.memory",
+        "repro.engines.native.engine",
+        "repro.engines.torch.engine",
+    ),
     "tests.training",
 ]
 """Imported once, by the process that every rank is a fork of; importing them costs more than most tests."""

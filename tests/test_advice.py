@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from repro.config.files import read_toml
-from repro.host.extras import EXTRAS
+from repro.util.extras import EXTRAS
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("advice")]
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ OPTIONAL = [package.replace("_", "-") for package, extra in EXTRAS.items() if ex
 UV = shutil.which("uv")
 MISSING = """
 import json
-from repro.host.extras import EXTRAS, missing
+from repro.util.extras import EXTRAS, missing
 print(json.dumps({EXTRAS[package]: missing(package) for package in reversed(EXTRAS)}))
 """
 
@@ -179,4 +179,4 @@ def test_the_advice_installs_what_is_missing(
     for extra in followed:
         line = lines[extra]
         output("sh", "-c", line.partition(f"Install the extra {extra}: ")[2], cwd=here, **index)
-    output(python, "-c", f"from repro.host.extras import require; require(*{followed})", cwd=here)
+    output(python, "-c", f"from repro.util.extras import require; require(*{followed})", cwd=here)

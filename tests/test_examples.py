@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 import typer.main
 
-from repro import cli, suites
+from repro import cli
 from repro.claims.reader import load as ledger
+from repro.config import suites
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

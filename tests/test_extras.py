@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from repro.config.files import read_toml
-from repro.host import extras
-from repro.host.extras import EXTRAS
+from repro.util import extras
+from repro.util.extras import EXTRAS
 from tests.launch.runs import ROOT, write_suite
 
 BLOCKER = f"""

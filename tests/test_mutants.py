@@ -1,4 +1,4 @@
-"""What `make mutants` runs: rooms that are there, and for a file the tests that lead to it, the nearest first."""
+"""What `make mutants` runs: packages that exist, and for a file the tests that lead to it, the nearest first."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from repro.config.files import read_toml
 from tests.mutants.changed import new_files_in_the_index, sources
 from tests.mutants.relevant import ROOT, relevant
 
-SETTINGS = read_toml(ROOT / "tests/mutants/rooms.toml")
+SETTINGS = read_toml(ROOT / "tests/mutants/packages.toml")
 
 
-def test_rooms_are_there() -> None:
-    for name, room in SETTINGS["room"].items():
-        assert all(list(ROOT.glob(pattern)) for pattern in room["files"]), name
-        assert all((ROOT / test).exists() for test in room["tests"]), name
+def test_files_and_tests_of_every_package_exist() -> None:
+    for name, package in SETTINGS["package"].items():
+        assert all(list(ROOT.glob(pattern)) for pattern in package["files"]), name
+        assert all((ROOT / test).exists() for test in package["tests"]), name
     assert all(re.compile(pattern) for pattern in SETTINGS["exclude"])
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from repro.config import Experiment, Layout, Model, Training
 from repro.engines import build_engine
-from repro.models.gpt import Place
+from repro.engines.native.part import MicroBatch
+from repro.model.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
-from repro.train.part import MicroBatch
 
 TINY = Model(name="tiny", layers=4, hidden=32, heads=4, vocab=96, seq=16)
 

@@ -1,6 +1,4 @@
-"""What the kernels are measured with on a GPU: `make bench-gpu`.
+"""Bandwidth benchmark of the kernels on a GPU, run by `make bench-gpu`.
 
-`clock` times what a device does, `case` is one comparison, `cases` has them all, `table` says how near to the
-memory's own speed it comes. The tests run all of it on a CPU with a clock of the CPU, to try the logic; those times
-mean nothing. Nothing of the product imports it.
+The tests run the benchmark on a CPU to check its logic; CPU times have no meaning. No other package imports it.
 """

@@ -12,10 +12,10 @@ import os
 import warnings
 from pathlib import Path
 
-from repro.host.files import replace
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda.compile import Compiled, Target
 from repro.kernels.cuda.program import Program, headers
+from repro.util.files import replace
 
 FOLDER = "REPRO_KERNEL_CACHE"
 """The variable that names another folder."""

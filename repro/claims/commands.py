@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from repro import suites
 from repro.claims.expression import arguments
 from repro.claims.inputs import EVALUATED
 from repro.claims.ledger import Claim
 from repro.claims.records import evaluation
+from repro.config import suites
 from repro.config.files import read_toml
-from repro.suites import Suite
-from repro.suites.packaged import PROFILES, SUITES
-from repro.systems import HERE
+from repro.config.suites import Suite
+from repro.config.suites.packaged import PROFILES, SUITES
+from repro.config.systems import HERE
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.claims import ledger as the
-from repro.claims.entries import (
-    ClaimEntry,
-    EvidenceEntry,
-    FileEntry,
-    TableEntry,
-    Testable,
-    read_file,
-)
+from repro.claims.entries import ClaimEntry, EvidenceEntry, FileEntry, TableEntry, Testable, read_file
 from repro.claims.expression import Expression, ExpressionError, Uncertain, Value, check, parse
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.inputs import RATES, circular, closed_form

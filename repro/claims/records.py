@@ -8,9 +8,8 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, cast
 
-from repro import models
 from repro.claims.expression import Uncertain, Value
-from repro.config import ConfigError, Model
+from repro.config import ConfigError, Model, models
 from repro.config.engines import NATIVE
 from repro.results import curves
 from repro.results.interval import Case, StepInterval

@@ -1,8 +1,7 @@
-"""The `repro` command.  It parses and calls; what a command does is in the room that it belongs to.
+"""The `repro` command: commands and their options, without logic.
 
-Nothing but typer is imported here, so that `--help` and the commands that need no torch start at once: a command
-imports its room when it is called.
-Exit codes are in `--help`; bad input is one `error:` line.
+A command imports the packages that it needs when it is called, so that `--help` starts quickly. Exit codes are in
+`--help`; bad input is one `error:` line.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typer.core import TyperGroup
 from repro import __version__
 from repro.cli.commands import cluster, lab, predict, quality, run, show
 from repro.config.errors import ConfigError, short
-from repro.host.extras import missing
+from repro.util.extras import missing
 
 PANEL_COLUMNS = 110
 """Width of a terminal below which typer's panels cut the names of options; plain help is printed there."""

@@ -1,7 +1,7 @@
-"""Model, Layout, Training, System and Experiment: frozen dataclasses; files are checked where they come in.
+"""Model, Layout, Training, System, Experiment and Suite as frozen dataclasses, the readers of their TOML files, and the
+packaged models and systems.
 
-`enums` has the words with a fixed set of values, `errors` the one exception for bad input.  No torch, and nothing of
-the harness but these; everything may import it.
+Every error in a file becomes one `ConfigError`. The package imports neither torch nor any package except `util`.
 """
 
 from repro.config.errors import ConfigError

@@ -1,4 +1,4 @@
-"""A model: architecture and sizes only, read from a data file in `repro/models/files`."""
+"""A model: architecture and sizes only, read from a data file in `repro/config/models`."""
 
 from __future__ import annotations
 

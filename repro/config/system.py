@@ -50,7 +50,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One cluster or machine, read from `repro/systems/files`."""
+    """One cluster or machine, read from `repro/config/systems`."""
 
     name: str
     """The file's name without its ending."""

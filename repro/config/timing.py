@@ -10,13 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from repro.config.errors import require
-from repro.config.quantity import (
-    UNSAID,
-    Quantity,
-    check_fraction,
-    check_positive,
-    check_whole,
-)
+from repro.config.quantity import UNSAID, Quantity, check_fraction, check_positive, check_whole
 
 ASSUMED: dict[str, Quantity] = {
     "matmul_efficiency": Quantity(

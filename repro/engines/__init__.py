@@ -1,8 +1,7 @@
-"""Who executes a strategy: one adapter per engine, one interface (`base.Engine`).
+"""Implementations of a strategy behind one interface, `base.Engine`: `native`, `torch`, `deepspeed` and `megatron`.
 
-`native` is this suite's own step, which `simulate` traces too; `torch` runs torch's strategies on the same model;
-`deepspeed` and `megatron` are the systems that the reports are about.  What each can run is in `config.engines`.
-`checkpoint`, `simulate`, `calibrate`, `doctor` and `launch` import it.
+`build_engine` imports an engine when an experiment names it. `config.engines` states which experiments an engine
+supports.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from repro.config.engines import NATIVE
-from repro.host import extras
 from repro.measure.provenance import release, versions
+from repro.util import extras
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["NATIVE", "build_engine", "load", "missing"]
 
 _ADAPTERS = {
-    NATIVE: "repro.engines.native:NativeEngine",
+    NATIVE: "repro.engines.native.engine:NativeEngine",
     "torch": "repro.engines.torch.engine:TorchEngine",
     "deepspeed": "repro.engines.deepspeed.engine:DeepSpeedEngine",
     "megatron": "repro.engines.megatron.engine:MegatronEngine",

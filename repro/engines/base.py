@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from repro.engines.about import EngineReport
+from repro.engines.native.part import MicroBatch
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.zero.optimizer import Norms
-from repro.train.part import MicroBatch
 
 
 class Engine(Protocol):

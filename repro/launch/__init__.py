@@ -1,6 +1,5 @@
-"""Run a suite: plan what the store lacks, start ranks, watch them, record how each experiment ended.
+"""Runs of suites: planning, start and supervision of ranks, and recording of results.
 
-`run` is the command, `plan` says what is missing, `runner` runs it with a launcher (`local`, `slurm`), `supervise`
-watches any launch, `recorder` writes what came of it; `simulated` traces instead.  `calibrate`, `report` and `cli`
-import it.
+`run` is the command. Ranks start as local processes (`local`), in SLURM allocations (`slurm`), or are replaced by
+simulations (`simulated`).
 """

@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from repro import systems
 from repro.config import Limits, Model, Training
 from repro.config.errors import ConfigError, require
 from repro.config.quantity import Quantity
@@ -20,6 +19,7 @@ from repro.launch.interrupt import Interrupt
 from repro.launch.job import Job
 from repro.launch.local import launch
 from repro.launch.local.once import run_once
+from repro.measure.local_system import discover
 from repro.simulate.plan import fit
 from repro.simulate.plan.asked import Asked, memory_bytes
 from repro.simulate.plan.terms import FRAGMENTATION
@@ -64,7 +64,7 @@ def trials_of(
 
 def _this_machine(system: str, limit: int | None) -> System:
     """The system that the trials run on; its processor is one device with as much memory as `limit` says."""
-    on = systems.load("local")
+    on = discover()
     on_cpu = launch.DEVICES[system] == "cpu"
     if on_cpu:
         if limit is None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import EmulatedNetwork, Experiment, from_dict
-from repro.host.files import write_json
+from repro.util.files import write_json
 
 STOP = "stop"
 """A file of this name in the folder of rank 0 asks the ranks to write a checkpoint after their step, and to end."""
 
 NETWORK = "network.json"
-"""In the launch's folder: `repro.lab.network.Facts` of the network that the ranks are on, if they are on one."""
+"""In the launch's folder: `repro.emulate.network.Facts` of the network that the ranks are on, if they are on one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from repro.config import Experiment
+from repro.config import Experiment, words
+from repro.config.suites import Entry, Suite
+from repro.config.systems import HERE
+from repro.config.systems import load as load_system
 from repro.launch import plan, simulated
 from repro.launch.local.launch import DEVICES
 from repro.launch.run import asked, lacking
-from repro.render import units, words
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import Store
 from repro.simulate.plan.closed_form import stage_parameters, state_bytes
-from repro.suites import Entry, Suite
-from repro.systems import HERE
-from repro.systems import load as load_system
+from repro.util import units
 
 Took: TypeAlias = dict[tuple[str, str], float]
 """Seconds by suite and name."""

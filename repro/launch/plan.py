@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from repro.config import ConfigError, Experiment
+from repro.config.suites import Comparison, Entry, Suite
+from repro.config.suites.entry import listed
 from repro.results.schema import CONCLUSIVE
 from repro.results.select import by_key, by_keys
 from repro.results.store import Store
-from repro.suites import Comparison, Entry, Suite
-from repro.suites.entry import listed
 
 
 @dataclass(frozen=True, kw_only=True)

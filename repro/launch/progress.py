@@ -8,12 +8,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from repro.config import words
 from repro.config.enums import Phase
 from repro.launch.beacon import Position
 from repro.launch.job import Job
 from repro.launch.steps import Course
-from repro.render import units, words
-from repro.render.console import stderr
+from repro.util import units
+from repro.util.console import stderr
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from repro.config import Experiment
+from repro.config.suites import Entry, Suite
 from repro.launch.job import Job
 from repro.launch.progress import Progress
 from repro.results import select
@@ -15,7 +16,6 @@ from repro.results.found import KernelsRan, Provenance, RankResult
 from repro.results.kernels import fallbacks
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.store import DISK_FULL, Store
-from repro.suites import Entry, Suite
 
 Results: TypeAlias = Sequence[Mapping[str, Any]]
 """What the ranks of a launch hand in of one experiment, as JSON data."""

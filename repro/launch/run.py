@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from repro.config import ConfigError
+from repro.config.suites import Entry, Suite, load
 from repro.launch import plan, simulated
 from repro.launch.interrupt import Interrupt
 from repro.launch.local import launch, room
@@ -16,7 +17,6 @@ from repro.launch.runner import LocalLauncher, Runner
 from repro.launch.summary import Ended, ended, summarise
 from repro.results.schema import MEASURED, SIMULATED
 from repro.results.store import Store
-from repro.suites import Entry, Suite, load
 
 
 def run(

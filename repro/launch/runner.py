@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from repro.config import Experiment
-from repro.lab.network import NoNetwork
+from repro.emulate.network import NoNetwork
 from repro.launch import plan, supervise
 from repro.launch.beacon import Position
 from repro.launch.job import Job

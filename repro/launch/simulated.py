@@ -14,22 +14,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from repro import systems
-from repro.config import Experiment
+from repro.config import Experiment, systems
 from repro.config.errors import ConfigError
+from repro.config.suites import Entry, Suite
 from repro.config.system import Device, Link, Quantity, System
-from repro.host.workers import WorkerDied, Workers
 from repro.launch.interrupt import Interrupt
 from repro.launch.locks import Locks
 from repro.launch.progress import Progress
 from repro.launch.rank.program import describe
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.summary import Ended, ended, summarise
+from repro.measure.local_system import load_system
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import DISK_FULL, Store
 from repro.simulate.record import facts, failed_record, simulated_record
-from repro.suites import Entry, Suite
+from repro.util.workers import WorkerDied, Workers
 
 WAIT_S = 0.5
 """How often the store is tried again that another `repro run` is simulating for."""
@@ -149,7 +149,7 @@ def moved(entries: list[Entry], system: str) -> list[Entry]:
     """
     from repro.simulate.time.emulated import INSIDE
 
-    loaded = systems.load(system)
+    loaded = load_system(system)
     of_ours = INSIDE in loaded.links
 
     def move(experiment: Experiment) -> Experiment:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from repro import suites
+from repro.config import suites
 from repro.results.schema import CONCLUSIVE, MEASURED
 from repro.results.select import by_key, by_keys
 from repro.results.store import Store

@@ -1,4 +1,5 @@
-"""What is measured and how: live memory by category, seconds of steps, robust statistics, where a record comes from.
+"""Measurement of a running step: timing, memory by category, collectives, robust statistics, and provenance of a
+record.
 
-`results`, `simulate`, `doctor`, `launch` and `calibrate` import it.
+`local_system` describes the local machine as a `System`. Engines, simulations and launches use this package.
 """

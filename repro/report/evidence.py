@@ -20,7 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro import systems
+from repro.accuracy.validate.implied import Implied, implied
+from repro.accuracy.validate.unknowns import ShoppingList, shopping_list
 from repro.claims.again.answers import Answer, answers, systems_of
 from repro.claims.again.questions import load as load_questions
 from repro.claims.judge import judge
@@ -28,13 +29,12 @@ from repro.claims.ledger import EMULATED, KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.results import ClaimResult
 from repro.claims.table import as_dict, summary, table
-from repro.render.units import NOTHING
+from repro.measure.local_system import load_system
 from repro.results import frames
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.select import of_today, select
 from repro.results.store import Store
-from repro.validate.implied import Implied, implied
-from repro.validate.unknowns import ShoppingList, shopping_list
+from repro.util.units import NOTHING
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -185,7 +185,7 @@ class JudgedStore:
         """By system of today that is simulated, what it answers to the claims asked again (`repro.claims.again`)."""
         of = systems_of(self.records)
         questions = load_questions(self.ledger).asked if of else ()
-        return {name: answers(questions, self.records, systems.load(name)) for name in of}
+        return {name: answers(questions, self.records, load_system(name)) for name in of}
 
     def unknowns(self) -> pd.DataFrame:
         """One row per unknown: its range, how many rows it moves and settles, what would measure it."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from repro.render import units
 from repro.results.found import Provenance
 from repro.results.schema import Record
+from repro.util import units
 
 
 class Machines:

@@ -17,7 +17,7 @@ from repro.claims.results import (
     POSSIBLE,
     REPRODUCED,
 )
-from repro.render import units
+from repro.util import units
 
 if TYPE_CHECKING:
     from repro.claims.commands import Catalogue

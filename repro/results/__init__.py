@@ -1,5 +1,4 @@
-"""The record as a type (`schema`, `parts`), its metrics under their names (`metrics`), records of what ranks measured
-(`measured`, `kernels`), which record counts (`select`), the store on disk (`store`) and pandas views (`frames`).
+"""Records: their types, metrics, the append-only store on disk, and the rule that selects the record that counts.
 
-`simulate` fills in records of simulated steps; it, `claims`, `launch`, `validate` and `report` import this.
+`launch` and `simulate` write records; `claims`, `accuracy` and `report` read them.
 """

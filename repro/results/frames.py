@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from repro import systems
-from repro.config import ConfigError, Experiment
-from repro.models import flops
+from repro.config import ConfigError, Experiment, systems
+from repro.model import flops
 from repro.results.metrics import shown
 from repro.results.schema import ComparisonRecord, ExperimentRecord, Record
 

@@ -41,7 +41,7 @@ class Sensitivity(RecordPart):
     """One unknown number of a system and the step at both ends of its range, all others at their best values."""
 
     key: str
-    """As `repro.systems.unknowns` has it."""
+    """As `repro.config.systems.unknowns` has it."""
     low: float
     best: float
     high: float

@@ -33,7 +33,7 @@ from typing import TypeAlias
 
 from repro.config import Experiment
 from repro.measure.statistics import ratio_interval
-from repro.models import flops, parameters
+from repro.model import flops, parameters
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.results.found import LayerTraffic, StageReport, TrafficRow
 

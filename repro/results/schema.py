@@ -205,7 +205,7 @@ class EvaluationRecord(RecordHead):
     """Whose layout they came in (`kind`), and the SHA-256 of each file (`files`)."""
     task: str
     way: dict[str, Any]
-    """As `repro.evaluate.protocols.Protocol` has it: `name`, `source`, rules and what they leave open."""
+    """As `repro.quality.evaluate.protocols.Protocol` has it: `name`, `source`, rules and what they leave open."""
     data: dict[str, Any]
     """`name`, `bytes` and `sha256` of the text."""
     tokenizer: dict[str, Any]
@@ -214,7 +214,7 @@ class EvaluationRecord(RecordHead):
     outcome: str
     reason: str
     metrics: dict[str, float]
-    """See `repro.evaluate.run`."""
+    """See `repro.quality.evaluate.run`."""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float = 0.0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from repro.models.parameters import total
+from repro.model.parameters import total
 from repro.results.frames import experiment_row
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord
 from repro.results.select import Selection

@@ -26,9 +26,9 @@ from types import TracebackType
 from typing import Any
 
 from repro.config.errors import ConfigError
-from repro.host.files import sync_folder
 from repro.results.schema import ExperimentRecord, NotARecord, Record
 from repro.results.schema import read as read_record
+from repro.util.files import sync_folder
 
 RESERVE_BYTES = 256 * 1024
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -1,6 +1,4 @@
-"""The real step in shape only, at any scale: memory, communication, time, and what fits.
+"""Simulation of the real training step at any scale: memory, communication, time, and the layouts that fit.
 
-`trace` records the step, `memory` and `time` say what the trace holds and how long it takes, `step` is all of it
-for one experiment, `plan` searches layouts, `placement` puts ranks on nodes.  `launch`, `calibrate`, `validate`
-and `cli` import it.
+The native engine's step is traced on shapes. `step` simulates one experiment, and `plan` searches layouts.
 """

@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from repro import models, systems
-from repro.config import Experiment, OperatorSet
+from repro.config import Experiment, OperatorSet, models, systems
 from repro.config.system import System
-from repro.models import flops
+from repro.model import flops
 from repro.results import metrics
 from repro.results.found import SimulatedFailure, SimulatedOn, SimulatedRole, StepSeries
 from repro.results.metrics import Held, Metrics

@@ -9,14 +9,14 @@ from typing import Any
 from repro.config import Experiment
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.host.garbage import uncollected
-from repro.models import flops, parameters
+from repro.model import flops, parameters
 from repro.results.found import TrafficRow
 from repro.simulate.memory.live import Memory, measure
 from repro.simulate.memory.replay import Replay, replay
 from repro.simulate.placement import Placement
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
+from repro.util.garbage import uncollected
 
 NO_STEP = "the step does not fit"
 """Why nothing is said of its time."""

@@ -26,15 +26,15 @@ import torch.distributed as dist
 
 import repro
 from repro.config import Experiment, Layout, Training
-from repro.engines.native import NativeEngine
+from repro.config.models import load
+from repro.engines.native.engine import NativeEngine
+from repro.engines.native.part import MicroBatch
 from repro.engines.torch.model import Dropout, PlainGPT
 from repro.engines.torch.weights import initialise
 from repro.measure.statistics import ratio_interval
-from repro.models import load
-from repro.models.gpt import Part, Place
-from repro.models.parameters import total
+from repro.model.gpt import Part, Place
+from repro.model.parameters import total
 from repro.parallel import mesh as meshes
-from repro.train.part import MicroBatch
 from tests.pool import RankPool
 
 CLIP = 1.0

@@ -18,9 +18,9 @@ from typing import IO, Any
 import pytest
 
 from repro.config import EmulatedNetwork
-from repro.lab.frames import payload_share
-from repro.lab.links import address
-from repro.lab.network import RunningNetwork
+from repro.emulate.frames import payload_share
+from repro.emulate.links import address
+from repro.emulate.network import RunningNetwork
 from tests.launch.runs import ROOT
 
 NETWORK = EmulatedNetwork(nodes=4, ranks_per_node=4, between=6.3e6, within=7.8e6)
@@ -30,7 +30,7 @@ RANK = """
 import sys
 import torch
 import torch.distributed as dist
-from repro.host.cores import DividedCores
+from repro.util.cores import DividedCores
 
 rank, world, size, place = *map(int, sys.argv[1:4]), sys.argv[4]
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Training
+from repro.config.models import load
 from repro.launch.rank.experiment import Run
-from repro.models import load
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
 from tests.pool import RankPool

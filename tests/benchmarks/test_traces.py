@@ -17,8 +17,8 @@ import pytest
 
 from repro import cli
 from repro.config import Layout
+from repro.config.systems import load
 from repro.simulate.placement import Placement
-from repro.systems import load
 
 STEPS = {
     "100B on 400 (C4)": (

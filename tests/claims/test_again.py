@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from repro import systems
 from repro.claims.again.answers import SUITE, Answer, answers, systems_of
 from repro.claims.again.questions import ASKED, Questions
 from repro.claims.again.questions import load as load_questions
 from repro.claims.expression import texts
-from repro.config import ConfigError, Experiment, Layout, Model, OperatorSet
+from repro.config import ConfigError, Experiment, Layout, Model, OperatorSet, systems
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.time.basis import BOUND, PUBLISHED
@@ -52,7 +51,7 @@ def test_what_was_published_is_neither_less_nor_more_than_then() -> None:
 
 
 def test_a_suite_s_llamas_have_the_sizes_that_they_are_called() -> None:
-    from repro.models.parameters import total
+    from repro.model.parameters import total
 
     for entry in committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml").entries:
         model = entry.experiment.model

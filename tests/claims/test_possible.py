@@ -14,8 +14,8 @@ from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, POSSIBLE, REPRODUCED, ClaimResult, RowResult
 from repro.claims.table import as_dict, summary, totals, why
-from repro.cli.views.claims import show_one
 from repro.report.exports.compare import BETTER, SAME, WORSE, _judged
+from repro.report.text.claims import show_one
 from repro.report.verdicts import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from repro import models
 from repro.claims.commands import evaluations
 from repro.claims.judge import judge_claim
 from repro.claims.records import Records
 from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, RowResult
+from repro.config import models
 from repro.results.schema import EvaluationRecord, Record
 from repro.results.schema import read as read_record
 from repro.results.store import Store, read

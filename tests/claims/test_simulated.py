@@ -12,12 +12,7 @@ import pytest
 from repro.claims.expression import arguments
 from repro.claims.judge import experiments, judge, judge_claim
 from repro.claims.records import Missing, Records
-from repro.claims.results import (
-    NOT_COMPARABLE,
-    NOT_REPRODUCED,
-    NOT_RUN,
-    REPRODUCED,
-)
+from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.claims.tolerance import accepted
 from repro.config import Experiment, Layout, Model
 from repro.launch.simulated import attempt, system_of

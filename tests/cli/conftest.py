@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker is started: there is one core."""
-    from repro.host import workers
+    from repro.util import workers
 
     monkeypatch.setattr(workers, "usable_cores", lambda: 1)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from repro import suites, systems
-from repro.calibrate.toml import text as toml
+from repro.accuracy.calibrate.toml import text as toml
+from repro.config import suites, systems
 from repro.launch.simulated import attempt
 from repro.results.store import Store
+from tests.accuracy.twins.conftest import tables
 from tests.report import synthetic
-from tests.twin.conftest import tables
 
 SUITES = Path(__file__).parents[2] / "suites"
 ONE_STEP = "--model tiny.toml --system dgx2"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from repro.cli.views.again import command
 from repro.config import ConfigError, Experiment, Layout, Model
+from repro.report.text.again import command
 from repro.results.schema import SIMULATED
 from repro.results.store import Store
 from tests.claims.made_up import record

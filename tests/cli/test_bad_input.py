@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from repro import cli, suites
-from repro.config import ConfigError
+from repro import cli
+from repro.config import ConfigError, suites
 from tests.launch.runs import MODEL
 
 EXPERIMENT = '[[experiment]]\nname = "a"\nmodel = "tiny.toml"\n'

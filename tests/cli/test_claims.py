@@ -18,8 +18,8 @@ from repro.claims.ledger import Ledger
 from repro.claims.reader import load
 from repro.claims.results import VERDICTS, ClaimResult
 from repro.claims.table import summary, table
-from repro.cli.views.claims import command, show_all, show_one
 from repro.config import ConfigError
+from repro.report.text.claims import command, show_all, show_one
 
 
 @lru_cache(maxsize=1)
@@ -105,7 +105,7 @@ def test_counts_are_those_of_the_lines() -> None:
 LEAN = """
 import sys
 from pathlib import Path
-from repro.cli.views.claims import command
+from repro.report.text.claims import command
 command("", True, Path(sys.argv[1]))
 heavy = {"torch", "pandas", "numpy", "pydantic", "scipy"} & set(sys.modules)
 assert not heavy, heavy

@@ -64,7 +64,7 @@ def test_nothing_heavy_is_imported() -> None:
 def test_planning_a_run_needs_no_torch() -> None:
     code = (
         "import sys\n"
-        "import repro.launch.run, repro.results.frames, repro.claims, repro.config, repro.suites\n"
+        "import repro.launch.run, repro.results.frames, repro.claims, repro.config, repro.config.suites\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     done = process(code)
@@ -101,7 +101,7 @@ def test_exit_codes(
     code: int,
     says: str,
 ) -> None:
-    from repro.cli.views import run
+    from repro.report.text import run
 
     monkeypatch.setattr(run, "command", raising(error))
     assert cli.main(["run", "s.toml"]) == code
@@ -112,7 +112,7 @@ def test_exit_codes(
 
 
 def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro.cli.views import run
+    from repro.report.text import run
 
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(run, "command", lambda *arguments: seen.append(arguments) or 1)

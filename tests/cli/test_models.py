@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from repro.cli.views.models import command
 from repro.config import ConfigError
-from repro.models import load, names
-from repro.models.parameters import total
+from repro.config.models import load, names
+from repro.model.parameters import total
+from repro.report.text.models import command
 
 
 def test_the_list_names_every_model_uncut_in_80_columns(

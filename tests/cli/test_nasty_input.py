@@ -17,7 +17,7 @@ from tests.records import made_up
 SUITE = '[suite]\nname = "s"\n'
 EXPERIMENT = '[[experiment]]\nname = "a"\nmodel = "gpt2-tiny"\n'
 MODEL = "layers = 2\nhidden = 64\nheads = 4\nvocab = 128\nseq = 64\n"
-SYSTEM = (Path(__file__).parents[2] / "repro/systems/files/lowbw-v100.toml").read_text(encoding="utf-8")
+SYSTEM = (Path(__file__).parents[2] / "repro/config/systems/lowbw-v100.toml").read_text(encoding="utf-8")
 PROFILE = (Path(__file__).parents[2] / "slurm/dgx2.toml").read_text(encoding="utf-8")
 RUN = "run s.toml --dry-run"
 

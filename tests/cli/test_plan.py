@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("in_process")
 PLANS = """
 import sys
 import repro.cli
-from repro.host import workers
+from repro.util import workers
 if __name__ == "__main__":
     workers.usable_cores = lambda: 2
     workers.available_bytes = lambda: 2**40

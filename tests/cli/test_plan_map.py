@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from repro import cli, systems
+from repro import cli
+from repro.config import systems
 from repro.simulate.plan.rows import OK, OOM
 
 CONTEXT = systems.load("dgx2").context()

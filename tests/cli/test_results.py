@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from repro import cli, systems
-from repro.cli.views import results as view
-from repro.config import EmulatedNetwork
+from repro import cli
+from repro.config import EmulatedNetwork, systems
 from repro.launch.simulated import attempt
-from repro.render.table import sparkline
+from repro.report.text import results as view
 from repro.results.schema import ComparisonRecord, ExperimentRecord
 from repro.results.store import Store
+from repro.util.table import sparkline
 from tests.launch.runs import experiments, run, write_suite
 from tests.records import changed
 from tests.report import synthetic

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from repro import cli
+from repro.config.suites import load
 from repro.results.store import Store
-from repro.suites import load
 from tests.records import made_up
 
 SUITE = '[suite]\nname = "s"\n[[experiment]]\nname = "a"\nmodel = "gpt2-tiny"\n'

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from repro import cli, systems
+from repro import cli
+from repro.config import systems
 from repro.simulate.time.basis import BOUND, PUBLISHED
 from tests.cli.predictions import FIT, GPT2, run
 from tests.config.system_texts import NODES, PROVENANCE

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.cli.views.systems import command
-from repro.systems import load, names
+from repro.config.systems import load, names
+from repro.report.text.systems import command
 from tests.config.system_texts import PRODUCTS, PROVENANCE
 
 SHOWN = ("latency_s", "efficiency")
-MINE = Path(__file__).parents[2] / "repro/systems/files/dgx2.toml"
+MINE = Path(__file__).parents[2] / "repro/config/systems/dgx2.toml"
 
 
 @pytest.fixture(autouse=True)

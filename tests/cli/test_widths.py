@@ -13,9 +13,9 @@ import pytest
 import typer
 
 from repro import cli
-from repro.cli.views.status import _show
 from repro.launch.slurm.following.states import CaseState
-from repro.render.console import stdout
+from repro.report.text.status import _show
+from repro.util.console import stdout
 from tests.cli.samples import EXEMPT, SAMPLES
 
 WIDTHS = (40, 80, 100, 200)

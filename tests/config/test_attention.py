@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from repro import cli, models
-from repro.config import Layout
+from repro import cli
+from repro.config import Layout, models
 from repro.config.attention import unfused
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 from repro.config import ConfigError
 from repro.config.links import KEYS
 from repro.config.system import Quantity, System
-from repro.systems import load, names
+from repro.config.systems import load, names
+from repro.measure.local_system import load_system
 from tests.config.system_texts import NODES
 
 DEVICE = """
@@ -51,7 +51,7 @@ def write(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("name", names())
 def test_every_system_loads_and_every_number_has_a_source(name: str) -> None:
-    system = load(name)
+    system = load_system(name)
     assert system.name == name
     assert all(quantity.source for quantity in quantities(system))
 
@@ -112,7 +112,7 @@ def test_a_link_of_unknown_bandwidth_says_why(write: Any) -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_memory_that_the_allocator_can_reserve(name: str) -> None:
-    system = load(name)
+    system = load_system(name)
     memory, context = system.device.memory_bytes.value, system.context_used
     assert context.value == system.context()
     assert ("assumed" in context.source) == (system.context_bytes.value is None)
@@ -129,66 +129,6 @@ def test_links_inside_a_node() -> None:
     inside = {name: load(name).link_inside() for name in names() if name != "local"}
     assert inside.pop("lowbw-v100") == "pcie"
     assert set(inside.values()) == {"nvlink"}
-
-
-def test_local_is_discovered_not_invented() -> None:
-    local = load("local")
-    assert local.device.memory_bytes.value
-    assert local.device.memory_bandwidth.value is None
-    assert local.device.peak_flops == {}
-    with pytest.raises(ConfigError, match="none known"):
-        local.peak("fp16")
-
-
-def test_local_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    import repro.systems.local as module
-
-    monkeypatch.setattr(module, "has_nvlink", lambda: True)
-    gpu = {"name": "V100", "compute_capability": "7.0", "memory_bytes": 2**34}
-    monkeypatch.setattr(module, "gpus", lambda: [gpu, gpu | {"name": "A100"}])
-    system = load("local")
-    assert (system.device.name, system.device.compute_capability, system.devices_per_node.value) == (
-        "V100",
-        "7.0",
-        2,
-    )
-    assert "A100" in system.note
-    assert list(system.links) == ["nvlink", "pcie"]
-    assert system.context() > 0
-    monkeypatch.setattr(module, "has_nvlink", lambda: False)
-    assert load("local").link_inside() == "pcie"
-
-
-def test_local_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    import repro.systems.local as module
-
-    monkeypatch.setattr(module, "gpus", list)
-    system = load("local")
-    assert system.link_inside() == "memory"
-    assert system.allocatable_bytes() == system.device.memory_bytes.value == system.host_memory_bytes.value
-
-
-@pytest.mark.parametrize(("states", "answer"), [([0, 1], True), ([0, 0], False), (None, False)])
-def test_nvlink_is_asked_of_the_driver(
-    monkeypatch: pytest.MonkeyPatch, states: list[int] | None, answer: bool
-) -> None:
-    import repro.systems.local as module
-
-    class Driver:
-        NVMLError = RuntimeError
-        NVML_NVLINK_MAX_LINKS = 2
-        NVML_FEATURE_ENABLED = 1
-
-        def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-            return index
-
-        def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-            if states is None:
-                raise RuntimeError("not supported")
-            return states[link]
-
-    monkeypatch.setattr(module, "nvml", lambda: nullcontext(Driver()))
-    assert module.has_nvlink() is answer
 
 
 def test_own_file_by_path(write: Any) -> None:

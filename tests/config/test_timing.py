@@ -9,8 +9,9 @@ import pytest
 from repro.config import ConfigError
 from repro.config.links import ASSUMED_ANY, ASSUMED_LINKS, LINKS
 from repro.config.system import System
+from repro.config.systems import load, names
 from repro.config.timing import ASSUMED
-from repro.systems import load, names
+from repro.measure.local_system import load_system
 from tests.config.system_texts import NODES, PRODUCTS, PROVENANCE
 
 DEVICE = """
@@ -138,7 +139,7 @@ def test_mistakes_are_one_line(text: str, message: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_every_system_has_numbers_for_time(name: str) -> None:
-    found = load(name)
+    found = load_system(name)
     assert 0 < found.timing.matmul_efficiency <= 1
     for link in found.links:
         assert link in LINKS

@@ -10,8 +10,20 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError
 from repro.config.quantity import Quantity
-from repro.systems import load, names
-from repro.systems.unknowns import BEST, DRAWS, HIGH, JOINT, LOW, Case, Unknown, drawn, unknowns, with_values
+from repro.config.systems import load, names
+from repro.config.systems.unknowns import (
+    BEST,
+    DRAWS,
+    HIGH,
+    JOINT,
+    LOW,
+    Case,
+    Unknown,
+    drawn,
+    unknowns,
+    with_values,
+)
+from repro.measure.local_system import load_system
 from tests.config.system_texts import NODES, PRODUCTS, PROVENANCE
 
 DEVICE = """
@@ -74,7 +86,7 @@ def test_what_is_unknown_or_counted_has_ends_of_the_same_kind() -> None:
     with pytest.raises(ConfigError, match="what is unknown has no range"):
         Quantity(value=None, low=1.0, source="low: x")
     for name in names():
-        for one in unknowns(load(name)):
+        for one in unknowns(load_system(name)):
             assert one.low <= one.best <= one.high
             assert one.low < one.high, f"{name}: {one.key}"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.emulate.on_networks import experiments, most_over_ledger, run, suite
 from tests.engines.needs import needs
-from tests.lab.on_networks import experiments, most_over_ledger, run, suite
 
 pytestmark = pytest.mark.usefixtures("emulation")
 LAYOUTS = {"deepspeed": "dp = 4, zero = 2", "megatron": "dp = 2, tp = 2", "torch": "dp = 4"}

@@ -56,11 +56,11 @@ def _import_kernels() -> None:
 _import_kernels()
 
 from repro.config import Layout, Model, Training  # noqa: E402
-from repro.data import open_stream  # noqa: E402
-from repro.engines.native import NativeEngine  # noqa: E402
+from repro.engines.native.engine import NativeEngine  # noqa: E402
 from repro.kernels.cuda import dispatch  # noqa: E402
 from repro.kernels.cuda.program import Program, Unavailable  # noqa: E402
 from repro.launch.rank.inputs import Inputs  # noqa: E402
+from repro.model.data import open_stream  # noqa: E402
 from repro.parallel import mesh as meshes  # noqa: E402
 from repro.parallel import tensor  # noqa: E402
 from repro.parallel.transports import NoTransport, Work  # noqa: E402

@@ -29,13 +29,13 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
         "copy_ between the device and pageable memory",
     ),
     "the host tells a norm something new in every pass": (
-        "import itertools, repro.models.layer as m; c = itertools.count(); f = m.normalised\n"
+        "import itertools, repro.model.layer as m; c = itertools.count(); f = m.normalised\n"
         "m.normalised = lambda x, *a: f(x + next(c), *a)",
         case(dropout=0.0),
         "aten.add",
     ),
     "the loss is looked at": (
-        "import repro.models.gpt as m; f = m.GPT.forward\n"
+        "import repro.model.gpt as m; f = m.GPT.forward\n"
         "def forward(self, *a):\n    y = f(self, *a); y.item(); return y\nm.GPT.forward = forward",
         case(),
         "_local_scalar_dense waits for the device",

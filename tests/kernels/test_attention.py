@@ -7,7 +7,7 @@ import torch
 
 from repro.kernels import causal_attention
 from repro.kernels.attention import reference
-from repro.models.operator_sets import alibi, slopes
+from repro.model.operator_sets import alibi, slopes
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 4), (2, 3, 7, 8), (1, 2, 33, 16)])

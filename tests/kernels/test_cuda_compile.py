@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from repro.doctor.sizes import size_classes
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda import families
 from repro.kernels.cuda.program import Program, Unavailable
 from repro.kernels.cuda.resources import resources
+from repro.launch.doctor.sizes import size_classes
 
 try:
     ARCHITECTURES = compiler.architectures()

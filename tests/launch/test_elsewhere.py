@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from repro import suites
+from repro.config import suites
 from repro.results.store import Store
 from tests.launch.runs import experiments, run, write_suite
 from tests.records import lines, made_up

@@ -14,16 +14,16 @@ import torch
 
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
+from repro.engines.native.learning_rate import learning_rate
 from repro.launch.rank import experiment as experiment_module
 from repro.launch.rank.experiment import Diverged, Run, process_memory
 from repro.launch.rank.series import Series
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StepClock
 from repro.measure.waiting import StageWaits
-from repro.models.flops import hardware_flops, model_flops
+from repro.model.flops import hardware_flops, model_flops
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import Norms
-from repro.train.learning_rate import learning_rate
 from tests.training import tiny
 
 

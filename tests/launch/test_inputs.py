@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from repro.config import Experiment, Layout
-from repro.data import TokenStream, open_stream
 from repro.launch.rank import experiment as experiment_module
 from repro.launch.rank.experiment import Run
 from repro.launch.rank.inputs import Inputs
 from repro.measure import timing
+from repro.model.data import TokenStream, open_stream
 from repro.parallel import mesh as meshes
 from tests.clock import Clock
 from tests.training import tiny

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from repro.host.workers import Workers
 from repro.launch.interrupt import Interrupt
+from repro.util.workers import Workers
 from tests.launch.runs import wait_for
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -67,7 +67,7 @@ def test_workers_are_not_waited_for_by_who_stops() -> None:
 
 USES_WORKERS = """
 import os, time
-from repro.host import workers
+from repro.util import workers
 workers.PRELOADED.clear()
 if __name__ == "__main__":
     with workers.Workers() as some:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from repro.config import Layout
+from repro.config.suites import Entry, Suite
 from repro.kernels import gelu
 from repro.kernels.cuda import cache, dispatch
 from repro.kernels.cuda import compile as compiler
@@ -25,7 +26,6 @@ from repro.parallel import mesh as meshes
 from repro.results.found import RankResult
 from repro.results.kernels import fallbacks, of_ranks
 from repro.results.store import Store
-from repro.suites import Entry, Suite
 from tests.records import lines
 from tests.training import tiny
 

@@ -15,7 +15,7 @@ import pytest
 from repro import engines
 from repro.config import EmulatedNetwork, Experiment, Layout
 from repro.config.sizes import RANKS_PER_CORE
-from repro.lab import ability
+from repro.emulate import ability
 from repro.launch import rank_process, stacks
 from repro.launch.job import Job
 from repro.launch.local import launch

@@ -10,9 +10,9 @@ import pytest
 
 from repro import cli, engines
 from repro.config import ConfigError
+from repro.config.suites import load, packaged
 from repro.launch.outlook import outlook
 from repro.results.store import Store
-from repro.suites import load, packaged
 from tests.launch.runs import experiments, write_suite
 from tests.records import changed, made_up
 

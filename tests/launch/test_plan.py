@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from repro import suites
-from repro.config import ConfigError
+from repro.config import ConfigError, suites
 from repro.launch import plan
 from repro.results.schema import ComparisonRecord, Side
 from repro.results.store import Store

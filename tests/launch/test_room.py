@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from repro import cli, suites
+from repro import cli
+from repro.config import suites
 from repro.launch.local import room
 
 FREE = 10 * 10**9

@@ -11,7 +11,8 @@ import pytest
 
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
-from repro.lab.network import NoNetwork
+from repro.config.suites import Comparison
+from repro.emulate.network import NoNetwork
 from repro.launch import runner, supervise
 from repro.launch.beacon import Position
 from repro.launch.interrupt import Interrupt
@@ -20,7 +21,6 @@ from repro.launch.plan import Task
 from repro.launch.recorder import DiskFull
 from repro.launch.runner import Runner
 from repro.launch.supervise import Ending
-from repro.suites import Comparison
 from tests.clock import Clock
 from tests.training import TINY
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from repro import suites, systems
 from repro.cli import main
-from repro.config import ConfigError, OperatorSet
+from repro.config import ConfigError, OperatorSet, suites, systems
 from repro.config.quantity import Quantity
-from repro.host import workers
 from repro.launch import run as measured
 from repro.launch import simulated
 from repro.launch.interrupt import Interrupt
@@ -24,6 +22,7 @@ from repro.results.store import Store
 from repro.simulate import record
 from repro.simulate.record import facts
 from repro.simulate.time import calibration_points
+from repro.util import workers
 from tests.launch.runs import experiments, write_suite
 from tests.launch.runs import run as run_process
 from tests.records import latest, lines

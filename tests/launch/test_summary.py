@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from repro import suites
+from repro.config import suites
 from repro.launch.summary import ended, summarise
 from repro.results.schema import ComparisonRecord, Side
 from repro.results.store import Store

@@ -14,7 +14,7 @@ with MemoryTracker():
     torch.ones(2).add_(torch.empty(2))
 assert "torch._dynamo" not in sys.modules
 
-from repro import models
+from repro.config import models
 from repro.config import Experiment, Layout
 from repro.simulate.trace.roles import roles, trace
 
@@ -31,7 +31,7 @@ assert after.events == before.events
 """
 RECORDS = """
 import sys
-from repro import systems
+from repro.config import systems
 from repro.config import OperatorSet
 from repro.simulate.record import facts
 assert all(facts(systems.load("selene"), kernels).numbers for kernels in OperatorSet)

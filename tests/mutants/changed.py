@@ -1,4 +1,4 @@
-"""Which files of a room have changed, those among them that git does not follow yet."""
+"""Changed files of a package, including files that git does not track yet."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`make mutants`: cosmic-ray's faults in changed lines or in a room, and which of them the tests let pass.
+"""`make mutants`: cosmic-ray's faults in changed lines or in a package, and the faults that the tests do not detect.
 
-A room has a session of cosmic-ray's in `build/mutants`, which its own tools read too.  What was broken off goes on, and
-what survived is tried again by the next run.  Every worker has a copy of the working tree, so that nobody meets a fault
-in the files that he edits.
+Each package has a cosmic-ray session in `build/mutants`. The next run continues an interrupted session and repeats the
+undetected faults. Every worker changes a copy of the working tree, so that no fault appears in the user's files.
 """
 
 from __future__ import annotations
@@ -38,31 +37,31 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
 from repro.config.files import read_toml
-from repro.host.processes import die_with_parent
+from repro.util.processes import die_with_parent
 from tests.mutants.changed import new_files_in_the_index, sources
 from tests.mutants.relevant import ROOT, relevant
 
-SETTINGS = read_toml(Path(__file__).with_name("rooms.toml"))
-ROOMS = SETTINGS["room"]
+SETTINGS = read_toml(Path(__file__).with_name("packages.toml"))
+PACKAGES = SETTINGS["package"]
 BUILD = ROOT / "build/mutants"
 PYTEST = """
 import os, sys, pytest
-from repro.host.processes import die_with_parent
+from repro.util.processes import die_with_parent
 die_with_parent(int(sys.argv.pop(1)))
 sys.exit(pytest.main())
 """
 """What tries a fault has a session of its own, which neither Ctrl-C nor a batch system's limit would reach."""
 PATIENCE = 4
-"""A mutant's tests may take this many times as long as all of the room's take without a fault."""
+"""Time limit of a mutant's tests, as a multiple of the time of all tests of the package without a fault."""
 
 
-def session(room: str, base: str | None, sample: int | None, seed: int) -> Path:
-    """The session of a room's sources as they are now; it is made where there is none yet."""
-    files = sources(ROOT, ROOMS[room]["files"], base)
+def session(package: str, base: str | None, sample: int | None, seed: int) -> Path:
+    """Return the session of a package's current sources; create it if there is none."""
+    files = sources(ROOT, PACKAGES[package]["files"], base)
     key = sha256(repr((files, base, sample, sample and seed, SETTINGS["exclude"])).encode())
     for path in files:
         key.update((ROOT / path).read_bytes())
-    made = BUILD / f"{room}-{key.hexdigest()[:12]}.sqlite"
+    made = BUILD / f"{package}-{key.hexdigest()[:12]}.sqlite"
     if not made.exists():
         partial = made.with_suffix(".partial")
         partial.unlink(missing_ok=True)
@@ -112,23 +111,23 @@ def tried(work: WorkDB) -> list[tuple[WorkItem, WorkResult]]:
     return sorted(found, key=lambda row: place(row[0]))
 
 
-def run(room: str, work: WorkDB, workers: int) -> None:
+def run(package: str, work: WorkDB, workers: int) -> None:
     """Try what was not tried yet, then again what survived, and store what comes of it as it comes."""
     items = sorted(work.pending_work_items, key=place)
     items += [item for item, result in tried(work) if verdict(item, result) == "survived"]
     if not items:
         return
-    tests = {place(item)[0]: relevant(Path(place(item)[0]), ROOMS[room]["tests"]) for item in items}
+    tests = {place(item)[0]: relevant(Path(place(item)[0]), PACKAGES[package]["tests"]) for item in items}
     context = get_context("spawn")
     trees: SimpleQueue[str] = context.SimpleQueue()
     for number in range(workers):
         trees.put(_copy(BUILD / f"tree-{number}"))
-    limit_s = PATIENCE * _without_fault(room, {test for found in tests.values() for test in found})
+    limit_s = PATIENCE * _without_fault(package, {test for found in tests.values() for test in found})
     with ProcessPoolExecutor(workers, context, _enter, (trees, os.getpid())) as pool:
         waiting = [pool.submit(_try, item, tests[place(item)[0]], limit_s) for item in items]
         for number, done in enumerate(as_completed(waiting), 1):
             work.set_result(*done.result())
-            print(f"\r{room}: {number} of {len(waiting)}", end="", file=sys.stderr, flush=True)
+            print(f"\r{package}: {number} of {len(waiting)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
 
 
@@ -144,9 +143,9 @@ def _copy(target: Path) -> str:
     return str(target)
 
 
-def _without_fault(room: str, tests: set[str]) -> float:
+def _without_fault(package: str, tests: set[str]) -> float:
     """Seconds that `tests` take; if one of them fails already, nothing could be learned from it."""
-    tree, known, began = BUILD / "tree-0", BUILD / f"{room}.json", time.monotonic()
+    tree, known, began = BUILD / "tree-0", BUILD / f"{package}.json", time.monotonic()
     files = [path for path in sorted(tree.rglob("*")) if path.suffix in (".py", ".toml", ".cu", ".cuh")]
     state = sha256(b"".join(path.read_bytes() for path in files) + repr(sorted(tests)).encode()).hexdigest()
     if known.exists() and (before := json.loads(known.read_text()))["state"] == state:
@@ -156,7 +155,7 @@ def _without_fault(room: str, tests: set[str]) -> float:
     )
     if done.returncode:
         sys.exit(
-            f"error: the tests of {room} fail without a fault, with exit code {done.returncode}:\n"
+            f"error: the tests of {package} fail without a fault, with exit code {done.returncode}:\n"
             f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     seconds = time.monotonic() - began
@@ -227,12 +226,12 @@ def changed(result: WorkResult) -> tuple[str, str]:
     return before, after
 
 
-def row(room: str, rows: list[tuple[WorkItem, WorkResult]]) -> str:
-    """A room's numbers."""
+def row(package: str, rows: list[tuple[WorkItem, WorkResult]]) -> str:
+    """Return the table row of a package."""
     count = Counter(verdict(*each) for each in rows)
     noticed, real = count["noticed"] + count["timed out"], count.total() - count["same"]
     numbers = count.total(), noticed, count["timed out"], count["same"], count["survived"]
-    return f"| {room} | {' | '.join(map(str, numbers))} | {f'{noticed / real:.0%}' if real else '-'} |"
+    return f"| {package} | {' | '.join(map(str, numbers))} | {f'{noticed / real:.0%}' if real else '-'} |"
 
 
 def survivors(rows: list[tuple[WorkItem, WorkResult]]) -> Iterator[str]:
@@ -246,10 +245,10 @@ def survivors(rows: list[tuple[WorkItem, WorkResult]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument(
-        "--room", choices=ROOMS, action="append", help="a whole room in place of changed lines"
+        "--package", choices=PACKAGES, action="append", help="a whole package in place of changed lines"
     )
     parser.add_argument("--base", default="main", help="lines changed since this commit (default: main)")
-    parser.add_argument("--sample", type=int, help="so many mutants of each room, at random")
+    parser.add_argument("--sample", type=int, help="number of random mutants of each package")
     parser.add_argument(
         "--seed", type=int, default=0, help="another sample (default: 0, every time the same)"
     )
@@ -268,16 +267,18 @@ def main() -> None:
 
 
 def _report(given: argparse.Namespace) -> None:
-    """Each room's survivors as they are known, and a table of all."""
-    table = ["| room | tried | noticed | by time | change nothing | survived | score |", "|---" * 7 + "|"]
-    for room in given.room or ROOMS:
-        with use_db(session(room, None if given.room else given.base, given.sample, given.seed)) as work:
-            run(room, work, given.workers)
+    """Print the undetected faults of each package, and a table of all packages."""
+    table = ["| package | tried | noticed | by time | change nothing | survived | score |", "|---" * 7 + "|"]
+    for package in given.package or PACKAGES:
+        with use_db(
+            session(package, None if given.package else given.base, given.sample, given.seed)
+        ) as work:
+            run(package, work, given.workers)
             if rows := tried(work):
-                table.append(row(room, rows))
+                table.append(row(package, rows))
                 for survivor in survivors(rows):
                     print(survivor)
-    print("\n".join(table) if len(table) > 2 else f"no line of any room has changed since {given.base}")
+    print("\n".join(table) if len(table) > 2 else f"no line of any package has changed since {given.base}")
 
 
 if __name__ == "__main__":

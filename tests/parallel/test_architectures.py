@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from repro.config import ConfigError, Layout, spread
-from repro.models.parameters import total
+from repro.model.parameters import total
 from tests.parallel.test_parity import BATCH, alone, assert_same, name_of
 from tests.pool import RankPool
 from tests.training import TINY, Trained, tiny, train

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
-from repro.engines.native import NativeEngine
+from repro.engines.native.engine import NativeEngine
 from repro.parallel import mesh as meshes
 from tests.pool import RankPool
 from tests.training import TINY, micro_batches, tiny

@@ -104,9 +104,9 @@ def test_bytes(request: pytest.FixtureRequest, cp: int, tp: int, family: str, re
 
 def attention_of(experiment: Experiment, rank: int) -> list[Operator]:
     """The attention of one step of one rank of cp, on shapes."""
-    from repro.engines.native import NativeEngine
-    from repro.models.gpt import Place
-    from repro.train.part import MicroBatch
+    from repro.engines.native.engine import NativeEngine
+    from repro.engines.native.part import MicroBatch
+    from repro.model.gpt import Place
 
     layout = experiment.layout
     recorder = TraceRecorder()

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from repro.config import Experiment, Layout, Model
 from repro.config.enums import MODEL_STATES, Category
-from repro.engines.native import NativeEngine
+from repro.engines.native.engine import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.partition import ALIGNMENT

@@ -11,8 +11,8 @@ import torch
 
 import repro
 from repro.config import ConfigError, Layout, Model
-from repro.engines.native import NativeEngine
-from repro.models.operator_sets import WeightDropout, past
+from repro.engines.native.engine import NativeEngine
+from repro.model.operator_sets import WeightDropout, past
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Work
 from repro.simulate.memory.live import Memory, measure

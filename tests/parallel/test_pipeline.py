@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from repro.config import ConfigError, Experiment, Layout
-from repro.engines.native import NativeEngine
-from repro.models.gpt import Place
+from repro.engines.native.engine import NativeEngine
+from repro.engines.native.part import MicroBatch
+from repro.model.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build, in_flight
-from repro.train.part import MicroBatch
 from tests.parallel.test_parity import EVERYTHING, alone, assert_same
 from tests.pool import RankPool
 from tests.training import LEARNING, TINY, Trained, micro_batches, smallest, tiny, train

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
-from repro.engines.native import NativeEngine
-from repro.models import load
-from repro.models.gpt import Place
-from repro.models.parameters import total
+from repro.config.models import load
+from repro.engines.native.engine import NativeEngine
+from repro.engines.native.part import MicroBatch
+from repro.model.gpt import Place
+from repro.model.parameters import total
 from repro.parallel import mesh as meshes
-from repro.train.part import MicroBatch
 from tests.parallel.test_communication import traffic
 from tests.pool import RankPool
 from tests.training import tiny

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from repro.checkpoint import state
 from repro.config import Layout, Training
 from repro.config.enums import Phase
 from repro.config.operator_set import OperatorSet
-from repro.engines.native import NativeEngine
+from repro.engines.native.checkpoint import state
+from repro.engines.native.engine import NativeEngine
+from repro.engines.native.learning_rate import learning_rate
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import divisor_for
 from repro.simulate.memory.live import LiveBytes
 from repro.simulate.trace.events import Operator, PhaseStart
 from repro.simulate.trace.roles import roles, trace
-from repro.train.learning_rate import learning_rate
 from tests.training import TINY, micro_batches, tiny
 
 NOT, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)

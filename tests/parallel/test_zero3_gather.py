@@ -14,7 +14,7 @@ import torch
 
 from repro.config import Experiment, Layout
 from repro.config.errors import ConfigError
-from repro.engines.native import NativeEngine
+from repro.engines.native.engine import NativeEngine
 from repro.parallel import mesh as meshes
 from repro.parallel.zero import by_parameter
 from repro.parallel.zero.partition import plan_bucket

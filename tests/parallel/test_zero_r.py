@@ -10,12 +10,12 @@ import torch
 
 from repro.config import Experiment, Layout
 from repro.config.enums import Category
-from repro.engines.native import NativeEngine
+from repro.engines.native.engine import NativeEngine
+from repro.engines.native.part import MicroBatch
 from repro.measure.memory import MemoryTracker
-from repro.models.gpt import Place
+from repro.model.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.grad_reduce import GradientReducer
-from repro.train.part import MicroBatch
 from repro.wrap.parallelize import parallelize
 from tests.parallel.test_parity import alone, assert_same
 from tests.parallel.test_pipeline import whole

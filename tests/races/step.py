@@ -10,10 +10,10 @@ from torch import Tensor
 
 from repro.config import Experiment, Layout
 from repro.config.enums import Category
-from repro.data.stream import SyntheticStream
-from repro.engines.native import NativeEngine
+from repro.engines.native.engine import NativeEngine
 from repro.launch.rank.inputs import Inputs
 from repro.measure.uncompiled import uncompiled
+from repro.model.data.stream import SyntheticStream
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
 from repro.parallel.transports import NcclTransport, Transport

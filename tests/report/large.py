@@ -7,9 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from repro import systems
 from repro.claims.commands import Catalogue
-from repro.config import Experiment
+from repro.config import Experiment, systems
 from repro.launch.simulated import attempt
 from repro.results.measured import comparison_record, experiment_record
 from tests.report import synthetic

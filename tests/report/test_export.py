@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from repro import cli, models, systems
-from repro.config import Experiment, Layout
+from repro import cli
+from repro.config import Experiment, Layout, models, systems
 from repro.launch.simulated import attempt
 from repro.report.exports.tables import FORMATS, TABLES
 from repro.results.store import Store
@@ -23,7 +23,7 @@ def exported(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "parquet"])
-# A store that predicts nothing has no unknowns: tests/validate/test_unknowns.py has one that does.
+# A store that predicts nothing has no unknowns: tests/accuracy/validate/test_unknowns.py has one that does.
 @pytest.mark.parametrize("table", [table for table in TABLES if table != "unknowns"])
 def test_every_table_in_every_format(
     synthetic_results: Path, capsys: pytest.CaptureFixture[str], table: str, form: str

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from repro import models, systems
-from repro.config import ConfigError
+from repro.config import ConfigError, models, systems
 from repro.report.evidence import VARIABLE, default
 from repro.report.exports import what_if
 from repro.report.exports.what_if import simulated_step

@@ -14,12 +14,12 @@ import pytest
 from repro import __version__
 from repro.claims.judge import judge
 from repro.claims.table import table
-from repro.cli.views.report import report as command
 from repro.config import ConfigError
 from repro.report.evidence import JudgedStore
 from repro.report.figures import measured_states
 from repro.report.figures.style import GRID, INK, MUTED, on_page
 from repro.report.page.build import Report, build
+from repro.report.text.report import report as command
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
 

@@ -15,11 +15,11 @@ from overlaps import troubles
 from rich.console import Console
 
 from repro import cli
-from repro.cli.views.schedule_plan import make
-from repro.cli.views.schedule_text import draw as draw_text
 from repro.report.figures.schedule_drawing import busy_shares, paint, picture
 from repro.report.figures.schedule_drawing import draw as draw_picture
 from repro.report.figures.style import look
+from repro.report.text.schedule_plan import make
+from repro.report.text.schedule_text import draw as draw_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 YUAN = ["--pp", "38", "--micro-batches", "480"]

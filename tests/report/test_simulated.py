@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from repro import systems
-from repro.config import Experiment
+from repro.config import Experiment, systems
 from repro.launch.simulated import attempt
 from repro.report.figures import draw_all
 from repro.report.page.build import build

@@ -11,20 +11,9 @@ import pytest
 import synthetic
 from overlaps import troubles
 
-from repro.claims.judge import experiments, judge
-from repro.cli import main
-from repro.cli.views import validate
-from repro.report.figures import draw_all, validation
-from repro.report.figures.style import look
-from repro.results.schema import ExperimentRecord
-from repro.results.store import Store
-from repro.simulate.record import failed_record
-from repro.simulate.time.basis import BASES, PUBLISHED
-from repro.simulate.time.basis import BOUND as UPPER_BOUND
-from repro.systems import load as load_system
-from repro.validate import machine as validate_machine
-from repro.validate.conformal import margin, score
-from repro.validate.published import (
+from repro.accuracy.validate import machine as validate_machine
+from repro.accuracy.validate.conformal import margin, score
+from repro.accuracy.validate.published import (
     A100_MEGATRON,
     BOUND,
     CALIBRATION,
@@ -39,6 +28,17 @@ from repro.validate.published import (
     families,
     points,
 )
+from repro.claims.judge import experiments, judge
+from repro.cli import main
+from repro.config.systems import load as load_system
+from repro.report.figures import draw_all, validation
+from repro.report.figures.style import look
+from repro.report.text import validate
+from repro.results.schema import ExperimentRecord
+from repro.results.store import Store
+from repro.simulate.record import failed_record
+from repro.simulate.time.basis import BASES, PUBLISHED
+from repro.simulate.time.basis import BOUND as UPPER_BOUND
 from tests import committed
 from tests.records import changed
 

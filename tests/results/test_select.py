@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from repro import suites
+from repro.accuracy.validate.published import V100_ZERO, Point, families, points
 from repro.claims.judge import judge
 from repro.claims.reader import load
-from repro.config import PROTOCOL
+from repro.config import PROTOCOL, suites
 from repro.results.schema import ComparisonRecord, ExperimentRecord, Side
 from repro.results.select import by_key, by_keys, select
-from repro.validate.published import V100_ZERO, Point, families, points
 from tests.records import changed, made_up
 
 SUITES = Path(__file__).parents[2] / "suites"

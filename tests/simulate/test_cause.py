@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from repro import systems
-from repro.config import Experiment, Layout, Model
+from repro.config import Experiment, Layout, Model, systems
 from repro.simulate.memory.replay import replay
 from repro.simulate.record import simulated_record
 from repro.simulate.step import Simulation, simulate

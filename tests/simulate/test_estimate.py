@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from repro import systems
-from repro.config import Experiment, Layout, Model
+from repro.config import Experiment, Layout, Model, systems
 from repro.simulate.plan import estimate
 from repro.simulate.plan.closed_form import LAST, ruled_out, stage_parameters, state_bytes, suggested_width
 from repro.simulate.plan.shallow import kept

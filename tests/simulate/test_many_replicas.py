@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from repro import models, systems
-from repro.config import Experiment, Layout
+from repro.config import Experiment, Layout, models, systems
 from repro.simulate.step import Simulation, simulate
 
 FEW, MANY = 1_000, (10_000, 100_000)

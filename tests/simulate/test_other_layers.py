@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from repro import models, systems
-from repro.config import Experiment, Layout
-from repro.models import flops
+from repro.config import Experiment, Layout, models, systems
+from repro.model import flops
 from repro.simulate.plan.closed_form import stage_parameters
 from repro.simulate.step import simulate
 from repro.simulate.time.device import ATTENTION, MATMULS

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from repro.config import ConfigError, Layout
 from repro.config.layout import ORDERS
 from repro.config.system import Quantity, System
+from repro.config.systems import load
 from repro.parallel import mesh
 from repro.simulate.placement import GROUPS, Placement
 from repro.simulate.time.rings import GroupsOnNodes
-from repro.systems import load
 
 
 def on(system: str | System, **layout: Any) -> Placement:

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from repro import systems
-from repro.config import Experiment, Layout, Model
+from repro.config import Experiment, Layout, Model, systems
 from repro.results.found import TrafficRow
 from repro.simulate import step
 from repro.simulate.plan import fit

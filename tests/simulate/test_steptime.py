@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from repro import systems
-from repro.config import Experiment, Layout, Model
+from repro.config import Experiment, Layout, Model, systems
 from repro.simulate.plan.steptime import STAGES, Times, points
 from repro.simulate.plan.widen import widened
 from repro.simulate.time.predict import predict

@@ -11,9 +11,9 @@ import torch
 
 from repro.config import Experiment, Layout, Model
 from repro.config.enums import Category
-from repro.engines.native import NativeEngine
+from repro.engines.native.engine import NativeEngine
 from repro.measure.memory import MemoryTracker
-from repro.models.states import states_bytes
+from repro.model.states import states_bytes
 from repro.parallel import mesh as meshes
 from repro.simulate.memory.live import measure
 from repro.simulate.trace.roles import roles, trace
@@ -170,8 +170,8 @@ def test_copies_of_the_ordinary_micro_batch() -> None:
             mesh = meshes.shape_only(layout, meshes.groups(layout, "pp")[0][role.stage])
             engine = NativeEngine(experiment, mesh, torch.device("meta"))
             tokens = torch.zeros(1, MODEL.seq, dtype=torch.int64, device="meta")
-            from repro.models.gpt import Place
-            from repro.train.part import MicroBatch
+            from repro.engines.native.part import MicroBatch
+            from repro.model.gpt import Place
 
             engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, lambda phase: None)
             engine.synchronize()

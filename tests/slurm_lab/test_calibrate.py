@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from repro.config import Layout
+from repro.config.systems import load
 from repro.simulate.time.network import Network
-from repro.systems import load
 from tests.slurm_lab.bench import Bench
 from tests.slurm_lab.cluster import Lab
 

@@ -1,5 +1,4 @@
-"""Claims asked again of a machine of today: questions (`questions.toml`), and what simulations answer.
+"""Claims evaluated on a current system: the questions, and the answers from simulated records.
 
-The answers are predictions and no verdicts: nobody published what they could be held against.  `report` and `cli`
-import it.
+The answers are predictions without a verdict, because no published value exists for them.
 """

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from repro import systems
 from repro.claims.again.questions import Question
 from repro.claims.doubt import Doubt, doubted
 from repro.claims.expression import ExpressionError, arguments, evaluate
@@ -18,6 +17,7 @@ from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.judge import experiments
 from repro.claims.published import UNITS, show, with_unit
 from repro.claims.records import Missing, Records
+from repro.config import systems
 from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.results.metrics import SPEED

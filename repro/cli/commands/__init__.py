@@ -1,4 +1,4 @@
-"""The commands of `repro` as typer declares them: names, options and help, nothing else; imported by `repro.cli` only.
+"""Commands of `repro` as typer declares them: names, options and help.
 
-A command imports what does its work when it is called, so that `--help` needs typer alone.
+A command imports its implementation when it is called, so that `--help` needs typer only.
 """

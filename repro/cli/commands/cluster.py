@@ -48,7 +48,7 @@ def status(
     json: Json = False,
 ) -> int:
     """Show where every submitted case stands.  Exit code 3: something is open; 1: something failed."""
-    from repro.cli.views.status import command
+    from repro.report.text.status import command
 
     return command(results, watch, every, json)
 

@@ -19,7 +19,7 @@ app = typer.Typer(
 @app.command(epilog="Example:  repro lab check")
 def check() -> int:
     """Say whether emulated networks can be had here, and if not, what is missing.  Exit code 1: they cannot."""
-    from repro.cli.views.lab import check
+    from repro.report.text.lab import check
 
     return check()
 
@@ -41,7 +41,7 @@ def up(
     ] = 0.0,
 ) -> int:
     """Make a network that stays, with every link measured."""
-    from repro.cli.views.lab import up
+    from repro.report.text.lab import up
 
     asked = {"nodes": nodes, "ranks_per_node": ranks_per_node, "between": between, "within": within}
     return up(suite, experiment, asked)
@@ -50,7 +50,7 @@ def up(
 @app.command(epilog="Example:  repro lab status")
 def status(json: Json = False) -> int:
     """Show the network that is up, with what was measured.  Exit code 3: none is."""
-    from repro.cli.views.lab import status
+    from repro.report.text.lab import status
 
     return status(json)
 
@@ -65,7 +65,7 @@ def execute(
     command: Annotated[list[str], typer.Argument(help="What is run.", metavar="COMMAND...")],
 ) -> int:
     """Run a command where a rank of the network is."""
-    from repro.cli.views.lab import execute
+    from repro.report.text.lab import execute
 
     return execute(rank, command)
 
@@ -73,6 +73,6 @@ def execute(
 @app.command(epilog="Example:  repro lab down")
 def down() -> int:
     """Take the network down.  Exit code 3: none was up."""
-    from repro.cli.views.lab import down
+    from repro.report.text.lab import down
 
     return down()

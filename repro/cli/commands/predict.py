@@ -38,7 +38,7 @@ def simulate(
 
     Exit code 1: it does not fit.
     """
-    from repro.cli.views.predictions import simulate as command
+    from repro.report.text.predictions import simulate as command
 
     return command(model, asked, timeline, json)
 
@@ -86,10 +86,10 @@ def fit(
             measure or value is None, option, value, says="needs --measure, which tries what a rank holds"
         )
     if measure:
-        from repro.cli.views.predictions import measured_fit
+        from repro.report.text.predictions import measured_fit
 
         return measured_fit(asked, model, sizes, search, as_rank, of, json)
-    from repro.cli.views.predictions import fit as command
+    from repro.report.text.predictions import fit as command
 
     return command(asked, model, sizes, search, json)
 
@@ -130,7 +130,7 @@ def plan(
 
     Exit code 1: nothing fits.
     """
-    from repro.cli.views.predictions import plan as command
+    from repro.report.text.predictions import plan as command
 
     fixed = asked if dp is None else replace(asked, layout={**asked.layout, "dp": dp})
     return command(model, fixed, json, as_map, tokens, price_per_gpu_hour, top)
@@ -175,7 +175,7 @@ def twin(
     json: Json = False,
 ) -> int:
     """Derive a small twin of compared experiments, on an emulated network that keeps what their ratio depends on."""
-    from repro.cli.views.twin import command
+    from repro.report.text.twin import command
 
     return command(originals, machine, ranks, part, width, layers, tp, steps, within, between, write, json)
 
@@ -231,7 +231,7 @@ def calibrate(
     It takes some minutes, in which nothing else should run.  A file speaks for the number of ranks that it was
     measured with, on this machine or, with --profile, on nodes of a cluster.
     """
-    from repro.cli.views.calibrate import command
+    from repro.report.text.calibrate import command
 
     return command(system, gpus, output, profile, nodes, quick, suite or [], json)
 
@@ -274,7 +274,7 @@ def validate(
 ) -> int:
     """Compare published throughput with what is predicted, by family; and predicted steps with measured ones."""
     if covered is not None:
-        from repro.cli.views.validate import coverage
+        from repro.report.text.validate import coverage
 
         alone = svg is None and not system and not unknowns and not json
         said = f"{covered[0]:g} {covered[1]:g}"
@@ -282,10 +282,10 @@ def validate(
         require(0 <= covered[0] <= covered[1] <= 100, "--covered", said, "two percentages, the least first")
         return coverage(results, covered, tuple(ledger or ()))
     if unknowns:
-        from repro.cli.views.unknowns import command as to_measure
+        from repro.report.text.unknowns import command as to_measure
 
         require(svg is None and not system, "--unknowns", True, says="goes without --svg and --system")
         return to_measure(results, json, tuple(ledger or ()))
-    from repro.cli.views.validate import command
+    from repro.report.text.validate import command
 
     return command(results, json, svg, system, tuple(ledger or ()))

@@ -86,8 +86,8 @@ def evaluate(
     json: Json = False,
 ) -> int:
     """Score weights on WikiText-103 or LAMBADA by a published protocol; nothing is fetched, all files are named."""
-    from repro.cli.views.evaluate import command
     from repro.config.layout import Layout
+    from repro.report.text.evaluate import command
 
     layout = Layout(tp=tp, pp=pp, dp=dp, zero=zero, micro_batch=micro_batch, precision=precision)
     how = {"protocol": protocol, "tokenizer": tokenizer, "stride": stride, "stop_words": stop_words}
@@ -107,6 +107,6 @@ def export_weights(
     json: Json = False,
 ) -> int:
     """Write weights as a folder that transformers loads: config.json and safetensors, in fp32."""
-    from repro.cli.views.evaluate import export
+    from repro.report.text.evaluate import export
 
     return export(weights, output, vocab, model, json)

@@ -36,10 +36,10 @@ def run(
 ) -> int:
     """Run what the store lacks of suites on this machine and record how each experiment ended."""
     if dry_run:
-        from repro.cli.views.dry_run import command as show
+        from repro.report.text.dry_run import command as show
 
         return show(suites, only or [], results, rerun, json, evidence, system)
-    from repro.cli.views.run import command
+    from repro.report.text.run import command
 
     return command(suites, only or [], results, rerun, json, evidence, system)
 
@@ -62,7 +62,7 @@ def results(
     json: Json = False,
 ) -> int:
     """Show results side by side: loss, speed, memory by category, bytes sent, and ratios of what took turns."""
-    from repro.cli.views.results import command
+    from repro.report.text.results import command
 
     return command(what, results, json, plot)
 
@@ -74,7 +74,7 @@ def init(
     ),
 ) -> int:
     """Write a commented suite to begin with, which runs on this machine."""
-    from repro.cli.views.init import command
+    from repro.report.text.init import command
 
     return command(file)
 
@@ -102,9 +102,9 @@ def doctor(
     right = "0 or more, with --profile: the nodes of its cluster"
     require(nodes == 0 or (nodes > 0 and profile is not None), "--nodes", nodes, right)
     if profile is not None:
-        from repro.cli.views.doctor import cluster
+        from repro.report.text.doctor import cluster
 
         return cluster(profile, results, nodes, json)
-    from repro.cli.views.doctor import machine
+    from repro.report.text.doctor import machine
 
     return machine(results, kernels, json)

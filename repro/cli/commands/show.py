@@ -27,13 +27,13 @@ def claims(
 ) -> int:
     """Show the ledger: published value, conditions, source, evidence and verdict."""
     if system:
-        from repro.cli.views.again import command as ask_again
+        from repro.report.text.again import command as ask_again
 
         if ledger:
             what = "left out with --system: the questions are of our ledger"
             raise ConfigError("--ledger", str(ledger[0]), what)
         return ask_again(claim, system, json, results)
-    from repro.cli.views.claims import command
+    from repro.report.text.claims import command
 
     return command(claim, json, results, tuple(ledger or ()))
 
@@ -46,7 +46,7 @@ def models(
     json: Json = False,
 ) -> int:
     """Show model files with exact parameter counts and the memory of their states."""
-    from repro.cli.views.models import command
+    from repro.report.text.models import command
 
     return command(name, json)
 
@@ -59,7 +59,7 @@ def systems(
     json: Json = False,
 ) -> int:
     """Show system files: devices, memory and links, each number with its source."""
-    from repro.cli.views.systems import command
+    from repro.report.text.systems import command
 
     return command(name, json)
 
@@ -78,7 +78,7 @@ def report(
     json: Json = False,
 ) -> int:
     """Write the page index.html: claims with their evidence, figures, and the stored records."""
-    from repro.cli.views.report import report as command
+    from repro.report.text.report import report as command
 
     return command(results, out, json, notebooks, tuple(ledger or ()))
 
@@ -130,7 +130,7 @@ def compare(
     json: Json = False,
 ) -> int:
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
-    from repro.cli.views.report import compare as command
+    from repro.report.text.report import compare as command
 
     return command(first, second, results, tolerance, json, tuple(ledger or ()))
 
@@ -158,6 +158,6 @@ def schedule(
     ] = None,
 ) -> int:
     """Print or draw a pipeline schedule with its bubble and what it keeps in memory."""
-    from repro.cli.views.schedule import command
+    from repro.report.text.schedule import command
 
     return command(pp, micro_batches, chunks, name, forward, backward, json, svg, out)

@@ -1,13 +1,11 @@
-"""DeepSpeed itself on the suite's GPT: its engine, its ZeRO, its activation checkpointing, behind our interface.
+"""DeepSpeed's engine, ZeRO and activation checkpointing on the suite's GPT, behind the engine interface.
 
-| file | what a reader finds there |
+| module | content |
 |---|---|
-| `config` | the DeepSpeed configuration that a layout and a training stand for |
-| `library` | the import of DeepSpeed, and how its module-level state is kept to one experiment |
-| `topology` | our tensor-parallel groups as DeepSpeed's `mpu` |
+| `config` | the DeepSpeed configuration of a layout and a training |
+| `library` | the import of DeepSpeed, and isolation of its module-level state |
+| `topology` | the tensor-parallel groups as DeepSpeed's `mpu` |
 | `model` | the GPT with DeepSpeed's checkpointing, values and optimizer |
-| `states` | what its optimizers hold, found and marked |
+| `states` | the tensors of its optimizers, by category |
 | `engine` | the step |
-
-Only `repro.engines` imports it.
 """

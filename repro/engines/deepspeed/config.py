@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from repro.config import Layout, Model, Training
-from repro.models import parameters
+from repro.model import parameters
 from repro.parallel.precision import DTYPES
 
 _PERSISTED_PER_HIDDEN = 10

@@ -16,11 +16,11 @@ from repro.engines.deepspeed import library, model
 from repro.engines.deepspeed.config import configuration
 from repro.engines.deepspeed.states import States
 from repro.engines.deepspeed.topology import Topology
+from repro.engines.native.learning_rate import learning_rate
+from repro.engines.native.part import MicroBatch
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.zero.optimizer import Norms
-from repro.train.learning_rate import learning_rate
-from repro.train.part import MicroBatch
 
 
 class DeepSpeedEngine:

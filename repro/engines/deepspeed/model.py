@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from repro.config import Experiment, Training
-from repro.models.gpt import GPT, Place
-from repro.models.init import initial_values
-from repro.models.layer import Masks
+from repro.engines.native.part import decays
+from repro.model.gpt import GPT, Place
+from repro.model.init import initial_values
+from repro.model.layer import Masks
 from repro.parallel.mesh import Mesh
 from repro.parallel.precision import DTYPES
 from repro.parallel.zero.stages import leave_meta
-from repro.train.part import decays
 
 
 class DeepSpeedGPT(GPT):

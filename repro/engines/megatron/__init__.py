@@ -1,15 +1,14 @@
-"""megatron-core trains the same model: its layers, schedules, data parallelism and optimizer, our weights and data.
+"""megatron-core's layers, schedules, data parallelism and optimizer on the suite's weights and data, behind the engine
+interface.
 
-`repro.engines` imports `engine`, and with it the library, only when an experiment asks for it.
-
-| file | what |
+| module | content |
 |---|---|
-| `engine` | the step, under the `Engine` interface |
-| `settings` | an experiment as megatron-core's three configurations |
-| `model` | its GPTModel in the parts that a rank has, with torch's attention |
-| `passes` | what a stage does, as the library tells it |
-| `weights` | its parameters in our names and shapes, and back |
-| `exchange` | what the library keeps in its modules, there only while the engine works |
-| `messages` | what is sent to another stage stays in memory until it has been |
-| `shim` | what lets it run on CPUs |
+| `engine` | the step |
+| `settings` | the three configurations of megatron-core for an experiment |
+| `model` | the parts of its GPTModel on a rank, with torch's attention |
+| `passes` | forward and backward passes of a stage |
+| `weights` | conversion between its parameters and the suite's |
+| `exchange` | isolation of the library's module-level state |
+| `messages` | lifetime of tensors that are sent to another stage |
+| `shim` | replacements that let the library run on CPUs |
 """

@@ -22,12 +22,12 @@ from repro.config.enums import Category, Phase
 from repro.engines.about import EngineReport
 from repro.engines.megatron import exchange, messages, model, settings, shim, weights
 from repro.engines.megatron.passes import Passes
+from repro.engines.native.learning_rate import learning_rate
+from repro.engines.native.part import MicroBatch
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.storage import mark
 from repro.parallel.zero.optimizer import Norms
-from repro.train.learning_rate import learning_rate
-from repro.train.part import MicroBatch
 
 
 class MegatronEngine:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from repro.config import Experiment
-from repro.models.gpt import GPT
-from repro.models.init import initial_values
+from repro.model.gpt import GPT
+from repro.model.init import initial_values
 from repro.parallel.mesh import Mesh
 
 OUTER = {

@@ -1,6 +1,5 @@
-"""PyTorch's own strategies on a plain module, to compare with: what people run who use torch and no library on it.
+"""PyTorch's own strategies on the suite's GPT, as a baseline for the native engine.
 
-`model` is the suite's GPT in torch.nn's modules, `weights` its start and its parameters by our names; `grid` the
-device mesh, `tensor_parallel` and `data_parallel` what is done to the module, `pipeline` its stages, `update` the
-optimizer step in every precision.  `engine` puts them together, and only an experiment that asks for it imports it.
+`model` rebuilds the GPT from torch.nn modules. `engine` combines data, tensor and pipeline parallelism, and
+`repro.engines` imports it on request.
 """

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from repro.config import Experiment
 from repro.config.enums import Category, Phase
 from repro.engines.about import EngineReport
+from repro.engines.native.part import MicroBatch
 from repro.engines.torch import data_parallel, tensor_parallel
 from repro.engines.torch.data_parallel import Strategy, strategy_of
 from repro.engines.torch.grid import device_mesh
@@ -22,13 +23,12 @@ from repro.engines.torch.model import Dropout, PlainGPT
 from repro.engines.torch.pipeline import TorchPipeline
 from repro.engines.torch.update import Update, local
 from repro.engines.torch.weights import from_plain, initialise, name_of
-from repro.models.gpt import Part
+from repro.model.gpt import Part
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.precision import DTYPES
 from repro.parallel.storage import mark
 from repro.parallel.zero.optimizer import Norms
-from repro.train.part import MicroBatch
 
 
 class TorchEngine:

@@ -1,6 +1,6 @@
 """The suite's GPT as a plain torch module: nn.Linear, nn.LayerNorm, nn.Embedding, scaled dot product attention.
 
-The same function as `repro.models.gpt`, written as one writes it for torch's strategies: nothing in it knows of
+The same function as `repro.model.gpt`, written as one writes it for torch's strategies: nothing in it knows of
 ranks.  Modules bear the names of the suite's model.  Symbols: b samples, s tokens, h hidden, a heads.
 """
 
@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from repro import kernels
 from repro.config import Model, OperatorSet, Training
-from repro.models.gpt import Part, Place
-from repro.models.operator_sets import WeightDropout, attention
-from repro.train.part import MicroBatch
+from repro.engines.native.part import MicroBatch
+from repro.model.gpt import Part, Place
+from repro.model.operator_sets import WeightDropout, attention
 
 
 @dataclass(frozen=True)

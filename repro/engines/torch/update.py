@@ -13,10 +13,10 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from repro.config import Experiment
+from repro.engines.native.learning_rate import learning_rate
 from repro.parallel.comm import MAX
 from repro.parallel.mesh import Mesh
 from repro.parallel.zero.optimizer import Norms
-from repro.train.learning_rate import learning_rate
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Ranks as processes of this machine: `launch` starts them, `once` runs one job whose results are taken at once.
+"""Ranks as processes of the local machine.
 
-`room` says what is too large to start.  The rest of `launch` and `calibrate` import it.
+`launch` starts and watches them, and `once` runs one job and returns its results. `room` estimates whether an
+experiment fits the machine.
 """

@@ -17,14 +17,14 @@ from typing import IO, Any
 from repro import engines
 from repro.config import Experiment
 from repro.config.sizes import RANKS_PER_CORE, Most
-from repro.host.files import write_json
-from repro.host.resources import usable_cores
-from repro.lab import ability, products
-from repro.lab.network import RunningNetwork
+from repro.emulate import ability, products
+from repro.emulate.network import RunningNetwork
 from repro.launch import rank_process, stacks
 from repro.launch.beacon import Lookout, Position
 from repro.launch.job import NETWORK, STOP, Job
 from repro.launch.rank import program as rank_program
+from repro.util.files import write_json
+from repro.util.resources import usable_cores
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
 """Systems that this launcher knows: the processor cores or the CUDA devices of the machine at hand."""

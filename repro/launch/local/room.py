@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from repro.config import Experiment
 from repro.config.layout import ELEMENT_BYTES
-from repro.host.resources import memory_and_swap
-from repro.models.parameters import total
-from repro.render import units
+from repro.model.parameters import total
 from repro.simulate.plan.closed_form import state_bytes
+from repro.util import units
+from repro.util.resources import memory_and_swap
 
 
 def too_large(experiment: Experiment) -> str:

@@ -1,7 +1,7 @@
 """When a run writes its state, where it goes on from, and how all ranks agree about it.
 
 Below the store, `checkpoints/<key>/` has `training.json`, which says what is trained there, and a folder for
-each checkpoint (`repro.checkpoint.index`).  A run goes on from the newest checkpoint of its own name
+each checkpoint (`repro.engines.native.checkpoint.index`).  A run goes on from the newest checkpoint of its own name
 and course (`repro.config.Experiment.course`), under whatever layout that was written.
 """
 
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from repro.checkpoint import files, index, state
-from repro.checkpoint.index import Index
 from repro.config import ConfigError, Experiment
-from repro.engines.native import NativeEngine
-from repro.host.files import write_json
+from repro.engines.native.checkpoint import files, index, state
+from repro.engines.native.checkpoint.index import Index
+from repro.engines.native.engine import NativeEngine
 from repro.launch.job import STOP, Job
 from repro.parallel.comm import MAX
 from repro.parallel.mesh import Mesh
+from repro.util.files import write_json
 
 ABOUT = "training.json"
 

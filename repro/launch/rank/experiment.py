@@ -13,9 +13,8 @@ import torch
 from repro.config import Experiment
 from repro.config.engines import NATIVE
 from repro.config.enums import MODEL_STATES, STEP_PHASES, Category, Phase
-from repro.data import open_stream
 from repro.engines import build_engine
-from repro.engines.native import NativeEngine
+from repro.engines.native.engine import NativeEngine
 from repro.launch.interrupt import Stopped
 from repro.launch.rank import gpu_settings
 from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
@@ -28,7 +27,8 @@ from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import COMPUTING, CORE, StepClock
 from repro.measure.waiting import StageWaits
-from repro.models import flops
+from repro.model import flops
+from repro.model.data import open_stream
 from repro.parallel.connect import END, outside
 from repro.parallel.mesh import Mesh
 from repro.results.found import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow

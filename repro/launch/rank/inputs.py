@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout
-from repro.data import TokenStream
-from repro.models.gpt import Place
-from repro.train.part import MicroBatch
+from repro.engines.native.part import MicroBatch
+from repro.model.data import TokenStream
+from repro.model.gpt import Place
 
 
 class _Ahead(NamedTuple):

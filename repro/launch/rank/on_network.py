@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from repro.config import EmulatedNetwork
 from repro.config.network import core_share
-from repro.host import heap
-from repro.host.cores import DividedCores, computing
-from repro.lab import products
+from repro.emulate import products
 from repro.launch.job import NETWORK, Job
 from repro.launch.rank.throttle import Throttle
 from repro.results.network import RankOnNetwork
+from repro.util import heap
+from repro.util.cores import DividedCores, computing
 
 COMPUTE_S = 0.6
 ATTEMPTS = 15

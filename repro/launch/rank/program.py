@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from repro import engines
-from repro.host.files import write_json
-from repro.host.processes import die_with_parent
 from repro.launch import stacks
 from repro.launch.beacon import Beacon
 from repro.launch.interrupt import Stopped
 from repro.launch.job import Job
 from repro.launch.rank import gpu_settings
 from repro.launch.rank.memory_limit import lift_memory_limit, limit_memory
+from repro.util.files import write_json
+from repro.util.processes import die_with_parent
 
 TARGET = "repro.launch.rank.session:run_rank"
 EXIT = {"ok": 0, "error": 1, "oom": 3, "diverged": 4, "interrupted": 5}

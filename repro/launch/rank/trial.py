@@ -14,16 +14,16 @@ import torch
 
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.engines.native import NativeEngine
+from repro.engines.native.engine import NativeEngine
+from repro.engines.native.part import MicroBatch
 from repro.launch.beacon import Beacon
 from repro.launch.job import Job
 from repro.launch.rank.device import own_device
 from repro.launch.rank.experiment import process_memory
 from repro.launch.rank.session import mesh_of, process_group
-from repro.models.gpt import Place
+from repro.model.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.simulate.trace.roles import shortened
-from repro.train.part import MicroBatch
 
 TARGET = f"{__name__}:run_rank"
 STEPS = 2

@@ -1,4 +1,5 @@
-"""Suites on a SLURM cluster: `submission`, `following` and `allocation`, which each import the next, and `site` below.
+"""Suites on a SLURM cluster: `site` describes it, `submission` submits, `allocation` runs in a job, and `following`
+reports.
 
-The command line and `repro.calibrate` may import it.
+These packages import each other in one direction: `submission`, `following`, `allocation`, `site`.
 """

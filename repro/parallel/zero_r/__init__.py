@@ -1,10 +1,8 @@
-"""ZeRO-R, what is left beside the model states (1910.02054 sec. 6).
+"""ZeRO-R: memory reduction outside the model states (1910.02054 sec. 6), selected by keys of the layout.
 
-| paper | layout | what it bounds | where |
+| paper | layout | reduced memory | module |
 |---|---|---|---|
 | P_a, P_a+cpu | `pa`, `pa_cpu` | activation checkpoints | `partitioned_activations` |
 | C_B | `cb` | buffers of fused communication | `constant_buffers` |
-| M_D | `md` | holes between long and short lives | `defragmentation` |
-
-The rest of `parallel` and `train` import it.
+| M_D | `md` | fragmentation by short-lived tensors | `defragmentation` |
 """

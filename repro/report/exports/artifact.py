@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro import systems
 from repro.claims.commands import Catalogue, Command, evaluations
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF, KINDS, Ledger
@@ -21,10 +20,11 @@ from repro.claims.reader import load
 from repro.claims.results import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.claims.things import count
 from repro.config import Experiment
-from repro.host import files
-from repro.models import flops
-from repro.render.units import number
+from repro.measure.local_system import load_system
+from repro.model import flops
 from repro.report.verdicts import experiments_of, row_view
+from repro.util import files
+from repro.util.units import number
 
 HOUR_S = 3600.0
 INTRODUCTION = """\
@@ -93,7 +93,7 @@ def cost(found: Command, catalogue: Catalogue) -> GpuHours:
 def _arithmetic_hours(experiment: Experiment) -> float | None:
     """Of all steps at the peak of the system's device; None where nobody knows that."""
     layout, training = experiment.layout, experiment.training
-    peak = systems.load(experiment.system).device.peak_flops.get(layout.precision)
+    peak = load_system(experiment.system).device.peak_flops.get(layout.precision)
     if peak is None or peak.value is None:
         return None
     work = flops.hardware_flops(experiment.model, experiment.seq, layout.global_batch, layout.recompute)

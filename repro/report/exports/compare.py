@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 
 from repro.config.errors import ConfigError
-from repro.render import units
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import by_key
 from repro.results.store import read
+from repro.util import units
 
 WORSE, SAME, BETTER = "worse", "same", "better"
 

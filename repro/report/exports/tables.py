@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.ledger import KINDS
 from repro.config import ConfigError
-from repro.host import files
-from repro.host.extras import missing
 from repro.results.store import say
+from repro.util import files
+from repro.util.extras import missing
 
 if TYPE_CHECKING:
     import pandas as pd

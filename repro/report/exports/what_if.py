@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from repro import models, systems
-from repro.config import ConfigError, Experiment, Layout, Training
+from repro.config import ConfigError, Experiment, Layout, Training, models
+from repro.measure.local_system import load_system
 from repro.results.metrics import shown
 
 
@@ -25,7 +25,7 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
         training=Training(seq=known.seq),
         system=system,
     )
-    record = attempt(experiment, systems.load(system), "notebook")
+    record = attempt(experiment, load_system(system), "notebook")
     if record.outcome not in ("ok", "oom"):
         raise ConfigError("layout", layout, f"one that can be simulated: {record.reason}")
     return {"outcome": record.outcome, **shown(record.metrics, record.outcome)}

@@ -1,7 +1,6 @@
-"""The report's figures, one a module; each is drawn from records and says which.
+"""Figures of the report, one per module, drawn from records.
 
-`style.py` has the look of all and what they ask of records, `redrawn.py` with its data the figures of the sources,
-`schedule_drawing.py` the one drawing of a pipeline schedule.  `report/page` and the views of `cli` may import it.
+`style` holds their common style. `page` embeds the figures, and commands write them as files.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from repro.report.figures.style import Drawing, Record, look
 from repro.report.figures.values import View
 
 if TYPE_CHECKING:
+    from repro.accuracy.validate.implied import Implied
+    from repro.accuracy.validate.published import Point
     from repro.claims.results import ClaimResult
     from repro.results.schema import ComparisonRecord
-    from repro.validate.implied import Implied
-    from repro.validate.published import Point
 
 
 def draw_all(

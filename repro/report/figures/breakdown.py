@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from repro.claims.finding import how_to_run
-from repro.render import units
 from repro.report.figures.style import (
     BLUE,
     GREEN,
@@ -26,6 +25,7 @@ from repro.report.figures.style import (
 from repro.report.figures.values import View
 from repro.results.schema import SIMULATED
 from repro.simulate.time.basis import counted, of_record
+from repro.util import units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

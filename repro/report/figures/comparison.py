@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from repro.render import units
 from repro.report.figures.style import BLUE, INK, MUTED, ORANGE, Drawing, canvas, quiet
 from repro.results.schema import ComparisonRecord
+from repro.util import units
 
 TITLE = "Throughput of compared strategies"
 RUN = "repro run suites/engines.toml --only 'speed-*'"

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from repro.render import units
-from repro.report.figures.style import (
-    BLUE,
-    MUTED,
-    ORANGE,
-    VERMILION,
-    Drawing,
-    Record,
-    canvas,
-    needed,
-    quiet,
-)
+from repro.report.figures.style import BLUE, MUTED, ORANGE, VERMILION, Drawing, Record, canvas, needed, quiet
 from repro.report.figures.values import View
 from repro.results.schema import SIMULATED
 from repro.simulate.time.basis import counted, of_record
+from repro.util import units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from repro.render.words import counted
+from repro.accuracy.validate.implied import Implied, Need
+from repro.config.systems.unknowns import PACE, SPREAD
+from repro.config.words import counted
 from repro.report.figures.style import BLUE, GREY, INK, MUTED, VERMILION, Drawing, canvas, quiet
 from repro.results.schema import SIMULATED
-from repro.systems.unknowns import PACE, SPREAD
-from repro.validate.implied import Implied, Need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

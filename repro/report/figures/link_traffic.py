@@ -81,6 +81,6 @@ def by_class(record: Record) -> dict[str, float]:
 
 
 def _bytes(value: float, _: object = None) -> str:
-    from repro.render import units
+    from repro.util import units
 
     return units.size(value)

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from repro.render import units
-from repro.report.figures.style import (
-    MUTED,
-    SKY,
-    VERMILION,
-    Drawing,
-    Record,
-    canvas,
-    needed,
-)
+from repro.report.figures.style import MUTED, SKY, VERMILION, Drawing, Record, canvas, needed
 from repro.results.schema import SIMULATED
+from repro.util import units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

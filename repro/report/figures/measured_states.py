@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from repro.render import units
 from repro.report.figures.style import (
     CATEGORY,
     INK,
@@ -21,6 +20,7 @@ from repro.report.figures.style import (
     succeeded,
     zero,
 )
+from repro.util import units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from repro.render import units
-from repro.report.figures.style import (
-    CATEGORY,
-    INK,
-    STAGE,
-    Drawing,
-    Record,
-    canvas,
-    zero,
-)
+from repro.report.figures.style import CATEGORY, INK, STAGE, Drawing, Record, canvas, zero
 from repro.results.schema import SIMULATED
+from repro.util import units
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from repro.render import units
 from repro.report.figures.measured_states import LOOK, PARTS
 from repro.report.figures.style import CATEGORY, INK, STAGE, Drawing, Record, canvas, quiet, stacked
 from repro.report.figures.values import Value, View
 from repro.results.schema import SIMULATED
+from repro.util import units
 
 ID, TITLE = "zero-fig1", "ZeRO, Figure 1: model states of 7.5B on 64 GPUs"
 ROWS = "zero-fig1-7p5b/*"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from repro.render import units
 from repro.report.figures.style import CATEGORY, Drawing, Record, accounted, canvas, quiet, stacked
+from repro.util import units
 
 TITLE = "Peak memory of one step by category"
 RUN = "repro run suites/smoke.toml"

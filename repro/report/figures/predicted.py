@@ -6,11 +6,11 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
-from repro.render import units
-from repro.render.words import counted as so_many
+from repro.config.words import counted as so_many
 from repro.report.figures.style import BLUE, GREY, INK, MUTED, Drawing, Record, canvas, quiet
 from repro.results.metrics import STEP_SECONDS
 from repro.simulate.time.basis import counted, of_record
+from repro.util import units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +89,7 @@ def _newest(simulated: list[Record], metric: str) -> dict[str, Record]:
 
     One that was moved to a machine of the reports says nothing about this one.
     """
-    from repro import systems
+    from repro.config import systems
 
     published = set(systems.names())
     return {

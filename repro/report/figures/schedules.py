@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from repro.parallel.pipeline.schedule import bubble, build, in_flight, timeline
-from repro.render import units
 from repro.report.figures import schedule_drawing
 from repro.report.figures.style import Drawing, canvas
 from repro.report.figures.values import View
+from repro.util import units
 
 ID, TITLE = "schedules", "Pipeline schedules, and what they leave idle"
 STAGES, MICRO_BATCHES = 4, 8

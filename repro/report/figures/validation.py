@@ -6,8 +6,22 @@ from collections.abc import Sequence
 from math import log10
 from typing import TYPE_CHECKING
 
+from repro.accuracy.validate.published import (
+    A100_MEGATRON,
+    CLUSTER,
+    FAMILIES,
+    NODE,
+    OTHER,
+    RATE,
+    RATIO,
+    TIMES,
+    V100_MEGATRON,
+    V100_ZERO,
+    YUAN,
+    Point,
+    families,
+)
 from repro.claims.published import UNITS
-from repro.render import units
 from repro.report.figures.style import (
     BLUE,
     GREEN,
@@ -24,21 +38,7 @@ from repro.report.figures.style import (
 )
 from repro.results.schema import SIMULATED
 from repro.simulate.time.basis import counted
-from repro.validate.published import (
-    A100_MEGATRON,
-    CLUSTER,
-    FAMILIES,
-    NODE,
-    OTHER,
-    RATE,
-    RATIO,
-    TIMES,
-    V100_MEGATRON,
-    V100_ZERO,
-    YUAN,
-    Point,
-    families,
-)
+from repro.util import units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from repro.accuracy.validate.published import TIMED
 from repro.claims.expression import ExpressionError, evaluate, parse
 from repro.claims.finding import how_to_run
 from repro.claims.formulas import CONSTANTS, FORMULAS
@@ -22,7 +23,6 @@ from repro.config.errors import ConfigError
 from repro.report.figures.style import Record
 from repro.results.schema import SIMULATED
 from repro.simulate.time.basis import of_record, weakest
-from repro.validate.published import TIMED
 
 _CHOOSE = {"largest", "smallest"}
 

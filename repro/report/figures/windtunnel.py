@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from repro.config import TwinOf
 from repro.config.twin import RATIO
-from repro.render.units import GB
 from repro.report.figures.style import BLUE, INK, MUTED, ORANGE, Drawing, Record, canvas, quiet
 from repro.results.schema import ComparisonRecord
+from repro.util.units import GB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

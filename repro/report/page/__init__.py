@@ -1,5 +1,4 @@
-"""`repro report`: one self-contained page of verdicts, evidence and figures, drawn from the store alone.
+"""`repro report`: one self-contained HTML page of verdicts, evidence and figures, made from a store.
 
-`build.py` writes it, `context.py` what the templates beside it are filled with, `record_tables.py` the tables of
-records, `notebooks.py` the notebooks of reports/ as pages.  Only `cli` may import it.
+`build` writes the page, and `context` fills its templates.
 """

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro.accuracy.validate import published
 from repro.claims.commands import Catalogue
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
-from repro.host import extras
-from repro.host.files import replace as replace_file
 from repro.report import evidence, verdicts
 from repro.report.page.context import context, render
 from repro.results.select import Selection, select
 from repro.results.store import MOST_REMARKS
-from repro.validate import published
+from repro.util import extras
+from repro.util.files import replace as replace_file
 
 if TYPE_CHECKING:
     from repro.report.figures.style import Drawing

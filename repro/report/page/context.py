@@ -12,19 +12,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro.accuracy.validate.unknowns import SHOWN, ShoppingList, by_claim, known_as
 from repro.claims.again.answers import PREDICTIONS, Answer, how_to_simulate
 from repro.claims.commands import Catalogue
 from repro.claims.table import summary, table, totals
+from repro.config.words import counted
 from repro.measure.provenance import program
-from repro.render import units
-from repro.render.units import NOTHING, interval
-from repro.render.words import counted
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
 from repro.report.origins import Machines
 from repro.report.page.record_tables import identity, measured_row, simulated_row
 from repro.simulate.time.basis import BASES, of_record
-from repro.validate.unknowns import SHOWN, ShoppingList, by_claim, known_as
+from repro.util import units
+from repro.util.units import NOTHING, interval
 
 if TYPE_CHECKING:
     from jinja2 import Template

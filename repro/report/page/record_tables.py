@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from repro.render import units, words
+from repro.config import words
 from repro.report.verdicts import anchor
 from repro.results.found import SimulatedRole
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record
 from repro.simulate.time.basis import of_record
+from repro.util import units
 
 
 def measured_row(record: ExperimentRecord) -> dict[str, Any]:

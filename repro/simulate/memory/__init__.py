@@ -1,5 +1,4 @@
-"""What a trace holds: live bytes at every moment, and what PyTorch's caching allocator reserves for them.
+"""Memory of a traced step: live bytes at every moment, and the bytes that PyTorch's caching allocator reserves.
 
-`live` follows bytes by category, `timeline` shortens them for a record, `allocator`, `pools` and `expandable` model the
-allocator, `replay` runs a trace through it, `pinned` is host memory. `simulate.step` and `simulate.plan` import it.
+`replay` runs a trace through the allocator model. `simulate.step` and `simulate.plan` call it.
 """

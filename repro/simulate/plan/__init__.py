@@ -1,5 +1,4 @@
-"""Which layouts there are, which fit, and which come first: `repro fit` and `repro plan`.
+"""Search over layouts for `repro fit` and `repro plan`: candidates, memory limits, step times and their order.
 
-`candidates` lists layouts, `closed_form` rules out what model states alone exceed, `fit` searches the largest model,
-`planner` answers for each, `plan` orders them, `grid` maps tp against pp. `cli` and `launch.fit` import it.
+`closed_form` rejects layouts whose model states exceed the memory. `planner` traces the remaining candidates.
 """

@@ -1,7 +1,7 @@
 """What is known of a layout before anything is traced: parameters and model states of each role, in closed form.
 
 The states are those of 1910.02054 sec. 3.1 and 5, per category; the parameters those of
-`repro.models.parameters` as 1909.08053 sec. 3 splits them over tp and a pipeline over its stages.
+`repro.model.parameters` as 1909.08053 sec. 3 splits them over tp and a pipeline over its stages.
 Padding of shards is left out.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cache
 
 from repro.config import Layout, Model
-from repro.models import parameters
-from repro.models.states import K
+from repro.model import parameters
+from repro.model.states import K
 
 STATES = ("parameters", "gradients", "optimizer")
 """The categories of model states, as `repro.parallel.storage` (which needs torch) calls them."""

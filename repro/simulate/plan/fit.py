@@ -14,7 +14,7 @@ from typing import Any
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError, require
 from repro.config.system import System
-from repro.models.parameters import total
+from repro.model.parameters import total
 from repro.simulate.plan.asked import Asked, complete, limit_of, memory_bytes
 from repro.simulate.plan.closed_form import suggested_width
 from repro.simulate.plan.terms import FRAGMENTATION, binding

@@ -8,10 +8,10 @@ from typing import Any
 
 from repro.config import Layout
 from repro.config.errors import ConfigError
-from repro.host.workers import Workers
 from repro.simulate.plan.candidates import Request, candidates, context_degrees, stages, tensor_degrees
 from repro.simulate.plan.planner import Planner
 from repro.simulate.plan.rows import FULL, PlanRow, document
+from repro.util.workers import Workers
 
 
 @dataclass

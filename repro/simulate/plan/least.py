@@ -30,14 +30,7 @@ import numpy.typing as npt
 from repro.config import Layout, Model
 from repro.parallel.ledger import RING_PASSES, SEND
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST
-from repro.simulate.time.device import (
-    ATTENTION,
-    BIASED_ATTENTION,
-    MATMULS,
-    STREAMED,
-    DeviceCost,
-    bytes_moved,
-)
+from repro.simulate.time.device import ATTENTION, BIASED_ATTENTION, MATMULS, STREAMED, DeviceCost, bytes_moved
 from repro.simulate.time.network import Network
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wait
 

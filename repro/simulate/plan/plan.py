@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from repro.config import Layout
 from repro.config.errors import ConfigError
-from repro.host.garbage import uncollected
-from repro.host.workers import Workers
 from repro.simulate.plan.candidates import Request, candidates
 from repro.simulate.plan.planner import Planner
 from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow, order
+from repro.util.garbage import uncollected
+from repro.util.workers import Workers
 
 CONFIRMED = 3
 """So many of the first rows are traced in full."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
-from repro.host.workers import Workers
-from repro.render import units
 from repro.results.interval import StepInterval
 from repro.simulate.plan import estimate
 from repro.simulate.plan.candidates import Request
@@ -26,6 +24,8 @@ from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, PlanRow, id
 from repro.simulate.plan.shallow import BETWEEN, ENDS, LayoutFamily, family_of, trace_family
 from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
 from repro.simulate.plan.undecided import undecided
+from repro.util import units
+from repro.util.workers import Workers
 
 MARGIN = 1.12
 """Reserved over live bytes at most, seen in full traces of models of published size (1.01 to 1.10)."""

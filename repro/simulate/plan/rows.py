@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from repro.config import Layout
-from repro.models import flops
-from repro.models.parameters import total
+from repro.model import flops
+from repro.model.parameters import total
 from repro.results.interval import StepInterval
 from repro.simulate.plan.candidates import Request
 from repro.simulate.plan.undecided import Undecided

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.config.attention import has_fused_softmax
-from repro.host.carried import Carried
-from repro.host.garbage import uncollected
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
 from repro.simulate.plan.least import Work
 from repro.simulate.trace.events import Alloc, Event, Message, Operator, PhaseStart, Wait
+from repro.util.carried import Carried
+from repro.util.garbage import uncollected
 
 if TYPE_CHECKING:
     from repro.simulate.trace.roles import Trace

@@ -18,8 +18,8 @@ from typing import Any
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.host.garbage import uncollected
-from repro.models import flops
+from repro.config.systems.unknowns import Case
+from repro.model import flops
 from repro.parallel.pipeline.schedule import FORWARD, Action
 from repro.results.interval import StepInterval
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
@@ -39,7 +39,7 @@ from repro.simulate.time.several import SeveralDevices, SeveralNetworks
 from repro.simulate.time.uncertain import uncertain
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
 from repro.simulate.trace.roles import ORDINARY, Trace
-from repro.systems.unknowns import Case
+from repro.util.garbage import uncollected
 
 STAGES = 4
 """A deeper pipeline is scheduled with so many stages and one more."""

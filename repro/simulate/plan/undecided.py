@@ -1,7 +1,7 @@
 """Which of two layouts is faster, as far as the numbers of the system are known.
 
-Both are timed in the same cases (`repro.systems.unknowns`): with each unknown at an end of its range, and in joint
-draws of all.  An unknown that slows both alike decides nothing, so it is their ratio, case by case, that tells.
+Both are timed in the same cases (`repro.config.systems.unknowns`): with each unknown at an end of its range, and in
+joint draws of all.  An unknown that slows both alike decides nothing, so it is their ratio, case by case, that tells.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""When everything of a step happens on a system: nothing in here is fitted to what it predicts.
+"""Time of a traced step on a system, from operator and collective costs to the schedule of all stages.
 
-`device` and `network` give seconds to operators and collectives, `program` and `stage` are one pipeline stage's step,
-`schedule` couples the stages, `predict` is the whole; `calibration_points` are the published points that calibrate a
-generation of software. `simulate.step`, `simulate.plan` and `validate` import it.
+`predict` returns the step time. No number of this package is fitted to a value that it predicts.
 """

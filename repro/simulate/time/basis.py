@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from repro import systems
 from repro.config import OperatorSet
 from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.measure.local_system import load_system
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.time.calibration_points import calibration_point_of
@@ -49,7 +49,7 @@ def of_record(record: ExperimentRecord) -> str:
     if record.evidence != SIMULATED or record.outcome != "ok" or STEP_SECONDS not in record.metrics:
         return ""
     try:
-        return rests_on(record.experiment.layout.kernels, systems.load(record.experiment.system))
+        return rests_on(record.experiment.layout.kernels, load_system(record.experiment.system))
     except ConfigError:
         return ""
 

@@ -14,7 +14,7 @@ from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.config.files import build, read_toml
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.systems.unknowns import Unknown, unknown
+from repro.config.systems.unknowns import Unknown, unknown
 
 ALIKE = Quantity(
     value=1,
@@ -42,7 +42,7 @@ class CalibrationPoint:
     layout: Layout
     """Of one device, or of one node."""
     flops_per_device: float
-    """Published, with the FLOPs of `repro.models.flops` including recomputation."""
+    """Published, with the FLOPs of `repro.model.flops` including recomputation."""
     claim: str
     """What it is published as; predictions of it are no evidence."""
     source: str

@@ -1,17 +1,17 @@
 """What a step takes with other values of one unknown number, those outside of its range among them.
 
-From it follows, without another trace, which value a published point would need (`repro.validate.implied`).  It takes
-as long as an interval again, and so only records have it.
+From it follows, without another trace, which value a published point would need
+(`repro.accuracy.validate.implied`).  It takes as long as an interval again, and so only records have it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from repro.config.systems.unknowns import Case
 from repro.simulate.time.interval import in_cases, rounded
 from repro.simulate.time.predict import Prediction
 from repro.simulate.time.uncertain import uncertain
-from repro.systems.unknowns import Case
 
 MOVES = 0.01
 """Part of a step that an unknown moves at least whose curve is kept."""

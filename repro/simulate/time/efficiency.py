@@ -9,16 +9,15 @@ from functools import cache
 
 import numpy as np
 
-from repro import models, systems
-from repro.config import Experiment
+from repro.config import Experiment, models, systems
 from repro.config.system import System
-from repro.models import flops
+from repro.config.systems.unknowns import PACE, Case, Unknown, drawn, with_values
+from repro.model import flops
 from repro.simulate.time.calibration_points import CalibrationPoint
 from repro.simulate.time.device import Kernels
 from repro.simulate.time.lanes import Lanes
 from repro.simulate.time.timed import step_seconds
 from repro.simulate.trace.roles import Trace, trace_roles
-from repro.systems.unknowns import PACE, Case, Unknown, drawn, with_values
 
 FEW, MORE = 2, 4
 """Layers.  The step is a straight line in their number, so two shallow ones say what a deep one takes."""

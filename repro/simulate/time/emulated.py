@@ -18,8 +18,8 @@ from repro.config.links import Collective, Link
 from repro.config.network import CORES_SHARE
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.lab.frames import payload_share
-from repro.lab.products import PRODUCTS
+from repro.emulate.frames import payload_share
+from repro.emulate.products import PRODUCTS
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import BETWEEN_NODES
 

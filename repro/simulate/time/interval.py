@@ -13,6 +13,7 @@ from itertools import islice
 
 from repro.config import Experiment
 from repro.config.system import System
+from repro.config.systems.unknowns import HIGH, JOINT, LOW, Case, Unknown, drawn
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.time import efficiency
 from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
@@ -20,7 +21,6 @@ from repro.simulate.time.device import Kernels
 from repro.simulate.time.timed import step_seconds
 from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
 from repro.simulate.trace.roles import Trace
-from repro.systems.unknowns import HIGH, JOINT, LOW, Case, Unknown, drawn
 
 DIGITS = 7
 """That are kept of seconds."""

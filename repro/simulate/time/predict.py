@@ -11,7 +11,7 @@ from typing import Any
 
 from repro.config import Experiment
 from repro.config.system import System
-from repro.models import flops
+from repro.model import flops
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.results.interval import StepInterval
 from repro.simulate.time import efficiency
@@ -53,7 +53,7 @@ class Prediction:
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s of one device under `repro.models.flops.formula`, recomputation counted."""
+        """FLOP/s of one device under `repro.model.flops.formula`, recomputation counted."""
         e, layout = self.experiment, self.experiment.layout
         work = flops.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
         return work / self.step_s / layout.world

@@ -52,7 +52,7 @@ def step_seconds(
 ) -> Lanes:
     """The seconds of a step on each of `systems` with the kernels beside it, [systems], in one pass.
 
-    They differ in the values of their unknowns alone (`repro.systems.unknowns`).
+    They differ in the values of their unknowns alone (`repro.config.systems.unknowns`).
     """
     layout = experiment.layout
     cost = SeveralDevices(systems, layout.precision, kernels, layout.world)

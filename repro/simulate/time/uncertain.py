@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from repro.config.quantity import Quantity
 from repro.config.system import System
+from repro.config.systems.unknowns import Unknown, unknown, unknowns
 from repro.simulate.time.calibration_points import CalibrationPoint
-from repro.systems.unknowns import Unknown, unknown, unknowns
 
 TIMED = ("device.", "links.")
 """Beginnings of the keys that time depends on."""

@@ -1,5 +1,4 @@
-"""One step of the real engine on `meta` tensors, as a list of events: who allocates, computes and sends what, in order.
+"""Traces: one step of the native engine on `meta` tensors as a list of allocations, operators and messages.
 
-`events` is the data, `recorder` follows a step, `shapes` remembers what operators return, `transport` carries messages
-without data, `roles` traces one rank of each pipeline role. The other rooms of `simulate` and `calibrate` import it.
+`roles` traces one rank of each pipeline role. `memory` and `time` read the events of a trace.
 """

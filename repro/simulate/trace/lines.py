@@ -9,7 +9,7 @@ from types import FrameType
 
 
 def innermost(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Callable[[], str]:
-    """What says `repro/models/gpt.py:12`, the innermost line that runs in one of the packages; `?` if none does.
+    """What says `repro/model/gpt.py:12`, the innermost line that runs in one of the packages; `?` if none does.
 
     but: modules whose lines are passed over, since they only hand on what others ask for.
     """

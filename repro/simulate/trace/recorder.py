@@ -38,7 +38,14 @@ from repro.simulate.trace.shapes import Call, Shapes, by_operator, call_of, writ
 UNSEEN = torch._C._DisableTorchDispatch
 """A context: what is made inside is not part of the step."""
 line_of_step = innermost(
-    ("repro.parallel", "repro.models", "repro.train", "repro.kernels"), but=("repro.parallel.storage",)
+    (
+        "repro.parallel",
+        "repro.model",
+        "repro.engines.native.part",
+        "repro.engines.native.learning_rate",
+        "repro.kernels",
+    ),
+    but=("repro.parallel.storage",),
 )
 
 

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from repro.config import Experiment
-from repro.models.gpt import Part, Place
-from repro.models.layer import Masks
+from repro.engines.native.part import ModelPart
+from repro.model.gpt import Part, Place
+from repro.model.layer import Masks
 from repro.parallel.pipeline.runner import Pipeline
 from repro.parallel.pipeline.schedule import BACKWARD
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.segments import Again, Call, Meta, Pass, Recording, Segment, segment_of
-from repro.train.part import ModelPart
 
 
 class Kind(NamedTuple):
@@ -135,7 +135,7 @@ class _Block:
         self.after, self.before, self.reducer = after, before, reducer
 
     def forward(self, x: Tensor, place: Place, masks: Masks = ()) -> Tensor:
-        """As `repro.models.layer.Block.forward`."""
+        """As `repro.model.layer.Block.forward`."""
         kind = Kind(self.after, self.before, torch.is_grad_enabled())
         recording = self.repeats.recordings.setdefault(kind, Recording())
         inputs = [x, *masks]

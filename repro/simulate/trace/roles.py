@@ -18,10 +18,10 @@ from functools import cache, cached_property
 import torch
 
 from repro.config import Experiment, Layout
-from repro.engines.native import NativeEngine
-from repro.host.garbage import uncollected
+from repro.engines.native.engine import NativeEngine
+from repro.engines.native.part import MicroBatch
 from repro.measure.uncompiled import uncompiled
-from repro.models.gpt import Place
+from repro.model.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build, in_flight
@@ -30,7 +30,7 @@ from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Ti
 from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, nothing
 from repro.simulate.trace.repeat import Repeats, recordings_of
 from repro.simulate.trace.transport import GlooShapes, NoData, Recorded
-from repro.train.part import MicroBatch
+from repro.util.garbage import uncollected
 
 ORDINARY = 1
 """The micro-batch that stands for those that were not run."""

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from submitit.core.utils import DelayedSubmission
 
-from repro import suites
+from repro.config import suites
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation.entry import RunBundle
 from repro.launch.slurm.allocation.work import Bundle, SubmissionWork

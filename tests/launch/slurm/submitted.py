@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from repro import cli, suites
-from repro.config import Experiment
-from repro.host.files import write_json
+from repro import cli
+from repro.config import Experiment, suites
 from repro.launch import plan
 from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.following.registry import Registry, Submission, Submitted
@@ -19,6 +18,7 @@ from repro.launch.slurm.site import profile
 from repro.launch.slurm.submission.pack import arrays
 from repro.results.measured import experiment_record
 from repro.results.store import Store
+from repro.util.files import write_json
 from tests.launch.runs import experiments, write_suite
 
 if TYPE_CHECKING:

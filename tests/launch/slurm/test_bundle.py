@@ -10,13 +10,13 @@ import pytest
 
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
+from repro.config.suites import Comparison
 from repro.launch.beacon import Position
 from repro.launch.job import Job
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation import bundle
 from repro.launch.slurm.allocation.bundle import BundleFile, counts
 from repro.launch.slurm.allocation.work import Bundle
-from repro.suites import Comparison
 from tests.training import TINY
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from repro.config import ConfigError, Experiment, Layout
+from repro.config.suites import Entry, Suite
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation import controller
 from repro.launch.slurm.allocation.nodes import NodeReport
@@ -19,7 +20,6 @@ from repro.launch.slurm.allocation.srun_step import Allocation
 from repro.launch.slurm.allocation.stop import Stop
 from repro.launch.slurm.allocation.work import Bundle, SubmissionWork
 from repro.launch.slurm.site.profile import parse
-from repro.suites import Entry, Suite
 from tests.clock import Clock
 from tests.records import lines
 from tests.training import TINY

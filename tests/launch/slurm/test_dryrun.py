@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from repro.config.suites import load
 from repro.launch.slurm.site import profile
 from repro.launch.slurm.submission import dryrun
 from repro.launch.slurm.submission.intent import Intent, intend
 from repro.results.store import Store
-from repro.suites import load
 from tests.launch.runs import experiments, write_suite
 from tests.records import made_up
 

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from repro import systems
-from repro.host.resources import usable_cores
+from repro.config import systems
 from repro.launch.rank.device import cuda_index
 from repro.launch.slurm.allocation import nodes, topology
 from repro.launch.slurm.allocation.nodes import differs, mismatch
+from repro.util.resources import usable_cores
 from tests.launch.slurm.reports import V100, card, node
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro import suites
+from repro.config import suites
 from repro.launch import plan
 from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.site import profile

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from repro import cli, suites
+from repro import cli
+from repro.config import suites
 from repro.launch.slurm.allocation import srun_step
 from repro.launch.slurm.allocation.work import SubmissionWork
 from repro.launch.slurm.following.registry import Registry

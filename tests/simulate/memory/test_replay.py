@@ -12,7 +12,7 @@ from repro.simulate.trace.events import Alloc, Event, Free, Message, Operator, P
 
 
 def alloc(id: int, mebibytes: int, category: str = "activations") -> Alloc:
-    return Alloc(id, mebibytes * MIB, category, "aten.empty", "repro/models/gpt.py:1")
+    return Alloc(id, mebibytes * MIB, category, "aten.empty", "repro/model/gpt.py:1")
 
 
 STEP: list[Event] = [

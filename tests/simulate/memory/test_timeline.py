@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from repro import systems
-from repro.config import Experiment, Layout, Model
+from repro.config import Experiment, Layout, Model, systems
 from repro.config.enums import Category
 from repro.simulate.memory.timeline import POINTS, STEPS, over_step
 from repro.simulate.record import simulated_record

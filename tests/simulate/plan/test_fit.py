@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro import systems
-from repro.config import ConfigError, Layout, Model
+from repro.config import ConfigError, Layout, Model, systems
 from repro.simulate.plan import fit
 from repro.simulate.plan.asked import Asked, limit_of
 from repro.simulate.plan.fit import Trial, search

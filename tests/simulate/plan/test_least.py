@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from repro import systems
-from repro.config import Experiment, Layout, Model
-from repro.host.workers import Workers
+from repro.config import Experiment, Layout, Model, systems
 from repro.simulate.plan.candidates import Request
 from repro.simulate.plan.plan import plan
 from repro.simulate.plan.planner import WHOLE, Planner
@@ -18,6 +16,7 @@ from repro.simulate.plan.rates import Rates
 from repro.simulate.plan.rows import OK, SHALLOW, STATES, PlanRow
 from repro.simulate.plan.steptime import Times
 from repro.simulate.time.predict import predict
+from repro.util.workers import Workers
 from tests.simulate.families import families_of
 
 MODEL = Model(name="small", layers=12, hidden=2048, heads=16, vocab=51200, seq=1024)

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from repro import models, systems
-from repro.config import ConfigError, Layout, Model
-from repro.host.workers import Workers
+from repro.config import ConfigError, Layout, Model, models, systems
 from repro.simulate.plan.candidates import Request, candidates
 from repro.simulate.plan.grid import grid
 from repro.simulate.plan.plan import plan
@@ -26,6 +24,7 @@ from repro.simulate.plan.rows import (
     order,
     training,
 )
+from repro.util.workers import Workers
 
 CONTEXT = systems.load("dgx2").context()
 TINY = Model(name="tiny", layers=4, hidden=128, heads=4, vocab=512, seq=64)

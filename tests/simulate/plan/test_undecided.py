@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from repro import systems
-from repro.cli.views.fit_and_plan import show_plan
-from repro.config import Layout, Model
+from repro.config import Layout, Model, systems
 from repro.config.system import System
-from repro.host.workers import Workers
+from repro.config.systems.unknowns import unknowns, with_values
+from repro.report.text.fit_and_plan import show_plan
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import Request
 from repro.simulate.plan.plan import COMPARED, Plan, plan
 from repro.simulate.plan.rows import OK, SHALLOW, PlanRow, document
 from repro.simulate.plan.undecided import Undecided, undecided
-from repro.systems.unknowns import unknowns, with_values
+from repro.util.workers import Workers
 from tests.simulate.exact import have_exact_kernels
 
 MODEL = Model(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=512)

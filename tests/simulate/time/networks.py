@@ -11,7 +11,7 @@ from repro.config import Layout
 from repro.config.layout import ORDERS
 from repro.config.quantity import Quantity
 from repro.config.system import Link, System
-from repro.systems import load
+from repro.config.systems import load
 
 payloads = st.integers(0, 1 << 34)
 

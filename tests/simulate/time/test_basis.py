@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from repro import models
-from repro.config import Experiment, Layout
+from repro.config import Experiment, Layout, models
 from repro.results.schema import ExperimentRecord
 from repro.simulate.record import failed_record
 from repro.simulate.time.basis import BOUND, CALIBRATED, PUBLISHED, counted, of_record, weakest

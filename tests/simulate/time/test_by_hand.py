@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from repro import systems
-from repro.config import Layout
+from repro.config import Layout, systems
 from repro.config.links import Collective, Link
 from repro.config.quantity import Quantity
 from repro.config.system import System

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro import models, systems
-from repro.config import ConfigError, OperatorSet
+from repro.config import ConfigError, OperatorSet, models, systems
 from repro.config.timing import OperatorRate, Provenance
 from repro.simulate.time import calibration_points
 from repro.simulate.time.basis import CALIBRATED, PUBLISHED, rests_on

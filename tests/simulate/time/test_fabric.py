@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError, Layout
 from repro.config.system import System
+from repro.config.systems import load
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import GROUPS
 from repro.simulate.time.network import Network
-from repro.systems import load
 from tests.simulate.time.networks import networks, number, payloads, with_link
 
 OPS = tuple(RING_PASSES)

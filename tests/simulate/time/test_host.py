@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, Model, Training
+from repro.config.systems import load
 from repro.simulate.time.predict import predict
 from repro.simulate.trace.roles import trace_roles
-from repro.systems import load
 
 SMALL = Model(name="small", layers=2, hidden=1024, heads=16, vocab=51200, seq=1024)
 

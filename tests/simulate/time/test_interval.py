@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro import models
-from repro.config import Experiment, Layout, Model
+from repro.config import Experiment, Layout, Model, models
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.models import flops
+from repro.config.systems import load
+from repro.config.systems.unknowns import BEST, HIGH, LOW, Case, drawn, unknowns, with_values
+from repro.model import flops
 from repro.results.interval import StepInterval
 from repro.simulate.step import simulate
 from repro.simulate.time import efficiency
@@ -25,8 +26,6 @@ from repro.simulate.time.predict import predict
 from repro.simulate.time.timed import step_seconds, timed
 from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
 from repro.simulate.trace.roles import Trace, trace_roles
-from repro.systems import load
-from repro.systems.unknowns import BEST, HIGH, LOW, Case, drawn, unknowns, with_values
 from tests.simulate.exact import have_exact_kernels
 
 MODEL = Model(name="small", layers=8, hidden=2048, heads=16, vocab=50304, seq=1024)

@@ -15,12 +15,13 @@ from repro.config import ConfigError, Layout
 from repro.config.links import Collective
 from repro.config.quantity import Quantity
 from repro.config.system import Link, System
+from repro.config.systems import load
 from repro.config.timing import Provenance
+from repro.measure.local_system import discover
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import GROUPS
 from repro.simulate.time.measured_collectives import interpolate
 from repro.simulate.time.network import Network
-from repro.systems import load
 from tests.simulate.time.networks import networks, number, payloads, with_link
 
 GB = 1e9
@@ -224,7 +225,7 @@ def calibrated(points: tuple[tuple[float, float], ...], ranks: int = 4, op: str 
         overlap_cost=number(0.25),
     )
     provenance = Provenance(date="2026-01-01", torch="2.6", ranks=ranks, repeats=3)
-    return replace(load("local"), links={"memory": link}, provenance=provenance)
+    return replace(discover(), links={"memory": link}, provenance=provenance)
 
 
 def test_measured_points_win_over_the_formula() -> None:

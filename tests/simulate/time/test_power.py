@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro import systems
+from repro.config import systems
 from repro.config.quantity import UNSAID
 from repro.config.system import System
+from repro.config.systems.unknowns import with_values
 from repro.simulate.time.device import DeviceCost
-from repro.systems.unknowns import with_values
 from tests.simulate.time.test_device import product
 
 A100 = systems.load("selene")

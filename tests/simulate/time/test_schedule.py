@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro import systems
-from repro.config import Experiment, Layout, Model, Training
+from repro.config import Experiment, Layout, Model, Training, systems
 from repro.config.quantity import Quantity
 from repro.config.system import System
+from repro.config.systems.unknowns import with_values
 from repro.parallel.pipeline.schedule import FORWARD, Action, bubble, build
 from repro.simulate.time import perfetto
 from repro.simulate.time.account import TRANSFER
@@ -23,7 +23,6 @@ from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.roles import Trace, roles, trace
-from repro.systems.unknowns import with_values
 
 MODEL = Model(name="small", layers=4, hidden=512, heads=8, vocab=2048, seq=256)
 BASE = Layout(micro_batch=2, global_batch=16, precision="fp16", recompute=True)

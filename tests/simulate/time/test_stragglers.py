@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from repro import models, systems
-from repro.config import ConfigError, Experiment, Layout, Training
+from repro.config import ConfigError, Experiment, Layout, Training, models, systems
 from repro.config.quantity import Quantity
 from repro.config.system import System
+from repro.config.systems.unknowns import with_values
 from repro.simulate.time.device import MODELLED, DeviceCost
 from repro.simulate.time.interval import interval
 from repro.simulate.time.stragglers import expected_maximum, last, slowest
 from repro.simulate.time.timed import timed
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.roles import trace_roles
-from repro.systems.unknowns import with_values
 
 H100 = systems.load("dgx-h100")
 SPREAD = "device.time.spread"

@@ -23,21 +23,21 @@ def module(name: str, file: str = "/somewhere.py") -> Callable[[Callable[[], Any
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("repro.models.gpt", "repro/models/gpt.py:4"),
+        ("repro.model.gpt", "repro/model/gpt.py:4"),
         ("repro.kernels.cuda.norm", "kernels/cuda/norm.py:4"),
-        ("repro.models_of_others", "?"),
+        ("repro.model_of_others", "?"),
         ("repro.parallel.storage", "?"),
         ("tests.kernels.norm", "?"),
     ],
 )
 def test_a_line_of_the_packages(name: str, line: str) -> None:
-    found = innermost(("repro.models", "repro.parallel", "repro.kernels"), but=("repro.parallel.storage",))
+    found = innermost(("repro.model", "repro.parallel", "repro.kernels"), but=("repro.parallel.storage",))
     assert module(name)(found) == line
 
 
 def test_the_innermost_of_several_and_no_folder_of_that_name() -> None:
-    found = innermost(("repro.models", "repro.kernels"))
-    outer, inner = module("repro.models.gpt"), module("repro.models.layer")
-    assert outer(lambda: inner(found)) == "repro/models/layer.py:4"
+    found = innermost(("repro.model", "repro.kernels"))
+    outer, inner = module("repro.model.gpt"), module("repro.model.layer")
+    assert outer(lambda: inner(found)) == "repro/model/layer.py:4"
     others = module("torch.nn.functional", "/home/me/kernels/.venv/torch/nn/functional.py")
-    assert outer(lambda: others(found)) == "repro/models/gpt.py:4"
+    assert outer(lambda: others(found)) == "repro/model/gpt.py:4"

@@ -1,8 +1,5 @@
-"""Inside a job: what runs on the nodes that SLURM has given.
+"""The program inside a SLURM job: a controller that starts every launch as a job step and watches its ranks.
 
-submitit starts one task, the controller, on the first node (`entry`, `errand`).  It looks at all nodes (`nodes`,
-`topology`) and starts each launch as a job step with a task for each rank (`launch`, `srun_step`; `task` and
-`rank_child` on the nodes), which say over a connection each how their ranks fare (`connection`).  `work` is what it
-has to do, `bundle` the file that says how far it is, `stop` what SLURM's signals mean.  It imports `site`; `following`
-and `submission` may import it.
+submitit starts the controller at `entry` on the first node. `task` and `rank_child` run on all nodes and report over
+`connection`.
 """

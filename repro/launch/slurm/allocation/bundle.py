@@ -9,13 +9,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from repro.host.files import write_json
 from repro.launch.beacon import Position
 from repro.launch.job import Job
 from repro.launch.plan import Task
 from repro.launch.progress import Progress
 from repro.launch.slurm.allocation.work import Bundle
 from repro.results.store import DISK_FULL
+from repro.util.files import write_json
 
 WRITE_S = 2.0
 """Positions are written at most this often; everything else at once."""

@@ -10,8 +10,7 @@ import socket
 import time
 from pathlib import Path
 
-from repro import systems
-from repro.config import ConfigError
+from repro.config import ConfigError, systems
 from repro.launch.failures import LOST_NODE
 from repro.launch.local.launch import read_json
 from repro.launch.plan import Task

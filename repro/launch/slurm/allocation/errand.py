@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from repro.host.files import write_json
 from repro.launch import supervise
 from repro.launch.job import Job
 from repro.launch.slurm.allocation import controller, nodes
 from repro.launch.slurm.allocation.launch import ClusterLaunch
 from repro.launch.slurm.allocation.stop import REQUEUE, Stop
+from repro.util.files import write_json
 
 JOB, ANSWER = "job.json", "answer.json"
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from repro.config import ConfigError
 from repro.config.system import System
-from repro.host.files import write_json
 from repro.launch.failures import WRONG_HARDWARE
 from repro.launch.slurm.allocation import topology
+from repro.util.files import write_json
 
 _FAMILY = re.compile(r"\b(?:Tesla |NVIDIA |GeForce |Quadro )*((?:RTX |GTX )?[A-Z]{1,2}\d{1,4}[A-Z]?)\b")
 _FORM = re.compile(r"\b(SXM\d?|PCIe?|NVL|HGX)\b", re.IGNORECASE)
@@ -55,8 +55,8 @@ def report(environment: dict[str, str], *, gpus: bool) -> NodeReport:
     """What this task sees.  `environment` is SLURM's; GPUs are looked at only if `gpus`."""
     import psutil
 
-    from repro.host.resources import usable_cores
     from repro.measure.provenance import cpu
+    from repro.util.resources import usable_cores
 
     return NodeReport(
         node=environment.get("SLURMD_NODENAME") or socket.gethostname(),

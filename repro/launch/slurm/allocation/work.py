@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import Experiment, from_dict
-from repro.host.files import write_json
+from repro.config.suites import Comparison, Entry, Suite
 from repro.launch.plan import Task
-from repro.suites import Comparison, Entry, Suite
+from repro.util.files import write_json
 
 FILE = "work.json"
 

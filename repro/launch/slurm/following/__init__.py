@@ -1,4 +1,4 @@
-"""What became of submissions: where each case is, its logs, what is to be cancelled or was lost without a word.
+"""State of submissions: status, logs, cancellation, and collection of lost cases.
 
-`registry` keeps the submissions of a store.  It imports `allocation` and `site`; `submission` may import it.
+`registry` lists the submissions of a store, which `submission` writes.
 """

@@ -6,11 +6,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from repro.config import ConfigError
+from repro.config.words import counted
 from repro.launch.slurm.following.logs import some
 from repro.launch.slurm.following.registry import Registry
 from repro.launch.slurm.following.states import PENDING, REQUEUED, RUNNING, Survey
 from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError
-from repro.render.words import counted
 from repro.results.store import Store
 
 

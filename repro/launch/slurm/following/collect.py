@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import ConfigError
+from repro.config.words import counted
 from repro.launch.slurm.following.registry import Registry
 from repro.launch.slurm.following.states import (
     CANCELLED,
@@ -21,7 +22,6 @@ from repro.launch.slurm.following.states import (
     Survey,
 )
 from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError
-from repro.render.words import counted
 from repro.results.measured import experiment_record
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store

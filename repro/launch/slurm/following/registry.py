@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from repro.config.errors import ConfigError
-from repro.host.files import write_json
 from repro.launch import rank_process
 from repro.launch.slurm.allocation.work import SubmissionWork
+from repro.util.files import write_json
 
 FILE = "submission.json"
 _LOCK_S = 600.0

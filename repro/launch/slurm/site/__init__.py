@@ -1,4 +1,4 @@
-"""A cluster: the profile that says how its SLURM is asked, and what its SLURM answers.
+"""Description of a cluster: its profile, and the answers of its scheduler.
 
-`repro.launch.slurm`'s other three packages and `repro.calibrate` may import it; it imports none of them.
+The other packages of `launch.slurm` build on it.
 """

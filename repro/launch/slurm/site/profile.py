@@ -14,8 +14,8 @@ from typing import Any
 
 from repro.config.errors import ConfigError, require
 from repro.config.files import build, read_toml
+from repro.config.suites.packaged import PROFILES
 from repro.launch.slurm.site.limits import minutes
-from repro.suites.packaged import PROFILES
 
 REQUESTS = ("gpus-per-node", "gres", "none")
 
@@ -217,8 +217,8 @@ def parse(data: dict[str, Any], *, file: str) -> Profile:
 
 def _check_system(profile: Profile) -> None:
     """The system exists and has as many GPUs in a node as the profile asks for at most."""
-    from repro.systems import HERE
-    from repro.systems import load as load_system
+    from repro.config.systems import HERE
+    from repro.config.systems import load as load_system
 
     gpus = profile.slurm.gpus_per_node
     if profile.system in HERE:

@@ -1,5 +1,5 @@
-"""From a suite to job arrays: which cases go (`intent`), how they share jobs (`pack`), what sbatch gets (`script`).
+"""Submission of a suite as job arrays: selection of cases, packing into jobs, and the batch script.
 
-`check` and `doctor` say what of a profile the cluster cannot do, before anything is submitted; `dryrun` shows what
-would be; `errand` waits for a job of its own.  It imports the other three packages; none of them imports it.
+`check` and `doctor` test a profile against the cluster before submission. `dryrun` shows the jobs without submitting
+them.
 """

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from repro.config import ConfigError
-from repro.doctor import binding
-from repro.doctor.check import LIMITED, NO, YES, Check
+from repro.config.words import counted
+from repro.launch.doctor import binding
+from repro.launch.doctor.check import LIMITED, NO, YES, Check
 from repro.launch.slurm.site.limits import clock, minutes
 from repro.launch.slurm.site.profile import CaseClass, Profile
 from repro.launch.slurm.site.scheduler import Partition, Scheduler, SchedulerError, call, check_partition
 from repro.launch.slurm.submission import check, probe, script
 from repro.launch.slurm.submission.pack import Array, ArrayShape
-from repro.render.words import counted
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 

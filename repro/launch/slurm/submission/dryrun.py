@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import Experiment
+from repro.config.words import counted
 from repro.launch.slurm.site.limits import clock
 from repro.launch.slurm.submission import script
 from repro.launch.slurm.submission.intent import Intent
 from repro.launch.slurm.submission.pack import Array
-from repro.render import units
-from repro.render.words import counted
+from repro.util import units
 
 _SUBMISSION = "SUBMISSION"
 """Stands for the name that a real submission gets."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from repro import suites
-from repro.config import ConfigError, Experiment
+from repro.config import ConfigError, Experiment, suites
+from repro.config.suites import Entry, Suite
+from repro.config.systems import HERE
 from repro.launch import plan
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation.work import SubmissionWork
@@ -16,8 +17,6 @@ from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import SIMULATED
 from repro.results.select import by_key
 from repro.results.store import Store
-from repro.suites import Entry, Suite
-from repro.systems import HERE
 
 HOUR_S = 3600.0
 

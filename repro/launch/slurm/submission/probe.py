@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from repro.doctor.check import LIMITED, NO, YES, Check
+from repro.launch.doctor.check import LIMITED, NO, YES, Check
 from repro.launch.slurm.allocation.nodes import differs
 from repro.launch.slurm.site.profile import Profile
 from repro.launch.slurm.site.scheduler import SchedulerError, call
@@ -126,7 +126,7 @@ def _interface(site: Profile, seen: list[dict[str, Any]]) -> Check:
 
 
 def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
-    from repro.systems import HERE, load
+    from repro.config.systems import HERE, load
 
     system = None if site.system in HERE else load(site.system)
     for node in seen:

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from repro.config import ConfigError
-from repro.host import extras
+from repro.config.words import counted
 from repro.launch.slurm.following.registry import Registry, Submission, Submitted
 from repro.launch.slurm.following.states import Survey
 from repro.launch.slurm.site import profile
@@ -19,8 +19,8 @@ from repro.launch.slurm.site.profile import Profile
 from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError
 from repro.launch.slurm.submission import check, dryrun, script
 from repro.launch.slurm.submission.intent import Intent, intend
-from repro.render.words import counted
 from repro.results.store import Store
+from repro.util import extras
 
 PRIVATE = 0o077
 

@@ -1,0 +1,4 @@
+"""Accuracy of predictions: calibrated machines, scaled twins, and predictions against published values.
+
+The package combines runs of `launch` with simulations, and `report` shows its results.
+"""

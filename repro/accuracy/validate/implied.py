@@ -1,0 +1,189 @@
+"""What the sources imply: the value of an unknown at which each published point would be predicted as it is.
+
+All other unknowns are at their best values, and the value is searched for in the range and around it, in the curves of
+the records (`Sensitivity.curve`).  Two rows contradict each other where no value of the unknown brings both within the
+tolerance that they are judged by: then the sources do, or the model is wrong there, and which of the two cannot be
+told from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from repro.accuracy.validate.published import points
+from repro.accuracy.validate.unknowns import in_doubt, name, simulated
+from repro.claims.allowed import allowed
+from repro.claims.expression import evaluate
+from repro.claims.formulas import CONSTANTS, FORMULAS
+from repro.claims.published import UNITS
+from repro.claims.records import Records
+from repro.claims.results import ClaimResult, Finding, RowResult
+from repro.config.words import counted
+from repro.results.interval import Other, Sensitivity, between, part_of
+from repro.results.schema import SIMULATED, ExperimentRecord, Record
+
+MATTERS = 0.1
+"""Part of what all unknowns move a row that one carries at least, so that the row says something of it."""
+Curve = Sequence[tuple[float, float]]
+"""(value of the unknown, prediction), by value."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one row needs of an unknown."""
+
+    row: str
+    """`claim/label`."""
+    value: float | None
+    """At which the prediction is what was published; None: at none that was searched."""
+    low: float | None
+    """With `high` the values at which it is within the row's tolerance; None: at none."""
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Implied:
+    """What all rows of a cluster need of one unknown."""
+
+    key: str
+    system: str
+    low: float
+    best: float
+    high: float
+    searched: tuple[float, float]
+    needs: tuple[Need, ...]
+    """By the value that they need, those without one last."""
+
+    @property
+    def contradiction(self) -> tuple[Need, Need] | None:
+        """The row that needs most and the one that allows least, where no value serves both."""
+        served = [need for need in self.needs if need.low is not None]
+        if not served:
+            return None
+        most = max(served, key=lambda need: need.low or 0.0)
+        least = min(served, key=lambda need: need.high or 0.0)
+        return (most, least) if (most.low or 0.0) > (least.high or 0.0) else None
+
+    @property
+    def torn(self) -> int:
+        """Rows that some value serves, but not the value that serves most of them."""
+        served = [
+            (need.low, need.high) for need in self.needs if need.low is not None and need.high is not None
+        ]
+        return len(served) - max(
+            (sum(low <= at <= high for low, high in served) for at, _ in served), default=0
+        )
+
+    @property
+    def unserved(self) -> tuple[Need, ...]:
+        """Rows that no value brings within their tolerance."""
+        return tuple(need for need in self.needs if need.low is None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        against = self.contradiction
+        rows = None if against is None else [need.row for need in against]
+        return {**vars(self), "needs": [vars(need) for need in self.needs], "contradiction": rows}
+
+    @property
+    def words(self) -> str:
+        """What is implied, in a sentence or two."""
+        exact = [need.value for need in self.needs if need.value is not None]
+        text = counted(len(self.needs), "row")
+        if exact:
+            text += (
+                f" need {min(exact):.3g} to {max(exact):.3g}" if len(exact) > 1 else f" needs {exact[0]:.3g}"
+            )
+            text += f" (given {self.low:.4g} to {self.high:.4g})"
+        if self.unserved:
+            count, rows = len(self.unserved), ", ".join(need.row for need in self.unserved[:3])
+            text += f"; no value from {self.searched[0]:.3g} to {self.searched[1]:.3g} serves {count} of them ({rows}"
+            text += ", ...)" if count > 3 else ")"
+        against = self.contradiction
+        served = [need for need in self.needs if need.low is not None and need.high is not None]
+        if against is None and served:
+            low, high = max(need.low or 0.0 for need in served), min(need.high or 0.0 for need in served)
+            text += f"; {low:.3g} to {high:.3g} serves {'all others' if self.unserved else 'all'}"
+        if against is not None:
+            most, least = against
+            text += (
+                f". No single value serves all others: {most.row} needs {most.low:.3g} or more, {least.row} "
+                f"{least.high:.3g} or less: the sources contradict each other, or the model is wrong for one of them"
+            )
+        return text + "."
+
+
+def implied(judged: Sequence[ClaimResult], records: Sequence[Record]) -> list[Implied]:
+    """For every unknown of every cluster what the rows that it moves need; those with most rows first."""
+    counted = {(point.claim, point.label) for point in points(judged, records) if not point.left_out}
+    seen, functions = simulated(records), Records(records)
+    moves: dict[tuple[str, str], Sensitivity] = {}
+    needs: dict[tuple[str, str], list[Need]] = {}
+    for result, row, finding in in_doubt(judged):
+        if (result.claim.id, row.row.label) not in counted or finding.doubt is None:
+            continue
+        runs = [seen[run] for run in finding.experiments]
+        for key, share in finding.doubt.shares.items():
+            moving = _moving(key, runs)
+            if share < MATTERS or not moving:
+                continue
+            predicted = _predicted(key, row, finding, functions)
+            values = sorted({value for move in moving.values() for value, _ in move.curve or ()})
+            need = _need(result, row, finding, [(value, predicted(value)) for value in values])
+            for system, move in moving.items():
+                moves[key, system] = move
+                needs.setdefault((key, system), []).append(need)
+    found = [_implied(key, system, move, needs[key, system]) for (key, system), move in moves.items()]
+    return sorted(found, key=lambda one: -len(one.needs))
+
+
+def _moving(key: str, runs: Iterable[ExperimentRecord]) -> Mapping[str, Sensitivity]:
+    """By system how `key` moves one of the runs."""
+    return {
+        run.experiment.system: move
+        for run in runs
+        if run.interval is not None
+        for move in run.interval.moves
+        if move.key == key and move.curve
+    }
+
+
+def _predicted(key: str, row: RowResult, finding: Finding, records: Records) -> Callable[[float], float]:
+    (evidence,) = (e for e in row.row.evidence if e.kind == SIMULATED and e.value.text == finding.expression)
+    variables = {**CONSTANTS, **row.row.variables}
+
+    def at(value: float) -> float:
+        functions = {**FORMULAS, **records.functions(SIMULATED, Other(key, value))}
+        return float(evaluate(evidence.value, functions, variables).value) / UNITS[row.row.unit]
+
+    return at
+
+
+def _need(result: ClaimResult, row: RowResult, finding: Finding, curve: Curve) -> Need:
+    assert row.row.printed is not None
+    (evidence,) = (e for e in row.row.evidence if e.kind == SIMULATED and e.value.text == finding.expression)
+    rule = allowed(row.row, evidence, result.claim)
+    assert rule is not None
+    exact = _crossing(curve, row.row.printed.value)
+    edges = [_crossing(curve, edge) for edge in (rule.low, rule.high)]
+    served = [value for value, predicted in curve if rule.meets(predicted, predicted)]
+    served += [edge for edge in edges if edge is not None]
+    ends = (min(served), max(served)) if served else (None, None)
+    return Need(name(result, row), exact, *ends)
+
+
+def _crossing(curve: Curve, target: float) -> float | None:
+    """Where the prediction is `target`, on straight lines between logarithms; the first where it is so twice."""
+    for (left, low), (right, high) in pairwise(curve):
+        if min(low, high) <= target <= max(low, high) and low != high:
+            return between(left, right, part_of(target, low, high))
+    return None
+
+
+def _implied(key: str, system: str, move: Sensitivity, needs: list[Need]) -> Implied:
+    values = [value for value, _ in move.curve or ()]
+    ordered = sorted(needs, key=lambda need: (need.value is None, need.value or 0.0))
+    return Implied(key, system, move.low, move.best, move.high, (values[0], values[-1]), tuple(ordered))

@@ -1,0 +1,120 @@
+"""The packaged model files, and their reader.
+
+`load` returns a packaged model by name, or the model of a `.toml` file. A file holds `[[model]]` tables and one
+`[defaults]` table, or a single model with its keys at the top level.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from repro.config.errors import ConfigError
+from repro.config.files import build, read_toml
+from repro.config.model import Model
+
+__all__ = ["FILES", "is_file", "load", "names"]
+
+FILES = Path(__file__).parent
+"""Where the packaged model files are."""
+
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+def names() -> list[str]:
+    """Names of all packaged models, in the order of the files."""
+    return list(_packaged())
+
+
+def load(name: str | Path) -> Model:
+    """The packaged model called `name`, or that of a `.toml` file: the only one, or the one after `FILE.toml:`.
+
+    Raises `ConfigError` for an unknown name (with the nearest ones) and for a file that is missing,
+    is not TOML, does not say which of several models is meant, or has a wrong key or value.
+    """
+    text = str(name)
+    if is_file(text):
+        return _of_file(text)
+    table, path = _packaged().get(text, (None, FILES))
+    if table is None:
+        near = difflib.get_close_matches(text, names(), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`repro models` lists them"
+        raise ConfigError("model", text, says=f"no such model; {hint}")
+    return _model(table, path)
+
+
+def is_file(text: str) -> bool:
+    """Whether a model is named by its file, `FILE.toml` or `FILE.toml:NAME`."""
+    return text.endswith(".toml") or ".toml:" in text or "/" in text
+
+
+def _of_file(text: str) -> Model:
+    head, colon, chosen = text.rpartition(".toml:")
+    path = Path(f"{head}.toml" if colon else text).expanduser()
+    tables = [{"name": path.stem, **table} for table in _tables(path)]
+    named = {str(table["name"]): table for table in tables}
+    if len(named) < max(1, len(tables)):
+        raise ConfigError("model", expected="[[model]] tables, each with a name of its own", file=str(path))
+    if chosen not in named if colon else len(named) > 1:
+        one_of = " or ".join(f"{path}:{name}" for name in named)
+        raise ConfigError("model", text, says=f"must name one model of the file: {one_of}")
+    return _model(named[chosen] if colon else tables[0], path)
+
+
+@cache
+def _packaged() -> dict[str, tuple[dict[str, Any], Path]]:
+    """Table and file of every packaged model by name; the files are read once a process."""
+    tables: dict[str, tuple[dict[str, Any], Path]] = {}
+    for path in sorted(FILES.glob("*.toml")):
+        for table in _tables(path):
+            name = table.get("name", path.stem)
+            if name in tables:
+                raise ConfigError(
+                    "name", name, f"a name that {tables[name][1].name} does not have", file=str(path)
+                )
+            tables[name] = (table, path)
+    return tables
+
+
+def _tables(path: Path) -> list[dict[str, Any]]:
+    """The models of one file as plain tables, the file's defaults filled in."""
+    data = read_toml(path)
+    if "model" not in data and "defaults" not in data:
+        return [data]
+    for key in data:
+        if key not in ("model", "defaults"):
+            raise ConfigError(key, data[key], "only [defaults] and [[model]] tables", file=str(path))
+    defaults, found = data.get("defaults", {}), data.get("model", [])
+    found = [found] if isinstance(found, dict) else found
+    if (
+        not isinstance(defaults, dict)
+        or not isinstance(found, list)
+        or not all(isinstance(t, dict) for t in found)
+    ):
+        raise ConfigError(
+            "model", expected="[[model]] tables and at most one [defaults] table", file=str(path)
+        )
+    return [{**defaults, **table} for table in found]
+
+
+def _model(table: dict[str, Any], path: Path) -> Model:
+    """The checked model.  Tables that are plainly right skip pydantic, whose import costs 0.1 s."""
+    fields = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Model)}
+    required = {f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING}
+    plain = all(
+        key in fields
+        and isinstance(value, fields[key])
+        and isinstance(value, bool) == (fields[key] == (bool,))
+        and (not isinstance(value, float) or math.isfinite(value))
+        for key, value in table.items()
+    )
+    if plain and required <= table.keys():
+        try:
+            return Model(**table)
+        except ConfigError as error:
+            raise error.within(file=str(path), where=table["name"]) from None
+    return build(Model, table, file=str(path), where=str(table.get("name", "")))

@@ -1,0 +1,287 @@
+"""One `[[experiment]]` table of a suite, with what it takes from `[defaults]` and `[layouts]`.
+
+A layout may be named once and used by several experiments::
+
+    [layouts.C4]
+    zero = 2
+    pa = true
+
+    [[experiment]]
+    layout = "C4"                                 # as it is
+    layout = { use = "C4", tp = 16, dp = 25 }     # with keys of its own
+
+An experiment's own keys win over those of the layout that it names, and those over `[defaults]`.  An emulated
+network is named in the same way: `[networks.slow]`, `network = "slow"`, `network = { use = "slow", between = 16e6 }`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Limits, Model, Training, TwinOf
+from repro.config.files import build
+from repro.config.sizes import check_name
+
+T = TypeVar("T")
+OUTCOMES = ("ok", "oom", "diverged", "timeout", "hang", "error")
+USE = "use"
+_PARTS = {
+    "layout": Layout,
+    "training": Training,
+    "limits": Limits,
+    "network": EmulatedNetwork,
+    "twin": TwinOf,
+}
+_NAMED = {"layout": "layouts", "network": "networks"}
+"""Parts that a file may name, and the tables in which it does."""
+_DATA = ("synthetic", "shakespeare", "shakespeare-gpt2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One experiment of a suite."""
+
+    experiment: Experiment
+    launch: str = ""
+    """Experiments with the same name here share one start of the processes."""
+    expect: str = "ok"
+    """The outcome that is a success: `oom` where out-of-memory is the claim; empty: none is expected."""
+
+
+class Shared(NamedTuple):
+    """What the experiments of one file may take from it."""
+
+    file: str
+    defaults: Mapping[str, Any]
+    named: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """`layouts` and `networks`, each by name."""
+    models: Mapping[str, Model]
+    """`[models.NAME]`: those that only this file has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One `[[experiment]]` table (or `[defaults]`) as it is written."""
+
+    name: str = ""
+    model: str = ""
+    engine: str = "native"
+    system: str = "local"
+    launch: str = ""
+    expect: str = "ok"
+    layout: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+    network: dict[str, Any] = field(default_factory=dict)
+    twin: dict[str, Any] = field(default_factory=dict)
+
+
+class _Level(NamedTuple):
+    """Keys from one place of the file, and how that place is called."""
+
+    where: str
+    table: Mapping[str, Any]
+
+
+def shared(data: Mapping[str, Any], file: str) -> Shared:
+    """Check the keys of `[defaults]`, `[layouts]`, `[networks]`, whose values are checked in the experiments that they
+    reach, and `[models]` whole."""
+    named = {tables: data.get(tables, {}) for tables in _NAMED.values()}
+    for part, tables in _NAMED.items():
+        if not isinstance(named[tables], dict):
+            raise ConfigError(tables, named[tables], f"tables [{tables}.NAME]", file=file)
+        for name, table in named[tables].items():
+            if not isinstance(table, dict):
+                raise ConfigError(name, table, f"a table with keys of a {part}", file=file, where=tables)
+            for key, value in table.items():
+                _known(key, value, _PARTS[part], file=file, where=f"{tables}.{name}")
+    defaults = data.get("defaults", {})
+    defaults = _spelled(defaults, file)
+    build(_Row, defaults, file=file, where="defaults")
+    if "name" in defaults:
+        right = "a name for each experiment, not for all"
+        raise ConfigError("name", defaults["name"], right, file=file, where="defaults")
+    for part, cls in _PARTS.items():
+        for key, value in defaults.get(part, {}).items():
+            if key != USE or part not in _NAMED:
+                _known(key, value, cls, file=file, where=f"defaults.{part}")
+    return Shared(file, defaults, named, _models(data.get("models", {}), file))
+
+
+def _models(tables: Any, file: str) -> dict[str, Model]:
+    if not isinstance(tables, dict):
+        raise ConfigError("models", tables, "tables [models.NAME]", file=file)
+    return {
+        name: build(
+            Model,
+            {"name": name, **table} if isinstance(table, dict) else table,
+            file=file,
+            where=f"models.{name}",
+        )
+        for name, table in tables.items()
+    }
+
+
+def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
+    """The `number`-th experiment of a file.  Raises `ConfigError`."""
+    name = data.get("name") if isinstance(data, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ConfigError("name", says=f"is missing in [[experiment]] number {number}", file=from_file.file)
+    try:
+        check_name("name", name)
+    except ConfigError as error:
+        raise error.within(file=f"{from_file.file}: [[experiment]] number {number}") from None
+    place = f'{from_file.file}: experiment "{name}"'
+    data, defaults = _spelled(data, place), from_file.defaults
+    for section in _PARTS:
+        if not isinstance(data.get(section, {}), dict):
+            raise ConfigError(section, data[section], "a table", file=place)
+    row = build(_Row, {**defaults, **{k: v for k, v in data.items() if k not in _PARTS}}, file=place)
+    if not row.model:
+        raise ConfigError("model", says="is missing: the name of a model, see `repro models`", file=place)
+    if row.expect and row.expect not in OUTCOMES:
+        right = f'one of {", ".join(OUTCOMES)}, or "" where nothing is expected'
+        raise ConfigError("expect", row.expect, right, file=place)
+    _system(row.system, place)
+    levels = {key: _levels(key, data, from_file, place) for key in _PARTS}
+
+    def blame(error: ConfigError, part: str) -> ConfigError:
+        """Say where in the file the value comes from."""
+        found = [level.where for level in levels.get(part, []) if error.key in level.table]
+        where = found[-1] if found else error.where or part
+        return error.about(error.key, file=place, where=where)
+
+    def part(key: str, cls: type[T]) -> T:
+        table: dict[str, Any] = {}
+        for level in levels[key]:
+            table |= level.table
+        world = table.pop("world", None) if key == "layout" else None
+        built = _blaming(lambda: build(cls, table, where=key), lambda error: blame(error, key))
+        if world is not None and isinstance(built, Layout) and world != built.world:
+            degrees = " x ".join(str(getattr(built, axis)) for axis in built.axes)
+            right = f"{' x '.join(built.axes)} = {degrees} = {built.world}"
+            raise blame(ConfigError("world", world, right, where=key), key)
+        return built
+
+    def asked(key: str, cls: type[T]) -> T | None:
+        return part(key, cls) if any(level.table for level in levels[key]) else None
+
+    model = from_file.models.get(row.model) or _model(row.model, file=from_file.file, place=place)
+    layout, training, limits = part("layout", Layout), part("training", Training), part("limits", Limits)
+    network, twin = asked("network", EmulatedNetwork), asked("twin", TwinOf)
+    _blaming(lambda: _data(training, model), lambda error: blame(error, "training"))
+    experiment = _blaming(
+        lambda: Experiment(
+            name=name,
+            model=model,
+            layout=layout,
+            training=training,
+            system=row.system,
+            engine=row.engine,
+            limits=limits,
+            network=network,
+            twin=twin,
+        ),
+        lambda error: blame(error, error.where or ("training" if error.key == "seq" else "")),
+    )
+    return Entry(experiment=experiment, launch=row.launch, expect=row.expect)
+
+
+def _spelled(data: Any, place: str) -> dict[str, Any]:
+    """`layout = "C1"` as `layout = { use = "C1" }`, and so `network`."""
+    if not isinstance(data, dict):
+        raise ConfigError("defaults", data, "a table", file=place)
+    return {**data, **{part: {USE: data[part]} for part in _NAMED if isinstance(data.get(part), str)}}
+
+
+def _levels(part: str, data: Mapping[str, Any], from_file: Shared, place: str) -> list[_Level]:
+    """Where the keys of one part come from, weakest first."""
+    inherited, own = from_file.defaults.get(part, {}), data.get(part, {})
+    levels = [_Level(f"defaults.{part}", inherited), _Level(part, own)]
+    if part not in _NAMED:
+        return levels
+    tables = _NAMED[part]
+    chosen = own.get(USE, inherited.get(USE))
+    levels = [_Level(where, {k: v for k, v in table.items() if k != USE}) for where, table in levels]
+    if chosen is None:
+        return levels
+    if chosen not in from_file.named[tables]:
+        known = tuple(from_file.named[tables])
+        right = unknown(str(chosen), known, part) if known else f"unknown {part}; the file has no [{tables}]"
+        raise ConfigError(
+            USE, chosen, says=right, file=place, where=part if USE in own else f"defaults.{part}"
+        )
+    named = _Level(f"{tables}.{chosen}", from_file.named[tables][str(chosen)])
+    levels.insert(1 if USE in own else 0, named)
+    return levels
+
+
+def _blaming(make: Callable[[], T], blame: Callable[[ConfigError], ConfigError]) -> T:
+    try:
+        return make()
+    except ConfigError as error:
+        raise blame(error) from None
+
+
+def _model(name: str, *, file: str, place: str) -> Model:
+    from repro.config import models
+
+    path = Path(name).expanduser()
+    if models.is_file(name) and not path.is_absolute():
+        path = Path(file).parent / path  # as the suite's author sees it
+    try:
+        return models.load(path if models.is_file(name) else name)
+    except ConfigError as error:
+        raise error if error.file else error.within(file=place) from None
+
+
+def _system(name: str, place: str) -> None:
+    """Whether there is such a system: the machine at hand, or one with a file."""
+    from repro.config.systems import HERE, load
+
+    if name not in HERE:
+        try:
+            load(name)
+        except ConfigError as error:
+            raise error if error.file else error.within(file=place) from None
+
+
+def _data(training: Training, model: Model) -> None:
+    """Find out here what a rank would only find out when it opens its data."""
+    if training.data in _DATA:
+        if training.data == "shakespeare-gpt2" and model.vocab < 50257:
+            needed = f"needs a model with GPT-2's vocabulary of 50257 ({model.name} has {model.vocab})"
+            raise ConfigError("data", training.data, says=needed, where="training")
+        return
+    path = Path(training.data).expanduser()
+    if path.suffix not in (".txt", ".bin") or not path.is_file():
+        expected = f"{', '.join(_DATA)}, or the path of a .txt or .bin file that exists"
+        raise ConfigError("data", training.data, expected, where="training")
+    from repro.config.token_files import count_windows, open_tokens
+
+    count_windows(open_tokens(training.data, model.vocab), training.seq or model.seq)
+
+
+def _known(key: str, value: Any, cls: type[Any], *, file: str, where: str) -> None:
+    known = (*cls.__dataclass_fields__, *(("world",) if cls is Layout else ()))
+    if key not in known:
+        raise ConfigError(key, value, says=unknown(key, known), file=file, where=where)
+
+
+def unknown(key: str, known: tuple[str, ...], what: str = "key") -> str:
+    """What to say of a name that is not among `known`."""
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = (
+        f"did you mean {near[0]}?" if near else f"known are {listed(known)}" if known else "there is no other"
+    )
+    return f"unknown {what}; {hint}"
+
+
+def listed(names: Sequence[str], most: int = 30) -> str:
+    """`names` for one line of an error."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

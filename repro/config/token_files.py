@@ -1,0 +1,99 @@
+"""Files of token ids: a text file, whose bytes are the ids, and a pre-tokenised `.bin` file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from repro.config.errors import ConfigError
+
+LLM_C_MAGIC = 20240520
+"""First word of llm.c's `.bin` files, which have a header and are not flat."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids in order."""
+
+    name: str
+    """What `Training.data` says."""
+    tokens: npt.NDArray[Any]
+    """uint8, uint16 or uint32 `[tokens]`; mapped from the file where there is one."""
+    largest: int
+    """No id is larger; the type's largest where the ids have not been read."""
+
+
+def open_tokens(data: str, vocab: int) -> Corpus:
+    """Return the token ids of a `.txt` (bytes) or `.bin` file at the path `data`.
+
+    A `.bin` file is flat, without a header, little-endian: ids of 4 bytes if its name ends in `.u32.bin`,
+    else of 2 bytes, as nanoGPT writes them.  Text is taken byte by byte, so its encoding does not matter.
+
+    Raises:
+        ConfigError: The file is missing, is not of whole ids, or holds ids that `vocab` has not.
+    """
+    path = Path(data).expanduser()
+    if path.suffix not in (".txt", ".bin"):
+        raise ConfigError(
+            "data", data, "synthetic, shakespeare, shakespeare-gpt2, or the path of a .txt or .bin file"
+        )
+    return open_text(data, path, vocab) if path.suffix == ".txt" else _binary(data, path)
+
+
+def count_windows(corpus: Corpus, seq: int) -> int:
+    """Return the number of samples of `seq + 1` tokens in `corpus`.
+
+    Raises:
+        ConfigError: The corpus is too short for one sample.
+    """
+    windows = (len(corpus.tokens) - 1) // seq
+    if windows < 1:
+        raise ConfigError(
+            "data",
+            corpus.name,
+            f"at least seq + 1 = {seq + 1} tokens for one sample; it has {len(corpus.tokens)}",
+        )
+    return windows
+
+
+def open_text(name: str, path: Path, vocab: int) -> Corpus:
+    """Return the bytes of the text file at `path` as token ids."""
+    tokens = _mapped(name, path, np.dtype(np.uint8))
+    if vocab > 255:
+        return Corpus(name, tokens, 255)
+    largest = int(tokens.max()) if len(tokens) else 0
+    if largest >= vocab:
+        raise ConfigError("data", name, f"bytes under the model's vocab = {vocab}; it has byte {largest}")
+    return Corpus(name, tokens, largest)
+
+
+def _binary(name: str, path: Path) -> Corpus:
+    wide = path.name.endswith(".u32.bin")
+    tokens = _mapped(name, path, np.dtype("<u4" if wide else "<u2"))
+    if not wide:
+        start = np.asarray(tokens[:4096])
+        if len(start) >= 2 and start[:2].tobytes() == LLM_C_MAGIC.to_bytes(4, "little"):
+            raise ConfigError(
+                "data", name, "flat token ids; this is an llm.c file with a header of 1024 bytes"
+            )
+        # Ids of 4 bytes read as 2: every second one is then 0, which text never is.
+        if len(start) >= 64 and not start[1::2].any() and start[::2].any():
+            raise ConfigError(
+                "data", name, "ids of 2 bytes; these look like 4, whose file name ends in .u32.bin"
+            )
+    return Corpus(name, tokens, int(np.iinfo(tokens.dtype).max))
+
+
+def _mapped(name: str, path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The file as an array that is read page by page as samples are taken."""
+    try:
+        size = path.stat().st_size
+        if size % dtype.itemsize:
+            raise ConfigError("data", name, f"ids of {dtype.itemsize} bytes each; the file has {size} bytes")
+        return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+    except OSError as error:
+        raise ConfigError("data", name, f"a readable file; {error.strerror}") from None

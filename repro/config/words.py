@@ -1,0 +1,81 @@
+"""Things of `repro.config` in words: a layout, devices, and how many there are of something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from repro.config.layout import Layout
+from repro.config.operator_set import OperatorSet
+from repro.config.system import System
+from repro.util import units
+
+_SWITCHES = {
+    "recompute": "recomputation",
+    "sp": "sequence parallelism",
+    "pa": "P_a",
+    "pa_cpu": "P_a+cpu",
+    "md": "M_D",
+    "offload_optimizer": "optimizer states in host memory",
+    "scatter_gather": "scatter/gather",
+}
+_KERNELS = {
+    OperatorSet.FUSED_2024: "operators of 2024 (compiled)",
+    OperatorSet.REFERENCE: "torch's operators in place of kernels",
+    OperatorSet.SOFTMAX: "operators of 2020 (softmax fused)",
+    OperatorSet.UNFUSED: "operators of 2019 (unfused)",
+}
+
+
+def layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> str:
+    """`tp 2 x dp 4, ZeRO 1, fp16, recomputation`: what is off, or 1, is not said.
+
+    `degrees`: also tp, cp, pp and dp, and the pipeline's schedule; `batches`: also the batches.
+    """
+    axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := getattr(spread, axis)) > 1]
+    parts = [" x ".join(axes) or "one rank"] if degrees else []
+    if spread.copies > 1 or spread.zero:
+        how = f" by {spread.zero1_reduce}" if spread.zero1_reduce != "reduce-scatter" else ""
+        how += " parameter by parameter" if spread.zero3_gather == "parameter" else ""
+        parts.append(f"ZeRO {spread.zero}{how}")
+    parts.append(spread.precision)
+    if batches:
+        parts.append(f"micro-batch {spread.micro_batch} of {spread.global_batch}")
+    if spread.pp > 1 and degrees:
+        parts.append(spread.schedule + (f" with {spread.chunks} chunks" if spread.chunks > 1 else ""))
+        if batches:
+            parts.append(f"{spread.accumulation} micro-batches")
+    parts += [words for key, words in _SWITCHES.items() if getattr(spread, key)]
+    if not spread.cb:
+        parts.append("without C_B")
+    if not spread.gradient_as_bucket_view:
+        parts.append("buckets beside the gradients")
+    if spread.kernels is not OperatorSet.FUSED:
+        parts.append(_KERNELS[spread.kernels])
+    if spread.tp > 1 and not spread.tp_overlap:
+        parts.append("sums over tp waited for")
+    if not spread.overlap:
+        parts.append("gradients reduced after backward" if spread.zero < 2 else "reductions waited for")
+    elif not spread.gather_overlap:
+        parts.append("parameters gathered before the step")
+    return ", ".join(parts)
+
+
+def axes(layouts: Iterable[Layout]) -> tuple[str, ...]:
+    """The axes that a table of `layouts` has to name: cp where one of them has it."""
+    return max((spread.axes for spread in layouts), key=len, default=())
+
+
+def degrees(spread: Layout, names: Iterable[str]) -> str:
+    """`4 x 1 x 8`: the degrees along the named axes."""
+    return " x ".join(str(getattr(spread, axis)) for axis in names)
+
+
+def devices(count: int, system: System) -> str:
+    """`16 x NVIDIA V100 SXM3 32 GB (dgx2)`."""
+    return f"{count:,} x {system.device.name} ({system.name})"
+
+
+def counted(count: float, thing: str) -> str:
+    """`1 case`, `2 cases`, `0.75 micro-batches`."""
+    ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"
+    return f"{units.number(count)} {thing}{ending}"

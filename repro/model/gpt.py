@@ -1,0 +1,191 @@
+"""The one model of the suite: GPT, decoder-only, norms first; GPT-2's layer, or another that the model file describes
+(Llama's, GPT-NeoX's, BLOOM's: see `repro.config.model`).
+
+Built on `meta`; whoever shards it makes the values.  Every matrix is written in the tensor-parallel form
+of 1909.08053 sec. 3, which on one rank is the plain model.  Symbols: b samples, s tokens, h hidden, a
+heads, t tensor-parallel ranks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from repro.config import Layout, Model, OperatorSet, Training
+from repro.config.enums import Category
+from repro.model import operator_sets
+from repro.model.layer import Block, Masks, Place, Setting, dropout_add, norm_parameters, normalised
+from repro.parallel import context, storage, tensor
+from repro.parallel import mesh as meshes
+from repro.parallel.comm import Group
+from repro.parallel.recompute import recompute
+from repro.parallel.zero.units import Unit, Use
+from repro.parallel.zero_r.partitioned_activations import Checkpoints
+
+__all__ = ["GPT", "Part", "Place"]
+
+
+class Embedding(nn.Module):
+    """Tokens (split by vocabulary) plus positions where they are learned, a norm or none, then dropout:
+    [b, s] to [b, s, h]."""
+
+    def __init__(self, setting: Setting):
+        super().__init__()
+        m = setting.model
+        self.setting = setting
+        self.tokens = token_parameter(setting)
+        self.positions = None
+        if m.positions == "learned":
+            self.positions = tensor.split_parameter((m.seq, m.hidden), None, setting.tp, "normal")
+            self.positions.partial = setting.sp  # type: ignore[attr-defined]
+        if m.embedding_norm:
+            self.norm, self.norm_bias = norm_parameters(setting)
+
+    def forward(self, tokens: Tensor, place: Place) -> Tensor:
+        tp, sp = self.setting.tp, self.setting.sp
+        x = tensor.embed(tokens, self.tokens, tp)
+        x = tensor.reduce_output(x, tp, sp, "embedding")
+        if self.positions is not None:
+            x = x + self.setting.positions(x.shape[1]).rows(self.positions, x.shape[1])
+        if self.setting.model.embedding_norm:
+            x = normalised(x, self.norm, self.norm_bias, self.setting)
+        return dropout_add(x, None, None, self.setting, place, 0, 0)
+
+
+class LossHead(nn.Module):
+    """Final norm, logits with the tied embedding or a matrix of their own, loss per token: [b, s, h] and [b, s]
+    to fp32 [b * s]."""
+
+    def __init__(self, setting: Setting, tokens: nn.Parameter | None):
+        """Without `tokens`, the embedding of the same rank, a tied head has a copy of its own (`tied`)."""
+        super().__init__()
+        m = setting.model
+        self.setting = setting
+        self.norm, self.norm_bias = norm_parameters(setting)
+        if m.tied:
+            self.tokens = tokens if tokens is not None else token_parameter(setting)
+        else:
+            shape = (m.vocab, m.hidden)
+            self.output = tensor.split_parameter(shape, 0, setting.tp, "normal", used_once=True)
+        self.of_logits: Callable[[Tensor, Tensor], Tensor] = partial(
+            tensor.vocab_parallel_cross_entropy, tp=setting.tp, plain=setting.plain
+        )
+        """What becomes of logits [b * s, V/t] and targets [b * s]; who evaluates puts its own here."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        tp, sp = self.setting.tp, self.setting.sp
+        x = normalised(x, self.norm, self.norm_bias, self.setting)
+        weight = self.tokens if self.setting.model.tied else self.output
+        logits = tensor.column_linear(x, weight, None, tp, sp, "head")
+        return self.of_logits(logits.flatten(0, 1), targets.flatten())
+
+
+def token_parameter(setting: Setting) -> nn.Parameter:
+    """The token embedding [V/t, h]."""
+    m = setting.model
+    tokens = tensor.split_parameter((m.vocab, m.hidden), 0, setting.tp, "normal")
+    tokens.name_in_model = "embed.tokens"  # type: ignore[attr-defined]
+    return tokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of the model a module is: all of it, or a pipeline stage's chunk."""
+
+    layers: range
+    first: bool = True
+    """With the embedding."""
+    last: bool = True
+    """With the final norm, the logits and the loss."""
+
+
+class GPT(nn.Module):
+    """A part of the model, by default all of it.
+
+    Its input is tokens [b, s] (int64) if it is the first part, else [b, s, h]; its output the mean loss
+    (0-dim fp32) of targets [b, s] if it is the last, else [b, s, h] (s/t under sp).  `checkpoints` keeps
+    the blocks' inputs; with None nothing is recomputed.  Submodules have the same names in every part.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        training: Training,
+        tp: Group,
+        checkpoints: Checkpoints | None = None,
+        part: Part | None = None,
+        cp: Group | None = None,
+    ):
+        """Without `cp` it sees whole samples."""
+        super().__init__()
+        cp = cp or meshes.single().cp
+        dropouts = (training.dropout, training.attention_dropout)
+        operators, recomputed = layout.kernels, checkpoints is not None
+        setting = Setting(model, tp, cp, layout.sp, *dropouts, training.seed, operators, recomputed)
+        self.setting = setting
+        self._alibi: Masks = ()
+        """The biases of this rank's heads, once they are made."""
+        self.checkpoints = checkpoints
+        self.part = part or Part(range(model.layers))
+        if self.part.first:
+            self.embed = Embedding(setting)
+        self.blocks = nn.ModuleDict({str(i): Block(setting, i + 1) for i in self.part.layers})
+        if self.part.last:
+            self.head = LossHead(setting, self.embed.tokens if self.part.first else None)
+        if model.tied and self.part.first != self.part.last:
+            tokens = self.embed.tokens if self.part.first else self.head.tokens
+            tokens.tied = True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, targets: Tensor, place: Place) -> Tensor:
+        x = self.hidden(x, targets.shape[1], place)
+        return self.head(x, targets).mean() if self.part.last else x
+
+    def hidden(self, x: Tensor, s: int, place: Place) -> Tensor:
+        """What the last block of this part makes of `x`, in samples of which the rank has `s` tokens: [b, s, h]
+        (s/t under sp)."""
+        if self.part.first:
+            x = self.embed(x, place)
+        masks = self._masks(s, x)
+        for block in self.blocks.values():
+            x = self.run_block(block, x, place, masks)
+        return x
+
+    def _masks(self, s: int, like: Tensor) -> Masks:
+        """What all layers apply to their scores as a tensor."""
+        setting, cp = self.setting, self.setting.cp
+        if setting.operators is OperatorSet.UNFUSED:
+            # Made anew for every micro-batch, as the loader of 2019 did.
+            return (operator_sets.past(s, like),)
+        if setting.model.positions != "alibi":
+            return ()
+        stretches = context.chunks(cp.rank, cp.size, s * cp.size) if cp.size > 1 else (range(s),)
+        kept = [(mask.shape[-1], mask.dtype, mask.device) for mask in self._alibi]
+        if kept != [(queries.stop, like.dtype, like.device) for queries in stretches]:
+            heads = setting.model.heads // setting.tp.size
+            own = range(setting.tp.rank * heads, (setting.tp.rank + 1) * heads)
+            made = (operator_sets.alibi(setting.model.heads, own, queries, like) for queries in stretches)
+            self._alibi = tuple(storage.mark(mask, Category.OTHER) for mask in made)
+        return self._alibi
+
+    def run_block(self, block: nn.Module, x: Tensor, place: Place, masks: Masks) -> Tensor:
+        """`block(x, place, masks)`, run again in backward where there are `checkpoints`."""
+        if self.checkpoints is not None:
+            return recompute(partial(block, place=place, masks=masks), x, self.checkpoints)
+        y: Tensor = block(x, place, masks)
+        return y
+
+    def zero_units(self) -> list[Unit]:
+        """One unit a block; embeddings and final norm together where the embedding is tied, since both ends use it."""
+        # Of the embedding backward reads a norm's weight alone.
+        ends = [Use("embed", backward=self.setting.model.embedding_norm)] if self.part.first else []
+        ends += [Use("head")] if self.part.last else []
+        blocks = [Unit(f"blocks.{i}", (Use(f"blocks.{i}"),)) for i in self.part.layers]
+        if self.setting.model.tied:
+            return [Unit("outer", tuple(ends)), *blocks] if ends else blocks
+        first = [Unit("embed", tuple(ends[:1]))] if self.part.first else []
+        last = [Unit("head", tuple(ends[-1:]))] if self.part.last else []
+        return [*first, *blocks, *last]

@@ -1,0 +1,333 @@
+"""One layer of the GPT, as the model file describes it: attention, MLP, and what they share with embedding and head.
+
+Symbols: b samples, s tokens, h hidden, a heads, d a head's width, f the MLP's, t tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from repro import kernels
+from repro.config import Model, OperatorSet
+from repro.model import operator_sets
+from repro.model.operator_sets import WeightDropout
+from repro.parallel import context, tensor
+from repro.parallel.comm import Group
+from repro.parallel.context import Positions
+
+KEYS_AND_VALUES = (".kv", ".kv_bias")
+"""Parameters that all ranks of a tp group hold whole where there are more of them than heads."""
+
+
+Masks = tuple[Tensor, ...]
+"""What attention applies to its scores as a tensor (of the operator set `unfused`, or ALiBi's), one for each chunk that
+a rank has of a sample: one, under context parallelism two.  None where nothing is applied so."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which samples of the training run a micro-batch holds; random numbers follow from it alone."""
+
+    step: int
+    first_sample: int
+    """Number, within the step's global batch, of the micro-batch's first sample."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all parts of one model share."""
+
+    model: Model
+    tp: Group
+    cp: Group
+    sp: bool
+    dropout: float
+    attention_dropout: float
+    seed: int
+    operators: OperatorSet
+    recomputed: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's operators run in place of CUDA kernels."""
+        return self.operators.plain
+
+    def positions(self, count: int) -> Positions:
+        """Where the `count` rows of x [b, s, h] are that this rank has between its layers."""
+        return context.positions(self.cp, count, *((self.tp.rank, self.tp.size) if self.sp else ()))
+
+    def key(self, place: Place, layer: int, site: int) -> int:
+        """Key of the random numbers of one dropout in one step."""
+        return kernels.derive_key(self.seed, place.step, layer, site)  # layer 0 is the embedding
+
+
+def dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    setting: Setting,
+    place: Place,
+    layer: int,
+    site: int,
+) -> Tensor:
+    """residual + dropout(x + bias) on x [b, s, h], the rank's part of the sequence under cp and sp."""
+    at = setting.positions(x.shape[1])
+    seq = x.shape[1] * setting.cp.size * (setting.tp.size if setting.sp else 1)
+    key = setting.key(place, layer, site) if setting.dropout else 0
+
+    def fused(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        return kernels.bias_dropout_residual(
+            x,
+            bias,
+            residual,
+            setting.dropout,
+            key,
+            place.first_sample,
+            seq,
+            at.first,
+            True,
+            at.split,
+            at.jump,
+            plain=setting.plain,
+        )
+
+    if setting.operators is OperatorSet.UNFUSED:
+        return operator_sets.unfused_dropout_add(x, bias, residual, fused)
+    return fused(x, bias, residual)
+
+
+def side_by_side(heads: Tensor) -> Tensor:
+    """Heads [b, a/t, s, d] as [b, s, a/t d]."""
+    b, _, s, _ = heads.shape
+    return heads.transpose(1, 2).reshape(b, s, -1)
+
+
+def flat(bias: Tensor | None) -> Tensor | None:
+    """A bias [..., n] of several matrices as one vector."""
+    return None if bias is None else bias.flatten()
+
+
+def duplicate(size: int, init: str, tp: Group, sp: bool) -> nn.Parameter:
+    """A vector [size] that every tp rank holds; under `sp` each sees its part of the sequence only."""
+    parameter = tensor.split_parameter((size,), None, tp, init)
+    parameter.partial = sp  # type: ignore[attr-defined]
+    return parameter
+
+
+def norm_parameters(setting: Setting) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weight and bias of a norm, which has no bias if it is a root mean square."""
+    m, tp, sp = setting.model, setting.tp, setting.sp
+    weight = duplicate(m.hidden, "ones", tp, sp)
+    return weight, duplicate(m.hidden, "zeros", tp, sp) if m.norm == "layer" else None
+
+
+def normalised(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting) -> Tensor:
+    """The model's norm of x [b, s, h]; of `norm_parameters`."""
+    eps, plain = setting.model.norm_eps, setting.plain
+    if bias is None:
+        return kernels.rms_norm(x, weight, eps, plain=plain)
+    return kernels.layer_norm(x, weight, bias, eps, plain=plain)
+
+
+class _Split(torch.autograd.Function):
+    """Views of x along a dimension; the gradients come together in one tensor, written once and laid out as x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        return x.unbind(dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.stack(gradients, ctx.dim), None
+
+
+class Attention(nn.Module):
+    """x + dropout(attention(norm(x))), causal; each rank has a/t of the heads.
+
+    Keys and values with fewer heads than queries are parameters of their own.  Where there are fewer of them than
+    ranks, all ranks hold all and use the one of their queries; each then has a part of the gradient.
+    """
+
+    def __init__(self, setting: Setting, layer: int):
+        super().__init__()
+        m, tp = setting.model, setting.tp
+        self.setting, self.layer = setting, layer
+        self.heads, self.key_heads = m.heads // tp.size, max(1, m.key_heads // tp.size)
+        self.norm, self.norm_bias = norm_parameters(setting)
+        inner = m.heads * m.head_width
+        biased = m.biases != "none"
+
+        def parameters(shape: tuple[int, ...], split: int | None) -> tuple[nn.Parameter, nn.Parameter | None]:
+            matrix = (*shape, m.hidden)
+            weight = tensor.split_parameter(matrix, split, tp, "normal", used_once=split is not None)
+            bias = tensor.split_parameter(shape, split, tp, "zeros") if biased else None
+            for part in (weight, bias) if split is None else ():
+                if part is not None:
+                    vars(part)["partial"] = True
+            return weight, bias
+
+        self.whole = m.key_heads == m.heads
+        """Whether query, key and value are one parameter: three matrices, each split by heads."""
+        self.replicated = tp.size > m.key_heads
+        if self.whole:
+            self.qkv, self.qkv_bias = parameters((3, inner), 1)
+        else:
+            self.q, self.q_bias = parameters((inner,), 0)
+            shape = (m.key_heads, 2, m.head_width)
+            self.kv, self.kv_bias = parameters(shape, None if self.replicated else 0)
+        self.out = tensor.split_parameter((m.hidden, inner), 1, tp, "residual", used_once=True)
+        self.out_bias = duplicate(m.hidden, "zeros", tp, setting.sp) if m.biases == "all" else None
+
+    def columns(self) -> list[tensor.Column]:
+        """The weights that take the normalised input."""
+        if self.whole:
+            return [(self.qkv, flat(self.qkv_bias))]
+        return [(self.q, self.q_bias), (self._used(self.kv), flat(self._used(self.kv_bias)))]
+
+    def _used(self, kv: Tensor | None) -> Any:
+        """Of keys and values [heads, 2, d, ...] those that this rank's queries use."""
+        if kv is None or not self.replicated:
+            return kv
+        tp = self.setting.tp
+        return kv.narrow(0, tp.rank * kv.shape[0] // tp.size, 1)
+
+    def attended(self, products: Sequence[Tensor], place: Place, masks: Masks) -> Tensor:
+        """What this rank's heads make of the products with `columns`, [b, a/t, s, d]."""
+        q, k, v = self._heads(products)  # [b, a/t, s, d], of k and v as many heads as there are
+        operators, cp, dropout = self.setting.operators, self.setting.cp, self._weight_dropout(place)
+
+        def of_chunk(q: Tensor, k: Tensor, v: Tensor, chunk: int = 0) -> Tensor:
+            mask = masks[chunk] if masks else None
+            return operator_sets.attention(operators, q, k, v, dropout, mask, cp.size)
+
+        if cp.size == 1:
+            return of_chunk(q, k, v)
+        return context.attend(q, k, v, cp, of_chunk, again=not self.setting.recomputed)
+
+    def _heads(self, products: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        a, width, (b, s, _) = self.heads, self.setting.model.head_width, products[0].shape
+        if self.whole:
+            qkv = self._turned(products[0], 2 * a)  # [b, s, 3 a/t d]
+            parts: tuple[Tensor, ...] = _Split.apply(qkv.view(b, s, 3, a, width), 2)
+            return tuple(x.transpose(1, 2) for x in parts)
+        q = self._turned(products[0], a).view(b, s, a, width)
+        k, v = _Split.apply(products[1].view(b, s, self.key_heads, 2, width), 3)
+        if self.setting.model.positions == "rotary":
+            k = self._turned(k.reshape(b, s, -1), self.key_heads).view(v.shape)
+        return tuple(x.transpose(1, 2) for x in (q, k, v))
+
+    def _turned(self, x: Tensor, heads: int) -> Tensor:
+        """The first so many heads of [b, s, n d] turned by their position, where positions are rotary."""
+        m = self.setting.model
+        if m.positions != "rotary":
+            return x
+        at = context.positions(self.setting.cp, x.shape[1])
+        how = (heads, m.head_width, m.rotary_width, m.rotary_base, *at)
+        return kernels.rotary(x, *how, plain=self.setting.plain)
+
+    def forward(self, x: Tensor, place: Place, masks: Masks) -> Tensor:
+        """x and its attention, [b, s, h]."""
+        tp, sp = self.setting.tp, self.setting.sp
+        y = normalised(x, self.norm, self.norm_bias, self.setting)
+        columns = self.columns()
+        if self.setting.operators is not OperatorSet.UNFUSED:
+            products = tensor.column_linears(y, columns, tp, sp, "block")
+        else:
+            ((weight, bias),) = columns
+            products = tensor.column_linears(y, [(weight, None)], tp, sp, "block")
+            products = (operator_sets.add_bias(products[0], bias),) if bias is not None else products
+        y = self.attended(products, place, masks)
+        y = side_by_side(y)
+        y = tensor.row_linear(y, self.out, tp, sp, "block")
+        return dropout_add(y, self.out_bias, x, self.setting, place, self.layer, 1)
+
+    def _weight_dropout(self, place: Place) -> WeightDropout | None:
+        p = self.setting.attention_dropout
+        if not p:
+            return None
+        key = self.setting.key(place, self.layer, 0)
+        first_head = self.setting.tp.rank * self.heads
+        return WeightDropout(p, key, place.first_sample, self.setting.model.heads, first_head)
+
+
+class Mlp(nn.Module):
+    """x + dropout(mlp(norm(x))); each rank has f/t of the hidden units."""
+
+    def __init__(self, setting: Setting, layer: int):
+        super().__init__()
+        m, tp = setting.model, setting.tp
+        self.setting, self.layer = setting, layer
+        if m.blocks != "parallel-one-norm":
+            self.norm, self.norm_bias = norm_parameters(setting)
+        # The gate comes first; both are split by hidden units.
+        shape, split = ((2, m.ffn_width), 1) if m.mlp == "swiglu" else ((m.ffn_width,), 0)
+        biased = m.biases == "all"
+        self.up = tensor.split_parameter((*shape, m.hidden), split, tp, "normal", used_once=True)
+        self.up_bias = tensor.split_parameter(shape, split, tp, "zeros") if biased else None
+        self.down = tensor.split_parameter((m.hidden, m.ffn_width), 1, tp, "residual", used_once=True)
+        self.down_bias = duplicate(m.hidden, "zeros", tp, setting.sp) if biased else None
+
+    def columns(self) -> list[tensor.Column]:
+        """The weight that takes the normalised input; the bias where no later operator adds it."""
+        return [(self.up, None if self.setting.model.mlp == "gelu" else flat(self.up_bias))]
+
+    def activated(self, y: Tensor) -> Tensor:
+        """This rank's hidden units [b, s, f/t] of the product with `columns`."""
+        kind, plain = self.setting.model.mlp, self.setting.plain
+        if kind == "swiglu":
+            return kernels.swiglu(y, plain=plain)
+        if kind == "gelu-erf" or self.up_bias is None:
+            return F.gelu(y, approximate="none" if kind == "gelu-erf" else "tanh")
+        if self.setting.operators is OperatorSet.UNFUSED:
+            return operator_sets.unfused_gelu(y, self.up_bias)
+        return kernels.bias_gelu(y, self.up_bias, plain=plain)
+
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        tp, sp = self.setting.tp, self.setting.sp
+        y = normalised(x, self.norm, self.norm_bias, self.setting)
+        (y,) = tensor.column_linears(y, self.columns(), tp, sp, "block")
+        y = self.activated(y)
+        y = tensor.row_linear(y, self.down, tp, sp, "block")
+        return dropout_add(y, self.down_bias, x, self.setting, place, self.layer, 2)
+
+
+class Block(nn.Module):
+    """One transformer layer: two all-reduces forward and two backward under tp, of parallel ones one forward."""
+
+    def __init__(self, setting: Setting, layer: int):
+        super().__init__()
+        self.setting, self.layer = setting, layer
+        self.attention = Attention(setting, layer)
+        self.mlp = Mlp(setting, layer)
+
+    def forward(self, x: Tensor, place: Place, masks: Masks = ()) -> Tensor:
+        if self.setting.model.blocks == "sequential":
+            return self.mlp(self.attention(x, place, masks), place)
+        return self._parallel(x, place, masks)
+
+    def _parallel(self, x: Tensor, place: Place, masks: Masks) -> Tensor:
+        """x + dropout(attention(norm(x)) + mlp(norm(x))), the norms one or two; their sums over tp are one."""
+        setting, attention, mlp = self.setting, self.attention, self.mlp
+        tp, sp = setting.tp, setting.sp
+        y = normalised(x, attention.norm, attention.norm_bias, setting)
+        if setting.model.blocks == "parallel-one-norm":
+            columns = [*attention.columns(), *mlp.columns()]
+            *products, up = tensor.column_linears(y, columns, tp, sp, "block")
+        else:
+            products = [*tensor.column_linears(y, attention.columns(), tp, sp, "block")]
+            y = normalised(x, mlp.norm, mlp.norm_bias, setting)
+            (up,) = tensor.column_linears(y, mlp.columns(), tp, sp, "block")
+        y = tensor.row_products(side_by_side(attention.attended(products, place, masks)), attention.out)
+        y = tensor.reduce_output(y + tensor.row_products(mlp.activated(up), mlp.down), tp, sp, "block")
+        biases = attention.out_bias, mlp.down_bias
+        bias = None if biases[0] is None or biases[1] is None else biases[0] + biases[1]
+        return dropout_add(y, bias, x, setting, place, self.layer, 1)

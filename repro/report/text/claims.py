@@ -1,0 +1,244 @@
+"""`repro claims [ID] [--json]`: the ledger and its verdicts on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from repro.claims.judge import judge
+from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
+from repro.claims.reader import load
+from repro.claims.results import (
+    CONSISTENT,
+    INCONSISTENT,
+    NOT_COMPARABLE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    POSSIBLE,
+    REPRODUCED,
+    ClaimResult,
+    Finding,
+    RowResult,
+)
+from repro.claims.table import Line, as_dict, summary, table, totals, why
+from repro.results.store import read
+from repro.util import table as render
+from repro.util import units
+from repro.util.console import WIDE, print_json, stdout
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+MOVES = 3
+"""Unknowns that are shown of each value; the page and `--json` have more."""
+STYLES = {
+    REPRODUCED: "green",
+    POSSIBLE: "blue",
+    NOT_REPRODUCED: "red",
+    CONSISTENT: "cyan",
+    INCONSISTENT: "magenta",
+    NOT_COMPARABLE: "dim",
+    NOT_RUN: "yellow",
+}
+
+
+def command(claim_id: str | None, json: bool, results: Path, own: Sequence[Path] = ()) -> int:
+    """Print all claims, those of the ledger files `own` among them, or one in full.
+
+    Raises `ConfigError` for an unknown id or a bad ledger file.
+    """
+    ledger = load(own=tuple(own))
+    if claim_id:
+        ledger.claim(claim_id)
+    judged = judge(ledger, read(results))
+    chosen = [result for result in judged if not claim_id or result.claim.id == claim_id]
+    if json:
+        print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
+    elif claim_id:
+        show_one(chosen[0], ledger, stdout(WIDE))
+    else:
+        show_all(judged, ledger, stdout(WIDE))
+    return 0
+
+
+def show_all(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
+    """One line per claim, grouped by ledger file, and the counts."""
+    from rich.text import Text
+
+    lines = table(results)
+    widest = max(len(line.id) for line in lines)
+    headings = ("claim", "published", *KINDS, "own source", "verdict, and what it rests on")
+    texts = ("published", headings[-1])
+    for number, file in enumerate(dict.fromkeys(line.file for line in lines)):
+        grid = render.table(*headings, left=("claim", *texts), wrap=headings[1:], gap=1)
+        grid.show_header, grid.expand = not number, True
+        for heading, column in zip(headings, grid.columns, strict=True):
+            column.ratio = 3 if heading in texts else None
+            column.width = widest if heading == "claim" else None if heading in texts else 9
+        console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
+        for line in lines:
+            if line.file == file:
+                counts = [_count(line.counts[kind]) for kind in KINDS]
+                itself = _count(line.itself, STYLES[CONSISTENT], STYLES[INCONSISTENT])
+                grid.add_row(Text(line.id), Text(line.published), *counts, itself, _verdict(line))
+        console.print(grid)
+    _show_counts(results, console)
+
+
+def show_one(result: ClaimResult, ledger: Ledger, console: Console) -> None:
+    """Everything about one claim."""
+    from rich.text import Text
+
+    claim = result.claim
+    console.print(Text(claim.id, style="bold cyan"), Text(claim.title, style="bold"))
+    facts = render.facts()
+    facts.add_row("published", claim.published)
+    for source in claim.source:
+        key, _, place = source.partition(" ")
+        facts.add_row("source", Text(f"{key} {place} - {ledger.sources[key].title}"))
+    facts.add_row("certainty", f"{claim.certainty}: {CERTAINTIES[claim.certainty]}")
+    for name, text in (
+        ("predicted", claim.prediction),
+        ("conditions", claim.conditions),
+        ("note", claim.note),
+        *(("contradiction", text) for text in claim.contradictions),
+        ("needs", claim.needs),
+    ):
+        if text:
+            facts.add_row(name, Text(text))
+    verdict = Text(result.verdict, style=STYLES[result.verdict])
+    if result.basis:
+        verdict.append(f"  ({result.basis})", style="dim")
+    facts.add_row("verdict", verdict)
+    facts.add_row("why", Text(why(result)))
+    if result.reason and result.reason != claim.needs:
+        facts.add_row("because", Text(result.reason))
+    for text in result.disagreements:
+        facts.add_row("disagrees", Text(text, style="red"))
+    console.print(facts)
+    console.print()
+    console.print(_rows(result))
+    moves = _moves(result)
+    if moves.row_count:
+        console.print()
+        console.print(moves)
+    expressions = {f.expression: f.kind for row in result.rows for f in row.findings}
+    if expressions:
+        console.print()
+        for expression, kind in list(expressions.items())[:12]:
+            console.print(Text(f"{kind}: {expression}", style="dim"))
+        if len(expressions) > 12:
+            console.print(Text(f"and {len(expressions) - 12} more expressions, in {claim.file}", style="dim"))
+
+
+def _rows(result: ClaimResult) -> Table:
+    from rich.text import Text
+
+    headings = ("row", "published", "evidence", "value", "verdict", "why")
+    grid = render.table(*headings, left={"row", "evidence", "verdict", "why"}, wrap=headings)
+    for row in result.rows:
+        first = [Text(row.row.label), Text(_published(row))]
+        findings = row.findings or (None,)
+        for finding in findings:
+            cells = _finding_cells(finding) if finding else _nothing(row, result.claim.needs)
+            grid.add_row(*first, *cells)
+            first = [Text(""), Text("")]
+        note = " ".join(
+            part
+            for part in (
+                row.row.note,
+                f"Given: {row.row.given}." * bool(row.row.given),
+                "[beside the claim]" * (not row.row.main),
+                f"[predicted blind: {row.row.blind.text}]" if row.row.blind else "",
+                f"[{row.row.certainty}]" * (row.row.certainty != result.claim.certainty),
+            )
+            if part
+        )
+        if note:
+            grid.add_row("", "", "", "", "", Text(note, style="dim"))
+    return grid
+
+
+def _moves(result: ClaimResult) -> Table:
+    """Which unknown numbers move each predicted value most, each of them alone."""
+    headings = ("row", "what moves it most", "at its low end", "at its high end", "of all doubt")
+    grid = render.table(*headings, left={"row", "what moves it most"}, wrap=headings[:2])
+    for row in result.rows:
+        label = row.row.label
+        for finding in row.findings:
+            for key, low, high, share in finding.doubt.largest(MOVES) if finding.doubt is not None else ():
+                grid.add_row(label, key, units.number(low), units.number(high), units.percent(share))
+                label = ""
+    return grid
+
+
+def _finding_cells(finding: Finding) -> list[Text]:
+    from rich.text import Text
+
+    return [
+        Text(finding.origin if finding.itself else f"{finding.kind}, {finding.at}"),
+        Text(finding.text or "-"),
+        Text(finding.verdict, style=STYLES[finding.verdict]),
+        Text(finding.reason),
+    ]
+
+
+def _nothing(row: RowResult, needs: str) -> list[Text]:
+    from rich.text import Text
+
+    reason = "see needs" if row.reason == needs else row.reason
+    return [Text("-"), Text("-"), Text(row.verdict, style=STYLES[row.verdict]), Text(reason)]
+
+
+def _published(result: RowResult) -> str:
+    row = result.row
+    error = f" +-{row.error:g}" if row.error else ""
+    unit = (
+        row.unit if row.unit in ("x", "%") else f" {row.unit}" * (row.printed is not None and bool(row.unit))
+    )
+    return f"{row.bound} {row.published}{error}{unit}".strip()
+
+
+def _verdict(line: Line) -> Text:
+    from rich.text import Text
+
+    text = Text(line.verdict, style=STYLES[line.verdict])
+    if line.basis:
+        text.append(f" ({line.basis})", style="dim")
+    if line.disagreements:
+        text.append(f" ({len(line.disagreements)} disagree)", style="red")
+    return text
+
+
+def _count(text: str, good_style: str = "green", bad_style: str = "red") -> Text:
+    from rich.text import Text
+
+    if "/" not in text:
+        return Text(text, style="dim")
+    good, total = text.split("/")
+    return Text(text, style=good_style if good == total else bad_style)
+
+
+def _show_counts(results: list[ClaimResult], console: Console) -> None:
+    from rich.text import Text
+
+    counts = summary(results)
+    verdicts = ", ".join(f"[{STYLES[v]}]{n} {v}[/]" for v, n in counts["verdicts"].items())
+    console.print()
+    console.print(f"{counts['claims']} claims with {counts['rows']} values: {verdicts}.")
+    console.print(Text(totals(counts)))
+    for kind, found in counts["evidence"].items():
+        if found["rows_decided"]:
+            console.print(
+                f"{kind}: {found['rows_reproduced']} of {found['rows_decided']} values reproduced"
+                f"{_possible(found['rows_possible'])} ({found['rows']} can be tested so; "
+                f"{found['things']} independent things).",
+            )
+    console.print("`repro claims ID` shows one claim with its conditions, source and every value.")
+
+
+def _possible(count: int) -> str:
+    return f", {count} possible" if count else ""

@@ -1,0 +1,119 @@
+"""`repro doctor`: what works on this machine or on a cluster, and what it enables, a line for each thing."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro.launch.doctor.check import Check
+from repro.util.console import print_json, stdout
+from repro.util.table import MIN_TABLE_COLUMNS, table
+from repro.util.units import NOTHING
+
+if TYPE_CHECKING:
+    from repro.launch.doctor.kernel_table import KernelRow
+
+
+def machine(results: Path, compile_for: str, json: bool) -> int:
+    """Examine this machine; 1 if the harness cannot run anything here, else 0.
+
+    `compile_for`: the architectures for which all CUDA kernels are compiled and listed.  Raises `ConfigError`.
+    """
+    from repro.launch.doctor import kernel_table
+    from repro.launch.doctor.machine import examine
+    from repro.measure.provenance import gpus
+
+    checks = examine(results, compile_for)
+    rows = kernel_table.table(compile_for) if compile_for else []
+    more = {"gpus": gpus(), **({"kernels": [asdict(row) for row in rows]} if rows else {})} if json else {}
+    code = _answer(checks, json=json, undone="run here", more=more)
+    if rows and not json:
+        _kernels(rows)
+    return code
+
+
+def _kernels(rows: Sequence[KernelRow]) -> None:
+    """A line for each kernel of each size class, a column for each architecture; then what it amounts to."""
+    architectures = list(dict.fromkeys(row.architecture for row in rows))
+    lines: dict[tuple[str, str], dict[str, KernelRow]] = {}
+    for row in rows:
+        lines.setdefault((row.program, row.kernel), {})[row.architecture] = row
+    shown = table("kernel", "columns", "threads", *architectures, left=2)
+    for (program, kernel), of in lines.items():
+        row = next(iter(of.values()))
+        sizes = "-".join(map(str, dict.fromkeys((row.sizes[0], row.sizes[-1])))) if row.sizes else "any"
+        cells = [_cell(of[a]) if a in of else "-" for a in architectures]
+        shown.add_row(
+            f"{program.partition(' ')[0]}.{kernel} {_specialised(program)}", sizes, str(row.threads), *cells
+        )
+    console = stdout(least=140)
+    console.print()
+    console.print(shown)
+    spilled = sum(row.spilled_bytes > 0 for row in rows)
+    console.print(
+        "registers of a thread / shared bytes of a block / occupancy / part of the memory's bandwidth that its threads "
+        f"ask for at least (by Little's law: nothing was timed); {spilled or 'nothing'} spilled."
+    )
+
+
+def _cell(row: KernelRow) -> str:
+    spilled = f" spilled {row.spilled_bytes}" if row.spilled_bytes else ""
+    parts = [NOTHING if part is None else f"{part:.0%}" for part in (row.occupancy, row.bandwidth)]
+    return "/".join([str(row.registers), str(row.shared_bytes), *parts]) + spilled
+
+
+def _specialised(program: str) -> str:
+    """The definitions that tell programs of a source apart, short."""
+    words = dict(word.split("=") for word in program.split()[1:])
+    kinds = [words[key] for key in ("TYPE", "GRADIENT", "COPY") if key in words]
+    width = [f"by {words['WIDTH']}"] if "WIDTH" in words else []
+    flags = {"HAS_BIAS": "bias", "HAS_RESIDUAL": "residual", "DROP": "drop", "CENTRED": "centred"}
+    return " ".join([*kinds, *width, *(name for key, name in flags.items() if words.get(key) == "1")])
+
+
+def cluster(profile: Path, results: Path, nodes: int, json: bool) -> int:
+    """Examine what a profile promises; 1 if something keeps suites from running, else 0.
+
+    `nodes`: also start a short job on that many nodes and look around there.  Raises `ConfigError` for a bad profile.
+    """
+    from repro.launch.slurm.site.profile import load
+    from repro.launch.slurm.submission.doctor import examine
+
+    hint = "" if nodes else "--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder."
+    checks = list(examine(load(profile), results.absolute(), nodes))
+    return _answer(checks, json=json, undone="submitted", hint=hint)
+
+
+def _answer(
+    checks: Sequence[Check], *, json: bool, undone: str, hint: str = "", more: dict[str, Any] | None = None
+) -> int:
+    """Print the checks; 1 if one that fails is fatal, else 0.
+
+    `undone`: what a fatal one keeps from being done.  `hint`: what else can be asked where none is.
+    `more`: keys of the JSON document.
+    """
+    broken = [check.name for check in checks if check.fatal]
+    if json:
+        found = {"usable": not broken, "checks": [asdict(check) for check in checks], **(more or {})}
+        print_json(found)
+    else:
+        print("\n".join(lines(checks, stdout(least=100).width)))
+        if broken:
+            print(f"\nNothing can be {undone} until this is mended: {', '.join(broken)}.")
+        elif hint:
+            print(f"\n{hint}")
+    return 1 if broken else 0
+
+
+def lines(checks: Sequence[Check], width: int) -> list[str]:
+    """Return the checks as lines of at most `width` characters, aligned where there is room for it."""
+    longest = max(len(check.name) for check in checks)
+    found = []
+    for check in checks:
+        head = f"{check.state:<8}{check.name:<{longest}}  "
+        indent = " " * (len(head) if width >= MIN_TABLE_COLUMNS else 2)
+        found += textwrap.wrap(f"{head}{check.found} - {check.enables}", width, subsequent_indent=indent)
+    return found

@@ -1,0 +1,62 @@
+"""`repro evaluate` and `export-weights`: the scores with how they were obtained, and what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from repro.config import ConfigError, Layout, models
+from repro.util import units
+from repro.util.console import print_json
+
+
+def command(
+    weights: Path, task: str, data: Path, layout: Layout, results: Path, json: bool, **how: Any
+) -> int:
+    """Score, and print metrics and protocol, or the record (`json`); 1 if the ranks failed.  Raises `ConfigError`."""
+    from repro.quality.evaluate.run import Question, evaluate
+
+    question = Question(weights=weights, task=task, data=data, layout=layout, **how)
+    try:
+        record, signal = evaluate(question, results)
+    except ConfigError as error:
+        known = error.key in ("tp", "pp", "dp", "zero", "micro_batch", "precision") and not error.file
+        raise error.about(f"--{error.key.replace('_', '-')}") if known else error from None
+    if signal:
+        return 128 + signal
+    if json:
+        print_json(record.as_dict())
+        return int(record.outcome != "ok")
+    print(f"{record.name}: {record.outcome}  {record.reason}".rstrip())
+    for name, value in record.metrics.items():
+        shown = units.percent(value) if name.startswith("accuracy") else f"{value:,.10g}"
+        print(f"  {name}  {shown}")
+    way = record.way
+    print(f"protocol {way['name']}: {way['source']}")
+    for name, lines in (
+        ("", way["rules"]),
+        ("left open: ", way["left_open"]),
+        ("published so: ", way["published"]),
+    ):
+        for line in lines:
+            print(f"  {name}{line}")
+    return int(record.outcome != "ok")
+
+
+def export(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
+    """Write the weights and name the files; 0.  Raises `ConfigError` before anything is written."""
+    from repro.quality.weights.export import export as write
+    from repro.quality.weights.opened import open_weights
+
+    source = open_weights(weights, models.load(model) if model else None)
+    source.check()
+    written = write(source, output, vocab)
+    if json:
+        print_json({"weights": source.kind, "files": [str(path) for path in written]})
+        return 0
+    print(
+        f"{source.kind}: {source.model.layers} layers of {source.model.hidden}, {source.model.vocab} tokens"
+    )
+    for path in written:
+        print(f"{path}  {units.size(path.stat().st_size)}")
+    return 0

@@ -1,0 +1,275 @@
+"""What `repro fit` and `repro plan` print for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from repro.config import words
+from repro.config.attention import unfused
+from repro.simulate.plan.terms import FRAGMENTATION, TERMS
+from repro.simulate.time.basis import BOUND, said
+from repro.util import units
+from repro.util.console import stdout
+from repro.util.table import MIN_TABLE_COLUMNS, bar, table
+from repro.util.units import gb
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from repro.simulate.plan.candidates import Request
+    from repro.simulate.plan.fit import Question
+    from repro.simulate.plan.plan import Plan
+    from repro.simulate.plan.rows import PlanRow
+
+WHERE = {"waits\n%": "exposed_s", "bubble\n%": "bubble_s"}
+"""Columns of a plan that say where its time goes, by the key of the time."""
+ROOMY = 96
+"""Columns of a terminal that has room for them beside a whole training; a table of fewer leaves them out."""
+
+
+def bounds(console: Console, basis: str) -> tuple[str, str]:
+    """What stands before a time and before a rate that are bounds; nothing before others."""
+    if basis != BOUND:
+        return "", ""
+    return ("≥", "≤") if console.encoding.startswith("utf") else (">=", "<=")
+
+
+def show_fit(question: Question, document: dict[str, Any]) -> None:
+    """Print the largest that fits beside the first that does not."""
+    console = stdout()
+    sizes = document["sizes"]
+    what = (
+        "Largest model" if document["search"] == "layers" else f"Largest micro-batch of {question.model.name}"
+    )
+    console.print(f"[bold]{what}[/] on {words.devices(document['gpus'], question.system)}")
+    width = f"hidden {sizes['hidden']}, {sizes['heads']} heads, vocabulary {sizes['vocab']}, sequence {sizes['seq']}"
+    console.print(f"{width}; {words.layout(question.layout, batches=True)}")
+    console.print(
+        f"{units.size(document['limit_bytes'])} for torch, {units.size(document['context_bytes'])} of context "
+        "beside it\n"
+    )
+    if note := unfused(question.model, question.layout, question.system.device.compute_capability):
+        console.print(f"{note}\n", style="yellow", markup=False)
+    rows = table("", "layers", "micro-batch", "parameters", "needs GB", left=1)
+    for name, key in (("fits", "largest"), ("does not", "first_failing")):
+        row = document[key]
+        if row is None:
+            rows.add_row(name, "-", "-", "-", "-")
+        else:
+            psi, needed = units.parameters(row["params"]), gb(row["needed_bytes"])
+            rows.add_row(name, str(row["layers"]), str(row["micro_batch"]), psi, needed)
+    console.print(rows)
+    failing = document["first_failing"]
+    if failing is not None:
+        console.print(
+            f"\nWhat is too much: [bold]{document['binding']}[/]{_why(document['binding'], failing)}"
+        )
+        if "memory" in failing:
+            _terms(console, document)
+        console.print(units.readable(failing["reason"]), style="dim", markup=False)
+    _tried(console, document)
+
+
+def _why(term: str, failing: dict[str, Any]) -> str:
+    if term == FRAGMENTATION:
+        largest = f" ({failing['largest_term']} most of all)" if "largest_term" in failing else ""
+        return f"; what is live{largest} would fit, but no free stretch is long enough"
+    return ", the largest part of what is live" if term in TERMS.values() else ""
+
+
+def _terms(console: Console, document: dict[str, Any]) -> None:
+    """What is live at both peaks, by term."""
+    largest, failing = document["largest"], document["first_failing"]
+    whole = document["limit_bytes"]
+    rows = table("live at the peak", "", "does not GB", "fits GB", left=2)
+    for category, term in TERMS.items():
+        size = failing["memory"]["by_category"].get(category, 0)
+        before = largest["memory"]["by_category"].get(category, 0) if largest else None
+        if size or before:
+            rows.add_row(term, bar(console, size, whole, room=False), gb(size), gb(before))
+    console.print(rows)
+
+
+def _tried(console: Console, document: dict[str, Any]) -> None:
+    unit = "layers" if document["search"] == "layers" else "samples"
+    tried = ", ".join(f"{trial['value']} ({trial['outcome']})" for trial in document["trials"])
+    if "trace_seconds" in document:
+        how = f"{document['traces']} traces in {units.seconds(document['trace_seconds'])}"
+    else:
+        how = f"{document['evidence']}, {units.seconds(document['seconds'])}"
+    console.print(f"\nTried {unit}: {tried}; {how}.")
+
+
+def show_plan(request: Request, plan: Plan, top: int) -> None:
+    """Print the first `top` layouts, and what rules the others out."""
+    from repro.simulate.plan.plan import COMPARED
+    from repro.simulate.plan.rows import NO_TIMES, OK, RULE, unknown
+
+    console = stdout()
+    rows = plan.rows
+    fits = [row for row in rows if row.outcome == OK]
+    left = sum(row.open for row in fits)
+    slower = f"; {left} cannot be among the first {max(top, COMPARED)} and are left open" if left else ""
+    console.print(
+        f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}, global batch "
+        f"{request.global_batch}, {rows[0].layout.precision}"
+    )
+    console.print(
+        f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}{slower}; {plan.traces} traces\n"
+    )
+    if note := unfused(request.model, rows[0].layout, request.system.device.compute_capability):
+        console.print(f"{note}\n", style="yellow", markup=False)
+    shown = fits[:top]
+    if shown:
+        _layouts(console, request, shown, timed=not plan.no_time)
+        if not plan.no_time:
+            _undecided(console, [row for row in fits if row.interval is not None], top)
+            _basis(console, request, shown[0])
+        text = f"s: {NO_TIMES if plan.no_time else RULE}.  *: the whole step was traced, GB are reserved; else live "
+        text += "bytes, traffic and time of a few layers, extended in straight lines."
+        if plan.no_time:
+            text += f"  No times: {plan.no_time}."
+            missing = unknown(request, rows[0].layout.precision)
+            text += f"  Counted as no time: {', '.join(missing)}." if missing else ""
+        console.print(textwrap.fill(text, console.width), style="dim", markup=False)
+    else:
+        console.print("[bold red]No layout fits.[/]")
+    _ruled_out(console, [row for row in rows if row.outcome != OK])
+
+
+def _basis(console: Console, request: Request, row: PlanRow) -> None:
+    """What the times of every row rest on: their kernels and the system are the same."""
+    rests = said(row.layout.kernels, request.system)
+    style = "bold" if row.time["rests_on"] == BOUND else ""
+    console.print("\n" + textwrap.fill(f"Times rest on: {rests}.", console.width), style=style, markup=False)
+
+
+def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, timed: bool) -> None:
+    from repro.simulate.plan.rows import FULL, training
+
+    trained = timed and request.tokens > 0
+    columns = ["GB\na GPU", "step\ns"]
+    roomy = not MIN_TABLE_COLUMNS <= console.width < ROOMY
+    ends = timed and rows[0].interval is not None and (not trained or roomy)
+    if ends:
+        columns += ["90 %\ns"]
+    if timed:
+        columns += ["TFLOP/s\na GPU", "MFU\n%", "samples\n/s", "waits\n%", "bubble\n%"]
+    else:
+        columns += ["inside\nGB", "between\nGB", "bubble\n%"]
+    if trained:
+        columns.remove("samples\n/s")
+        columns += ["trained\nin days"]
+        columns += ["for\nmillions"] if request.price_per_gpu_hour else []
+    if not roomy and (trained or ends):
+        columns = [heading for heading in columns if heading not in WHERE]
+    axes = words.axes(row.layout for row in rows)
+    numbered = any(row.undecided for row in rows)
+    degrees = " x ".join(axes)
+    made = table(*[" #"] * numbered, degrees, "ZeRO", "mb", "also", *columns, left=(degrees, "also"), gap=1)
+    for place, row in enumerate(rows, 1):
+        layout, time = row.layout, row.time
+        extra = {"recompute": "rc", "sp": "sp", "pa": "pa"}
+        size = row.memory.get("reserved_bytes") if row.evidence == FULL else None
+        mark = "*" if row.evidence == FULL else " "
+        cells = [gb(size or row.memory["peak_bytes"]) + mark]
+        if timed:
+            step, (least, most) = time["step_s"], bounds(console, time["rests_on"])
+            cells += [least + units.number(step)]
+            cells += [_ends(time["interval"])] if ends else []
+            cells += [f"{most}{time['flops_per_device'] / units.TERA:.1f}"]
+            cells += [units.NOTHING if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
+            cells += [] if trained else [most + units.number(time["samples_per_s"])]
+            cells += [f"{100 * time[key] / step:.1f}" for heading, key in WHERE.items() if heading in columns]
+        else:
+            links = row.comm.get("bytes_by_link", {})
+            between = links.get("inter-node", 0)
+            cells += [units.number(row.ideal_s)]
+            cells += [gb(sum(links.values()) - between), gb(between)]
+            cells += [f"{100 * row.bubble:.0f}" if layout.pp > 1 else "-"]
+        if trained:
+            whole = training(request, row) or {}
+            cells += [f"{least}{whole['days']:,.1f}"]
+            cells += [least + units.number(whole["cost"] / 1e6)] if "cost" in whole else []
+        made.add_row(
+            *[str(place)] * numbered,
+            words.degrees(layout, axes),
+            str(layout.zero),
+            str(layout.micro_batch),
+            " ".join(short for key, short in extra.items() if getattr(layout, key)),
+            *cells,
+        )
+    console.print(made)
+    note = "mb: micro-batch; rc: recomputation; sp: sequence parallelism; pa: P_a; GB: on the fullest rank; "
+    if timed:
+        note += "TFLOP/s: recomputation counted; MFU: of the device's peak, recomputation not counted; "
+        if "waits\n%" in columns:
+            note += "waits: for communication that nothing hides, part of the step of the slowest stage; "
+            note += "bubble: for other stages, likewise; "
+        note += "trained: on --tokens" if trained else "samples: of all replicas"
+    else:
+        note += "inside a node and between nodes: sent by the busiest rank in a step; bubble: of the time it computes"
+    console.print("\n" + textwrap.fill(note, console.width), style="dim", markup=False)
+
+
+def _ends(found: dict[str, Any] | None) -> str:
+    return (
+        units.NOTHING
+        if found is None
+        else f"{units.number(found['low_s'])} to {units.number(found['high_s'])}"
+    )
+
+
+def _undecided(console: Console, rows: Sequence[PlanRow], top: int) -> None:
+    """Say where the order of `rows`, `top` of them shown, is not decided, since numbers of the system are not known."""
+    from repro.simulate.plan.undecided import PART
+
+    if len(rows) < 2:
+        return
+    draws = "of all draws of the system's unknown numbers"
+    pairs = [(place, one) for place, row in enumerate(rows, 1) for one in row.undecided or ()]
+    faster = [place for place, one in pairs if one.than == 1]
+    if faster:
+        text = "Which is the fastest is not decided by what is known."
+        if hidden := sum(place > top for place in faster):
+            text += f"  {hidden} of those that may be are not shown: --top {max(faster)}."
+    else:
+        text = f"The first is faster than each of the {len(rows) - 1} after it in "
+        text += f"{100 * (1 - PART):.0f} % or more {draws}."
+    told = [
+        f"{place} than {one.than} ({units.percent(one.part)}, {' or '.join(one.by[:2])})"
+        for place, one in pairs
+        if place <= top and one.than in (1, place - 1)
+    ]
+    if told:
+        text += f"  A later row is faster than one before it in more than {100 * PART:.0f} % {draws}, with that part "
+        text += f"and what decides: {', '.join(told)}."
+    console.print("\n" + textwrap.fill(text, console.width, break_on_hyphens=False), markup=False)
+
+
+def _ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
+    """For each tp, cp, pp and ZeRO stage: the least that its layouts would need, and the term that is too much."""
+    if not rows:
+        return
+    least: dict[tuple[int, int, int, int], tuple[int, PlanRow]] = {}
+    for row in rows:
+        key = (row.layout.tp, row.layout.cp, row.layout.pp, row.layout.zero)
+        count, best = least.get(key, (0, row))
+        smaller = row if row.memory["peak_bytes"] < best.memory["peak_bytes"] else best
+        least[key] = count + 1, smaller
+    axes = words.axes(row.layout for row in rows)
+    console.print(f"\n[bold]{len(rows)} layouts do not fit[/], by {', '.join(axes[:-1])} and ZeRO stage:")
+    headings = (" x ".join(axes), "ZeRO", "layouts", "at least GB", "ruled out by", "known from")
+    made = table(*headings, left=(headings[0], *headings[4:]))
+    for (*_, zero), (count, row) in sorted(least.items()):
+        made.add_row(
+            words.degrees(row.layout, axes),
+            str(zero),
+            str(count),
+            gb(row.memory["peak_bytes"]),
+            row.ruled_out_by,
+            {"states": "closed form", "shallow": "shallow traces", "full": "a full trace"}[row.evidence],
+        )
+    console.print(made)

@@ -1,0 +1,199 @@
+"""`repro simulate`, `repro fit` and `repro plan`: check the question, find the answer, show it.
+
+All that a person can get wrong is found out before torch is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from repro.config import Experiment, Training, models
+from repro.config.errors import ConfigError, require
+from repro.config.sizes import RANKS, at_most
+from repro.config.system import System
+from repro.measure.local_system import load_system
+from repro.simulate.plan.asked import SHOWN, Asked, complete, limit_of, memory_bytes
+from repro.util.console import print_json, waiting
+
+
+def simulate(model: str, asked: Asked, timeline: Path | None, json: bool) -> int:
+    """Trace one step of a model and print what it needs; 1 if it does not fit."""
+    on = _system(asked)
+    experiment = _experiment(model, on, asked)
+    limit = memory_bytes(asked.memory_limit)
+    if limit is not None:
+        limit = limit_of(on, limit)
+    from repro.report.text.simulated_step import show
+    from repro.simulate.step import NO_STEP
+    from repro.simulate.step import simulate as run
+
+    with waiting(f"tracing one step of {experiment.model.name} on {asked.gpus:,} GPUs"):
+        found = run(
+            experiment,
+            on,
+            memory_limit=limit,
+            expandable=asked.expandable,
+            time=True,
+            record=timeline is not None,
+            interval=True,
+        )
+    if timeline is not None:
+        from repro.simulate.time.perfetto import write
+
+        if not found.fits:
+            print(f"note: {timeline} is not written: {NO_STEP}", file=sys.stderr)
+        elif found.time is None:
+            raise ConfigError(
+                "timeline", str(timeline), says=f"needs times, which cannot be predicted: {found.no_time}"
+            )
+        else:
+            write(timeline, found.time.timeline.spans, [role.role.stage for role in found.roles])
+    if json:
+        print_json(found.as_dict())
+    else:
+        show(found, on)
+    return 0 if found.fits else 1
+
+
+def _system(asked: Asked) -> System:
+    """The system that is asked for, with a word to who asks for more devices than anybody had of it."""
+    at_most("gpus", asked.gpus, RANKS)
+    on = load_system(asked.system)
+    nodes, devices = on.nodes.value, on.devices_per_node.value
+    if (
+        nodes
+        and devices
+        and on.provenance is None
+        and "memory" not in on.links
+        and asked.gpus > nodes * devices
+    ):
+        most = f"{nodes * devices:,.0f} of {on.name} ({nodes:,.0f} nodes of {devices:,.0f})"
+        said = f"note: {asked.gpus:,} GPUs are more than the {most}; taken as more of the same nodes"
+        print(said, file=sys.stderr)
+    return on
+
+
+def _experiment(model: str, system: System, asked: Asked) -> Experiment:
+    sizes, layout = models.load(model), complete(asked.layout, asked.gpus, system)
+    training = _training(asked.seq)
+    return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
+
+
+def _training(seq: int) -> Training:
+    require(seq >= 0, "seq", seq, "a number of tokens")
+    return Training(seq=seq)
+
+
+def fit(asked: Asked, model: str, sizes: dict[str, int], search: str, json: bool) -> int:
+    """Find the largest model that fits and the first that does not; 1 if nothing fits."""
+    from repro.report.text.fit_and_plan import show_fit
+    from repro.simulate.plan import fit as fits
+
+    known = models.load(model) if model else None
+    question = fits.question_of(_system(asked), asked, known, sizes, search)
+    with waiting(f"searching the largest that fits, on {asked.gpus:,} GPUs"):
+        answer = fits.simulated(question)
+    document = fits.document(question, answer)
+    if json:
+        print_json(document)
+    else:
+        show_fit(question, document)
+    return 0 if answer.largest is not None else 1
+
+
+def measured_fit(
+    asked: Asked, model: str, sizes: dict[str, int], search: str, as_rank: int | None, of: int, json: bool
+) -> int:
+    """Try sizes on real devices; 1 if nothing fits or a trial fails, 130 if interrupted."""
+    from repro.launch.fit import trials_of
+    from repro.launch.interrupt import Interrupt
+    from repro.report.text.fit_and_plan import show_fit
+
+    trials = trials_of(asked, models.load(model) if model else None, sizes, search, as_rank, of)
+    began = time.perf_counter()
+    with Interrupt() as interrupt:
+        answer = trials.run(interrupt)
+    document = trials.document(answer, time.perf_counter() - began)
+    if json:
+        print_json(document)
+    else:
+        show_fit(trials.question, document)
+    if interrupt:
+        return 128 + interrupt.signal
+    failed = answer.first_failing is not None and answer.first_failing.outcome != "oom"
+    return 0 if answer.largest is not None and not failed else 1
+
+
+def plan(
+    model: str,
+    asked: Asked,
+    json: bool,
+    as_map: bool = False,
+    tokens: float = 0.0,
+    price_per_gpu_hour: float = 0.0,
+    top: int | None = None,
+) -> int:
+    """List every sensible layout (`top`: the best so many), best first, or draw tp against pp; 1 if none fits."""
+    from repro.simulate.plan import candidates
+
+    on, gpus, seq = _system(asked), asked.gpus, asked.seq
+    sizes = models.load(model)
+    require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
+    require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
+    require(_training(seq).seq <= sizes.seq, "seq", seq, f"at most the model's {sizes.seq} positions")
+    require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
+    price = price_per_gpu_hour
+    require(0 <= price < 1e9, "price_per_gpu_hour", price, "a price")
+    require(
+        not price or tokens > 0,
+        "tokens",
+        tokens,
+        "more than 0 with --price-per-gpu-hour: how much is trained",
+    )
+    require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
+    require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
+    require(top is None or not as_map, "top", top, "left out with --map, which draws every tp and pp")
+    given = asked.memory_limit.split(",")
+    require(as_map or len(given) == 1, "memory_limit", asked.memory_limit, "one size; --map takes several")
+    limits = sorted({limit_of(on, memory_bytes(text)) for text in given})
+    request = candidates.Request(
+        sizes, on, gpus, limits[0], seq or sizes.seq, asked.layout, asked.expandable, tokens, price
+    )
+    if as_map:
+        return _map(request, limits, json)
+    count = len(candidates.candidates(request))
+    from repro.util.workers import Workers
+
+    with waiting(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
+        workers.start()
+        from repro.report.text.fit_and_plan import show_plan
+        from repro.simulate.plan.plan import plan as run
+        from repro.simulate.plan.rows import OK, document
+
+        found = run(request, workers, top or SHOWN, whole=json and top is None)
+    if json:
+        print_json([document(request, row) for row in found.rows[:top]])
+    else:
+        show_plan(request, found, top or SHOWN)
+    return 0 if any(row.outcome == OK for row in found.rows) else 1
+
+
+def _map(request: Any, limits: list[int], json: bool) -> int:
+    """Draw which tp and pp fit each of `limits` (bytes of a device's memory)."""
+    from repro.report.text.plan_map import show_map
+    from repro.simulate.plan.grid import axes, grid, map_document
+    from repro.simulate.plan.rows import OK
+    from repro.util.workers import Workers
+
+    tensor, stages = axes(request)
+    what = f"{len(tensor)} x {len(stages)} layouts of {request.model.name} on {request.gpus:,} GPUs"
+    with waiting(what), Workers() as workers:
+        cells = grid(request, tensor, stages, limits, workers)
+    if json:
+        print_json(map_document(request, cells, limits))
+    else:
+        show_map(request, cells, limits)
+    return 0 if any(row.outcome == OK for cell in cells for row in cell.rows.values()) else 1

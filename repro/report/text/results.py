@@ -1,0 +1,257 @@
+"""`repro results`: what a store knows of experiments, side by side; `repro run` ends with the same tables."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from repro.config import words
+from repro.config.errors import ConfigError
+from repro.results.frames import comparison_row, experiment_row
+from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
+from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
+from repro.results.select import select
+from repro.results.side_by_side import Group, groups
+from repro.results.store import read
+from repro.simulate.time.basis import BOUND, SHORT, of_record
+from repro.util import files, units
+from repro.util.console import WIDE, print_json, stdout
+from repro.util.table import MIN_TABLE_COLUMNS, sparkline, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EVIDENCE = {
+    MEASURED: "measured: real processes and messages",
+    EMULATED: "emulated: small twins behind links held to a rate; ratios count, rates are no machine's",
+    SIMULATED: "simulated: predicted, nothing ran",
+}
+WORDS, COUNTS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
+"""What has a column where experiments differ in it."""
+NOTES = {
+    "loss": "loss: of the last step",
+    "curve": "curve: loss over the steps",
+    "step": "step: median, of the slowest rank",
+    "a rank": "FLOP/s: recomputation counted",
+    "MFU": "MFU: of the device's peak, recomputation not counted",
+    "rests on": "rests on: `calibrated`, a `published` point, or nothing: a `bound`",
+    "param": "param, grad, optim: held between steps by the fullest rank",
+    "activ": "activ: at its peak",
+    "sent": "sent: by rank 0 in a step",
+}
+"""What a column has, by a word of its heading."""
+
+
+class Column(NamedTuple):
+    """A column of a table: its heading in two lines, and a text for every row."""
+
+    heading: str
+    cells: list[str]
+    left: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal."""
+        return max(len(line) for line in [*self.heading.split("\n"), *self.cells])
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row has anything here."""
+        return not any(cell not in ("", units.NOTHING) for cell in self.cells)
+
+
+def command(what: str, results: Path, json: bool, plot: Path | None) -> int:
+    """Print what is known of the experiments that `what` means.  Raises `ConfigError` where that is nothing."""
+    selection = select(read(results))
+    found = groups(selection, _pattern(what))
+    if not found:
+        here = ", ".join(sorted({record.suite for record in selection.by_name.values()}))
+        if not here:
+            says = f"no records in {results}; `repro run` makes some, and --results names another folder"
+            raise ConfigError("results", says=says)
+        raise ConfigError(
+            "results", what, f"a suite, or a glob of experiments, with results in {results}: {here}"
+        )
+    if plot is not None:
+        _draw(found, plot)
+    if json:
+        print_json(_document(found))
+    else:
+        show(found)
+    return 0
+
+
+def _pattern(what: str) -> str:
+    """A suite's file stands for its name."""
+    if not what.endswith(".toml"):
+        return what
+    from repro.config import suites
+
+    return suites.load(Path(what)).name
+
+
+def show(found: Iterable[Group]) -> None:
+    """Print every group: its table, what failed, and its comparisons."""
+    console = stdout(least=WIDE)
+    for group in found:
+        count = words.counted(len(group.records), "experiment")
+        console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE[group.evidence]}")
+        _experiments(console, group)
+        for record in group.records:
+            if record.outcome != "ok":
+                console.print(
+                    f"{record.name}: {record.outcome}: {units.readable(record.reason)}", markup=False
+                )
+        _comparisons(console, group.comparisons)
+        console.print()
+
+
+def _experiments(console: Console, group: Group) -> None:
+    """Print the columns that are not empty: several tables where one is too wide, blocks where any table is."""
+    name, blocks = _columns(console, group)
+    gap = 2 if console.width >= WIDE else 1
+    tables: list[list[Column]] = [[]]
+    for block in blocks:
+        columns = [column for column in block if not column.empty]
+        needed = sum(column.width + gap for column in [name, *tables[-1], *columns]) - gap
+        if needed > console.width >= MIN_TABLE_COLUMNS:
+            tables.append([])
+        tables[-1] += columns
+    for columns in [columns for columns in tables if columns]:
+        every = [name, *columns]
+        left = {column.heading for column in every if column.left}
+        grid = table(*(column.heading for column in every), left=left, wrap=(name.heading,), gap=gap)
+        for cells in zip(*(column.cells for column in every), strict=True):
+            grid.add_row(*cells)
+        console.print(grid)
+        console.print()
+    headings = "\n".join(column.heading for columns in tables for column in columns).split("\n")
+    notes = [note for word, note in NOTES.items() if word in headings]
+    console.print(textwrap.fill("; ".join(notes), console.width), style="dim", markup=False)
+
+
+def _columns(console: Console, group: Group) -> tuple[Column, list[list[Column]]]:
+    """The experiment's name, and blocks of columns that stay together."""
+    rows = [experiment_row(record) for record in group.records]
+    bases = [of_record(record) for record in group.records]
+    least, most = (
+        [mark if basis == BOUND else "" for basis in bases]
+        for mark in (("≥", "≤") if console.encoding.startswith("utf") else (">=", "<="))
+    )
+    many = {
+        key: words
+        for key, words in {**dict.fromkeys(WORDS, True), **dict.fromkeys(COUNTS, False)}.items()
+        if len({row[key] for row in rows}) > 1
+    }
+    losses = [record.series.loss or [] for record in group.records]
+    parts = {
+        "param": "parameters",
+        "grad": "gradients",
+        "optim": "optimizer",
+        "activ": "activations",
+        "peak": "peak",
+    }
+    axes = words.axes(record.experiment.layout for record in group.records)
+    held = {word: [row.get(f"memory.{part}_bytes") for row in rows] for word, part in parts.items()}
+    sent, steps = [row.get("comm.sent_bytes") for row in rows], [row.get(STEP_SECONDS) for row in rows]
+    rates = [row.get(DEVICE_FLOPS_PER_S) for row in rows]
+    (gb, byte), (sent_in, sent_byte) = (units.common(v, "B") for v in (chain(*held.values()), sent))
+    (s, second), (flops, flop) = units.common(steps, "s"), units.common(rates, "FLOP/s")
+    return Column("experiment", [row["name"] for row in rows], left=True), [
+        [
+            Column(key.replace("_", "\n"), [str(row[key]) for row in rows], left=words)
+            for key, words in many.items()
+        ],
+        [
+            Column(" x ".join(axes), [" x ".join(str(row[axis]) for axis in axes) for row in rows]),
+            Column("ZeRO", [str(row["zero"]) for row in rows]),
+        ],
+        [
+            Column("loss\nnats", [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]),
+            Column(
+                "curve", [sparkline(console, loss) if len(loss) > 1 else "" for loss in losses], left=True
+            ),
+        ],
+        [
+            Column(f"step\n{s}", _or_ending(rows, _numbers(steps, second, least))),
+            Column("tokens\n/s", _numbers([row.get("tokens_per_s") for row in rows], 1.0, most)),
+            Column(f"{flops}\na rank", _numbers(rates, flop, most)),
+            Column("MFU\n%", _numbers([row.get("mfu") for row in rows], 0.01, most)),
+            Column("speed\nrests on", [SHORT[basis] for basis in bases], left=True),
+        ],
+        [
+            *(Column(f"{word}\n{gb}", _numbers(values, byte)) for word, values in held.items()),
+            Column(f"sent\n{sent_in}", _numbers(sent, sent_byte)),
+        ],
+    ]
+
+
+def _numbers(values: Sequence[float | None], unit: float, marks: Sequence[str] = ()) -> list[str]:
+    marks = marks or [""] * len(values)
+    return [
+        units.NOTHING if value is None else mark + _number(value / unit)
+        for value, mark in zip(values, marks, strict=True)
+    ]
+
+
+def _or_ending(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[str]:
+    """How it ended in the place of its step's time, where there is no step."""
+    return [cell if row["outcome"] == "ok" else row["outcome"] for row, cell in zip(rows, cells, strict=True)]
+
+
+def _number(value: float) -> str:
+    """Three significant digits, but no more than three places: what is less is nothing beside the others."""
+    return units.number(value) if value >= 0.01 or not value else f"{value:.3f}"
+
+
+def _comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
+    """Ratios of experiments that took turns, with the bootstrap intervals of their records."""
+    if not compared:
+        return
+    grid = table("took turns", "against", "ratio of", "ratio", "95 % interval", "rounds", left=3)
+    for record in compared:
+        between = units.NOTHING
+        if record.low is not None and record.high is not None:
+            between = f"{record.low:.3f} to {record.high:.3f}"
+        sides = record.subject.name, record.baseline.name, record.metric.replace("_per_", "/")
+        grid.add_row(*sides, f"{record.ratio:.3f}", between, str(record.rounds))
+    console.print()
+    console.print(grid)
+
+
+def _document(found: Sequence[Group]) -> dict[str, Any]:
+    """`--json`: experiments, each with its metrics and its curve of losses, and comparisons."""
+    return {
+        "experiments": [
+            {
+                **experiment_row(record),
+                "rests_on": of_record(record) or None,
+                "loss": record.series.loss or [],
+            }
+            for group in found
+            for record in group.records
+        ],
+        "comparisons": [
+            {**comparison_row(record), "evidence": group.evidence}
+            for group in found
+            for record in group.comparisons
+        ],
+    }
+
+
+def _draw(found: Sequence[Group], path: Path) -> None:
+    """Write the curves of losses as a picture."""
+    from repro.report.figures import curves, style
+
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError("--plot", str(path), "a file that ends in .svg or .png")
+    with style.look():
+        drawing = curves.draw([record for group in found for record in group.records])
+    if drawing.figure is None:
+        raise ConfigError(
+            "--plot", str(path), says=f"needs results with a curve of losses: {drawing.caption}"
+        )
+    files.write(path, style.png(drawing) if path.suffix == ".png" else style.svg(drawing))

@@ -1,0 +1,193 @@
+"""A pipeline schedule with its times: what `repro schedule` says of it, in data and in words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from repro.config import words
+from repro.config.errors import ConfigError, require
+from repro.config.sizes import ACTIONS, at_most
+from repro.parallel.pipeline.schedule import Schedule, TimedAction, build, in_flight, timeline
+from repro.util import units
+
+TITLES = {"gpipe": "GPipe", "1f1b": "1F1B with flush", "interleaved": "Interleaved 1F1B"}
+OPTIONS = {
+    "schedule": "--schedule",
+    "stages": "--pp",
+    "micro_batches": "--micro-batches",
+    "chunks": "--chunks",
+}
+
+
+@dataclass(frozen=True)
+class TimedSchedule:
+    """A schedule and when it runs; `forward` and `backward` are relative times on one whole stage."""
+
+    name: str
+    stages: int
+    micro_batches: int
+    chunks: int
+    forward: Fraction
+    backward: Fraction
+    schedule: Schedule
+    slots: list[list[TimedAction]]
+
+    @property
+    def ideal(self) -> Fraction:
+        """Time of a stage's own work, m (t_f + t_b)."""
+        return self.micro_batches * (self.forward + self.backward)
+
+    @property
+    def total(self) -> Fraction:
+        """Time of the whole step."""
+        return max(row[-1].stop for row in self.slots)
+
+    @property
+    def bubble(self) -> Fraction:
+        """Idle time over ideal time, counted (2104.04473 sec. 2.2)."""
+        return self.total / self.ideal - 1
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Most (micro-batch, chunk) pairs at once whose activations each stage keeps."""
+        return [in_flight(actions) for actions in self.schedule]
+
+    @property
+    def messages(self) -> int:
+        """Boundary tensors of one step in each direction, m (p v - 1); none on a single stage."""
+        return self.micro_batches * (self.stages * self.chunks - 1) if self.stages > 1 else 0
+
+    @property
+    def formula(self) -> str:
+        """The bubble's closed form (2104.04473 sec. 2.2)."""
+        return "(p - 1) / (v m)" if self.chunks > 1 else "(p - 1) / m"
+
+    @property
+    def title(self) -> str:
+        """Its name and sizes in words."""
+        parts = [words.counted(self.stages, "stage"), words.counted(self.micro_batches, "micro-batch")]
+        if self.chunks > 1:
+            parts.append(f"{self.chunks} chunks per stage")
+        return f"{TITLES[self.name]}: {', '.join(parts)}"
+
+
+def make(
+    name: str, stages: int, micro_batches: int, chunks: int = 1, forward: str = "1", backward: str = "2"
+) -> TimedSchedule:
+    """Build and time a schedule; an empty `name` is `1f1b`, or `interleaved` with chunks > 1."""
+    name = name or ("interleaved" if chunks > 1 else "1f1b")
+    times = _time("--forward", forward), _time("--backward", backward)
+    actions = 2 * stages * micro_batches * chunks
+    at_most("2 x pp x micro-batches x chunks", actions, ACTIONS)
+    try:
+        schedule = build(name, stages, micro_batches, chunks)
+    except ConfigError as error:
+        raise error.about(OPTIONS[error.key]) from None
+    return TimedSchedule(name, stages, micro_batches, chunks, *times, schedule, timeline(schedule, *times))
+
+
+def describe(plan: TimedSchedule) -> dict[str, Any]:
+    """The schedule as JSON data: times relative to `forward` and `backward`, counts of one step."""
+    return {
+        "schedule": plan.name,
+        "stages": plan.stages,
+        "micro_batches": plan.micro_batches,
+        "chunks": plan.chunks,
+        "forward": float(plan.forward),
+        "backward": float(plan.backward),
+        "bubble": {
+            "fraction": str(plan.bubble),
+            "value": float(plan.bubble),
+            "formula": plan.formula,
+        },
+        "idle_share": float(1 - plan.ideal / plan.total),
+        "time": {"total": float(plan.total), "ideal": float(plan.ideal)},
+        "in_flight": plan.in_flight,
+        "activations": [float(Fraction(live, plan.stages * plan.chunks)) for live in plan.in_flight],
+        "messages": {"forward": plan.messages, "backward": plan.messages},
+        "actions": [
+            [
+                {
+                    "kind": slot.action.kind,
+                    "micro_batch": slot.action.micro_batch,
+                    "chunk": slot.action.chunk,
+                    "start": float(slot.start),
+                    "stop": float(slot.stop),
+                }
+                for slot in row
+            ]
+            for row in plan.slots
+        ],
+    }
+
+
+def summary(plan: TimedSchedule) -> list[tuple[str, str]]:
+    """(name, sentence) of everything that the command says about a schedule."""
+    idle = plan.total - plan.ideal
+    return [
+        ("schedule", f"{plan.title}  (p = {plan.stages}, m = {plan.micro_batches}, v = {plan.chunks})"),
+        ("bubble", f"{share(plan.bubble)} of the ideal time; {plan.formula}"),
+        ("idle", f"{share(idle / plan.total)} of the total time, on every stage"),
+        (
+            "time",
+            f"{number(plan.total)} = {plan.micro_batches} x ({number(plan.forward)} forward + "
+            f"{number(plan.backward)} backward) + {number(idle)} idle",
+        ),
+        ("in flight", _in_flight(plan)),
+        ("activations", _activations(plan)),
+        ("messages", _messages(plan)),
+    ]
+
+
+def share(value: Fraction) -> str:
+    """`37/480 = 7.7 %`, or `none`."""
+    return f"{value} = {units.percent(float(value))}" if value else "none"
+
+
+def number(value: Fraction | float) -> str:
+    """A time: `33`, `28.5`, `1,551`."""
+    return units.number(float(value), digits=6)
+
+
+def _in_flight(plan: TimedSchedule) -> str:
+    live = plan.in_flight
+    what = "micro-batch" if plan.chunks == 1 else "(micro-batch, chunk) pair"
+    if len(set(live)) == 1:
+        where = "on every stage" if plan.stages > 1 else "on the stage"
+        return f"{words.counted(live[0], what)} {where}"
+    return f"{words.counted(live[0], what)} on stage 0, falling to {live[-1]} on stage {plan.stages - 1}"
+
+
+def _activations(plan: TimedSchedule) -> str:
+    """In-flight activations in micro-batches through all layers, beside GPipe's."""
+    most = max(plan.in_flight)
+    parts = plan.stages * plan.chunks
+    whole = Fraction(most, parts)
+    through = words.counted(float(whole), "micro-batch")
+    said = f"at most {most} x 1/{parts} of the layers = {through} through all layers"
+    if plan.name == "gpipe":
+        return said
+    other = Fraction(plan.micro_batches, plan.stages)
+    return f"{said}; GPipe: {number(other)}"
+
+
+def _messages(plan: TimedSchedule) -> str:
+    if not plan.messages:
+        return "none"
+    boundaries = plan.stages * plan.chunks - 1
+    return (
+        f"{2 * plan.messages:,} boundary tensors a step: {plan.micro_batches} x {boundaries} activations "
+        "and as many gradients"
+    )
+
+
+def _time(option: str, value: str) -> Fraction:
+    """An exact positive number; whatever is longer than a person would write is refused."""
+    expected = "a number greater than 0, such as 2, 1.5 or 3/2"
+    require(re.fullmatch(r"\d{1,6}([./]\d{1,6})?", value) is not None, option, value, expected)
+    numerator, _, denominator = value.partition("/")
+    require(Fraction(numerator) > 0 and (not denominator or int(denominator) > 0), option, value, expected)
+    return Fraction(value)

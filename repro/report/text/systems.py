@@ -1,0 +1,219 @@
+"""`repro systems`: every system file with its main numbers, or one with the source of each number."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from repro.config.links import KEYS
+from repro.config.system import Quantity, System
+from repro.config.systems import names
+from repro.measure.local_system import load_system
+from repro.util import units
+from repro.util.console import print_json, stdout
+from repro.util.table import table
+
+BETWEEN_NODES = "inter-node"
+UNKNOWN = "?"
+DIGITS = 4
+"""Of numbers that a file states."""
+
+
+def command(name: str, json: bool) -> int:
+    """Print all systems, or all about one (a name or the path of a file).  Raises `ConfigError`."""
+    systems = [load_system(name)] if name else [load_system(each) for each in names()]
+    if json:
+        described = [describe(system) for system in systems]
+        print_json(described[0] if name else described)
+    elif name:
+        _print_one(systems[0])
+    else:
+        _print_all(systems)
+    return 0
+
+
+def describe(system: System) -> dict[str, Any]:
+    """Everything that the command shows of one system, as JSON data; a value nobody knows is null."""
+    known = system.device.memory_bytes.value is not None
+    return {
+        **dataclasses.asdict(system),
+        "context_bytes_used": dataclasses.asdict(system.context_used),
+        "time_used": {
+            field.name: dataclasses.asdict(system.device.time.used(field.name))
+            for field in dataclasses.fields(system.device.time)
+        },
+        "links_used": {
+            name: {key: dataclasses.asdict(link.used(name, key)) for key in KEYS}
+            for name, link in system.links.items()
+        },
+        "allocatable_bytes": system.allocatable_bytes() if known else None,
+    }
+
+
+def _number(value: float | None, scale: float = 1.0) -> str:
+    return UNKNOWN if value is None else units.number(value / scale, DIGITS)
+
+
+def _bandwidth(system: System, link: str) -> str:
+    """GB/s per device; `?` where it is unknown and `-` where there is no such link."""
+    if link not in system.links:
+        return "-"
+    devices, value = system.devices_per_node.value, system.links[link].bandwidth.value
+    if value is None or (system.links[link].per == "node" and devices is None):
+        return UNKNOWN
+    return _number(system.link_per_device(link), units.GB)
+
+
+def _print_all(systems: list[System]) -> None:
+    headings = ("per\nnode", "GB", "fp16\nTFLOP/s", "nvlink\nGB/s", "pcie\nGB/s", "between\nnodes GB/s")
+    # Narrow enough for 80 columns, so that no name or number is cut.
+    rows = table("system", "device", *headings, left=2, wrap=("device",), gap=1)
+    for system in systems:
+        device = system.device
+        peak = device.peak_flops.get("fp16")
+        rows.add_row(
+            system.name,
+            re.sub(r"^NVIDIA | \(.*", "", device.name),
+            _number(system.devices_per_node.value),
+            _number(device.memory_bytes.value, units.GB),
+            _number(peak.value if peak else None, units.TERA),
+            *(_bandwidth(system, link) for link in ("nvlink", "pcie", "inter-node")),
+        )
+    console = stdout()
+    console.print(rows)
+    console.print(
+        "\nGB = 1e9 bytes; bandwidth in one direction and for each device; ?: not known, -: no such link.\n"
+        "`repro systems NAME` shows where each number comes from; NAME may be your own .toml file."
+    )
+
+
+def _print_one(system: System) -> None:
+    device, context = system.device, system.context_used
+    capability = f", compute capability {device.compute_capability}" if device.compute_capability else ""
+    print(f"{system.name}: {device.name}{capability}")
+    rows = [
+        _row("devices per node", system.devices_per_node, _number),
+        _row("nodes", system.nodes, _number),
+        _row("device memory", device.memory_bytes, _size),
+        _row("unseen by the allocator", context, _size),
+        _row("memory bandwidth", device.memory_bandwidth, _bytes_per_s),
+        *(_row(f"{precision} peak", peak, _flop_rate) for precision, peak in device.peak_flops.items()),
+        *(
+            _row(name, link.bandwidth, _bytes_per_s, f" per {link.per}")
+            for name, link in system.links.items()
+        ),
+        _row("host memory of a node", system.host_memory_bytes, _size),
+        *_time_rows(system),
+    ]
+    for label, value, source in rows:
+        print("\n" + _wrapped(f"{label:<25}{value}", ""))
+        print(_wrapped(source, "    "))
+    _print_measured(system)
+    if device.memory_bytes.value is not None:
+        print(f"\nThe allocator of one device can reserve {_size(system.allocatable_bytes())}.")
+    if system.note:
+        print(_wrapped(f"note: {system.note}", ""))
+
+
+def _row(
+    label: str, quantity: Quantity, words: Callable[[float], str], after: str = ""
+) -> tuple[str, str, str]:
+    """Label, value and source; `unknown` where nobody knows."""
+    said = "unknown" if quantity.value is None else words(quantity.value)
+    if quantity.ranges:
+        low, _, high = quantity.ends
+        said += f" ({words(low)} to {words(high)})"
+    return label, said + after, quantity.source
+
+
+def _size(value: float) -> str:
+    return units.size(value, DIGITS)
+
+
+def _bytes_per_s(value: float) -> str:
+    return f"{_size(value)}/s"
+
+
+def _flop_rate(value: float) -> str:
+    return units.flop_rate(value, DIGITS)
+
+
+def _seconds(value: float) -> str:
+    return units.seconds(value, DIGITS)
+
+
+def _of_peak(value: float) -> str:
+    return f"{units.percent(value)} of peak"
+
+
+WORDS: dict[str, Callable[[float], str]] = {
+    "kernel_s": _seconds,
+    "fill_s": _seconds,
+    "launch_s": _seconds,
+    "latency_s": _seconds,
+    "start_s": _seconds,
+    "chunk_s": _seconds,
+    "half_bytes": _size,
+    "unaligned_flops": _flop_rate,
+    "matmul_efficiency": _of_peak,
+    "unthrottled_efficiency": _of_peak,
+    "memory_efficiency": _of_peak,
+    "efficiency": _of_peak,
+    "overlap_cost": units.percent,
+    "spread": units.percent,
+    "jitter_s": _seconds,
+}
+"""How the numbers for time are shown; the others count something."""
+ALWAYS = ("latency_s", "efficiency")
+NETWORK = ("adapters", "rings")
+"""Numbers of a link that are shown though they are assumed: for every class, and beyond a node."""
+
+
+def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
+    """What the model of time uses."""
+    time = system.device.time
+    used = {field.name: time.used(field.name) for field in dataclasses.fields(time)}
+    for name, link in system.links.items():
+        always = (*ALWAYS, *NETWORK) if name == BETWEEN_NODES else ALWAYS
+        for key in KEYS:
+            if key in always or getattr(link, key).value is not None:
+                used[f"{name} {key}"] = link.used(name, key)
+    for label, quantity in used.items():
+        words = WORDS.get(label.split()[-1], _number)
+        yield _row(label.replace("_", " ").removesuffix(" s"), quantity, words)
+
+
+def _print_measured(system: System) -> None:
+    """What a calibrated file holds beside quantities."""
+    made = system.provenance
+    if made is None:
+        return
+    facts = ", ".join(f"{key} {value}" for key, value in made.facts.items())
+    line = f"measured on {made.date} with torch {made.torch}, {made.ranks} ranks, {made.repeats} repeats"
+    print("\n" + _wrapped(f"{line}; {facts}" if facts else line, ""))
+    for name, rate in system.device.operators.items():
+        fixed, per_byte, per_flop = map(_seconds, (rate.fixed_s, rate.per_byte_s, rate.per_flop_s))
+        print(_wrapped(f"{name:<40} {fixed} + {per_byte} a byte + {per_flop} a FLOP", ""))
+    for link in system.links:
+        for operation, collective in system.links[link].collectives.items():
+            for found in (collective, *collective.groups):
+                ends = (found.points[0], found.points[-1])
+                few, many = (f"{_size(size)} in {_seconds(spent)}" for size, spent in ends)
+                label = f"{link} {operation}, {found.ranks or made.ranks} ranks"
+                label += f" {found.stride} apart" if found.stride > 1 else ""
+                print(_wrapped(f"{label:<40} {len(found.points)} sizes, {few} to {many}", ""))
+
+
+def _wrapped(text: str, indent: str) -> str:
+    """Lines as wide as the terminal; addresses are not broken, so that they can be copied."""
+    return textwrap.fill(
+        text,
+        stdout().width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,208 @@
+"""`repro twin`: original and twin side by side, and what is not kept."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro.accuracy.twins.derive import Choice, Twin, compute_s, derive, useful_rate
+from repro.accuracy.twins.matter import Ratio, ratio_of
+from repro.accuracy.twins.numbers import Number, numbers
+from repro.accuracy.twins.originals import named, of_claim
+from repro.accuracy.twins.suite import Named, text
+from repro.claims.commands import Catalogue
+from repro.claims.reader import load as ledger
+from repro.config import words
+from repro.config.errors import ConfigError, require
+from repro.measure.local_system import load_system
+from repro.util import files, units
+from repro.util.console import WIDE, print_json, stdout
+from repro.util.table import table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from repro.accuracy.twins.derive import Member
+    from repro.config import Experiment
+
+CALIBRATE = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
+
+
+def command(
+    names: Sequence[str],
+    machine: Path | None,
+    ranks: int,
+    part: int,
+    width: int,
+    layers: int,
+    tp: int,
+    steps: int,
+    within: str,
+    between: str,
+    write: Path | None,
+    json: bool,
+) -> int:
+    """Derive the twin of a claim's comparisons, or of experiments; print it, and write a suite if asked to.
+
+    `within`, `between`: bytes/s, one or several with commas, or empty.
+    """
+    for key, value in (("--ranks", ranks), ("--part", part), ("--layers", layers)):
+        require(value >= 1, key, value, "1 or more")
+    require(steps >= 2, "--steps", steps, "2 or more: the first is not timed")
+    for key, value in (("--width", width), ("--tp", tp)):
+        require(value >= 0, key, value, "0 (chosen) or more")
+    choice = Choice(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
+    rates = [_rates("--within", within), _rates("--between", between)]
+    compared, claims = _originals(names)
+    if machine is None:
+        right = f"a file of this machine: {CALIBRATE.format(ranks=choice.ranks)}"
+        raise ConfigError("--machine", expected=right)
+    system = load_system(machine)
+    found = []
+    for inside, outside in itertools.product(*rates):
+        chosen = replace(choice, within=inside, between=outside)
+        ending = _ending(inside, outside)
+        found += [Named(derive(members, system, chosen), ending) for members in compared]
+    if write is not None:
+        asked = {"--width": width, "--tp": tp, "--within": within, "--between": between}
+        arguments = [*names, "--machine", machine.name, "--ranks", ranks, "--part", part, "--layers", layers]
+        arguments += ["--steps", steps]
+        arguments += [part for pair in asked.items() if pair[1] for part in pair]
+        made = " ".join(map(str, [*arguments, "--write", write]))
+        files.replace(write, text(found, file=str(write), name=write.stem, arguments=made, claims=claims))
+    if json:
+        print_json([_document(each.twin, each.ending) for each in found])
+        return 0
+    console = stdout(WIDE)
+    for each in found:
+        _show(console, each.twin)
+    if write is not None:
+        console.print(f"\n{write}: {sum(len(each.twin.members) for each in found)} experiments", markup=False)
+    return 0
+
+
+def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]:
+    """The comparisons that are asked for, and the claims that they belong to."""
+    catalogue = Catalogue()
+    if all("/" in name for name in names):
+        return named(names, catalogue.suites), []
+    claims = {claim.id: claim for claim in ledger().claims}
+    found: list[list[Experiment]] = []
+    for name in names:
+        if name not in claims:
+            raise ConfigError("CLAIM", name, "a claim of the ledger (repro claims), or SUITE/EXPERIMENT...")
+        found += of_claim(claims[name], catalogue.suites)
+    return found, list(names)
+
+
+def _rates(option: str, given: str) -> list[float]:
+    """Bytes/s, each more than 0; `[0]` where nothing is asked for."""
+    try:
+        found = [float(part) for part in given.split(",")] if given else [0.0]
+    except ValueError:
+        found = []
+    if not found or (given and not all(0 < rate < math.inf for rate in found)):
+        raise ConfigError(option, given, "bytes/s, several with commas: 2.5e9,5e9")
+    return found
+
+
+def _ending(within: float, between: float) -> str:
+    """`-between2.5` for 2.5 GB/s."""
+    parts = (("within", within), ("between", between))
+    return "".join(f"-{name}{rate / units.GB:g}" for name, rate in parts if rate)
+
+
+def _ratios(twin: Twin) -> list[Ratio]:
+    return [ratio_of(member, twin.members[0], twin.scales[0]) for member in twin.members[1:]]
+
+
+def _show(console: Console, twin: Twin) -> None:
+    for member, scale in zip(twin.members, twin.scales, strict=True):
+        original = member.original
+        console.print(f"\n[bold]{original.name}[/] ({original.system}) and its twin")
+        console.print(_sides(member))
+        console.print(
+            f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}; "
+            f"network: {member.network}",
+            markup=False,
+        )
+        rows = table("number", "original", "twin", "", "", left={"number", ""}, wrap=("",))
+        for number in numbers(member, twin.members[0]):
+            kept = "kept" if number.kept else _change(number)
+            rows.add_row(
+                number.name, units.number(number.original, 4), units.number(number.twin, 4), kept, number.by
+            )
+        console.print(rows)
+    for said in twin.unlimited:
+        console.print(f"Not limited: {said}", markup=False)
+    for ratio in _ratios(twin):
+        apart = units.percent(ratio.twin / ratio.original - 1, sign=True)
+        console.print(
+            f"\n[bold]{ratio.member} over {twin.members[0].original.name}[/], FLOP/s of a device, predicted: "
+            f"original {ratio.original:.3f}, twin {ratio.twin:.3f} ({apart})"
+        )
+        rows = table("the twin's, if", "ratio", "")
+        for effect in ratio.effects:
+            rows.add_row(
+                effect.difference,
+                f"{effect.ratio:.3f}",
+                units.percent(effect.ratio / ratio.twin - 1, sign=True),
+            )
+        rows.add_row(
+            "all of these", f"{ratio.rest:.3f}", units.percent(ratio.rest / ratio.twin - 1, sign=True)
+        )
+        console.print(rows)
+
+
+def _change(number: Number) -> str:
+    return "new" if not number.original else units.percent(number.change, sign=True)
+
+
+def _sides(member: Member) -> Any:
+    rows = table("", "original", "twin", left=1)
+    before, after = member.original, member.twin
+    for key in ("layers", "hidden", "heads", "vocab"):
+        rows.add_row(key, f"{getattr(before.model, key):,}", f"{getattr(after.model, key):,}")
+    rows.add_row("tokens of a sample", f"{before.seq:,}", f"{after.seq:,}")
+    rows.add_row("degrees", *(words.layout(e.layout).partition(",")[0] for e in (before, after)))
+    rows.add_row("samples of a step", *(f"{e.layout.global_batch:,}" for e in (before, after)))
+    both = (member.before, member.after)
+    rows.add_row("F, FLOP/s of a device", *(units.flop_rate(useful_rate(p)) for p in both))
+    rows.add_row("compute of a step", *(units.seconds(compute_s(p)) for p in both))
+    rows.add_row("step, predicted", *(units.seconds(p.step_s) for p in both))
+    rows.add_row("which rests on", *(p.rests_on for p in both))
+    return rows
+
+
+def _document(twin: Twin, ending: str) -> dict[str, Any]:
+    """Plain data: the document of `--json`."""
+    return {
+        "variant": ending.lstrip("-"),
+        "take_turns": [member.original.name for member in twin.together],
+        "not_limited": twin.unlimited,
+        "members": [
+            {
+                "original": member.original.name,
+                "system": member.original.system,
+                "scale": vars(scale),
+                "twin": member.twin.as_dict(),
+                "step_s": {"original": member.before.step_s, "twin": member.after.step_s},
+                "rests_on": {"original": member.before.rests_on, "twin": member.after.rests_on},
+                "flops_per_device": {
+                    "original": useful_rate(member.before),
+                    "twin": useful_rate(member.after),
+                },
+                "numbers": [
+                    {**vars(number), "kept": number.kept} for number in numbers(member, twin.members[0])
+                ],
+            }
+            for member, scale in zip(twin.members, twin.scales, strict=True)
+        ],
+        "ratios": [
+            {**vars(ratio), "effects": [vars(effect) for effect in ratio.effects]} for ratio in _ratios(twin)
+        ],
+    }

@@ -1,0 +1,281 @@
+"""`repro validate`: published against predicted, and predicted against measured, on a terminal or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro.accuracy.validate.published import (
+    ALL_RATES,
+    CALIBRATION,
+    CLOSE,
+    FAMILIES,
+    RATE,
+    RATIO,
+    RATIOS,
+    Family,
+    Point,
+    claims,
+    families,
+    points,
+)
+from repro.config.errors import ConfigError
+from repro.simulate.time.basis import BASES, SHORT
+from repro.util import files, units
+from repro.util.console import WIDE, print_json, stdout
+from repro.util.table import table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from repro.accuracy.validate.machine import MachineErrors
+
+FROM_INPUTS, WIDER = "90 % from inputs", "with the model's error elsewhere"
+WIDER_MEANS = (
+    f"{WIDER}: the same, as much wider as nine of ten rows of other reports need, none of the row's own; no verdict "
+    "rests on it."
+)
+RUN = "repro run suites/NAME.toml --evidence simulated"
+
+
+def command(results: Path, json: bool, svg: Path | None, system: str, own: Sequence[Path] = ()) -> int:
+    """Compare what the store `results` predicts; 0.  `system`: also what was measured here, predicted on it.
+
+    `own`: ledger files whose claims are among the others.
+    """
+    from repro.report import evidence
+    from repro.results.store import say
+
+    seen = evidence.read(results, own)
+    say(seen.torn)
+    found = points(seen.judged, seen.records)
+    machine = None
+    if system:
+        from repro.accuracy.validate.machine import compare
+        from repro.measure.local_system import load_system
+
+        machine = compare(seen.records, load_system(system))
+    if svg is not None:
+        _draw(found, svg)
+    if json:
+        print_json(as_dict(found, machine))
+        return 0
+    console = stdout(WIDE)
+    show(found, console)
+    if machine is not None:
+        show_machine(machine, console)
+    return 0
+
+
+def coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
+    """Say how many published rates and ratios of the store their intervals hold; 0 if so many percent of either."""
+    from repro.report import evidence
+    from repro.results.store import say
+
+    seen = evidence.read(results, own)
+    say(seen.torn)
+    console, least, most = stdout(), *between
+    found = families(points(seen.judged, seen.records))
+    together = [family for family in found if family.name in (ALL_RATES, RATIOS) and family.wider]
+    parts = [(family, 100 * family.held_wider / family.wider) for family in together]
+    if len(parts) < 2:
+        console.print(
+            f"Too little is predicted in this store; `{RUN}` for the suites that claims name does it."
+        )
+        return 1
+    as_promised = all(least <= part <= most for _, part in parts)
+    counts = " and ".join(
+        f"{family.held_wider} of {family.wider} {family.name.removeprefix('all ')}" for family, _ in parts
+    )
+    shares = " and ".join(f"{part:.0f} %" for _, part in parts)
+    console.print(
+        f"{counts} lie in their 90 % intervals {WIDER}: {shares}, {'' if as_promised else 'not both '}between "
+        f"{least:g} and {most:g} %."
+    )
+    return 0 if as_promised else 1
+
+
+def as_dict(found: Sequence[Point], machine: MachineErrors | None = None) -> dict[str, Any]:
+    """Plain JSON data."""
+    ratios = [point for point in found if point.kind == RATIO and not point.left_out]
+    document: dict[str, Any] = {
+        "points": [
+            {
+                **{key: value for key, value in vars(point).items() if key != "stated"},
+                "name": point.name,
+                "runs": list(point.runs),
+                "reports": sorted(point.reports),
+                "error": point.error,
+                "counts": not point.left_out,
+                "with_the_models_error_elsewhere": point.wider,
+            }
+            for point in found
+        ],
+        "families": [_statistics_of(family) for family in families(found)],
+        "claims": [_statistics_of(claim) for claim in claims(found)],
+        "ratios_on_the_right_side_of_1": sum(point.right_side for point in ratios),
+        "ratios": len(ratios),
+        "calibration": [point.name for point in found if point.left_out == CALIBRATION],
+    }
+    if machine is not None:
+        document["machine"] = {
+            "system": machine.system,
+            "median_error": machine.median if machine.pairs else None,
+            "pairs": [{**vars(pair), "error": pair.error} for pair in machine.pairs],
+            "missing": dict(machine.missing),
+        }
+    return document
+
+
+def _statistics_of(family: Family) -> dict[str, Any]:
+    return {
+        "name": family.name,
+        "points": family.points,
+        "median_error": family.median,
+        "worst": family.worst.name,
+        "worst_error": family.worst.error,
+        "within_25_percent": family.close / family.points,
+        "within_the_90_percent_interval": family.held / family.points,
+        "with_the_models_error_elsewhere": {"points": family.wider, "held": family.held_wider},
+    }
+
+
+def show(found: Sequence[Point], console: Console) -> None:
+    """All points by family, then what counts for nothing, then the statistics."""
+    if not found:
+        console.print(f"Nothing is predicted in this store; `{RUN}` for a suite that a claim names does it.")
+        return
+    counted = [point for point in found if not point.left_out]
+    for name in FAMILIES:
+        _table(name, [point for point in counted if (point.kind, point.family) == (RATE, name)], console)
+    _table("Ratios", [point for point in counted if point.kind == RATIO], console)
+    _table("Calibration: left out", [p for p in found if p.left_out == CALIBRATION], console)
+    rest = [point for point in found if point.left_out not in ("", CALIBRATION)]
+    _table("Not counted: bounds, means, and other rows about a run above", rest, console)
+    _explained([point for point in counted if abs(point.error) > CLOSE], console)
+    _statistics(found, console)
+
+
+def _explained(missed: Sequence[Point], console: Console) -> None:
+    """What the ledger says of the points that are far off, each reason once."""
+    from rich.text import Text
+
+    reasons: dict[str, list[str]] = {}
+    for point in missed:
+        reasons.setdefault(point.note or "nothing known", []).append(f"{point.claim} {point.label}")
+    if not reasons:
+        return
+    headings = ("points", "why, as far as it is known")
+    grid = table(*headings, left=2, wrap=headings, below=1)
+    for note, names in reasons.items():
+        grid.add_row(", ".join(names), note)
+    console.print()
+    console.print(Text(f"Farther off than {units.number(100 * CLOSE)} %", style="bold cyan"))
+    console.print(grid)
+
+
+def _table(title: str, group: Sequence[Point], console: Console) -> None:
+    from rich.text import Text
+
+    if not group:
+        return
+    headings = ("claim", "row", "published", "predicted", FROM_INPUTS, WIDER, "unit", "rate", "rests on")
+    grid = table(*headings, left={"claim", "row", "unit", "rests on"}, wrap=headings)
+    for point in group:
+        side = point.kind == RATIO and not point.left_out and not point.right_side
+        style = "red" if abs(point.error) > CLOSE or side else "green" if abs(point.error) <= 0.10 else ""
+        grid.add_row(
+            point.claim,
+            point.label,
+            units.number(point.published),
+            units.number(point.predicted),
+            _ends((point.low, point.high) if point.low < point.high else None),
+            _ends(point.wider),
+            point.unit,
+            Text(units.percent(point.error, sign=True) + "  other side of 1" * side, style=style),
+            SHORT[point.rests_on],
+        )
+    console.print()
+    console.print(Text(title, style="bold cyan"))
+    console.print(grid)
+
+
+def _ends(interval: tuple[float, float] | None) -> str:
+    return " to ".join(map(units.number, interval)) if interval else units.NOTHING
+
+
+def _statistics(found: Sequence[Point], console: Console) -> None:
+    from rich.text import Text
+
+    headings = ("family", "points", "median |error|", "within 25 %", FROM_INPUTS, WIDER, "worst", "")
+    grid = table(*headings, left={"family", ""}, wrap=headings)
+    for family in families(found):
+        grid.add_row(*_line(family))
+    by_claim = table("claim", "points", FROM_INPUTS, WIDER)
+    for claim in claims(found):
+        by_claim.add_row(claim.name, str(claim.points), *_held(claim))
+    console.print()
+    console.print(Text("Published values in their 90 % interval, by claim", style="bold cyan"))
+    console.print(by_claim)
+    console.print(f"{FROM_INPUTS}: the interval that unknown inputs leave.", style="dim", markup=False)
+    console.print(WIDER_MEANS, style="dim", markup=False)
+    console.print()
+    used = {point.rests_on for point in found}
+    for basis, meaning in BASES.items():
+        if basis in used:
+            console.print(f"rests on {SHORT[basis]}: {meaning}.", style="dim", markup=False)
+    console.print()
+    console.print(Text("Error of predicted rates", style="bold cyan"))
+    console.print(grid)
+    ratios = [point for point in found if point.kind == RATIO and not point.left_out]
+    if ratios:
+        right = sum(point.right_side for point in ratios)
+        console.print(f"{right} of {len(ratios)} ratios on the right side of 1.")
+
+
+def _line(family: Family) -> tuple[str, ...]:
+    return (
+        family.name,
+        str(family.points),
+        units.percent(family.median),
+        f"{family.close}/{family.points}",
+        *_held(family),
+        units.percent(family.worst.error, sign=True),
+        f"{family.worst.claim} {family.worst.label}",
+    )
+
+
+def _held(family: Family) -> tuple[str, str]:
+    wider = f"{family.held_wider}/{family.wider}" if family.wider else units.NOTHING
+    return f"{family.held}/{family.points}", wider
+
+
+def show_machine(machine: MachineErrors, console: Console) -> None:
+    """Predicted against measured."""
+    from rich.text import Text
+
+    console.print()
+    console.print(Text(f"Measured here, predicted on {machine.system}", style="bold cyan"))
+    headings = ("experiment", "layout", "measured", "predicted", "error", "rests on")
+    grid = table(*headings, left={"experiment", "layout", "rests on"}, wrap=headings)
+    for pair in machine.pairs:
+        times = units.seconds(pair.measured), units.seconds(pair.predicted)
+        error = units.percent(pair.error, sign=True)
+        grid.add_row(pair.name, pair.layout, *times, error, SHORT[pair.rests_on])
+    console.print(grid)
+    if machine.pairs:
+        console.print(f"{len(machine.pairs)} runs, median |error| {units.percent(machine.median)}.")
+    for name, reason in machine.missing.items():
+        console.print(f"{name}: not predicted: {reason}")
+
+
+def _draw(found: Sequence[Point], path: Path) -> None:
+    """Write the scatter plot as a picture of its own."""
+    from repro.report.figures import style, validation
+
+    with style.look():
+        drawing = validation.draw(found)
+    if drawing.figure is None:
+        raise ConfigError("--svg", str(path), says=f"needs a store with predictions; `{RUN}` makes them")
+    files.write(path, style.svg(drawing))

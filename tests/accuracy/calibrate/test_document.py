@@ -1,0 +1,42 @@
+"""What is written is read back as it was, and what ranks measured becomes one number."""
+
+from __future__ import annotations
+
+from repro.accuracy.calibrate import document_links, toml
+from repro.accuracy.calibrate.document import _gpu
+from repro.config.files import tomllib
+
+
+def test_tables_come_back() -> None:
+    """Names with dots, numbers beside sources, lists of points, text with quotes."""
+    tables = {
+        "note": 'it is a "note" — \\ here',
+        "nodes": {"value": 1, "source": "this machine"},
+        "device": {
+            "name": "x",
+            "operators": {"aten.mm": {"fixed_s": 1.5e-06, "per_flop_s": 0.0}, "matmul": {"fixed_s": 1e-5}},
+        },
+        "links": {
+            "memory": {"per": "device", "collectives": {"send": {"points": [[1024, 1e-4], [4096, 2.5e-4]]}}}
+        },
+        "flag": True,
+    }
+    assert tomllib.loads(toml.text(tables)) == tables
+
+
+def test_no_payload_takes_longer_than_a_larger_one() -> None:
+    """The slowest rank counts; a small message that was disturbed takes what the next larger one took."""
+
+    def row(*seconds: float) -> list[list[object]]:
+        return [[2**10 * 4**i, [s, s, s, 5]] for i, s in enumerate(seconds)]
+
+    found = document_links.points([row(9e-4, 2e-4, 3e-4), row(1e-4, 1e-4, 5e-4)])
+    assert found == [[2**10, 2e-4], [2**12, 2e-4], [2**14, 5e-4]]
+
+
+def test_what_torch_cannot_have_of_a_gpu_is_that_of_the_rank_that_lacks_most() -> None:
+    gpu = {"name": "A", "compute_capability": "9.0", "memory_bytes": 80}
+    machine = {"gpus": [gpu], "memory": {"total_bytes": 100}, "nvlink": True}
+    found = _gpu([{"machine": machine, "context_bytes": size} for size in (5, 7, 6)])
+    assert found["context_bytes"]["value"] == 7
+    assert found["context_bytes"]["source"].startswith("measured: in use beside torch's memory")

@@ -1,0 +1,72 @@
+"""A machine of sixteen ranks, as `repro calibrate` would write it: round numbers, made up; and a twin for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from repro.accuracy.twins.derive import Choice, Twin, derive
+from repro.accuracy.twins.originals import named
+from repro.claims.commands import Catalogue
+from repro.config.system import System
+from repro.config.systems.load import parse
+from repro.simulate.time.emulated import CARRYING
+
+RANKS = 16
+LOWBW = ["deepspeed_lowbw/lowbw-megatron"]
+
+
+def tables() -> dict[str, Any]:
+    """Products at 20 GFLOP/s a rank, and a step of a ring of all ranks in 2 ms, or 4 ms with 1 MB a rank."""
+
+    def known(value: float) -> dict[str, Any]:
+        return {"value": value, "source": "made up"}
+
+    rate = {"fixed_s": 1e-4, "per_byte_s": 1e-10, "per_flop_s": 0.0}
+    return {
+        "devices_per_node": known(RANKS),
+        "nodes": known(1),
+        "context_bytes": known(0),
+        "host_memory_bytes": known(16e9),
+        "provenance": {
+            "date": "2026-01-01",
+            "torch": "2",
+            "ranks": RANKS,
+            "repeats": 1,
+            "cores": 1,
+            "facts": {CARRYING: 1},
+        },
+        "device": {
+            "name": "a processor",
+            "memory_bytes": known(1e9),
+            "memory_bandwidth": known(4e9),
+            "peak_flops": {"fp32": known(20e9)},
+            "time": {"jitter_s": known(1e-3)},
+            "operators": {"elementwise": rate, "matmul": {**rate, "per_byte_s": 0.0, "per_flop_s": 5e-11}},
+        },
+        "links": {
+            "memory": {
+                "per": "device",
+                "bandwidth": known(300e6),
+                "latency_s": known(1e-3),
+                "overlap_cost": known(0.5),
+                "collectives": {"all_reduce": {"points": [[16e3, 30 * 2e-3], [16e6, 30 * 4e-3]]}},
+            }
+        },
+    }
+
+
+@pytest.fixture(scope="session")
+def machine() -> System:
+    return parse(tables(), name="here", file="here.toml")
+
+
+@pytest.fixture(scope="session")
+def catalogue() -> Catalogue:
+    return Catalogue()
+
+
+@pytest.fixture(scope="session")
+def lowbw(machine: System, catalogue: Catalogue) -> Twin:
+    return derive(named(LOWBW, catalogue.suites)[0], machine, Choice(width=400))

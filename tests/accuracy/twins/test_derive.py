@@ -1,0 +1,237 @@
+"""Twins of published comparisons: their numbers are the originals', and so are their predicted ratios."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from repro.accuracy.calibrate.toml import text as toml
+from repro.accuracy.twins.derive import Choice, Twin, derive, inside_rate, useful_rate
+from repro.accuracy.twins.matter import ratio_of
+from repro.accuracy.twins.numbers import Number, numbers
+from repro.accuracy.twins.originals import named, of_claim
+from repro.accuracy.twins.suite import Named, text
+from repro.claims.commands import Catalogue
+from repro.claims.reader import load as ledger
+from repro.cli import main
+from repro.config import EmulatedNetwork, suites
+from repro.config.errors import ConfigError
+from repro.config.system import System
+from repro.config.systems.load import parse
+from repro.config.twin import RATIO
+from repro.emulate.frames import payload_share
+from repro.simulate.time.basis import CALIBRATED, PUBLISHED
+from repro.simulate.time.emulated import emulated
+from repro.simulate.time.network import Network
+from tests.accuracy.twins.conftest import LOWBW, tables
+
+TABLE = ["deepspeed_64gpu/64gpu-4b-megatron"]
+
+
+def by_name(found: list[Number]) -> dict[str, Number]:
+    return {number.name.partition(",")[0]: number for number in found}
+
+
+def test_one_network_for_the_3p75x_pair(lowbw: Twin) -> None:
+    assert lowbw.together == lowbw.members
+    assert [m.original.name for m in lowbw.members] == ["lowbw-megatron", "lowbw-deepspeed"]
+    for member in lowbw.members:
+        assert member.network.world == member.twin.layout.world == 16
+        assert member.twin.layout.replica_batch == member.original.layout.replica_batch
+
+
+def test_members_of_one_model_have_one_model(machine: System, catalogue: Catalogue) -> None:
+    twin = derive(named(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, Choice(part=4))
+    assert len({member.twin.model for member in twin.members}) == 1
+    assert twin.members[0].twin.model.heads == 16, "what tensor parallelism over all ranks divides"
+
+
+def test_the_numbers_are_kept(lowbw: Twin) -> None:
+    """By products and bytes, with what is left between the members' rates and their common one."""
+    rates = [useful_rate(m.after) / useful_rate(m.before) / lowbw.scales[0].rate for m in lowbw.members]
+    for member, apart in zip(lowbw.members, rates, strict=True):
+        found = by_name(numbers(member, lowbw.members[0]))
+        assert found["compute / data-parallel communication"].change == pytest.approx(1 / apart - 1, abs=2e-3)
+        assert found["attention / other products"].kept
+        assert found["vocabulary / layers"].kept
+        assert found["bucket / gradients"].change == pytest.approx(0, abs=0.02)
+        assert found["replica batch"].change == 0
+    found = by_name(numbers(lowbw.members[0], lowbw.members[0]))
+    assert found["compute / tensor-parallel communication"].change == pytest.approx(
+        1 / rates[0] - 1, abs=2e-3
+    )
+
+
+def test_the_ratio_differs_by_what_is_said(lowbw: Twin) -> None:
+    """Put back latency, depth, rates and optimizer, and the original's ratio is there."""
+    ratio = ratio_of(lowbw.members[1], lowbw.members[0], lowbw.scales[0])
+    assert ratio.rest == pytest.approx(ratio.original, rel=0.01)
+    assert all(abs(effect.ratio / ratio.twin - 1) > 1e-3 for effect in ratio.effects)
+
+
+def test_communication_beside_compute_is_no_compute(machine: System, catalogue: Catalogue) -> None:
+    """Else links would be made for a rate that cores have while they carry messages as fast as they can."""
+    twin = derive(named(["slow_links/slow-zero1"], catalogue.suites)[0], machine, Choice(width=400))
+    first = twin.members[0]
+    assert first.after.slowest.busy["overlap"] > 0
+    assert useful_rate(first.after) / useful_rate(first.before) == pytest.approx(
+        twin.scales[0].rate, rel=0.02
+    )
+
+
+def test_a_rank_as_fast_as_ten_wants_links_ten_times_as_fast(
+    machine: System, lowbw: Twin, catalogue: Catalogue
+) -> None:
+    rates = {
+        name: replace(
+            rate,
+            fixed_s=rate.fixed_s / 10,
+            per_byte_s=rate.per_byte_s / 10,
+            per_flop_s=rate.per_flop_s / 10,
+        )
+        for name, rate in machine.device.operators.items()
+    }
+    link = machine.links["memory"]
+    link = replace(link, bandwidth=replace(link.bandwidth, value=3e9))
+    fast = replace(machine, device=replace(machine.device, operators=rates), links={"memory": link})
+    other = derive(named(LOWBW, catalogue.suites)[0], fast, Choice(width=400)).members[0].network
+    slow = lowbw.members[0].network
+    assert other.between == pytest.approx(10 * slow.between, rel=0.02)
+    assert other.within == pytest.approx(10 * slow.within, rel=0.02)
+
+
+def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
+    machine: System, catalogue: Catalogue
+) -> None:
+    """4B on DGX-2: four groups of Megatron's use four adapters of a node, DeepSpeed's one group uses one."""
+    twin = derive(named(TABLE, catalogue.suites)[0], machine, Choice(width=288))
+    assert len(twin.together) == 1
+    for member in twin.members:
+        found = by_name(numbers(member, twin.members[0]))
+        assert found["compute / data-parallel communication"].original > 0
+        assert abs(found["dp hops"].change) < 0.25
+    megatron, deepspeed = (member.network.between for member in twin.members)
+    assert megatron > 3 * deepspeed
+    assert twin.members[0].network.within == 0
+    assert "times what all ranks get here" in twin.unlimited[0]
+
+
+def test_who_needs_the_baselines_network_takes_turns_with_it(machine: System, catalogue: Catalogue) -> None:
+    """Sums of every layer over the slow link need what gradients do; messages between stages of one layer in place of
+    twelve, faster links."""
+    twin = derive(named(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, Choice(width=400))
+    together = [member.original.name for member in twin.together]
+    assert together == ["slow-tp4-dp4", "slow-tp16", "slow-zero3-batch4"]
+    stages = twin.members[1]
+    assert stages.network.between == pytest.approx(12 * twin.members[0].network.between, rel=0.02)
+    share = by_name(numbers(stages, twin.members[0]))["pipeline communication / compute"]
+    assert share.twin < 10 * share.original
+
+
+def test_links_of_the_original_may_be_asked_for(machine: System, catalogue: Catalogue, lowbw: Twin) -> None:
+    original = named(LOWBW, catalogue.suites)[0]
+    half = derive(original, machine, Choice(width=400, between=2.4e9))
+    assert half.members[0].network.between == pytest.approx(lowbw.members[0].network.between / 2, rel=0.02)
+    assert half.members[0].network.within == pytest.approx(lowbw.members[0].network.within, rel=0.02)
+    fast = derive(original, machine, Choice(width=400, between=19.2e9))
+    assert fast.together == fast.members, (
+        "rings are held up inside the nodes, and their link is as fast for all"
+    )
+    assert fast.members[0].network.between == pytest.approx(4 * lowbw.members[0].network.between, rel=0.02)
+    assert inside_rate(half.members[0].system) == pytest.approx(15.75e9 * 0.381)
+
+
+def test_which_experiments_are_compared(catalogue: Catalogue) -> None:
+    """Baselines bring their subjects, others are compared with each other, a claim names its own."""
+    both = named([*LOWBW, *TABLE], catalogue.suites)
+    assert [[e.name for e in members] for members in both] == [
+        ["lowbw-megatron", "lowbw-deepspeed"],
+        ["64gpu-4b-megatron", "64gpu-4b-deepspeed"],
+    ]
+    two = named(["zero_throughput/25b-one-dgx2", "zero_throughput/40b-two-dgx2"], catalogue.suites)
+    assert [[e.name for e in members] for members in two] == [["25b-one-dgx2", "40b-two-dgx2"]]
+    claims = {claim.id: claim for claim in ledger().claims}
+    assert of_claim(claims["ds-3p75x-lowbw"], catalogue.suites) == both[:1]
+    with pytest.raises(ConfigError, match="comparison"):
+        of_claim(claims["zero-bw-cliff"], catalogue.suites)
+    with pytest.raises(ConfigError, match="published system"):
+        named(["smoke/states-z0-dp2", "smoke/states-z1-dp2"], catalogue.suites)
+
+
+def test_a_file_of_other_ranks_is_refused(machine: System) -> None:
+    with pytest.raises(ConfigError, match="--gpus 8"):
+        emulated(machine, EmulatedNetwork(nodes=2, ranks_per_node=4, between=1e7))
+
+
+def test_an_emulated_network_is_what_its_buckets_let_through(machine: System, lowbw: Twin) -> None:
+    network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
+    system = emulated(machine, network)
+    layouts = [member.twin.layout for member in lowbw.members]
+    rates = [Network(system, layout).bus_bandwidth("dp") / payload_share(network) for layout in layouts]
+    assert rates == [pytest.approx(2e6), pytest.approx(8e6)], "four groups share a node's link, or one has it"
+    assert Network(system, layouts[0]).bus_bandwidth("tp") == pytest.approx(20e6 * payload_share(network))
+
+
+def test_a_step_of_a_ring_takes_its_link_or_the_cores(machine: System, lowbw: Twin) -> None:
+    """Sixteen messages share two cores; behind a slow link the second of two segments takes its half of that."""
+    network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
+    system, layout = emulated(machine, network), lowbw.members[0].twin.layout
+    over_nodes = Network(system, layout)
+    small, large = (over_nodes.seconds("all_reduce", "dp", size) for size in (8, 40_000_000))
+    assert small == pytest.approx(6 * 2e-3, rel=1e-2), "gloo has rings alone: six messages, no tree"
+    assert large == pytest.approx(6 * (10e6 / (2e6 * payload_share(network)) + 2e-3 / 2), rel=1e-6)
+    fast = Network(emulated(machine, EmulatedNetwork(nodes=1, ranks_per_node=16)), layout)
+    assert fast.seconds("all_reduce", "tp", 1_000_000) == pytest.approx(6 * 2.5e-3, rel=1e-2)
+
+
+def test_a_file_without_a_ring_of_all_ranks_is_refused() -> None:
+    found = tables()
+    del found["links"]["memory"]["collectives"]
+    with pytest.raises(ConfigError, match="calibrate anew"):
+        emulated(parse(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16))
+
+
+def test_the_suite_is_the_twin(lowbw: Twin, machine: System, catalogue: Catalogue, tmp_path: Path) -> None:
+    table = derive(named(TABLE, catalogue.suites)[0], machine, Choice(width=288))
+    file = tmp_path / "windtunnel_x.toml"
+    file.write_text(
+        text([Named(lowbw), Named(table, "-x")], file=str(file), name="windtunnel_x", arguments="", claims=())
+    )
+    suite = suites.load(file)
+    members = [*lowbw.members, *table.members]
+    for entry, member in zip(suite.entries, members, strict=True):
+        e = entry.experiment
+        assert replace(e, name=member.twin.name).key == member.twin.key
+        baseline = (lowbw if member in lowbw.members else table).members[0]
+        said = {n.name: (n.original, n.twin) for n in numbers(member, baseline)}
+        assert e.twin is not None
+        assert e.twin.original == member.original.name
+        assert e.twin.part == pytest.approx(member.twin.model.hidden / member.original.model.hidden, rel=1e-3)
+        assert e.twin.numbers == {name: pytest.approx(pair, rel=1e-3) for name, pair in said.items()}
+    first, second = (suite.entry(name).experiment.twin for name in ("lowbw-megatron", "lowbw-deepspeed"))
+    assert first is not None
+    assert second is not None
+    assert first.between == pytest.approx(0.96 * 5e9), "40 Gbit/s of Ethernet, less what its frames cost"
+    assert RATIO in second.numbers
+    assert RATIO not in first.numbers
+    assert [row.subjects for row in suite.comparisons] == [("lowbw-deepspeed",)]
+
+
+@pytest.mark.slow
+def test_both_sides_say_what_they_rest_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The original's V100 is known by a published point, the twin's machine was measured."""
+    path = tmp_path / "here.toml"
+    path.write_text(toml(tables()))
+    asked = ["twin", "ds-3p75x-lowbw", "--machine", str(path)]
+    assert main(asked) == 0
+    (line, *_) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("which rests on"))
+    assert line.removeprefix("which rests on").split("  ")[-1].strip() == CALIBRATED
+    assert PUBLISHED in line
+    assert main([*asked, "--json"]) == 0
+    members = [member for each in json.loads(capsys.readouterr().out) for member in each["members"]]
+    assert [member["rests_on"] for member in members] == [
+        {"original": PUBLISHED, "twin": CALIBRATED} for _ in members
+    ]

@@ -1,0 +1,99 @@
+"""The rules of similarity keep both ratios, whatever the sizes: counted from bytes and FLOP, not from the rule."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from repro.accuracy.twins.scaling import Scale, model_of
+from repro.config import ConfigError, Layout, Model
+from repro.config.layout import ELEMENT_BYTES
+from repro.model import flops
+from repro.parallel.ledger import RING_PASSES
+
+CASES = 50
+
+
+def tp_ratio(hidden: float, tokens: float, layout: Layout, rate: float, link: float) -> float:
+    """Seconds of a layer's products over those of its six all-reduces over tp (recomputed), on rings of `link`."""
+    products = 8 / 2 * 24 * tokens * hidden**2 / 2 / layout.tp / rate
+    hops = RING_PASSES["all_reduce"] * (layout.tp - 1) / layout.tp
+    return products / (6 * hops * tokens * hidden * ELEMENT_BYTES[layout.precision] / link)
+
+
+def dp_ratio(hidden: float, tokens: float, layout: Layout, rate: float, link: float) -> float:
+    """Seconds of a layer's products over those of an all-reduce of its gradients."""
+    products = 4 * 24 * tokens * hidden**2 / layout.tp / rate
+    hops = RING_PASSES["all_reduce"] * (layout.dp - 1) / layout.dp
+    return products / (hops * 12 * hidden**2 * ELEMENT_BYTES[layout.precision] / layout.tp / link)
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_both_ratios_are_kept(seed: int) -> None:
+    """For any width, tokens, degrees and rates; one factor for both where degrees stay."""
+    pick = random.Random(seed)
+    before = Layout(tp=pick.choice([2, 4, 8, 16]), dp=pick.choice([2, 4, 8, 64]), precision="fp16")
+    stays = pick.random() < 0.5
+    after = Layout(
+        tp=before.tp if stays else pick.choice([2, 4]), dp=before.dp if stays else pick.choice([2, 4])
+    )
+    hidden, seq = 8 * pick.randint(100, 2500), 64 * pick.randint(8, 64)
+    k = 1 / pick.choice([2, 4, 8, 16])
+    fast, slow, link = pick.uniform(1e12, 1e14), pick.uniform(1e9, 1e11), pick.uniform(1e9, 1e10)
+    scale, links = Scale(width=k, tokens=k, element=2.0, rate=slow / fast), {}
+    for name, ratio, factor in (
+        ("tp", tp_ratio, scale.tp_link(before, after)),
+        ("dp", dp_ratio, scale.dp_link(before, after)),
+    ):
+        links[name] = factor
+        original = ratio(hidden, 8 * seq, before, fast, link)
+        twin = ratio(hidden * k, 8 * seq * k, after, slow, link * factor)
+        assert twin == pytest.approx(original, rel=1e-9), name
+    if stays:
+        assert links["tp"] == pytest.approx(links["dp"])
+        assert links["tp"] == pytest.approx(slow / fast * 2 / k)
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_a_model_keeps_the_shares_of_attention_and_vocabulary(seed: int) -> None:
+    pick = random.Random(seed)
+    original = Model(
+        name="o",
+        layers=pick.randint(16, 128),
+        hidden=128 * pick.randint(12, 96),
+        heads=32,
+        vocab=51_200,
+        seq=1024 * pick.choice([1, 2]),
+    )
+    tp = pick.choice([1, 2, 4])
+    twin = model_of(original, original.seq, name="t", width=original.hidden // 4, layers=8, tp=tp)
+    assert twin.seq / twin.hidden == pytest.approx(original.seq / original.hidden, rel=0.01)
+
+    def vocabulary(model: Model) -> float:
+        return flops.logits_forward(model, model.seq, 1) / flops.layers_forward(model, model.seq, 1)
+
+    assert vocabulary(twin) == pytest.approx(vocabulary(original), rel=0.02)
+    assert twin.heads % tp == twin.vocab % tp == twin.seq % tp == 0
+
+
+def test_stages_keep_compute_over_messages() -> None:
+    """96 h (l/p) W / (t e F): a stage's compute over the tensor that it sends on."""
+    before = Layout(tp=8, pp=12, precision="fp16")
+    after = Layout(tp=4, pp=4)
+    scale = Scale(width=1 / 32, tokens=1 / 32, element=2.0, rate=1e-4)
+
+    def ratio(hidden: float, layers: int, layout: Layout, rate: float, link: float) -> float:
+        stage = 96 * hidden**2 * layers / layout.pp / layout.tp / rate
+        return stage / (hidden * ELEMENT_BYTES[layout.precision] / link)
+
+    factor = scale.pp_link(before, after, (96, 4))
+    original = ratio(12288, 96, before, 1e14, 1e10)
+    assert ratio(384, 4, after, 1e10, 1e10 * factor) == pytest.approx(original)
+    assert scale.pp_link(before, Layout(), (96, 4)) == 0
+
+
+def test_other_layers_have_other_ratios() -> None:
+    model = Model(name="llama", layers=2, hidden=64, heads=8, vocab=64, seq=32, norm="rms", kv_heads=2)
+    with pytest.raises(ConfigError, match=r"model = 'llama': must be of GPT-2's layer.* another norm"):
+        model_of(model, 32, name="twin", width=32, layers=2, tp=1)

@@ -1,0 +1,42 @@
+"""Made-up steps whose unknowns move them, and claims of their rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from repro.claims.judge import judge
+from repro.claims.reader import load
+from repro.claims.results import ClaimResult
+from repro.config import Experiment, Layout, Model, OperatorSet
+from repro.config.systems.unknowns import PACE
+from repro.results.interval import Sensitivity, StepInterval
+from repro.results.schema import ExperimentRecord
+from tests.claims.test_judge import HEAD
+from tests.claims.test_possible import rate, simulated
+from tests.records import changed
+
+MODEL = Model(name="m", layers=2, hidden=32, heads=2, vocab=256, seq=32)
+RINGS = "links.inter-node.rings"
+
+
+def on(system: str, name: str, **moves: tuple[float, float]) -> ExperimentRecord:
+    """A step of 10 s and 100 samples on `system`; `moves`: its seconds at both ends of an unknown."""
+    keys = {"rings": RINGS, "pace": PACE}
+    made = [
+        Sensitivity(key=keys[key], low=1, best=2, high=3, low_s=low, high_s=high)
+        for key, (low, high) in moves.items()
+    ]
+    record = simulated(f"s/{name}", 10.0, StepInterval(draws=[10.0] * 4, moves=made))
+    layout = Layout(precision="fp16", kernels=OperatorSet.UNFUSED)
+    experiment = Experiment(name=name, model=MODEL, layout=layout, system=system)
+    return changed(record, experiment=experiment.as_dict(), key=experiment.key)
+
+
+def judged(path: Path, published: dict[str, str], *records: ExperimentRecord) -> list[ClaimResult]:
+    """A row for each published rate of a step, samples a second."""
+    rows = ",\n".join(
+        f'{{ label = "{name}", published = "{value}", unit = "samples/s", {rate(f"s/{name}")} }}'
+        for name, value in published.items()
+    )
+    (path / "claims.toml").write_text(HEAD + rows + "]\n")
+    return judge(load(path), records)

@@ -1,0 +1,161 @@
+"""The numbers that would settle most rows: counted by hand on made-up records, and each with what measures it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.accuracy.calibrate import document
+from repro.accuracy.validate.measurable import measurement
+from repro.accuracy.validate.unknowns import ShoppingList, shopping_list
+from repro.cli import main
+from repro.config import OperatorSet, systems
+from repro.config.systems.unknowns import PACE
+from repro.measure.local_system import load_system
+from repro.results.interval import Sensitivity, StepInterval
+from repro.results.schema import ExperimentRecord
+from repro.results.store import Store
+from repro.simulate.time.calibration_points import calibration_point_of, calibration_points
+from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
+from tests.accuracy.validate.steps import RINGS, judged, on
+from tests.claims.test_judge import HEAD
+from tests.claims.test_possible import rate
+from tests.records import changed
+
+
+def listed(path: Path, published: dict[str, str], *records: ExperimentRecord) -> ShoppingList:
+    return shopping_list(judged(path, published, *records), records)
+
+
+def test_shares_rows_and_verdicts_by_hand(tmp_path: Path) -> None:
+    """Rates of 100 samples.  a: rings move it by 10 (10 to 20/s), pace by 2.5 (8 to 10.5...): 80 %; b: pace alone; c is
+    on another machine, whose rings are another number."""
+    found = listed(
+        tmp_path,
+        {"a": "18", "b": "10", "c": "10"},
+        on("dgx2", "a", rings=(10.0, 5.0), pace=(8.0, 10.0)),
+        on("dgx2", "b", pace=(8.0, 12.5)),
+        on("selene", "c", rings=(10.0, 12.5)),
+    )
+    assert (found.rows, found.possible, found.settled_by_the_first) == (3, 1, 3)
+    by_name = {(one.key, one.system): one for one in found.inputs}
+    assert set(by_name) == {(RINGS, "dgx2"), (PACE, "dgx2"), (RINGS, "selene")}
+    rings, pace = by_name[RINGS, "dgx2"], by_name[PACE, "dgx2"]
+    assert (rings.rows, rings.settles, rings.possible) == (["a-claim/a"], ["a-claim/a"], ["a-claim/a"])
+    assert rings.share == pytest.approx(10 / 12.5 / 3)
+    assert (pace.rows, pace.settles, pace.possible) == (["a-claim/a", "a-claim/b"], ["a-claim/b"], [])
+    assert pace.share == pytest.approx((2.5 / 12.5 + 1) / 3)
+    assert sum(one.share for one in found.inputs) == pytest.approx(1)
+    assert found.inputs[0] is pace, "one row each: then by share"
+    assert "adapter" in rings.source
+    assert (rings.low, rings.best, rings.high) == (1, 2, 3), "as the record has it"
+
+
+def test_what_carries_half_of_a_row_does_not_settle_it(tmp_path: Path) -> None:
+    both = on("dgx2", "a", rings=(10.0, 5.0), pace=(5.0, 10.0))
+    assert [one.settles for one in listed(tmp_path, {"a": "10"}, both).inputs] == [[], []]
+
+
+def test_a_published_point_is_one_number_on_every_system(tmp_path: Path) -> None:
+    (point,) = (p for p in calibration_points() if p.name == "Megatron-LM of September 2019 on V100")
+    move = Sensitivity(key=point.rate.key, low=1, best=2, high=3, low_s=10, high_s=12)
+    interval = StepInterval(draws=[10.0] * 4, moves=[move])
+    records = [changed(on(name, name), interval=interval.as_dict()) for name in ("dgx2", "dgx2h")]
+    found = listed(tmp_path, {"dgx2": "10", "dgx2h": "10"}, *records)
+    assert [(one.key, one.system, len(one.rows)) for one in found.inputs] == [(point.rate.key, "dgx2h", 2)]
+
+
+def rank(nvlink: bool) -> dict[str, Any]:
+    """What a rank of four on two nodes of two GPUs hands in."""
+    timing = (1e-3, 1e-3, 1e-3, 3)
+    call = {"median": 1e-3, "low": 1e-3, "high": 1e-3}
+    gpu = {"name": "GPU", "memory_bytes": 2**30, "compute_capability": "8.0", "driver": "1"}
+    links = [
+        {"op": op, "place": place, "points": [(1000, timing), (10**6, timing)], **kind}
+        for place, kind in (
+            ("between", {"ranks": 4, "per_node": 2, "stride": 1}),
+            ("inside", {"ranks": 2, "per_node": 2, "stride": 1}),
+        )
+        for op in ("all_reduce", "send")
+    ]
+    sizes = ((1e6, 1e9), (1e7, 1e10), (1e3, 0.0))
+    return {
+        "machine": {
+            "versions": {"torch": "2"},
+            "gpus": [gpu | {"power_limit_w": 1, "max_sm_mhz": 1}],
+            "nvlink": nvlink,
+            "memory": {"total_bytes": 2**40},
+        },
+        "per_node": 2,
+        "context_bytes": 1,
+        "threads": 1,
+        "cache_bytes": 1,
+        "operators": [{"name": "aten.mm", "nbytes": b, "flops": f, **call} for b, f in sizes]
+        + [{"name": "elementwise", "nbytes": b, "flops": 0, **call} for b, _ in sizes],
+        "launch": {**call, "operators": [("elementwise", 1, 1)]},
+        "copy": {"nbytes": 10**9, **call},
+        "host_copy": {"nbytes": 10**9, **call},
+        "links": links,
+        "overlap": {"inside": {"all_reduce": 0.1}, "between": {"all_reduce": 0.1}},
+    }
+
+
+def test_every_unknown_has_what_measures_it_and_the_fact_is_written() -> None:
+    seen = {}
+    for name in systems.names():
+        system = load_system(name)
+        ranks = [rank("nvlink" in system.links)] * 4
+        written = document.tables("local-gpu", "fp16", ranks, repeats=3, load=0.0, quick=False)
+        for kernels in OperatorSet:
+            for one in uncertain(system, calibration_point_of(kernels, system)):
+                seen[one.key] = how = measurement(one.key, name)
+                assert how.how, one.key
+                assert bool(how.command) == bool(how.fact), one.key
+                at: Any = written
+                for part in how.fact.split(".") if how.fact else ():
+                    assert part in at, f"{one.key} of {name}: {how.fact} is not in the document"
+                    at = at[part]
+    rates = {point.rate.key for point in calibration_points()}
+    assert {RINGS, PACE, UNCALIBRATED.key} <= set(seen)
+    runs_of_others = {"device.time.spread"} | rates & set(seen)
+    assert {key for key, how in seen.items() if not how.command} == runs_of_others != {"device.time.spread"}
+    assert "--system dgx2 --profile" in measurement(RINGS, "dgx2").command
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> list[str]:
+    """With a ledger of one row beside the packaged ones."""
+    ledger = tmp_path / "mine.toml"
+    text = HEAD.replace('id = "a-claim"', 'id = "my-claim"').replace('key = "PAPER"', 'key = "MY-PAPER"')
+    row = f'{{ label = "a", published = "18", {rate("s/a")} }}'
+    ledger.write_text(text.replace('["PAPER p.1"]', '["MY-PAPER p.1"]') + row + "]\n")
+    with Store(tmp_path / "results") as opened:
+        opened.append(on("dgx2", "a", rings=(10.0, 5.0), pace=(8.0, 10.0)))
+    return ["--results", str(tmp_path / "results"), "--ledger", str(ledger)]
+
+
+def test_the_command_and_the_table(store: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--unknowns", *store]) == 0
+    text = capsys.readouterr().out
+    first = text.partition("2. ")[0]
+    assert f"1. {RINGS} of dgx2" in first
+    assert "settles 1 of 1, moves 1; 80.0 % of the width" in first
+    assert "1 of 1 verdicts: my-claim" in first
+    assert "repro calibrate --system dgx2 --profile" in first
+    assert main(["validate", "--unknowns", "--json", *store]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [one["key"] for one in document["unknowns"]] == [RINGS, PACE]
+    assert document["unknowns"][0]["fact"] == "links.inter-node.collectives"
+    assert main(["export", "--table", "unknowns", "--format", "csv", *store]) == 0
+    row = next(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert (row["unknown"], row["system"], row["rows"], row["settles"]) == (RINGS, "dgx2", "1", "1")
+    for form in ("markdown", "latex"):
+        assert main(["export", "--table", "unknowns", "--format", form, *store]) == 0
+        assert "inter-node.rings" in capsys.readouterr().out
+    assert main(["validate", "--unknowns", "--svg", "x.svg", *store]) == 2
+    assert "goes without" in capsys.readouterr().err

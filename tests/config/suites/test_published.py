@@ -1,0 +1,312 @@
+"""The published layouts: as many GPUs and samples as the sources print, and the shapes that they name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from repro.config import Experiment
+from tests import committed
+
+FOLDER = Path(__file__).parents[3] / "suites"
+
+
+def published(name: str) -> dict[str, Experiment]:
+    """The experiments of a suite that are not for the machine at hand."""
+    entries = committed.suite(FOLDER / f"{name}.toml").entries
+    return {e.experiment.name: e.experiment for e in entries if e.experiment.system != "local"}
+
+
+YUAN, ZERO_R, TURING = published("yuan"), published("zero_r"), published("turing_nlg")
+MEGATRON = published("megatron_2019") | published("megatron_2021") | published("megatron_figures")
+MEMORY = published("zero_memory")
+STATES = {name: e for name, e in MEMORY.items() if re.search(r"^((7\.5b|128b|1t|2t)-|any-).*-n\d+", name)}
+LIMITS = {name: e for name, e in MEMORY.items() if name not in STATES}
+EVERYTHING = {**YUAN, **MEGATRON, **ZERO_R, **MEMORY, **TURING}
+
+PRINTED = {
+    # GPUs and global batch, as printed.  PRESS 002; MEG1 Tables 1, 2, 7; MEG2 Table 2, Fig. 12, 16, 18.
+    "yuan-245b": (2128, 3360),
+    **{f"meg1-{size}-mp{mp}": (mp, 8) for size, mp in (("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8))},
+    "meg1-1.2b-mp1-dp64": (64, 512),
+    "meg1-2.5b-mp2-dp64": (128, 512),
+    "meg1-4.2b-mp4-dp64": (256, 512),
+    "meg1-8.3b-mp8-dp64": (512, 512),
+    "meg1-8.3b-mp8-dp64-own-ddp": (512, 512),
+    **{
+        f"dec2020-{device}-{size}b": (size, batch)
+        for device, batch in (("v100", 8), ("a100", 16))
+        for size in (1, 2, 4, 8)
+    },
+    **{f"dec2020-a100-{size}b-dp128": (128 * size, 2048) for size in (1, 2, 4, 8)},
+    "gpt3-1024": (1024, 1536),
+    "meg1-8.3b-h16-mp8": (8, 8),
+    "meg1-8.3b-h24-mp8": (8, 8),
+    "meg1-355m-train": (64, 512),
+    "meg1-8.3b-train": (512, 512),
+    **{f"table2-175b-ptd-{n}": (n, 1536) for n in (384, 768, 1536)},
+    **{f"table2-175b-zero3-{n}": (n, 1536) for n in (384, 768, 1536)},
+    **{f"table2-530b-ptd-{n}": (n, 2240) for n in (560, 1120, 2240)},
+    "table2-530b-zero3-640": (640, 2560),
+    "table2-530b-zero3-1120": (1120, 2240),
+    "table2-530b-zero3-2240": (2240, 2240),
+    **{
+        f"{name}-b{batch}": (96, batch)
+        for name in ("fig12-plain", "fig12-interleaved", "fig18-unoptimized")
+        for batch in (12, 24, 36, 48, 60)
+    },
+    **{f"fig16-mb{mb}-b{batch}": (64, batch) for mb in (1, 2, 4, 8) for batch in (128, 512)},
+    # MEG2 Fig. 7 (the batch is ours), 11, 13, 14, 17 (MEG-SC21).
+    **{f"fig7-mb{mb}": (1, 128) for mb in (1, 2, 4, 8, 16)},
+    **{f"fig11-pp{p}-b{batch}": (8 * p, batch) for p in (1, 2, 4, 8) for batch in (8, 128)},
+    **{f"fig13-pp{p}-b{batch}": (64, batch) for p in (2, 4, 8, 16, 32) for batch in (32, 128)},
+    **{f"fig14-pp{p}-b{batch}": (64, batch) for p in (2, 4, 8, 16, 32) for batch in (32, 512)},
+    **{f"fig17-recompute-b{batch}": (128, batch) for batch in (8, 32, 256)},
+    **{f"fig17-keep-b{batch}": (128, batch) for batch in (1, 2, 4, 8, 16)},
+    # ZERO3 Tables 7, 8 and 9.
+    **{f"fig6-c{c}-{size}": (400, 400) for c, size in enumerate(("40b", "60b", "50b", "140b", "150b"), 1)},
+    **{f"fig7-c{c}-40b": (400, 400) for c in (2, 3, 4, 5)},
+    **{f"fig7-c{c}-100b": (400, 800) for c in (4, 5)},
+    **{f"fig8-c{c}-60b": (128, 8 * batch) for c, batch in enumerate((2, 4, 8, 32, 32), 1)},
+    **{f"fig8-c{c}-170b": (400, 300) for c in (1, 2, 3, 4, 5)},
+    # ZERO3 Table 10 (Fig. 4), the release's 100B, DeepSpeed's tutorial.
+    "fig4-dp-1.16b": (128, 1024),
+    "fig4-dp-1.38b": (128, 128),
+    **{f"fig4-zero-{size}": (128, batch) for size, batch in (("11b", 512), ("12b", 512), ("13b", 256))},
+    "tutorial-1.5b-dp": (8, 8),
+    "tutorial-1.5b-zero1": (8, 8),
+    "tutorial-10b-zero2": (32, 32),
+    # MSBLOG-TNLG.
+    "megatron-mp16": (1024, 512),
+    "zero1-mp4": (256, 512),
+    "zero2-mp4": (256, 512),
+}
+UNPUBLISHED = {
+    # What else is simulated: the next size or degree, which has to fail; what has no printed batch; the map around
+    # Yuan's layout; the volume of communication that a formula leaves recomputation out of.
+    *(
+        "fig6-c1-50b",
+        "fig6-c2-80b",
+        "fig6-c2-100b",
+        "fig6-c2-120b",
+        "fig6-c3-60b",
+        "fig6-c4-150b",
+        "fig6-c5-170b",
+    ),
+    *(
+        "release-80b",
+        "release-100b",
+        "release-120b",
+        "fig7-c3-100b",
+        "activations-1.5b",
+        "activations-1.5b-checkpoints",
+    ),
+    *("fig4-dp-1.16b-batch1", "fig4-dp-1.4b-batch1", "fig4-dp-1.5b-batch1", "fig4-dp-2.5b-batch1"),
+    *("fig4-zero-11b-batch2", "fig4-zero-12b-batch2", "fig4-zero-20b"),
+    *("volume-145.6b", "volume-145.6b-scatter", "gpt3-1024-unfused", "table1-529.6b-unfused"),
+    *("megatron-mp8", "megatron-mp4", "megatron-mp2", "megatron-mp1"),
+    *("zero1-mp16", "zero1-mp8", "zero1-mp2", "zero1-mp1"),
+    *("zero1-mp4-batch12", "zero1-128gpus", "megatron-512gpus", "megatron-256gpus"),
+    *(f"megatron-mp16-batch{batch}" for batch in (16, 20)),
+    *("zero2-mp4-batch18", "zero2-mp4-batch18-no-md", "fig8-c5-150b"),
+    *("batch-c3-60b-8", "batch-c3-60b-16", "batch-c4-60b-64", "batch-c4-60b-128"),
+    *(name for name in YUAN if name.startswith(("map-", "rule-"))),
+}
+
+
+def table1() -> dict[str, dict[str, int]]:
+    """The lines of MEG2 Table 1 as the ledger has them, by the name of the experiment."""
+    lines = {}
+    for row in committed.ledger().claim("meg2-table1-weak-scaling").rows:
+        line = row.label.partition(":")[0].lower().replace("1008b", "1t")
+        numbers = {key: value for key, value in row.variables.items() if isinstance(value, int)}
+        lines[f"table1-{line}"] = numbers
+    return lines
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_worlds_and_batches_are_the_printed_ones(name: str) -> None:
+    layout = EVERYTHING[name].layout
+    assert (layout.world, layout.global_batch) == PRINTED[name]
+
+
+@pytest.mark.parametrize("name", table1())
+def test_weak_scaling_to_a_trillion(name: str) -> None:
+    line, experiment = table1()[name], MEGATRON[name]
+    model, layout = experiment.model, experiment.layout
+    assert (model.heads, model.hidden, model.layers) == (line["heads"], line["hidden"], line["layers"])
+    assert (layout.tp, layout.pp, layout.world) == (line["tp"], line["pp"], line["gpus"])
+    assert layout.global_batch == line["batch"]
+
+
+def table2() -> dict[str, int]:
+    """GPUs by the name of the experiment: ZERO3 Table 2 has Nd = 64 in every line."""
+    degrees = {name: re.match(r"(?:d?dp|posg?)-mp(\d+)-", name) for name in LIMITS}
+    return {name: 64 * int(found[1]) for name, found in degrees.items() if found}
+
+
+def states() -> dict[str, int]:
+    """GPUs of the experiments for ZERO3 Table 1 and Fig. 1: their names end in them."""
+    return {name: int(name.partition("-n")[2].partition("-")[0]) for name in STATES}
+
+
+def test_sixty_four_replicas_in_every_line_of_table_2() -> None:
+    assert {name: LIMITS[name].layout.world for name in table2()} == table2()
+    assert {name: STATES[name].layout.dp for name in states()} == states()
+    stages = {name: int(found[1]) for name in STATES if (found := re.search(r"-z(\d)-", name))}
+    assert {name: STATES[name].layout.zero for name in STATES} == stages
+
+
+def test_nothing_is_left_unchecked() -> None:
+    assert {*EVERYTHING} == {*PRINTED, *table1(), *table2(), *states(), *UNPUBLISHED}
+    plain = (
+        "volume-145.6b",
+        "volume-145.6b-scatter",
+        "activations-1.5b",
+        "tutorial-1.5b-dp",
+        "tutorial-1.5b-zero1",
+        *(name for name in MEGATRON if name.startswith("fig17-keep-")),
+    )
+    for name, experiment in EVERYTHING.items():
+        assert (experiment.layout.precision, experiment.layout.recompute) == ("fp16", name not in plain)
+
+
+def test_buckets_are_the_releases() -> None:
+    """500,000,000 elements of fp16 wherever a layout of ZeRO's with C_B is published; none of it for the baselines."""
+    for name, experiment in {**ZERO_R, **LIMITS, **TURING}.items():
+        layout = experiment.layout
+        if layout.zero:
+            assert (layout.cb, layout.bucket_bytes) == (True, 1_000_000_000), name
+        elif not name.startswith("activations"):
+            assert not layout.cb, name
+
+
+def test_ddp_of_2020_is_where_the_source_says_ddp() -> None:
+    """ZERO3 sec. 10.1: torch's DDP without model parallelism; `ddp-mp*` asks what it would be with it."""
+    for name, experiment in {**LIMITS, **published("zero_throughput")}.items():
+        layout = experiment.layout
+        baseline = layout.zero == 0 and layout.dp >= 64 and layout.tp == 1
+        assert layout.gradient_as_bucket_view is not (baseline or name.startswith("ddp-")), name
+    for name, experiment in published("megatron_2019").items():
+        layout = (
+            experiment.layout
+        )  # of Megatron-LM's two of 2019, torch's is the one that overlaps (MEG-README a0368ddf)
+        if layout.dp > 1 and layout.kernels == "unfused":
+            assert layout.gradient_as_bucket_view is not layout.overlap, name
+
+
+def lines(claim: str, column: str) -> list[tuple[dict[str, float], str, int]]:
+    """The lines of a claim's table: its numbers, its label, and the printed value of `column`."""
+    found = []
+    for row in committed.ledger().claim(claim).rows:
+        if row.label.endswith(f": {column}") and row.printed is not None:
+            numbers = {key: value for key, value in row.variables.items() if isinstance(value, int)}
+            found.append((numbers, row.label.partition(":")[0], int(row.printed.value)))
+    return found
+
+
+def test_throughput_has_the_printed_batches_degrees_and_shapes() -> None:
+    """ZERO3 Tables 5, 6 and 10 and the release's 64-GPU table, line by line, against what is predicted."""
+    zero = published("zero_throughput") | published("zero_superlinear")
+    release = published("deepspeed_64gpu")
+    words = {"ZeRO": "zero", "Baseline": "megatron", "DDP": "ddp", "Megatron": "megatron"}
+    checked = 0
+    for claim, suite, name, column in (
+        ("zero-table5-fig2-configs", zero, "fig2-{size}-{system}", "total batch"),
+        ("zero-table6-fig3-superlinear", zero, "fig3-{size}", "total batch"),
+        ("zero-table10-fig4-dp-only", zero, "fig4-{size}-{system}", "total batch"),
+        ("ds-64gpu-table", release, "64gpu-{size}-{system}", "batch"),
+    ):
+        for numbers, label, total in lines(claim, column):
+            size, system = (*label.split(" "), "")[:2]
+            experiment = suite[name.format(size=size.lower(), system=words.get(system, system.lower()))]
+            model, layout = experiment.model, experiment.layout
+            assert layout.global_batch == total
+            assert layout.micro_batch == numbers.get("batch", numbers.get("replica"))
+            assert layout.tp == numbers.get("mp", layout.tp)
+            assert layout.world == numbers.get("gpus", layout.world)
+            shape = ("layers", "hidden", "heads")
+            assert [numbers.get(key, getattr(model, key)) for key in shape] == [
+                getattr(model, key) for key in shape
+            ]
+            checked += 1
+    assert checked == 18 + 4 + 11 + 8
+
+
+def test_software_is_named_wherever_time_is_predicted() -> None:
+    for name in (
+        *("zero_throughput", "zero_superlinear", "deepspeed_lowbw", "deepspeed_64gpu"),
+        *("deepspeed_dgx2", "turing_nlg"),
+    ):
+        for experiment in published(name).values():
+            assert experiment.layout.kernels == "unfused", experiment.name
+            assert experiment.training.dropout == experiment.training.attention_dropout == 0.1
+    for name, experiment in {**MEGATRON, **YUAN}.items():
+        if not name.startswith("volume"):
+            old = name.startswith("meg1") or name.endswith("unfused")
+            assert experiment.layout.kernels == ("unfused" if old else "softmax"), name
+            assert experiment.training.dropout == 0.1
+
+
+def test_yuans_pipeline() -> None:
+    layout = YUAN["yuan-245b"].layout
+    rows = {
+        row.label: row.printed.value for row in committed.ledger().claim("yuan-config").rows if row.printed
+    }
+    assert (layout.tp, layout.pp, layout.dp, layout.micro_batch) == (8, 38, 7, 1)
+    assert layout.accumulation == rows["micro-batches per pipeline"] == 480
+    assert {len(part) for part in layout.parts(76)} == {2} == {rows["layers per stage"]}
+
+
+def test_c1_to_c5_are_the_papers_table_3() -> None:
+    """ZERO3 Table 3: the stage, and C_B, M_D, P_a, P_a+cpu."""
+    switches = {
+        "1": (1, True, True, False, False),
+        "2": (1, True, True, True, False),
+        "3": (2, True, True, False, False),
+        "4": (2, True, True, True, False),
+        "5": (2, True, True, True, True),
+    }
+    seen = set()
+    for entry in committed.suite(FOLDER / "zero_r.toml").entries:
+        name, layout = entry.experiment.name, entry.experiment.layout
+        if match := re.search(r"-c(\d)", name):
+            found = (layout.zero, layout.cb, layout.md, layout.pa, layout.pa_cpu)
+            assert found == switches[match[1]], name
+            seen.add(match[1])
+    assert seen == set(switches)
+
+
+FAMILIES = sorted(
+    path.stem
+    for path in FOLDER.glob("*.toml")
+    # Twins on emulated networks have suites of their own, and so have those of `slow_links`.
+    if path.stem not in ("smoke", "machine", "engines", "slow_links", "convergence", "again")
+    and not path.stem.startswith("windtunnel_")
+)
+"""Suites of published cases; the others are about the machine at hand, and `again` is simulated alone."""
+
+
+@pytest.mark.parametrize("suite", FAMILIES)
+def test_twins_rehearse_every_suite_on_one_machine(suite: str) -> None:
+    """Few processes and steps, ends that come soon, and a turn of every comparison that a cluster would make."""
+    loaded = committed.suite(FOLDER / f"{suite}.toml")
+    twins = {e.experiment.name: e.experiment for e in loaded.entries if e.experiment.system == "local"}
+    assert twins
+    assert published(suite)
+    for name, twin in twins.items():
+        assert name.startswith("twin-")
+        assert twin.layout.world <= 8
+        assert (twin.limits.timeout_s <= 600, twin.limits.hang_s <= 120) == (True, True), name
+    compared = {entry.baseline in twins for entry in loaded.comparisons}
+    assert compared in (set(), {True, False})
+
+
+def test_published_sizes_are_compared_apart() -> None:
+    """Two of them do not fit a device together; each turn has its untimed steps and at least one that counts."""
+    compared = {suite: committed.suite(FOLDER / f"{suite}.toml").comparisons for suite in FAMILIES}
+    assert sum(map(bool, compared.values())) >= 5
+    for suite, comparisons in compared.items():
+        assert all(one.apart and one.rounds >= 3 for one in comparisons), suite

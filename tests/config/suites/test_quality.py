@@ -1,0 +1,160 @@
+"""The suite of long trainings: the published recipes, and twins that are stopped and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from repro.claims.formulas import gpt_params
+from repro.config import Experiment
+from repro.launch.outlook import outlook
+from repro.results.schema import MEASURED, SIMULATED
+from repro.results.store import Store
+from tests import committed
+from tests.records import changed, made_up
+
+SUITE_FOLDER = Path(__file__).parents[3] / "suites"
+SUITE = committed.suite(SUITE_FOLDER / "quality.toml")
+EXPERIMENTS = {entry.experiment.name: entry.experiment for entry in SUITE.entries}
+MEGATRON = {"355M": "quality-355m", "2.5B": "quality-2.5b", "8.3B": "quality-8.3b"}
+TURING, YUAN = "quality-turing-nlg-17b", "quality-yuan-245b"
+
+
+def test_every_experiment_writes_checkpoints() -> None:
+    assert all(experiment.training.checkpoint_every for experiment in EXPERIMENTS.values())
+
+
+@pytest.mark.parametrize("label", MEGATRON)
+def test_megatrons_sizes_and_gpus_are_those_of_table_2(label: str) -> None:
+    line = next(
+        row.variables
+        for row in committed.ledger().claim("meg1-table2-training").rows
+        if row.label == f"{label}: days per epoch"
+    )
+    experiment = EXPERIMENTS[MEGATRON[label]]
+    model, layout = experiment.model, experiment.layout
+    assert (model.layers, model.hidden, model.heads) == tuple(line[k] for k in ("layers", "hidden", "heads"))
+    assert (layout.world, layout.dp, layout.global_batch) == (line["gpus"], 64, 512)
+
+
+SETTINGS: dict[str, Callable[[Experiment], float]] = {
+    "learning rate": lambda e: e.training.lr,
+    "smallest learning rate": lambda e: e.training.min_lr,
+    "warm-up": lambda e: e.training.warmup_steps,
+    "iterations": lambda e: e.training.steps,
+    "cosine over": lambda e: e.training.decay_steps,
+    "batch": lambda e: e.layout.global_batch,
+    "sequence": lambda e: e.seq,
+    "weight decay": lambda e: e.training.weight_decay,
+    "gradient clipping": lambda e: e.training.clip,
+    "dropout": lambda e: e.training.dropout,
+    "Adam's beta 1": lambda e: e.training.beta1,
+    "Adam's beta 2": lambda e: e.training.beta2,
+}
+RECIPES = [
+    *((name, "meg1-training-recipe") for name in MEGATRON.values()),
+    (TURING, "tnlg-training-recipe"),
+    (YUAN, "yuan-training-recipe"),
+]
+
+
+def printed(claim: str) -> dict[str, float]:
+    """The numbers of a recipe by their label in the ledger; those of a smaller sibling without its name."""
+    return {
+        row.label.removeprefix("13B: "): row.printed.value if row.printed else float(row.published)  # 1e-5
+        for row in committed.ledger().claim(claim).rows
+    }
+
+
+@pytest.mark.parametrize(("name", "claim"), RECIPES)
+def test_every_number_of_a_recipe_is_the_sources(name: str, claim: str) -> None:
+    experiment, numbers = EXPERIMENTS[name], printed(claim)
+    if name == TURING:  # the same but for what is said of it
+        numbers = {**printed("meg1-training-recipe"), **numbers}
+        del numbers["smallest learning rate"]
+    samples = {label: numbers.pop(label) for label in tuple(numbers) if label.startswith("samples")}
+    found = {label: SETTINGS[label](experiment) for label in numbers}
+    assert found == pytest.approx(numbers, rel=1e-12)
+    if samples:
+        parts = (experiment.training.warmup_steps, experiment.training.decay_steps)
+        of = experiment.training.steps / samples["samples"]
+        assert parts == (
+            round(of * samples["samples of warm-up"]),
+            round(of * samples["samples of the cosine"]),
+        )
+    assert experiment.training.schedule == "cosine"
+    assert experiment.layout.precision == "fp16"
+    assert experiment.training.attention_dropout == experiment.training.dropout
+
+
+def test_no_recipe_is_left_out() -> None:
+    assert {name for name, _ in RECIPES} == {name for name in EXPERIMENTS if name.startswith("quality-")}
+
+
+def test_yuans_layout_is_the_one_that_its_rate_is_predicted_for() -> None:
+    yuan = committed.suite(SUITE_FOLDER / "yuan.toml").entry("yuan-245b").experiment
+    assert EXPERIMENTS[YUAN].layout == yuan.layout
+
+
+def test_a_dry_run_says_what_recipes_hold_and_of_how_much(tmp_path: Path) -> None:
+    """Model states where nothing was traced: 16 bytes of a rank's parameters, and 4 + 12/64 under ZeRO 1 of 64."""
+    asked = ([SUITE_FOLDER / "quality.toml"], ["quality-*"], tmp_path, False, MEASURED, "")
+    found = {row.name: row.memory for row in outlook(*asked)}
+    width, stage = 16384, 2 * 12 * 16384**2
+    wanted = {
+        "quality-355m": 16 * gpt_params(24, 1024),
+        "quality-2.5b": 16 * gpt_params(54, 1920) / 2,
+        "quality-8.3b": 16 * gpt_params(72, 3072) / 8,
+        TURING: (4 + 12 / 64) * gpt_params(78, 4256) / 4,
+        YUAN: 16 * ((stage + 53248 * width) / 8 + 2048 * width),
+    }
+    assert {name: float(said.split()[1]) for name, said in found.items()} == pytest.approx(
+        {name: size / 1e9 for name, size in wanted.items()}, rel=0.01
+    )
+    assert found["quality-8.3b"].endswith("of 32.3 GB")  # a V100's 32 GB less its context
+    assert found[YUAN].endswith("of a size that is not published")
+
+
+def test_a_dry_run_says_what_does_not_fit_and_what_was_traced(tmp_path: Path) -> None:
+    entry = committed.suite(SUITE_FOLDER / "turing_nlg.toml").entry("megatron-mp4")
+    asked = ([SUITE_FOLDER / "turing_nlg.toml"], ["megatron-mp4"], tmp_path, False, MEASURED, "")
+    (row,) = outlook(*asked)
+    assert row.memory.endswith("GB of 32.7 GB: does not fit")
+    record = changed(
+        made_up("megatron-mp4", suite="turing_nlg"), key=entry.experiment.key, evidence=SIMULATED
+    )
+    with Store(tmp_path) as store:
+        store.append(changed(record, metrics={"memory.peak_bytes": 20e9, "memory.reserved_bytes": 21e9}))
+    (row,) = outlook(*asked)
+    assert row.memory == "21 GB of 32.7 GB, traced: fits"
+
+
+def test_published_quality_is_not_comparable_or_says_what_it_needs() -> None:
+    """GPT-2's numbers and the counts of the test set can be had by whoever has the files; no other weights exist."""
+    ledger = committed.ledger()
+    rows = [row for name in SUITE.claims if name != "repro-resume" for row in ledger.claim(name).rows]
+    assert all(bool(row.not_comparable) != bool(row.needs) for row in rows)
+    assert all(row.not_comparable for row in rows if row.metric != "exact" and "GPT-2" not in row.label)
+
+
+def test_twins_train_the_same_and_go_on_under_three_layouts() -> None:
+    twins = {
+        name: e
+        for name, e in EXPERIMENTS.items()
+        if e.system == "local" and not name.startswith("twin-recipe-")
+    }
+    assert len({str(twin.course) for twin in twins.values()}) == 1
+    half = twins["twin-half-zero2-dp2"]
+    then = [twin for twin in twins.values() if twin.training.continues]
+    assert {twin.training.continues for twin in then} == {half.name}
+    assert {(twin.layout.dp, twin.layout.tp, twin.layout.pp) for twin in then} == {
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+    }
+    assert {twin.training.steps for twin in twins.values() if twin != half} == {2 * half.training.steps}
+    rows = committed.ledger().claim("repro-resume").rows
+    compared = {f"quality/{name}" for name in twins} - {"quality/twin-whole", f"quality/{half.name}"}
+    assert {row.variables["experiment"] for row in rows} == compared

@@ -1,0 +1,103 @@
+"""Published cases on the ready profiles of clusters, twins on the lab's: what a submission would ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from repro.config import Experiment
+from repro.config.suites import Suite
+from repro.config.systems import load as load_system
+from repro.launch.slurm.site import profile
+from repro.launch.slurm.site.profile import Profile
+from repro.launch.slurm.submission import dryrun
+from repro.launch.slurm.submission.intent import intend
+from repro.results.store import Store
+from tests import committed
+
+ROOT = Path(__file__).parents[3]
+PROFILES = {path.stem: profile.load(path) for path in sorted((ROOT / "slurm").glob("*.toml"))}
+SUITES = {
+    path.stem: committed.suite(path)
+    for path in sorted((ROOT / "suites").glob("*.toml"))
+    if path.stem != "one_gpu" and not path.stem.startswith("windtunnel_")
+}
+"""All but the suite for the GPU at hand, of which no profile can know what it is, and those of emulated networks, which
+are on one machine."""
+REHEARSED = [suite for name, suite in SUITES.items() if name not in ("slow_links", "again")]
+"""`slow_links` is rehearsed by the suites of its twins, on emulated networks; `again` is simulated alone."""
+LAB_RANKS = 8
+"""Four nodes of two."""
+
+
+def ready(system: str) -> Profile:
+    """The profile for clusters of `system`."""
+    found = [site for name, site in PROFILES.items() if site.system == system and name != "generic"]
+    assert len(found) == 1, f"{len(found)} profiles for {system}"
+    return found[0]
+
+
+def names(suite: Suite) -> list[str]:
+    """Of all its experiments."""
+    return [entry.experiment.name for entry in suite.entries]
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
+def test_every_case_has_a_profile_with_room_and_time_for_it(suite: Suite, tmp_path: Path) -> None:
+    """A dry run with the ready profile of each system, which together are the whole suite."""
+    planned: list[str] = []
+    for system in {entry.experiment.system for entry in suite.entries}:
+        site = ready(system)
+        intent = intend(Path(suite.file), site, Store(tmp_path), only=[])
+        document = dryrun.document(intent, tmp_path)
+        planned += document["cases"]
+        assert sorted([*document["cases"], *document["not_for_this_profile"]]) == sorted(names(suite))
+        for array, row in zip(intent.arrays, document["arrays"], strict=True):
+            assert f"#SBATCH --nodes={array.shape.nodes}\n" in row["script"]
+            assert array.shape.tasks_per_node <= site.ranks_per_node
+            if site.gpus_per_node:
+                # Whole nodes wherever a case is larger than one.
+                assert array.shape.nodes == 1 or array.shape.tasks_per_node == site.gpus_per_node
+            for experiment in (e for bundle in array.bundles for e in bundle.experiments):
+                # The harness gives a case up, and says why, before SLURM does; what has no limit has days and starts.
+                assert experiment.limits.timeout_s <= 60 * array.shape.time_min
+                if not experiment.limits.timeout_s:
+                    assert array.shape.time_min >= 24 * 60
+                    assert array.shape.requeues >= 10
+    assert sorted(planned) == sorted(names(suite))
+
+
+@pytest.mark.parametrize("suite", REHEARSED, ids=lambda suite: suite.name)
+def test_the_lab_can_rehearse_it(suite: Suite, tmp_path: Path) -> None:
+    intent = intend(Path(suite.file), PROFILES["lab"], Store(tmp_path), only=[])
+    assert intent.cases
+    assert max(experiment.layout.world for experiment in intent.cases) <= LAB_RANKS
+    assert all(array.shape.nodes <= 4 for array in intent.arrays)
+
+
+def strategy(experiment: Experiment) -> set[str]:
+    """What of an experiment's layout has code of its own, whatever the degrees."""
+    layout = experiment.layout
+    found = {axis for axis in ("tp", "pp") if getattr(layout, axis) > 1}
+    found |= {f"zero {layout.zero}"} if layout.dp > 1 else set()
+    switches = ("pa", "pa_cpu", "md", "sp", "recompute", "scatter_gather")
+    found |= {switch for switch in switches if getattr(layout, switch)}
+    found |= {layout.schedule} if layout.pp > 1 else set()
+    found |= set() if layout.overlap else {"no overlap"}
+    found |= set() if layout.gradient_as_bucket_view else {"buckets beside gradients"}
+    found |= {"checkpoints"} if experiment.training.checkpoint_every else set()
+    return found | {f"{layout.kernels} kernels", experiment.engine}
+
+
+@pytest.mark.parametrize("suite", REHEARSED, ids=lambda suite: suite.name)
+def test_twins_have_every_strategy_of_the_published_cases(suite: Suite) -> None:
+    cases = [entry.experiment for entry in suite.entries]
+    published = set().union(*(strategy(e) for e in cases if e.system != "local"))
+    assert published <= set().union(*(strategy(e) for e in cases if e.system == "local"))
+
+
+def test_ready_profiles_are_of_systems_and_use_whole_nodes() -> None:
+    for name, site in PROFILES.items():
+        if name not in ("generic", "lab"):
+            assert site.gpus_per_node == load_system(site.system).devices_per_node.value, name

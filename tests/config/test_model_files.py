@@ -1,0 +1,324 @@
+"""The model files: all load, say where they come from, and are the shapes that the sources print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repro.config import ConfigError, Layout, spread
+from repro.config.files import build
+from repro.config.model import Model
+from repro.config.models import FILES, _packaged, load, names
+from repro.model.parameters import total
+
+SMALL = (
+    *("smoke-states", "smoke-speed", "char-1m", "tiny-parity", "gpt2-tiny"),
+    *("limit-29m", "limit-39m", "limit-40m"),
+    *("equal-stages", "odd-sizes", "tiny-shallow", "tiny-stages", "tiny-deep"),
+)
+TABLES = {
+    # name: layers, hidden, heads, published MP degrees.  ZERO3 Table 5, Fig. 2.
+    "zero-1.5b": (48, 1600, 16, (1, 2)),
+    "zero-8b": (72, 3072, 24, (4, 8)),
+    "zero-40b": (88, 6144, 32, (4,)),
+    "zero-40b-h64": (88, 6144, 64, (32,)),
+    "zero-60b": (132, 6144, 32, (16,)),
+    "zero-60b-h64": (132, 6144, 64, (64, 16)),
+    "zero-80b": (100, 8192, 64, (16,)),
+    "zero-80b-h128": (100, 8192, 128, (128,)),
+    "zero-100b": (125, 8192, 64, (16,)),
+    "zero-100b-h128": (125, 8192, 128, (128,)),
+    "zero-120b": (150, 8192, 64, (16,)),
+    "zero-120b-h128": (150, 8192, 128, (128,)),
+    "zero-140b": (175, 8192, 64, (16,)),
+    "zero-140b-h128": (175, 8192, 128, (128,)),
+    "zero-170b": (212, 8192, 64, (16,)),
+    "zero-170b-h256": (212, 8192, 256, (256,)),
+    # Tables 6 to 9.
+    "zero-60b-fig3": (75, 8192, 32, (16,)),
+    "zero-40b-fig6": (50, 8192, 32, (16,)),
+    "zero-50b": (62, 8192, 32, (16,)),
+    "zero-150b": (187, 8192, 64, (16,)),
+    "zero-60b-fig8": (75, 8192, 64, (16,)),
+    # Table 10, Fig. 4.
+    "zero-1.5b-fig4": (34, 1920, 16, (1,)),
+    "zero-2.5b": (54, 1920, 16, (1,)),
+    "zero-4b": (64, 2304, 24, (1,)),
+    "zero-6b": (52, 3072, 24, (1,)),
+    "zero-10b": (50, 4096, 32, (1,)),
+    "zero-11b": (54, 4096, 32, (1,)),
+    "zero-12b": (58, 4096, 32, (1,)),
+    "zero-13b": (62, 4096, 32, (1,)),
+    "zero-1.16b": (24, 1920, 16, (1,)),
+    "zero-1.38b": (40, 1536, 16, (1,)),
+    # Tables 1 and 2 name sizes only: these shapes are ours.
+    "table1-7.5b": (4, 12288, 96, (1,)),
+    "table1-128b": (4, 50944, 398, (1,)),
+    "table1-1t": (4, 144128, 1126, (1,)),
+    "table2-1.3b": (27, 1920, 16, (1,)),
+    "table2-1.4b": (30, 1920, 16, (1,)),
+    "table2-5b": (43, 3072, 24, (4,)),
+    "table2-6.2b": (53, 3072, 24, (1,)),
+    "table2-12.5b": (61, 4096, 32, (2, 8)),
+    "table2-25b": (55, 6144, 32, (4, 16)),
+    "table2-2t": (155, 32768, 256, (16,)),
+    # DS-FEB20 tutorial sec. 3.1 and 3.3, figure; DS-HEAD zero.md.
+    "deepspeed-1.5b": (48, 1600, 16, (1, 2, 4)),
+    "deepspeed-4b": (64, 2304, 16, (1, 4)),
+    "deepspeed-8b": (72, 3072, 24, (2, 4)),
+    "deepspeed-20b": (111, 3808, 32, (4, 16)),
+    "deepspeed-40b": (88, 6144, 32, (16,)),
+    "deepspeed-60b": (132, 6144, 32, (16,)),
+    "deepspeed-80b": (100, 8192, 64, (16,)),
+    "deepspeed-100b": (125, 8192, 64, (16,)),
+    "deepspeed-10b": (50, 4096, 32, (1,)),
+    # MEG1 Tables 1, 2 and 7; images/tables.tex; MEG2 Table 1 (heads, width and depth in its order there).
+    "megatron-355m": (24, 1024, 16, (1,)),
+    "megatron-1.2b": (40, 1536, 16, (1,)),
+    "megatron-2.5b": (54, 1920, 20, (2,)),
+    "megatron-4.2b": (64, 2304, 24, (4,)),
+    "megatron-8.3b": (72, 3072, 32, (8,)),
+    "megatron-8.3b-h24": (72, 3072, 24, (8,)),
+    "megatron-8.3b-h16": (72, 3072, 16, (8,)),
+    "megatron-2020-1b": (24, 1920, 15, (1,)),
+    "megatron-2020-2b": (30, 2304, 18, (2,)),
+    "megatron-2020-4b": (36, 3072, 24, (4,)),
+    "megatron-2020-8b": (42, 4096, 32, (8,)),
+    "megatron-1.7b": (24, 2304, 24, (1,)),
+    "megatron-3.6b": (30, 3072, 32, (2,)),
+    "megatron-7.5b": (36, 4096, 32, (4,)),
+    "megatron-18.4b": (40, 6144, 48, (8,)),
+    "megatron-39.1b": (48, 8192, 64, (8,)),
+    "megatron-76.1b": (60, 10240, 80, (8,)),
+    "megatron-145.6b": (80, 12288, 96, (8,)),
+    "megatron-310.1b": (96, 16384, 128, (8,)),
+    "megatron-529.6b": (105, 20480, 128, (8,)),
+    "megatron-1t": (128, 25600, 160, (8,)),
+    "megatron-175b": (96, 12288, 96, (8,)),
+    "megatron-91b": (32, 15360, 128, (8,)),  # MEG-SC21 run_figure_16.sh
+    "megatron-fig7-1b": (4, 4096, 128, (1,)),  # MEG2 Fig. 7
+    # MEG-SC21 run_figure_11.sh, 13 and 14.
+    **{f"megatron-fig11-{layers}": (layers, 20480, 128, (8,)) for layers in (3, 6, 12, 24)},
+    "megatron-162.2b": (32, 20480, 128, (2, 4, 8, 16, 32)),
+    "megatron-5.9b": (32, 3840, 32, (1,)),
+    "turing-nlg-17b": (78, 4256, 28, (4,)),
+    "turing-nlg-17b-h32": (78, 4256, 32, (16,)),
+    "yuan-1.0-245b": (76, 16384, 128, (8,)),
+    "gpt2-1.5b": (48, 1600, 25, (1,)),
+    "gpt3-175b": (96, 12288, 96, (1,)),
+    # FOUNDRY scripts/train/yamls/pretrain; FLASH-REPO configs/experiment/pile.
+    "mpt-760m": (24, 1536, 12, (1,)),
+    "mpt-1b": (24, 2048, 16, (1,)),
+    "mpt-3b": (32, 2560, 20, (1,)),
+    "mpt-7b": (32, 4096, 32, (1,)),
+    "mpt-13b": (40, 5120, 40, (1,)),
+    "mpt-30b": (48, 7168, 56, (1,)),
+    "mpt-70b": (80, 8192, 64, (1,)),
+    "flash-1.3b": (24, 2048, 16, (1,)),
+    "flash-2.7b": (32, 2560, 20, (1,)),
+    # DLPERF Megatron-LM/README.md; BIGSCIENCE experiments and train.
+    "oneflow-16x1536": (16, 1536, 16, (1, 2, 4, 8)),
+    "oneflow-16x3072": (16, 3072, 32, (16,)),
+    "oneflow-24x2304": (24, 2304, 24, (4, 8)),
+    "bigscience-1.3b": (24, 2048, 16, (1, 2)),
+    "bigscience-13b": (40, 5120, 32, (2,)),
+    "bigscience-18b": (40, 6144, 32, (4,)),
+    "bigscience-22b": (32, 8192, 32, (4,)),
+    "bigscience-39b": (48, 8192, 32, (4,)),
+    "bigscience-52b": (64, 8192, 32, (4,)),
+    "bigscience-65b": (64, 9216, 32, (4,)),
+    "bigscience-104b": (64, 11600, 80, (4,)),
+    # VTRAIN data; CALCULON validation/seqsel/tab5; NEMO conf/training/gpt3/5b.yaml.
+    "vtrain-1.3b": (24, 2048, 16, (1, 2, 4, 8)),
+    "megatron-22b": (48, 6144, 64, (8,)),
+    "nemo-5b": (24, 4096, 32, (1, 2)),
+}
+
+OTHERS = {
+    # name: layers, hidden, heads, heads of keys, MLP, vocabulary.  2307.09288 Table 1 and config.json of the releases.
+    "llama2-7b": (32, 4096, 32, 32, 11008, 32000),
+    "llama2-13b": (40, 5120, 40, 40, 13824, 32000),
+    "llama2-70b": (80, 8192, 64, 8, 28672, 32000),
+    # 2407.21783 Table 3.
+    "llama3-8b": (32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": (80, 8192, 64, 8, 28672, 128256),
+    "llama3-405b": (126, 16384, 128, 8, 53248, 128256),
+    # 2310.06825 Table 1.
+    "mistral-7b": (32, 4096, 32, 8, 14336, 32000),
+    # 2412.15115 Table 1, and config.json.
+    "qwen2.5-0.5b": (24, 896, 14, 2, 4864, 151936),
+    "qwen2.5-1.5b": (28, 1536, 12, 2, 8960, 151936),
+    "qwen2.5-3b": (36, 2048, 16, 2, 11008, 151936),
+    "qwen2.5-7b": (28, 3584, 28, 4, 18944, 152064),
+    "qwen2.5-14b": (48, 5120, 40, 8, 13824, 152064),
+    "qwen2.5-32b": (64, 5120, 40, 8, 27648, 152064),
+    "qwen2.5-72b": (80, 8192, 64, 8, 29568, 152064),
+    # 2204.06745 sec. 2, 2211.05100 Table 3, config.json of Falcon.
+    "gpt-neox-20b": (44, 6144, 64, 64, 24576, 50432),
+    "bloom-176b": (70, 14336, 112, 112, 57344, 250880),
+    "falcon-7b": (32, 4544, 71, 1, 18176, 65024),
+    "falcon-40b": (60, 8192, 128, 8, 32768, 65024),
+    # Sizes of the reports with Llama 2's layers: these shapes are ours.
+    "llama-like-1.5b": (28, 2048, 16, 16, 5632, 32000),
+    "llama-like-3b": (26, 3072, 24, 24, 8192, 32000),
+    "llama-like-17b": (37, 6144, 48, 48, 16384, 32000),
+    "llama-like-20b": (43, 6144, 48, 48, 16384, 32000),
+    "llama-like-40b": (49, 8192, 64, 64, 22016, 32000),
+    "llama-like-60b": (73, 8192, 64, 64, 22016, 32000),
+    "llama-like-80b": (98, 8192, 64, 64, 22016, 32000),
+    "llama-like-100b": (123, 8192, 64, 64, 22016, 32000),
+    "llama-like-175b": (96, 12288, 96, 96, 32768, 32000),
+    "llama-like-245b": (76, 16384, 128, 128, 43776, 32000),
+    "llama-like-1t": (128, 25600, 200, 200, 68352, 32000),
+}
+"""Models whose layer is not GPT-2's."""
+
+
+def test_every_model_is_here_once() -> None:
+    assert sorted(names()) == sorted({*TABLES, *OTHERS, *SMALL, "bert-large", "t5-11b"})
+    assert {name for name in names() if load(name).departures()} == set(OTHERS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_shapes_of_other_layers_are_the_printed_ones(name: str) -> None:
+    m = load(name)
+    assert (m.layers, m.hidden, m.heads, m.key_heads, m.ffn_width, m.vocab) == OTHERS[name]
+
+
+def test_a_choice_that_does_not_go_with_another_is_refused() -> None:
+    good = {"name": "m", "layers": 1, "hidden": 24, "heads": 4, "vocab": 8, "seq": 8}
+    for key, value, said in (
+        ("norm", "batch", "norm = 'batch': must be one of layer, rms"),
+        ("kv_heads", 3, "kv_heads = 3: must be a divisor of heads = 4"),
+        ("norm_eps", 0.0, "norm_eps = 0.0: must be more than 0"),
+        ("rotary_base", 5.0, "rotary_base = 5.0: must be left out unless positions = rotary"),
+        ("architecture", "bert", "norm = 'rms': must be left out: a bert is only counted"),
+    ):
+        more = {"norm": "rms"} if key == "architecture" else {}
+        with pytest.raises(ConfigError) as caught:
+            Model(**{**good, **more, key: value})
+        assert str(caught.value).startswith(said)
+    for fraction in (0.5, 0.1, 1.5):
+        with pytest.raises(ConfigError, match="rotary_fraction"):
+            Model(**good, positions="rotary", rotary_fraction=fraction)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_quick_way_in_reads_what_pydantic_reads(name: str) -> None:
+    table, path = _packaged()[name]
+    assert load(name) == build(Model, table, file=str(path))
+    assert load(name).name == name == name.lower()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_shapes_are_the_printed_ones_and_split_as_published(name: str) -> None:
+    model = load(name)
+    layers, hidden, heads, degrees = TABLES[name]
+    assert (model.layers, model.hidden, model.heads, model.ffn_width) == (layers, hidden, heads, 4 * hidden)
+    for degree in degrees:
+        spread.check(Layout(tp=degree), model)
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name not in SMALL])
+def test_a_published_size_that_is_not_the_rounded_count_has_a_note(name: str) -> None:
+    model = load(name)
+    assert model.source
+    digits, unit = model.published_name[:-1], {"M": 1e6, "B": 1e9, "T": 1e12}[model.published_name[-1]]
+    assert float(digits) * unit == pytest.approx(model.published_params)
+    psi = total(model) / unit
+    if f"{psi:.{len(digits.partition('.')[2])}f}" != digits:
+        assert any(f"{psi:.{places}f}{model.published_name[-1]}" in model.note for places in (1, 2)), psi
+
+
+def test_small_models_are_small() -> None:
+    assert {name: round(total(load(name)) / 1e6, 1) for name in SMALL} == {
+        "smoke-states": 0.2,
+        "smoke-speed": 4.9,
+        "char-1m": 0.8,
+        "tiny-parity": 0.1,
+        "gpt2-tiny": 7.2,
+        "limit-29m": 29.0,
+        "limit-39m": 39.0,
+        "limit-40m": 39.6,
+        "equal-stages": 6.4,
+        "odd-sizes": 0.1,
+        "tiny-shallow": 0.1,
+        "tiny-stages": 0.4,
+        "tiny-deep": 1.6,
+    }
+
+
+GOOD = "layers = 2\nhidden = 8\nheads = 2\nvocab = 16\nseq = 4\n"
+
+
+@pytest.mark.parametrize(
+    "text", [GOOD, "[[model]]\n" + GOOD, "[model]\n" + GOOD, "[defaults]\n" + GOOD + "[model]"]
+)
+def test_a_persons_file_is_named_after_itself(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    expected = Model(name="mine", layers=2, hidden=8, heads=2, vocab=16, seq=4)
+    assert load(path) == load(str(path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GOOD.replace("heads = 2", "heads = 3"), "heads = 3: must be a divisor of hidden = 8"),
+        (GOOD.replace("layers = 2", "layers = -2"), "layers = -2: must be a whole number of at least 1"),
+        (GOOD.replace("vocab = 16", "vocab = 'many'"), "vocab = 'many'"),
+        (GOOD.replace("vocab = 16", "vocab = 16.5"), "vocab = 16.5"),
+        (GOOD.replace("seq = 4", ""), "seq: is missing"),
+        (GOOD + "head = 2", "head = 2: unknown key; did you mean heads?"),
+        (f"[[model]]\n{GOOD}[[model]]\n{GOOD}", "[[model]] tables, each with a name of its own"),
+        ("[defaults]\n" + GOOD, "[[model]] tables, each"),
+        ("[[models]]\n[defaults]\n" + GOOD, "only [defaults] and [[model]] tables"),
+        ("model = 3", "[[model]] tables"),
+        ("layers: 2", "not TOML"),
+    ],
+)
+def test_a_wrong_file_gets_one_line_with_its_name(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    line = str(caught.value)
+    assert said in line
+    assert str(path) in line
+    assert "\n" not in line
+
+
+def test_one_model_of_a_file_with_two_is_chosen_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    tables = (f'[[model]]\nname = "{name}"\nlayers = {n}\n' for name, n in (("small", 2), ("large", 9)))
+    path.write_text("[defaults]\n" + GOOD.replace("layers = 2\n", "") + "".join(tables))
+    assert load(f"{path}:large").layers == 9
+    assert load(f"{path}:small") == Model(name="small", layers=2, hidden=8, heads=2, vocab=16, seq=4)
+    for wrong in (str(path), f"{path}:huge"):
+        with pytest.raises(ConfigError, match=r"ours\.toml:small or .*ours\.toml:large"):
+            load(wrong)
+
+
+def test_unknown_names_and_missing_files() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean .*zero-100b"):
+        load("zero-100")
+    with pytest.raises(ConfigError, match="repro models"):
+        load("chinchilla")
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        load("nowhere.toml")
+
+
+def test_files_are_the_packages_data() -> None:
+    assert len(list(FILES.glob("*.toml"))) >= 8
+
+
+def test_listing_the_models_needs_no_heavy_import() -> None:
+    code = (
+        "import sys; from repro.report.text.models import command; command(None, False);"
+        "print([m for m in ('torch', 'numpy', 'pandas', 'pydantic') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip().splitlines()[-1] == "[]"

@@ -1,0 +1,215 @@
+"""Emulated networks, really built: what links carry, that nothing is left behind, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from repro.config import EmulatedNetwork
+from repro.emulate.network import NoNetwork, RunningNetwork
+from tests.emulate.on_networks import TOO_FAST
+from tests.launch.runs import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulation")]
+SLOW = EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6, within=10e6)
+EXCHANGE = """
+import socket, struct, sys, time
+HERE, THERE, SIZES = sys.argv[1], sys.argv[2], [part.split(":") for part in sys.argv[3:]]
+if HERE == "-":
+    server = socket.create_server((THERE, 5000))
+    print("ready", flush=True)
+    one, _ = server.accept()
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while size := one.recv(8, socket.MSG_WAITALL):
+        left = struct.unpack("q", size)[0]
+        while left:
+            left -= len(one.recv(min(left, 1 << 20)))
+        one.send(b"!")
+else:
+    one = socket.create_connection((THERE, 5000))
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for size, most in SIZES:
+        size, spent, end = int(size), [], time.monotonic() + 40
+        while len(spent) < 7 or (min(spent) > float(most) and time.monotonic() < end):
+            time.sleep(0.01)
+            began = time.perf_counter()
+            one.sendall(struct.pack("q", size) + bytes(size))
+            one.recv(1)
+            spent.append(time.perf_counter() - began)
+        print(min(spent), flush=True)
+"""
+
+
+def messages(network: RunningNetwork, source: int, target: int, most: dict[int, float]) -> list[float]:
+    """Seconds of a message of each size from one rank to another, and of the one byte that answers it.
+
+    The least of seven, or of all until one takes no more than `most` says: what else runs here only adds.
+    """
+    per_node = network.network.ranks_per_node
+    address = f"10.77.{target // per_node}.{target % per_node + 1}"
+    command = [sys.executable, "-c", EXCHANGE]
+    receiver = subprocess.Popen(
+        network.facts.command(target, [*command, "-", address]), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "ready\n"
+        sizes = [f"{size}:{seconds}" for size, seconds in most.items()]
+        sender = network.facts.command(source, [*command, "+", address, *sizes])
+        done = subprocess.run(sender, capture_output=True, text=True, check=True)
+    finally:
+        receiver.kill()
+        receiver.communicate()
+    return [float(line) for line in done.stdout.split()]
+
+
+@pytest.mark.parametrize(("target", "rate"), [(1, SLOW.within), (2, SLOW.between)])
+def test_a_single_message_takes_its_size_over_the_rate_of_the_slowest_link(target: int, rate: float) -> None:
+    """Less what a full bucket lets pass at once, which is at most a frame and what comes while the kernel wakes up."""
+    sizes = [30_000, 100_000, 1_000_000]
+    with RunningNetwork(SLOW) as network:
+        ideal = {size: size / network.facts.payload_share / rate for size in sizes}
+        most = {size: 1.05 * seconds + 1e-3 for size, seconds in ideal.items()}
+        found = messages(network, 0, target, most)
+        frame = max(network.facts.mtu, rate * 200e-6 * 2)
+    for size, spent in zip(sizes, found, strict=True):
+        assert ideal[size] - frame / rate - 400e-6 < spent < most[size], f"{size} bytes in {spent} s"
+
+
+def test_every_link_is_measured_in_both_directions() -> None:
+    with RunningNetwork(SLOW) as network:
+        rates = network.facts.rates
+    for kind, count, rate in (("rank", 4, SLOW.within), ("node", 2, SLOW.between)):
+        for side in ("sends", "receives"):
+            assert rates[f"{kind} {side}"] == pytest.approx([rate] * count, rel=0.05)
+
+
+def test_ranks_of_a_node_are_not_held_where_no_rate_is_asked() -> None:
+    with RunningNetwork(EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6)) as network:
+        asked = {1: 0.04, 2: 1.0}
+        inside, outside = (messages(network, 0, to, {1_000_000: most})[0] for to, most in asked.items())
+    assert outside > 0.2
+    assert inside < asked[1]
+
+
+def test_what_the_machine_cannot_carry_is_refused_in_one_line() -> None:
+    """The line names the link, what was asked and what was measured."""
+    with pytest.raises(NoNetwork) as refused:
+        RunningNetwork(TOO_FAST)
+    assert "MB/s on its link and not 4e+03 MB/s, as asked: more than 5% off, 15 times" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_delay_is_kept_or_refused() -> None:
+    """By whether the kernel has netem."""
+    asked = EmulatedNetwork(nodes=2, ranks_per_node=1, between=4e6, delay_s=2e-3)
+    trips: list[float] = []
+    try:
+        while len(trips) < 10 and (not trips or min(trips) > 8e-3):  # what else runs here only adds
+            with RunningNetwork(asked) as network:
+                trips.append(network.facts.round_trip_s["between"])
+        assert 4e-3 < min(trips) < 8e-3
+    except NoNetwork as refused:
+        said = str(refused)
+    else:
+        said = ""
+    assert not said or "delay_s = 0.002 needs a kernel with netem" in said
+
+
+def holders(facts_of: RunningNetwork) -> list[int]:
+    """Processes that hold a network."""
+    facts = facts_of.facts
+    return [facts.keeper, *facts.ranks, *facts.nodes]
+
+
+def gone(processes: list[int]) -> bool:
+    """Whether none of these runs; a zombie does not."""
+    return not any(
+        psutil.pid_exists(one) and psutil.Process(one).status() != psutil.STATUS_ZOMBIE for one in processes
+    )
+
+
+def soon(processes: list[int]) -> bool:
+    """Whether they go, on a busy machine too."""
+    end = time.monotonic() + 60
+    while not gone(processes) and time.monotonic() < end:
+        time.sleep(0.05)
+    return gone(processes)
+
+
+def test_nothing_is_left_when_it_is_closed_or_its_keeper_is_killed() -> None:
+    with RunningNetwork(SLOW) as network:
+        first = holders(network)
+        assert not gone(first[:1])
+    assert soon(first)
+    with RunningNetwork(SLOW) as network:
+        second = holders(network)
+        os.kill(network.facts.keeper, signal.SIGKILL)
+        assert soon(second)
+
+
+def test_nothing_is_left_when_whoever_started_it_is_killed() -> None:
+    program = (
+        "import sys; from repro.config import EmulatedNetwork; from repro.emulate.network import RunningNetwork\n"
+        "f = RunningNetwork(EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6)).facts\n"
+        "print(f.keeper, *f.ranks, *f.nodes, flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    runner = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert runner.stdout is not None
+    found = [int(word) for word in runner.stdout.readline().split()]
+    assert len(found) == 7
+    runner.kill()
+    runner.communicate()
+    assert soon(found)
+
+
+AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+UNPRIVILEGED = """
+import subprocess
+from repro.config import EmulatedNetwork
+from repro.emulate.network import NoNetwork, RunningNetwork
+try:
+    network = RunningNetwork(EmulatedNetwork(nodes=2, ranks_per_node=1, between=4e6))
+except NoNetwork as error:
+    print("refused:", error)
+else:
+    assert network.facts.user_namespace
+    inside = network.facts.command(1, ["cat", "/proc/net/dev"])
+    print(subprocess.run(inside, capture_output=True, text=True, check=True).stdout)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_who_is_not_root_has_a_network_in_a_user_namespace(tmp_path: Path) -> None:
+    needed = (
+        "import subprocess as s, sys; s.run([sys.executable, '-c', 'import repro.emulate.links'], check=True)"
+    )
+    pythons = [sys.executable, "/usr/bin/python3"]
+    able = [
+        one
+        for one in pythons
+        if subprocess.run([*AS_NOBODY, one, "-c", needed], cwd=tmp_path).returncode == 0
+    ]
+    if not able:
+        pytest.skip("no Python here that somebody else may read, packages included")
+    done = subprocess.run(
+        [*AS_NOBODY, able[0], "-c", UNPRIVILEGED], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    if "refused" in done.stdout:
+        pytest.skip(f"user namespaces are not allowed here: {done.stdout}")
+    assert "eth0" in done.stdout

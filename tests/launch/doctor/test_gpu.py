@@ -1,0 +1,126 @@
+"""What is said of GPUs and of torch on them, by the doctor and by `make test-gpu` before it begins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from repro.launch.doctor import gpu, machine
+from repro.launch.doctor.gpu import devices, precisions, runs_on, unusable
+
+
+def fake_torch(
+    capability: tuple[int, int], architectures: list[str], count: int = 1, *, cuda: str | None = "12.6"
+) -> Any:
+    """With `count` such devices, built for this CUDA or without."""
+    device = SimpleNamespace(name="GPU", total_memory=2**35, major=capability[0], minor=capability[1])
+    api = SimpleNamespace(
+        is_available=lambda: count > 0,
+        device_count=lambda: count,
+        get_device_properties=lambda index: device,
+        get_arch_list=lambda: architectures,
+        nccl=SimpleNamespace(version=lambda: (2, 27, 3)),
+    )
+    distributed = SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True)
+    return SimpleNamespace(
+        cuda=api, version=SimpleNamespace(cuda=cuda), __version__="2.9.0", distributed=distributed
+    )
+
+
+@pytest.fixture(autouse=True)
+def outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the tests run."""
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+
+def test_v100_has_no_bf16_whatever_torch_says() -> None:
+    _, device = devices(fake_torch((7, 0), ["sm_70", "sm_80"]))
+    assert device.state == "yes"
+    assert "no bf16" in device.enables
+
+
+def test_v100_with_a_torch_that_dropped_it() -> None:
+    _, device = devices(fake_torch((7, 0), ["sm_80", "sm_90"]))
+    assert device.state == "no"
+    assert "no kernels for sm_70; builds for CUDA 12.6 still do" in device.enables
+
+
+def test_one_gpu_of_several_that_a_task_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    one = [check.name for check in devices(fake_torch((9, 0), ["sm_90"]))]
+    assert one == ["CUDA", "GPU binding", "cuda:0"]
+    assert "GPU binding" not in {check.name for check in devices(fake_torch((9, 0), ["sm_90"], count=4))}
+
+
+def test_several_gpus_and_nccl() -> None:
+    checks = devices(fake_torch((9, 0), ["sm_90"], count=4))
+    assert [check.name for check in checks] == ["CUDA", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert machine._nccl(fake_torch((9, 0), ["sm_90"])).found == "2.27.3"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((7, 0), ["sm_70"], True),
+        ((7, 5), ["sm_70"], True),
+        ((7, 0), ["sm_75", "sm_80"], False),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((12, 0), ["sm_90", "sm_120"], True),
+        ((9, 0), [], True),
+    ],
+)
+def test_which_builds_run_where(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
+    assert runs_on(capability, architectures) is runs
+
+
+def test_precisions_by_compute_capability() -> None:
+    assert "bf16 by tensor cores" in precisions((8, 0))
+    assert "no bf16" in precisions((7, 0))
+    assert "without tensor cores" in precisions((6, 1))
+
+
+@pytest.mark.parametrize(
+    ("there", "in_machine", "says"),
+    [
+        (fake_torch((7, 0), ["sm_70"]), ["Tesla V100"], ""),
+        (fake_torch((7, 0), [], 0), [], "no NVIDIA GPU or driver found"),
+        (
+            fake_torch((7, 0), [], 0, cuda=None),
+            ["Tesla V100"],
+            "Tesla V100 in the machine, but torch 2.9.0 has no CUDA",
+        ),
+        (fake_torch((7, 0), [], 0), ["Tesla V100"], "Tesla V100 in the machine, but torch cannot use it"),
+        (
+            fake_torch((7, 0), ["sm_75", "sm_80"], 2),
+            ["Tesla V100"],
+            "GPU: this torch holds no kernels for sm_70; builds for CUDA 12.6 still do; "
+            "torch 2.9.0 is built for sm_75, sm_80",
+        ),
+    ],
+    ids=["runs", "no GPU", "no CUDA", "unusable", "too old"],
+)
+def test_what_keeps_a_gpu_from_being_used_is_one_line(
+    there: Any, in_machine: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "gpus", lambda: [{"name": name, "driver": "1"} for name in in_machine])
+    found = unusable(there)
+    assert (found.startswith(says) and "\n" not in found) if says else not found
+    assert ("no" in {check.state for check in devices(there)}) is bool(says)
+
+
+def test_the_line_and_the_exit_code() -> None:
+    """Also on a machine with GPUs: this process is shown none."""
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "repro.launch.doctor.gpu"], capture_output=True, text=True, env=hidden
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: ")

@@ -1,0 +1,81 @@
+"""The doctor: every check says what it enables; only what stops everything makes it fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from repro import cli
+from repro.launch.doctor import machine
+from repro.launch.doctor.check import Check
+from repro.launch.doctor.machine import examine
+from repro.report.text.doctor import lines
+
+
+def by_name(results: Path) -> dict[str, Check]:
+    return {check.name: check for check in examine(results)}
+
+
+def test_this_machine_is_usable(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["doctor", "--results", str(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())  # lines break where the terminal ends
+    assert "data, tensor and ZeRO parallelism on this machine's CPUs" in text
+    checks = by_name(tmp_path)
+    assert {
+        "python",
+        "processor",
+        "memory",
+        "disk",
+        "torch",
+        "gloo",
+        "CUDA",
+        "NCCL",
+        "kernels",
+        "SLURM",
+    } <= set(checks)
+    assert all(
+        check.found and check.enables and check.state in ("yes", "limited", "no") for check in checks.values()
+    )
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["doctor", "--results", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["usable"]
+    assert {"name", "state", "found", "enables", "fatal"} == set(document["checks"][0])
+
+
+def test_without_torch_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.main(["doctor", "--results", str(tmp_path)]) == 1
+    assert "until this is mended: torch" in capsys.readouterr().out
+
+
+def test_results_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert by_name(tmp_path / "results")["disk"].fatal
+
+
+def test_results_under_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert by_name(tmp_path / "file" / "results")["disk"].fatal
+
+
+def test_slurm_is_found_by_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("sbatch", "srun"):
+        (tmp_path / name).write_text("#!/bin/sh\necho slurm 23.11.4\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    check = machine._slurm()
+    assert (check.state, check.found.split(",")[0]) == ("yes", "slurm 23.11.4")
+
+
+def test_lines_fit_the_terminal(tmp_path: Path) -> None:
+    for width in (60, 100):
+        assert max(map(len, lines(examine(tmp_path), width))) <= width

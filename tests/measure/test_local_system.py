@@ -1,0 +1,65 @@
+"""The local machine as a system: what it reports is read, and nothing is assumed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+
+from repro.config import ConfigError
+from repro.measure import local_system
+from repro.measure.local_system import load_system
+
+
+def test_local_is_discovered_not_invented() -> None:
+    local = load_system("local")
+    assert local.device.memory_bytes.value
+    assert local.device.memory_bandwidth.value is None
+    assert local.device.peak_flops == {}
+    with pytest.raises(ConfigError, match="none known"):
+        local.peak("fp16")
+
+
+def test_local_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_system, "has_nvlink", lambda: True)
+    gpu = {"name": "V100", "compute_capability": "7.0", "memory_bytes": 2**34}
+    monkeypatch.setattr(local_system, "gpus", lambda: [gpu, gpu | {"name": "A100"}])
+    system = load_system("local")
+    assert (system.device.name, system.device.compute_capability, system.devices_per_node.value) == (
+        "V100",
+        "7.0",
+        2,
+    )
+    assert "A100" in system.note
+    assert list(system.links) == ["nvlink", "pcie"]
+    assert system.context() > 0
+    monkeypatch.setattr(local_system, "has_nvlink", lambda: False)
+    assert load_system("local").link_inside() == "pcie"
+
+
+def test_local_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_system, "gpus", list)
+    system = load_system("local")
+    assert system.link_inside() == "memory"
+    assert system.allocatable_bytes() == system.device.memory_bytes.value == system.host_memory_bytes.value
+
+
+@pytest.mark.parametrize(("states", "answer"), [([0, 1], True), ([0, 0], False), (None, False)])
+def test_nvlink_is_asked_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch, states: list[int] | None, answer: bool
+) -> None:
+    class Driver:
+        NVMLError = RuntimeError
+        NVML_NVLINK_MAX_LINKS = 2
+        NVML_FEATURE_ENABLED = 1
+
+        def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+            return index
+
+        def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+            if states is None:
+                raise RuntimeError("not supported")
+            return states[link]
+
+    monkeypatch.setattr(local_system, "nvml", lambda: nullcontext(Driver()))
+    assert local_system.has_nvlink() is answer

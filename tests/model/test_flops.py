@@ -1,0 +1,105 @@
+"""FLOP counts against Megatron's equation, torch's counter and figures derived in the sources."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from repro.config import ConfigError, Model
+from repro.config.models import load, names
+from repro.model.flops import hardware_flops, layers_forward, logits_forward, model_flops
+
+GPTS = [n for n in names() if (m := load(n)).architecture == "gpt" and not m.ffn and not m.departures()]
+"""GPT-2's layer with an MLP of 4h, as the equation has it."""
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_both_counts_are_the_papers_equation(name: str) -> None:
+    model, samples = load(name), 24
+    s, layers, h, v = model.seq, model.layers, model.hidden, model.vocab
+
+    def equation(factor: int, logits: int) -> Fraction:
+        return (
+            factor * samples * s * layers * h**2 * (1 + Fraction(s, 6 * h) + Fraction(v, logits * layers * h))
+        )
+
+    assert hardware_flops(model, s, samples, recompute=True) == equation(96, 16)
+    assert hardware_flops(model, s, samples, recompute=False) == equation(72, 12)
+    assert model_flops(model, s, samples) == equation(72, 12)
+
+
+def test_recomputation_is_one_more_forward_of_the_layers_only() -> None:
+    model = load("smoke-speed")
+    layers, logits = layers_forward(model, 96, 3), logits_forward(model, 96, 3)
+    assert hardware_flops(model, 96, 3, recompute=True) == 4 * layers + 3 * logits
+
+
+@pytest.mark.parametrize("ffn", [0, 80])
+@pytest.mark.parametrize("head_dim", [0, 24])
+def test_torch_counts_the_same_products(ffn: int, head_dim: int) -> None:
+    model = Model(name="x", layers=3, hidden=64, heads=4, vocab=96, seq=32, ffn=ffn, head_dim=head_dim)
+    samples, s, h, inner = 2, 20, model.hidden, model.heads * model.head_width
+    weight = {
+        "qkv": (h, 3 * inner),
+        "proj": (inner, h),
+        "up": (h, model.ffn_width),
+        "down": (model.ffn_width, h),
+    }
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        weights = [
+            {key: torch.empty(shape, requires_grad=True) for key, shape in weight.items()}
+            for _ in range(model.layers)
+        ]
+        x = torch.empty(samples * s, h, requires_grad=True)
+        for w in weights:
+            q, k, v = (
+                each.reshape(samples, s, model.heads, -1).transpose(1, 2)
+                for each in (x @ w["qkv"]).chunk(3, -1)
+            )
+            mixed = ((q @ k.mT) @ v).transpose(1, 2).reshape(samples * s, inner)
+            x = mixed @ w["proj"] @ w["up"] @ w["down"]
+        logits = x @ torch.empty(h, model.vocab, requires_grad=True)
+        logits.sum().backward()
+    assert counter.get_total_flops() == model_flops(model, s, samples)
+
+
+def test_shared_keys_and_a_gate_by_hand() -> None:
+    """Llama 2 70B: products with q and out, with k and v an eighth as wide, three matrices of the MLP, a head."""
+    model = load("llama2-70b")
+    h, f, s = 8192, 28672, 4096
+    per_token = 2 * (2 * h * h + 2 * h * h // 8 + 3 * h * f) + 4 * s * h
+    assert layers_forward(model, s, 3) == 80 * 3 * s * per_token
+    assert model_flops(model, s, 3) == 3 * 3 * s * (80 * per_token + 2 * h * 32000)
+
+
+@pytest.mark.parametrize(
+    ("name", "samples_per_s", "teraflops"),
+    [
+        # claim ds-64gpu-table: printed samples/s on 64 GPUs, and TFLOP/s per GPU derived from them.
+        ("deepspeed-1.5b", 128.56, 27.8),
+        ("deepspeed-4b", 49.36, 28.2),
+        ("deepspeed-8b", 24.57, 27.4),
+        ("deepspeed-20b", 3.42, 8.9),
+        ("deepspeed-1.5b", 151.35, 32.8),
+        ("deepspeed-4b", 75.13, 42.9),
+        ("deepspeed-8b", 43.52, 48.6),
+        ("deepspeed-20b", 12.65, 32.9),
+    ],
+)
+def test_the_release_tables_throughput(name: str, samples_per_s: float, teraflops: float) -> None:
+    flops = hardware_flops(load(name), 1024, 1, recompute=True) * samples_per_s / 64
+    assert flops / 1e12 == pytest.approx(teraflops, abs=0.06)
+
+
+def test_yuans_step_is_13_76_exaflop_and_44_85_percent_of_peak() -> None:
+    layers = 4 * layers_forward(load("yuan-1.0-245b"), 2048, 3360)  # the source leaves the logits out
+    assert f"{layers / 1e18:.2f}" == "13.76"
+    assert f"{100 * layers / 46.20 / 2128 / 312e12:.2f}" == "44.85"
+
+
+def test_only_a_gpt_has_flops() -> None:
+    with pytest.raises(ConfigError, match="bert-large"):
+        model_flops(load("bert-large"), 512, 1)

@@ -1,0 +1,73 @@
+"""What ranks do in tests of scores; nothing here imports transformers, which takes a rank seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from repro.config import Experiment, Layout, Model
+from repro.measure.memory import MemoryTracker
+from repro.parallel import mesh as meshes
+from repro.quality.evaluate import rank as ranks_part
+from repro.quality.evaluate.scorer import Scorer
+from repro.quality.evaluate.texts import Samples, windows
+from repro.quality.weights.opened import open_weights
+from tests.quality.weights.made_by_hand import SEQ, VOCAB, tokens
+
+STRIDE, LENGTH = 5, 40
+FORBIDDEN = list(range(0, VOCAB, 2))
+
+
+def padded(model: Model, layout: Layout) -> Model:
+    return replace(model, vocab=-(-model.vocab // layout.tp) * layout.tp)
+
+
+def scorer(layout: Layout, folder: Path, forbidden: list[int]) -> Scorer:
+    torch.set_num_threads(1)
+    mesh = meshes.distributed(layout, "cpu") if dist.is_initialized() else meshes.single()
+    source = open_weights(folder)
+    return Scorer(padded(source.model, layout), layout, mesh, torch.device("cpu"), source, forbidden)
+
+
+def samples(seq: int = SEQ) -> Samples:
+    """Overlapping windows of one text."""
+    spans = list(windows(LENGTH, seq, STRIDE))
+    return Samples(tokens(1, LENGTH)[0].numpy(), np.array(spans))
+
+
+def score(layout: Layout, folder: Path) -> list[tuple[int, float, bool, bool]]:
+    """What this rank hands in."""
+    torch.set_num_threads(1)
+    mesh = meshes.distributed(layout, "cpu") if dist.is_initialized() else meshes.single()
+    source = open_weights(folder)
+    experiment = Experiment(name="score", model=padded(source.model, layout), layout=layout)
+    return ranks_part.score(
+        experiment, mesh, torch.device("cpu"), source, samples(source.model.seq), FORBIDDEN
+    )
+
+
+def continued(layout: Layout, folder: Path, count: int, forbidden: list[int]) -> list[list[int]]:
+    """Greedy continuations of three prompts of five tokens, one token a pass; empty but on the last stage."""
+    ours, ids = scorer(layout, folder, forbidden), tokens(3, 5)
+    for _ in range(count):
+        counts = torch.zeros_like(ids, dtype=torch.bool)
+        counts[:, -1] = True
+        found = ours.score(ids, ids, counts)
+        assert found is not None
+        ids = torch.cat([ids, (found.allowed if forbidden else found.predicted)[:, None]], 1)
+    return ids.tolist()
+
+
+def held_bytes(folder: Path) -> int:
+    """Bytes of live tensors' storages after a pass under stage 3."""
+    with MemoryTracker() as tracker:
+        ours = scorer(Layout(dp=2, zero=3, micro_batch=3), folder, [])
+        ids = tokens()
+        ours.score(ids, ids, torch.ones_like(ids, dtype=torch.bool))
+        ours.finish()
+        live = tracker.live()
+    return int(live["parameters"] + live["gradients"] + live["optimizer"])

@@ -1,0 +1,263 @@
+"""Protocols on texts that are counted by hand, and the whole command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from repro.cli import main
+from repro.config import ConfigError, Experiment, Layout
+from repro.parallel import mesh as meshes
+from repro.quality.evaluate import protocols, rank, texts
+from repro.quality.evaluate.run import Question, evaluate, metrics
+from repro.quality.evaluate.tokens import BytePairs, Bytes, open_tokenizer, stop_words
+from repro.quality.weights.opened import open_weights
+from repro.results.schema import EvaluationRecord
+from repro.results.store import read
+from tests.quality.evaluate.made_up import CONTEXT, SIZE, write_tokenizer, write_weights
+
+RAW = " = Robert = \n Robert 's cat , 3 @.@ 5 kg , ate 1 @,@ 000 fish ( all cold ) . \n"
+WRITTEN = " = Robert =\nRobert's cat, 3.5 kg, ate 1,000 fish (all cold).\n"
+WORDS, BYTES = 23, 61
+"""Of `RAW` without its ends, by single spaces (the line break is one), and of `WRITTEN`."""
+
+
+def test_wikitext_is_written_as_people_write() -> None:
+    assert texts.detokenize(RAW) == WRITTEN
+
+
+@pytest.mark.parametrize(
+    ("raw", "written"),
+    [
+        ("well @-@ known", "well-known"),
+        ("the dogs ' bowl", "the dogs' bowl"),
+        ("who ? he : she ; it ! so", "who? he: she; it! so"),
+        (" = = = Notes = = = \n", " === Notes ===\n"),
+        ("[ 1 ] and { 2 }", "[1] and {2}"),
+        ('he said " no " to it', 'he said "no" to it'),
+        ("a ' b ' c", "a 'b' c"),
+        ("at 20 ° C", "at 20°C"),
+        ("an <unk> N times", "an <unk> 1 times"),
+    ],
+)
+def test_each_rule_of_the_detokenizer(raw: str, written: str) -> None:
+    assert texts.detokenize(raw) == written
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stride", "expected"),
+    [
+        (11, 2, [(0, 5, 4), (2, 5, 2), (4, 5, 2), (6, 5, 2)]),
+        (10, 2, [(0, 5, 4), (2, 5, 2), (4, 5, 2), (6, 4, 1)]),
+        (11, 4, [(0, 5, 4), (4, 5, 4), (8, 3, 2)]),
+        (5, 2, [(0, 5, 4)]),
+        (3, 2, [(0, 3, 2)]),
+    ],
+)
+def test_windows_of_four_tokens(tokens: int, stride: int, expected: list[tuple[int, int, int]]) -> None:
+    assert list(texts.windows(tokens, 4, stride)) == expected
+
+
+@pytest.mark.parametrize("tokens", range(2, 40))
+def test_every_token_but_the_first_counts_once_after_as_many_as_there_are(tokens: int) -> None:
+    for context in (3, 8):
+        for stride in (1, 2, context):
+            counted = []
+            for begin, length, scored in texts.windows(tokens, context, stride):
+                assert length <= context + 1
+                ends = range(begin + length - scored, begin + length)
+                assert all(end - begin >= min(end, context - stride + 1) for end in ends)
+                counted += ends
+            assert counted == list(range(1, tokens))
+
+
+def lambada(text: str, name: str, context: int = 100) -> tuple[str, str]:
+    """What comes before what is to be predicted, and this, of one text in bytes."""
+    found = texts.last_words([text], protocols.find("lambada", name), Bytes(), context)
+    ((_, _, scored),) = found.spans.tolist()
+    whole = bytes(found.tokens.tolist())
+    return whole[:-scored].decode(), whole[-scored:].decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "before", "last"),
+    [
+        ("the cat sat on a mat", "megatron", "the cat sat on a", " mat"),
+        ("  at the bat at \n", "megatron", "at the bat", " at"),
+        ("the cat sat on a mat", "last-token", "the cat sat on a ma", "t"),
+        (" “no” , he said ", "gpt2", '\n"no" , he sai', "d"),
+    ],
+)
+def test_what_is_to_be_predicted(text: str, name: str, before: str, last: str) -> None:
+    assert lambada(text, name) == (before, last)
+
+
+def test_a_text_that_is_too_long_loses_its_beginning() -> None:
+    assert lambada("the cat sat on a mat", "megatron", context=6) == ("n a", " mat")
+    found = texts.last_words(["a b", "the cat", "the dog"], protocols.find("lambada"), Bytes(), 5)
+    assert found.truncated == 2
+
+
+def test_stop_words_are_whole_words_of_the_vocabulary(tmp_path: Path) -> None:
+    vocab = write_tokenizer(tmp_path)
+    words = stop_words(None)
+    assert len(words) == 127
+    assert BytePairs(tmp_path).leading(words) == [vocab["Ġt"], vocab["Ġthe"]]
+    assert Bytes().leading(words) == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights that find ` the` most likely everywhere, and ` mat` next."""
+    path = tmp_path_factory.mktemp("known")
+    vocab = write_tokenizer(path)
+    write_weights(path, {vocab["Ġthe"]: 2.0, vocab["Ġmat"]: 1.0})
+    return path
+
+
+LAMBADA = ["a cat on a mat", "this is the", "we saw the mat", "he is a dog"]
+Z = math.exp(2) + math.exp(1) + SIZE - 2
+
+
+@pytest.mark.parametrize(
+    ("name", "accuracy", "filtered", "losses"),
+    [
+        # ` mat`, ` the`, ` mat`, and ` dog` in four tokens
+        ("megatron", 1 / 4, 2 / 4, [math.log(Z) - 1, math.log(Z) - 2, math.log(Z) - 1, 4 * math.log(Z)]),
+        # the same, but `g` alone
+        ("last-token", 1 / 4, 2 / 4, [math.log(Z) - 1, math.log(Z) - 2, math.log(Z) - 1, math.log(Z)]),
+    ],
+)
+def test_lambada_by_hand(
+    folder: Path, tmp_path: Path, name: str, accuracy: float, filtered: float, losses: list[float]
+) -> None:
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in LAMBADA))
+    protocol, tokenizer, source = (
+        protocols.find("lambada", name),
+        open_tokenizer("", folder),
+        open_weights(folder),
+    )
+    samples = texts.read(data, protocol, tokenizer, CONTEXT)
+    layout = Layout(micro_batch=3)
+    experiment = Experiment(name="known", model=source.model, layout=layout)
+    forbidden = tokenizer.leading(stop_words(None))
+    rows = rank.score(experiment, meshes.single(), torch.device("cpu"), source, samples, forbidden)
+    assert [row[1] for row in rows] == pytest.approx(losses, rel=1e-6)
+    found = metrics(protocol, samples, rows, filtered=True)
+    assert (found["accuracy"], found["accuracy.filtered"]) == (accuracy, filtered)
+    assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / 4), rel=1e-6)
+    assert found["samples"] == 4
+
+
+def arguments(weights: Path, data: Path, *more: str) -> list[str]:
+    return ["evaluate", "--weights", str(weights), "--data", str(data), *more]
+
+
+@pytest.mark.slow
+def test_the_whole_command_on_two_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of zeros find all 256 bytes equally likely, so that every perplexity is a power of 256."""
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "zeros", {}, size=256)
+    data = tmp_path / "wiki.test.tokens"
+    data.write_text(RAW)
+    more = ["--task", "wikitext103", "--tokenizer", "bytes", "--pp", "2", "--stride", "5", "--json"]
+    assert main(arguments(tmp_path / "zeros", data, *more)) == 0
+    told = json.loads(capsys.readouterr().out)
+    (record,) = read(Path("results"))
+    assert isinstance(record, EvaluationRecord)
+    assert record.as_dict() == told
+    assert record.metrics == pytest.approx(
+        {
+            "samples": 1 + math.ceil((BYTES - 1 - CONTEXT) / 5),
+            "truncated": 0,
+            "tokens": BYTES,
+            "words": WORDS,
+            "loss": math.log(256),
+            "perplexity.token": 256,
+            "perplexity.word": 256 ** ((BYTES - 1) / (WORDS - 1)),
+        },
+        rel=1e-6,
+    )
+    assert record.name == "zeros-wikitext103-megatron"
+    assert record.way["otherwise"] == {"stride": 5}
+    assert "Megatron-LM" in record.way["source"]
+    assert record.data["bytes"] == len(RAW)
+    assert record.layout["pp"] == 2
+    assert set(record.weights["files"]) == {"model.safetensors"}
+
+
+def test_gpt2_divides_by_all_words() -> None:
+    samples = texts.Samples(torch.arange(BYTES).numpy(), torch.zeros(1, 3).long().numpy(), words=WORDS)
+    rows = [(0, math.log(256) * (BYTES - 1), False, False)]
+    found = metrics(protocols.find("wikitext103", "gpt2"), samples, rows, filtered=False)
+    assert found["perplexity.word"] == pytest.approx(256 ** ((BYTES - 1) / WORDS))
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--task", "glue"], "--task = 'glue': must be one of wikitext103, lambada"),
+        (["--task", "lambada", "--protocol", "x"], "must be one of megatron, last-token, gpt2"),
+        (["--task", "lambada", "--zero", "2"], "--zero = 2: must be 0 or 3: an evaluation has no gradients"),
+        (["--task", "lambada", "--stride", "4"], "is for windows, which lambada has none of"),
+        (["--task", "lambada", "--tp", "3"], "--tp = 3: must be a divisor of heads"),
+        (["--task", "lambada", "--system", "dgx2"], "--system = 'dgx2': must be local or local-gpu"),
+        (["--task", "wikitext103", "--stride", "17"], "at most 16, the model's context"),
+        (["--task", "wikitext103", "--stop-words", "x"], "is for lambada"),
+        (["--task", "lambada", "--tokenizer", "nowhere"], "needs vocab.json and merges.txt"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], says: str
+) -> None:
+    data = tmp_path / "texts.txt"
+    data.write_text("a cat on a mat\n")
+    results = tmp_path / "results"
+    assert main([*arguments(folder, data, *more), "--results", str(results)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+    assert not results.exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        (
+            "wikitext103",
+            "fetch wikitext-103/wiki.test.tokens from https://s3.amazonaws.com/research.metamind.io/",
+        ),
+        ("lambada", "sha256 4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"),
+    ],
+)
+def test_a_missing_text_says_what_to_fetch(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, says: str
+) -> None:
+    assert main(arguments(folder, tmp_path / "none", "--task", task)) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_model_is_told(folder: Path, tmp_path: Path) -> None:
+    write_weights(tmp_path, {}, size=200)
+    data = tmp_path / "texts.txt"
+    data.write_text("a cat on the mat\n")
+    question = Question(weights=tmp_path, task="lambada", data=data, tokenizer=str(folder))
+    with pytest.raises(ConfigError, match=r"it has 200 tokens, and this one gives id 261"):
+        evaluate(question, tmp_path)
+
+
+def test_lines_that_are_no_samples_are_told(tmp_path: Path) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"text": "a b"}\n{"words": 3}\n')
+    with pytest.raises(ConfigError, match=r'line 2.* must be a JSON object with a "text"'):
+        texts.read(data, protocols.find("lambada"), Bytes(), 10)
+    data.write_text('{"text": "word"}\n')
+    with pytest.raises(ConfigError, match="sample 1"):
+        texts.read(data, protocols.find("lambada"), Bytes(), 10)

@@ -1,0 +1,183 @@
+"""Small random models of each family: our logits are transformers' own, and the way back is the same tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from repro.config import ConfigError, Layout, Training
+from repro.config.models import load
+from repro.model.gpt import GPT, Place
+from repro.model.parameters import total
+from repro.parallel import mesh as meshes
+from repro.quality.weights.export import export
+from repro.quality.weights.huggingface import family_for
+from repro.quality.weights.opened import open_weights
+from repro.quality.weights.source import Source
+
+pytestmark = pytest.mark.xdist_group("ranks")
+"""With the other tests that import transformers, which takes seconds."""
+transformers = pytest.importorskip("transformers", reason="not installed: pip install -e '.[test]'")
+
+VOCAB, SEQ = 90, 24
+ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": SEQ,
+    **ENDS,
+}
+NEOX = {
+    **LLAMA,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
+FALCON = {**LLAMA, "hidden_size": 32, "num_kv_heads": 2, "ffn_hidden_size": 128}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 6, **ENDS}
+"""Six heads: no power of two, of which ALiBi's slopes are another rule's."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**LLAMA, "num_key_value_heads": 2, "rms_norm_eps": 1e-3}),
+    "llama-all-keys": ("Llama", {**LLAMA, "num_key_value_heads": 4, "head_dim": 6}),
+    "mistral": ("Mistral", {**LLAMA, "num_key_value_heads": 1, "sliding_window": None}),
+    "qwen2": ("Qwen2", {**LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "neox": ("GPTNeoX", NEOX),
+    "neox-sequential": ("GPTNeoX", {**NEOX, "use_parallel_residual": False, "hidden_act": "gelu_new"}),
+    "bloom": ("Bloom", BLOOM),
+    "falcon": ("Falcon", {**FALCON, "multi_query": True}),
+    "falcon-40b": ("Falcon", {**FALCON, "new_decoder_architecture": True}),
+}
+
+
+def made(name: str) -> Any:
+    """A model whose every parameter, biases and norms too, is random and of some size."""
+    kind, config = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**config)
+    found = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for key, parameter in found.named_parameters():
+            vector = parameter.dim() == 1
+            noise = torch.randn(parameter.shape, generator=generator) * (0.1 if vector else 0.3)
+            parameter.copy_(noise + (vector and key.endswith("weight")))
+    return found
+
+
+def ours(source: Source, tokens: Tensor) -> Tensor:
+    """Our GPT's logits of the weights."""
+    module = GPT(source.model, Layout(), Training(), meshes.single().tp).requires_grad_(False)
+    owners = dict(module.named_modules())
+    for name, place in source.places.items():
+        value = source.elements(name, 0, torch.Size(place.shape).numel()).view(place.shape)
+        owner, _, short = name.rpartition(".")
+        owners[owner]._parameters[short] = torch.nn.Parameter(value, requires_grad=False)
+    if source.model.tied:
+        module.head.tokens = module.embed.tokens
+    module.head.of_logits = lambda logits, targets: logits
+    x = module.hidden(tokens, tokens.shape[1], Place(0, 0))
+    return module.head(x, tokens).view(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers_there_and_back(name: str, tmp_path: Path) -> None:
+    model = made(name)
+    tokens = torch.randint(VOCAB, (3, SEQ), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    model.save_pretrained(tmp_path / "theirs")
+    source = open_weights(tmp_path / "theirs")
+    source.check()
+    assert expected.std() > 0.3, "logits that are all alike would show little"
+    torch.testing.assert_close(ours(source, tokens), expected, rtol=1e-5, atol=1e-5)
+    export(source, tmp_path / "ours", shard=20_000)
+    again, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(tokens).logits, expected, rtol=1e-6, atol=1e-6)
+    first, second = source, open_weights(tmp_path / "ours")
+    for key, place in first.places.items():
+        size = torch.Size(place.shape).numel()
+        assert torch.equal(first.elements(key, 0, size), second.elements(key, 0, size)), key
+
+
+@pytest.mark.parametrize("name", ["falcon-7b", "falcon-40b", "bloom-176b", "gpt-neox-20b", "qwen2.5-7b"])
+def test_transformers_counts_as_many_parameters(name: str) -> None:
+    """Of its own modules, in shape only."""
+    model = load(name)
+    family = family_for(model)
+    assert family is not None
+    document = family.document(model, model.vocab)
+    config = transformers.AutoConfig.for_model(document.pop("model_type"), **document)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs.tie_weights()
+    assert sum(p.numel() for p in theirs.parameters()) == total(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon-40b", "neox"])
+def test_a_rank_gets_its_elements_of_its_part(name: str, tmp_path: Path) -> None:
+    """Any stretch of any tp rank; of keys that are on more ranks than they have heads, all."""
+    made(name).save_pretrained(tmp_path)
+    source = open_weights(tmp_path)
+    padded = VOCAB + 2
+    for ranks in (2, 4):
+        names = list(source.places)
+        for rank in range(ranks):
+            values = source.values(names, rank, ranks, padded)
+            for i, key in enumerate(names):
+                shape, split = source.places[key]
+                value = source.elements(key, 0, torch.Size(shape).numel()).view(shape)
+                if key in ("embed.tokens", "head.output"):
+                    value = torch.cat([value, torch.zeros(2, shape[1])])
+                if split is not None and not (".kv" in key and ranks > source.model.key_heads):
+                    value = value.chunk(ranks, split)[rank]
+                flat = value.reshape(-1)
+                for start, stop in ((0, flat.numel()), (flat.numel() // 3, flat.numel() // 3 * 2), (5, 6)):
+                    assert torch.equal(values(i, start, stop), flat[start:stop]), (key, rank, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type = 'llama3': must be default"),
+        ("llama", {"attention_bias": True}, "attention_bias = true: must be False"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = true: must be false: attention that"),
+        ("falcon", {"alibi": True}, "alibi = true: must be False"),
+        ("falcon", {"parallel_attn": False}, "parallel_attn = false: must be True"),
+        ("neox", {"hidden_act": "relu"}, "hidden_act = 'relu': must be one of gelu_new"),
+        (
+            "bloom",
+            {"model_type": "opt"},
+            "model_type = 'opt': must be one of gpt2, llama, qwen2, gpt_neox, bloom",
+        ),
+        ("bloom", {"n_layer": None}, "n_layer: is missing from BLOOM's configuration"),
+    ],
+)
+def test_what_our_gpt_is_not_is_told_in_one_line(
+    name: str, change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    made(name).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=says.replace("(", r"\(")) as error:
+        open_weights(tmp_path)
+    assert "\n" not in str(error.value)
+    assert "config.json" in str(error.value)
+
+
+def test_a_layer_that_no_family_has_is_not_written(tmp_path: Path) -> None:
+    made("llama").save_pretrained(tmp_path)
+    source = open_weights(tmp_path)
+    source.model = type(source.model)(**{**vars(source.model), "positions": "alibi", "rotary_base": 10000.0})
+    with pytest.raises(
+        ConfigError, match=r"is no family's of transformers that we write .*positions = alibi"
+    ):
+        export(source, tmp_path / "out")

@@ -1,0 +1,367 @@
+"""Others' weights as ours and back, against transformers itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import random
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from repro.cli import main
+from repro.config import ConfigError, Experiment, Model
+from repro.quality.weights.export import export
+from repro.quality.weights.opened import open_weights
+from repro.quality.weights.source import Source
+from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, checkpoint, experiment, start
+from tests.pool import RankPool
+from tests.quality.weights.made_by_hand import (
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    cloned,
+    gpt2,
+    megatron_ranks,
+    save_megatron,
+)
+from tests.training import whole_parameters
+
+pytestmark = pytest.mark.xdist_group("ranks")
+"""With the other tests that import transformers, which takes seconds."""
+transformers = pytest.importorskip("transformers", reason="not installed: pip install -e '.[test]'")
+
+
+def whole(source: Source) -> dict[str, Tensor]:
+    """Every parameter of ours, in one piece."""
+    found = {}
+    for name, place in source.places.items():
+        size = torch.Size(place.shape)
+        found[name] = source.elements(name, 0, size.numel()).view(size)
+    return found
+
+
+def by_hand(model: Any) -> dict[str, Tensor]:
+    """A `GPT2LMHeadModel`'s parameters as our GPT has them."""
+    state = {name.removeprefix("transformer."): value for name, value in model.state_dict().items()}
+    found = {"embed.tokens": state["wte.weight"], "embed.positions": state["wpe.weight"]}
+    found |= {"head.norm": state["ln_f.weight"], "head.norm_bias": state["ln_f.bias"]}
+    for i in range(LAYERS):
+        ours, theirs = f"blocks.{i}", f"h.{i}"
+        for part, norm in (("attention", "ln_1"), ("mlp", "ln_2")):
+            found[f"{ours}.{part}.norm"] = state[f"{theirs}.{norm}.weight"]
+            found[f"{ours}.{part}.norm_bias"] = state[f"{theirs}.{norm}.bias"]
+        for name, linear in (
+            ("attention.qkv", "attn.c_attn"),
+            ("attention.out", "attn.c_proj"),
+            ("mlp.up", "mlp.c_fc"),
+            ("mlp.down", "mlp.c_proj"),
+        ):
+            found[f"{ours}.{name}"] = state[f"{theirs}.{linear}.weight"].T
+            found[f"{ours}.{name}_bias"] = state[f"{theirs}.{linear}.bias"]
+        found[f"{ours}.attention.qkv"] = found[f"{ours}.attention.qkv"].reshape(3, HIDDEN, HIDDEN)
+        found[f"{ours}.attention.qkv_bias"] = found[f"{ours}.attention.qkv_bias"].reshape(3, HIDDEN)
+    return found
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return gpt2()
+
+
+@pytest.mark.parametrize("shard", ["50GB", "20KB"])
+def test_a_folder_of_transformers(model: Any, tmp_path: Path, shard: str) -> None:
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
+    source = open_weights(tmp_path)
+    source.check()
+    same(whole(source), by_hand(model))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_torch_files_of_any_age_with_masks_and_heads(model: Any, tmp_path: Path, zipped: bool) -> None:
+    """As GPT-2's own on the hub: without a prefix, the causal masks beside the weights, in the format of 2019."""
+    model.config.save_pretrained(tmp_path)
+    state = {name.removeprefix("transformer."): value for name, value in model.state_dict().items()}
+    state |= {f"h.{i}.attn.bias": torch.ones(1, 1, 4, 4) for i in range(LAYERS)}
+    names = sorted(state)
+    parts = [names[::2], names[1::2]]
+    where = {}
+    for number, part in enumerate(parts):
+        file = f"pytorch_model-{number + 1:05d}-of-00002.bin"
+        torch.save(
+            {name: state[name] for name in part}, tmp_path / file, _use_new_zipfile_serialization=zipped
+        )
+        where |= dict.fromkeys(part, file)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": where}))
+    source = open_weights(tmp_path)
+    source.check()
+    same(whole(source), by_hand(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_become_the_same_numbers(model: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    half = gpt2().to(dtype)
+    half.save_pretrained(tmp_path)
+    same(whole(open_weights(tmp_path)), {name: value.float() for name, value in by_hand(half).items()})
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "version", "chunks"),
+    [(1, 1, 0, 1), (2, 1, 0, 1), (2, 1, 1.0, 1), (2, 1, 2.0, 1), (2, 2, 3.0, 1), (1, 2, 3.0, 2)],
+)
+def test_megatron_ranks_are_merged(
+    model: Any, tmp_path: Path, tp: int, pp: int, version: float, chunks: int
+) -> None:
+    save_megatron(tmp_path, megatron_ranks(model, tp, pp, version, chunks), version)
+    source = open_weights(tmp_path)
+    source.check()
+    same(whole(source), by_hand(model))
+    same(whole(open_weights(tmp_path / "iter_0000100")), by_hand(model))
+
+
+class DynamicLossScaler:
+    """As `fp16.loss_scaler` had it, whose name the oldest checkpoints call."""
+
+    def __init__(self) -> None:
+        self.cur_scale = 2.0**16
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_training_leaves_in_a_megatron_checkpoint_is_passed_over(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool
+) -> None:
+    """Arguments, loss scaler and states of random numbers; flat names of 2019, and no arguments, but for --model."""
+    (state,) = megatron_ranks(model, 1, 1, 0).values()
+    language = state["model"]["language_model"]
+    flat = {f"transformer.{name}": value for name, value in language["transformer"].items()}
+    flat |= {f"{name}.weight": value["weight"] for name, value in language["embedding"].items()}
+    DynamicLossScaler.__module__ = "fp16.loss_scaler"
+    package, module = types.ModuleType("fp16"), types.ModuleType("fp16.loss_scaler")
+    module.DynamicLossScaler = DynamicLossScaler  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fp16", package)
+    monkeypatch.setitem(sys.modules, "fp16.loss_scaler", module)
+    content = {
+        "iteration": 7,
+        "model": cloned(flat),
+        "optimizer": {"loss_scaler": DynamicLossScaler(), "overflow": False},
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+    }
+    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir()
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"heads: needs --model"):
+        open_weights(tmp_path)
+    sizes = Model(name="like", layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=12)
+    same(whole(open_weights(tmp_path, sizes)), by_hand(model))
+
+
+class Evil:
+    """A pickle that calls something."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/tmp/evil",)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_that_calls_something_is_refused(tmp_path: Path, model: Any, zipped: bool) -> None:
+    model.config.save_pretrained(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"wte.weight": Evil()}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(
+        ConfigError, match=r"refused: loading it would call posix\.mkdir; a file of weights has"
+    ) as error:
+        open_weights(tmp_path)
+    assert "\n" not in str(error.value)
+    path.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(ConfigError, match="not weights"):
+        open_weights(tmp_path)
+
+
+def test_a_stand_in_is_never_the_thing(tmp_path: Path) -> None:
+    """What is accepted by name is not imported: attributes are kept, nothing is run."""
+    from repro.quality.weights.pickled import StandIn, load
+
+    path = tmp_path / "a.pt"
+    torch.save({"args": argparse.Namespace(num_attention_heads=3)}, path)
+    found = load(path)["args"]
+    assert type(found) is StandIn
+    assert found.num_attention_heads == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"drop": "transformer.h.1.mlp.c_fc.weight"}, r"lacks h\.1\.mlp\.c_fc\.weight"),
+        ({"add": "transformer.h.9.ln_1.bias"}, r"has what our GPT has not: h\.9\.ln_1\.bias"),
+        ({"cut": "transformer.wpe.weight"}, r"wpe\.weight is \[11, 24\] where \[12, 24\] is right"),
+        ({"head": "lm_head.weight"}, r"lm_head\.weight: is another matrix than the token"),
+        (
+            {"config": {"activation_function": "relu"}},
+            r"activation_function = 'relu': must be one of gelu_new",
+        ),
+        ({"config": {"scale_attn_weights": False}}, r"scale_attn_weights = false: must be True"),
+        ({"config": {"model_type": "opt"}}, r"model_type = 'opt'"),
+    ],
+)
+def test_what_is_not_our_gpt_is_told_in_one_line(
+    model: Any, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    config = {**model.config.to_dict(), **change.get("config", {})}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    state = dict(model.state_dict())
+    if name := change.get("drop"):
+        del state[name]
+    if name := change.get("add"):
+        state[name] = torch.zeros(3)
+    if name := change.get("cut"):
+        state[name] = state[name][1:]
+    if name := change.get("head"):
+        state[name] = state[name] + 1
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=says) as error:
+        open_weights(tmp_path).check()
+    assert "\n" not in str(error.value)
+
+
+def test_ranks_that_are_not_of_one_model_are_told(model: Any, tmp_path: Path) -> None:
+    ranks = megatron_ranks(model, 2, 1, 3.0)
+    ranks[1, 0] = cloned(ranks[1, 0])
+    ranks[1, 0]["model"]["language_model"]["transformer"]["layers.0.input_layernorm.bias"][0] += 1
+    save_megatron(tmp_path, ranks, 3.0)
+    with pytest.raises(
+        ConfigError, match=r"mp_rank_01: layers\.0\.input_layernorm\.bias: is not the same as in mp_rank_00"
+    ):
+        open_weights(tmp_path).check()
+    tokens = ranks[1, 0]["model"]["language_model"]["embedding"]["word_embeddings"]
+    tokens["weight"] = tokens["weight"][:-1]
+    save_megatron(tmp_path / "uneven", ranks, 3.0)
+    with pytest.raises(
+        ConfigError, match=r"mp_rank_00: .*\[44, 24\] is right"
+    ):  # of 89 rows the half of a whole number
+        open_weights(tmp_path / "uneven")
+    (tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt").rename(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"needs mp_rank_00"):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"bias_gelu_fusion": False}, "our GELU is the tanh approximation"),
+        ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights"),
+        ({"layernorm_epsilon": 1e-6}, "layernorm_epsilon"),
+    ],
+)
+def test_a_megatron_model_that_ours_is_not_is_refused(
+    model: Any, tmp_path: Path, said: dict[str, Any], says: str
+) -> None:
+    args = argparse.Namespace(num_attention_heads=HEADS, **said)
+    save_megatron(tmp_path, megatron_ranks(model, 1, 1, 3.0), 3.0, args=args)
+    with pytest.raises(ConfigError, match=says):
+        open_weights(tmp_path)
+
+
+def test_a_folder_of_nothing_known_says_what_is_known(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be a folder of transformers .* Megatron-LM .* `repro run`"):
+        open_weights(tmp_path)
+
+
+def learnt(wrote: Experiment, root: Path) -> dict[str, Tensor]:
+    """Train to a checkpoint, and what the parameters are then, complete."""
+    torch.set_num_threads(1)
+    run = start(wrote, root)
+    run.prelude()
+    run.steps(HALF - run.index)
+    run.engine.synchronize()
+    return whole_parameters(run.engine, run.mesh.tp)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2-z3"])
+def test_our_own_checkpoints_of_any_layout(two: RankPool, tmp_path: Path, layout: str) -> None:
+    """Also by the folder with all steps; and transformers computes what they computed."""
+    wrote = experiment(LAYOUTS[layout])
+    expected = two.run(learnt, wrote, tmp_path)[0]
+    folder = checkpoint(tmp_path, wrote)
+    source = open_weights(folder)
+    same(whole(source), expected)
+    same(whole(open_weights(folder.parent)), expected)
+    tokens = expected["embed.tokens"]
+    third = source.elements("embed.tokens", 5, tokens.numel() // 2 + 32, 1, 2, rows=tokens.shape[0] + 2)
+    padded = torch.cat([tokens, torch.zeros(2, tokens.shape[1])]).chunk(2)[1].reshape(-1)
+    assert torch.equal(third, padded[5 : tokens.numel() // 2 + 32])
+    export(source, tmp_path / "out")
+    same(whole(open_weights(tmp_path / "out")), expected)
+    transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_gets_its_elements_of_its_part(model: Any, tmp_path: Path, ranks: int) -> None:
+    """Any stretch, of any tp rank, whatever ranks the files are of; beyond the vocabulary there are zeros."""
+    save_megatron(tmp_path, megatron_ranks(model, 2, 1, 2.0), 2.0)
+    source, expected = open_weights(tmp_path), by_hand(model)
+    padded = VOCAB + 2
+    expected["embed.tokens"] = torch.cat([expected["embed.tokens"], torch.zeros(2, HIDDEN)])
+    draw = random.Random(5)
+    for name, place in source.places.items():
+        for rank in range(ranks):
+            local = expected[name]
+            if place.split is not None:
+                local = local.chunk(ranks, place.split)[rank]
+            flat = local.reshape(-1)
+            for _ in range(4):
+                start, stop = sorted(draw.sample(range(flat.numel() + 1), 2))
+                rows = padded if name == "embed.tokens" else 0
+                found = source.elements(name, start, stop, rank, ranks, rows)
+                assert torch.equal(found, flat[start:stop]), (name, rank, start, stop)
+
+
+@pytest.mark.parametrize("shard", [5_000_000_000, 20_000])
+def test_transformers_loads_what_is_exported(model: Any, tmp_path: Path, shard: int) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    save_megatron(theirs, megatron_ranks(model, 2, 2, 2.0), 2.0)
+    written = export(open_weights(theirs), ours, shard=shard)
+    files = [path.name for path in written if path.suffix == ".safetensors"]
+    count = len(files)
+    assert (count > 1) == (shard == 20_000)
+    numbered = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert files == (numbered if count > 1 else ["model.safetensors"]), "as everybody numbers them"
+    loaded, told = transformers.GPT2LMHeadModel.from_pretrained(ours, output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.eos_token_id == loaded.config.vocab_size - 1
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    same(whole(open_weights(ours)), by_hand(model))
+
+
+def test_padding_is_left_out_of_an_export(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    model.save_pretrained(theirs)
+    assert main(["export-weights", "--weights", str(theirs), "--output", str(ours), "--vocab", "70"]) == 0
+    assert "config.json" in capsys.readouterr().out
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(ours)
+    assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight[:70])
+    assert main(["export-weights", "--weights", str(theirs), "--output", str(ours), "--vocab", "91"]) == 2
+    assert "--vocab = 91: must be 1 to 90" in capsys.readouterr().err
+    assert main(["export-weights", "--weights", str(tmp_path / "none"), "--output", str(ours)]) == 2
