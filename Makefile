@@ -162,7 +162,7 @@ $(KEPT): | $(CREATED)
 	@$(keep_torch)
 
 # The second stamp depends on the first, so that `make -j` never runs two pips in one environment.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS) $(if $(KEEP_TORCH),$(KEPT)) | $(CREATED)
+$(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS) $(if $(KEEP_TORCH),$(KEPT)) | $(CREATED)
 	@echo "installing the harness and torch in $(VENV) (the first time takes a minute or more)"
 	@$(PREPARE_TORCH)
 	@$(PIP) -e '.[lab,report,slurm,text]'

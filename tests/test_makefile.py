@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A folder with the Makefile and the files that its stamps depend on, and no environment."""
-    for name in ("Makefile", "pyproject.toml", "constraints-cpu.txt"):
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints-cpu.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
