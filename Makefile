@@ -8,7 +8,8 @@
 # make test-pythons  a part of the tests and a training with each supported Python that this machine has
 # make test-gpu    the kernels' tests and the whole step on a CUDA device
 # make bench-gpu   each kernel's bandwidth on a CUDA device, beside torch's; a record goes to RESULTS
-# make check       formatter, linter, type checker
+# make check       formatter, linter, type checker, size of the packages
+# make structure   files and lines of each package, beside its budget in tests/structure.toml
 # make mutants     faults in the lines that have changed since BASE, or in a PACKAGE: do the tests notice them?
 # make benchmarks  pytest-benchmark comparisons
 # make artifact    reports/artifact.md: claim, command, expected value, tolerance, cost
@@ -135,7 +136,7 @@ import os, sys; sys.getfilesystemencoding() == "utf-8" or sys.prefix.isascii() o
 os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
 endef
 
-.PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-pythons driver test-gpu bench-gpu check mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+.PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-pythons driver test-gpu bench-gpu check structure mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -236,6 +237,10 @@ check: $(INSTALLED_TEST)
 	@rm -rf build/typed && mkdir -p build/typed/repro
 	@ln -s $(CURDIR)/repro/* $(CURDIR)/kernels build/typed/repro
 	cd build/typed && $(abspath $(BIN))/python -m mypy --config-file $(CURDIR)/pyproject.toml
+	@$(BIN)/python -m tests.structure >/dev/null
+
+structure: $(INSTALLED_TEST)
+	@$(BIN)/python -m tests.structure
 
 # Resumes where it was broken off; what survived is tried again.
 mutants: $(INSTALLED_MUTANTS)
