@@ -81,16 +81,21 @@ def _check_filled(given: list[str]) -> None:
             raise ConfigError(option if option.startswith("-") else "argument", value, says="is empty")
 
 
-class _PipeFile(io.FileIO):
-    """The file descriptor of a standard stream. After its reader has closed the pipe, writes are discarded."""
+class _StreamFile(io.FileIO):
+    """The file of a standard stream, which discards what is written after the first error.
+
+    A closed pipe is no error. A full disk is reported once, and not again when Python flushes the stream at exit.
+    """
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, self.fileno())
             os.close(devnull)
+            if not isinstance(error, BrokenPipeError):
+                raise
             return super().write(data)
 
 
@@ -114,7 +119,7 @@ def _without_broken_pipe(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """Return a text stream on the file descriptor of `stream` that discards writes to a closed pipe."""
     stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_PipeFile(stream.fileno(), "w", closefd=False)),
+        io.BufferedWriter(_StreamFile(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering or stream.write_through,  # the latter with PYTHONUNBUFFERED
