@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from repro.accuracy.calibrate.toml import text as toml
 from repro.config import suites, systems
@@ -40,6 +43,8 @@ SAMPLES = {
     "lab down": ["lab down"],
 }
 """Arguments by command; `{width}` is a number that differs from one run to the next."""
+SLOW = ("claims", "twin", "plan", "simulate", "fit", "compare", "validate", "run")
+"""Commands whose samples take seconds: they trace steps or judge the ledger."""
 EXEMPT = {
     **dict.fromkeys(("submit", "status", "logs", "cancel", "collect"), "needs a submission to SLURM"),
     **dict.fromkeys(("lab up", "lab exec"), "makes or needs an emulated network"),
@@ -48,6 +53,15 @@ EXEMPT = {
     "calibrate": "measures this machine for minutes",
 }
 """Commands without a sample, and the reason."""
+
+
+def cases(*, all_samples: bool) -> list[Any]:
+    """Return the samples as parameters of a test, the slow ones with the mark `slow`; all or one of each command."""
+    return [
+        pytest.param(sample, marks=[pytest.mark.slow] if command in SLOW else [])
+        for command, samples in SAMPLES.items()
+        for sample in (samples if all_samples else samples[:1])
+    ]
 
 
 def prepare(folder: Path) -> None:

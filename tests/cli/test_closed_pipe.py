@@ -13,7 +13,7 @@ import pytest
 
 from repro import cli
 from repro.results.store import read
-from tests.cli.samples import EXEMPT, SAMPLES
+from tests.cli.samples import EXEMPT, SAMPLES, cases
 from tests.launch.runs import FAKE, ROOT, experiments, write_suite
 
 HELP = ["--help", *(f"{command} --help" for command in (*SAMPLES, *EXEMPT))]
@@ -63,9 +63,7 @@ def stream_without_reader() -> io.TextIOWrapper:
     return os.fdopen(writer, "w", encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "command", [*(samples[0] for samples in SAMPLES.values()), *HELP, "models no-such-model"]
-)
+@pytest.mark.parametrize("command", [*cases(all_samples=False), *HELP, "models no-such-model"])
 def test_the_exit_code_of_every_command_stays(
     command: str, samples_folder: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,13 +16,13 @@ from repro import cli
 from repro.launch.slurm.following.states import CaseState
 from repro.report.text.status import _show
 from repro.util.console import stdout
-from tests.cli.samples import EXEMPT, SAMPLES
+from tests.cli.samples import EXEMPT, SAMPLES, cases
 
 WIDTHS = (40, 80, 100, 200)
 WIDEST = 1000
 LONG = {"schedule": "the drawing is broken into lines of time, so its words depend on the width"}
-SLOW = ("twin", "plan", "simulate", "fit", "compare")
-"""Commands that are tried at 40 and 100 columns only, as they trace steps or judge the ledger twice."""
+TWO_WIDTHS = ("twin", "plan", "simulate", "fit", "compare")
+"""Commands that are tried at 40 and 100 columns only, because each run of them takes seconds."""
 CHANGES = re.compile(
     r"(\d+ traces|Traced)( in \S+ \w+)?|\S+ GB (of \S+ GB )?free|at most \S+ parameters|mine-\d+"
 )
@@ -67,12 +67,12 @@ def test_every_command_is_tried() -> None:
     assert sorted(leaves(typer.main.get_command(cli.app))) == sorted([*SAMPLES, *EXEMPT])
 
 
-@pytest.mark.parametrize("command", [sample for samples in SAMPLES.values() for sample in samples])
+@pytest.mark.parametrize("command", cases(all_samples=True))
 def test_no_word_is_cut(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = printed(capsys, monkeypatch, command, WIDEST)
-    for width in WIDTHS if command.split()[0] not in SLOW else (40, 100):
+    for width in WIDTHS if command.split()[0] not in TWO_WIDTHS else (40, 100):
         narrow = printed(capsys, monkeypatch, command, width)
         assert narrow.count("…") <= wide.count("…"), width
         if command.split()[0] in LONG:
