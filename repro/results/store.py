@@ -23,13 +23,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from repro.config.errors import ConfigError
 from repro.results.schema import ExperimentRecord, NotARecord, Record
 from repro.results.schema import read as read_record
 from repro.util.files import sync_folder
 
+RecordT = TypeVar("RecordT", bound=Record)
 RESERVE_BYTES = 256 * 1024
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MOST_REMARKS = 10
@@ -56,14 +57,15 @@ class Store:
         """Create this writer's file and its reserve now, while there is room."""
         self._open()
 
-    def append(self, record: Record) -> None:
-        """Write one record (finite numbers only) as the newest of the store and wait until it is on disk.
+    def append(self, record: RecordT) -> RecordT:
+        """Write one record (finite numbers only) as the newest of the store, wait until it is on disk, and return it.
 
         Raises `OSError`: nothing of the record is left then.  After `ENOSPC` the reserve is free, so that
         one short record still fits.
         """
         record = replace(record, sequence=self._next_sequence())
         self._write(json.dumps(record.as_dict(), allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        return record
 
     def _next_sequence(self) -> int:
         """Return the `sequence` of the next record; note once that the clock is behind."""

@@ -113,7 +113,7 @@ def evaluate(question: Question, results: Path) -> tuple[EvaluationRecord, int]:
         wall_s=round(time.perf_counter() - began, 3),
     )
     with Store(results) as store:
-        store.append(record)
+        record = store.append(record)
     return record, interrupt.signal
 
 
