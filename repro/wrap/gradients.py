@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from repro.parallel.comm import MAX, SUM, Group
-from repro.parallel.zero.released import HARMLESS
+from repro.parallel.zero.stage3_checks import METADATA_FUNCTIONS
 from repro.parallel.zero.stages import ShardedModule
 
 
@@ -43,7 +43,7 @@ class ShardedGradient(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in HARMLESS or func is torch._has_compatible_shallow_copy_type:
+        if func in METADATA_FUNCTIONS or func is torch._has_compatible_shallow_copy_type:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None

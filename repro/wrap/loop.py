@@ -13,8 +13,8 @@ from torch.nn import Parameter
 
 from repro import kernels
 from repro.parallel.comm import SUM, Group
-from repro.parallel.zero.passed import tensors_in
-from repro.parallel.zero.units import Unit, parameters_of
+from repro.parallel.zero.backward_schedule import tensors_in
+from repro.parallel.zero.partition import GatherUnit, parameters_by_unit
 from repro.wrap.gradients import UsersGradients
 from repro.wrap.loss_scaling import LossScaling
 from repro.wrap.module_states import WrappedModule
@@ -31,7 +31,7 @@ class StockLoop:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         sharded: WrappedModule,
-        units: Sequence[Unit],
+        units: Sequence[GatherUnit],
         accumulation: int,
         clip: float,
         host: Group,
@@ -97,7 +97,7 @@ class StockLoop:
                 s.parameter for s in self._shards if id(self.sharded.parameters[s.index]) in mine
             ]
 
-    def _watch_repeats(self, module: nn.Module, units: Sequence[Unit]) -> None:
+    def _watch_repeats(self, module: nn.Module, units: Sequence[GatherUnit]) -> None:
         """Stages 0 to 2: keep the buckets of a block that reentrant checkpointing runs twice in a pass.
 
         Its parameters get a gradient for each time, and the first must not be taken for the whole.
@@ -120,7 +120,7 @@ class StockLoop:
 
             return count
 
-        for unit, parameters in zip(units, parameters_of(module, units), strict=True):
+        for unit, parameters in zip(units, parameters_by_unit(module, units), strict=True):
             for use in unit.uses:
                 names[use.module].register_forward_pre_hook(watch(parameters))
 
@@ -131,7 +131,7 @@ class StockLoop:
         self._recording = torch.is_grad_enabled()
         if not self._recording:
             if self.sharded.gatherer is not None:
-                self.sharded.gatherer.begin()
+                self.sharded.gatherer.begin_forward()
             return
         if not torch.compiler.is_compiling():  # it would take the parameters into its graph
             self._unchanged.check()
@@ -143,14 +143,14 @@ class StockLoop:
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.sharded.gatherer is not None and not self._queued:
-            self.sharded.gatherer.end()
+            self.sharded.gatherer.end_forward()
         for tensor in tensors_in(output, attributes=True):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_backward)
 
     def _on_backward(self, gradient: Tensor | None) -> None:
         if not self._queued:
-            if self.sharded.looks.now():
+            if self.sharded.grad_only_backward.is_running():
                 self._looked = True
                 return
             if torch.is_grad_enabled():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from repro.parallel.comm import MAX, Group
-from repro.parallel.zero.released import HARMLESS
+from repro.parallel.zero.stage3_checks import METADATA_FUNCTIONS
 from repro.wrap.optimizer_states import Shard
 
 
@@ -37,7 +37,7 @@ class GradientOfOptimizer(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in HARMLESS:
+        if func in METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is torch._amp_foreach_non_finite_check_and_unscale_:

@@ -41,7 +41,7 @@ def unchecked() -> Iterator[None]:
         for kind in (Unchanged, UsersGradients):
             stack.enter_context(mock.patch.object(kind, "check", return_value=None))
         stack.enter_context(mock.patch.object(StepAgreement, "reach", return_value=set()))
-        stack.enter_context(mock.patch.object(ParameterUnsharder, "distrust", return_value=None))
+        stack.enter_context(mock.patch.object(ParameterUnsharder, "enable_checks", return_value=None))
         yield
 
 

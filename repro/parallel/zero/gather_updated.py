@@ -10,7 +10,7 @@ from torch import nn
 
 from repro.parallel.comm import Work
 from repro.parallel.zero.flat_buffer import Bucket
-from repro.parallel.zero.units import Unit, parameters_of
+from repro.parallel.zero.partition import GatherUnit, parameters_by_unit
 
 
 class UpdatedParameterGather:
@@ -21,13 +21,13 @@ class UpdatedParameterGather:
     calling the child.)  Who reads parameters outside the units' uses calls `wait` first.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], buckets: Sequence[Bucket]):
+    def __init__(self, module: nn.Module, units: Sequence[GatherUnit], buckets: Sequence[Bucket]):
         self.buckets = list(buckets)[::-1]
         self._works: dict[int, Work] = {}
         bucket_of = {id(p): b for b, bucket in enumerate(self.buckets) for p in bucket.parameters}
         modules = dict(module.named_modules())
         self._handles = []
-        for unit, parameters in zip(units, parameters_of(module, units), strict=True):
+        for unit, parameters in zip(units, parameters_by_unit(module, units), strict=True):
             of_unit = {id(p) for p in parameters if id(p) in bucket_of}
             for use in unit.uses:
                 used = of_unit.intersection(map(id, modules[use.module].parameters()))
