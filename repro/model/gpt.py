@@ -21,9 +21,8 @@ from repro.model.layer import Block, Masks, Place, Setting, dropout_add, norm_pa
 from repro.parallel import context, storage, tensor
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
-from repro.parallel.recompute import recompute
 from repro.parallel.zero.partition import GatherUnit, ModuleUse
-from repro.parallel.zero_r.partitioned_activations import Checkpoints
+from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints, recompute
 
 __all__ = ["GPT", "Part", "Place"]
 
@@ -116,7 +115,7 @@ class GPT(nn.Module):
         layout: Layout,
         training: Training,
         tp: Group,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: ActivationCheckpoints | None = None,
         part: Part | None = None,
         cp: Group | None = None,
     ):

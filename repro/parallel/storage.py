@@ -13,6 +13,9 @@ from torch import Tensor
 
 from repro.config.enums import Category
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Data type of each precision of a layout."""
+
 
 def observer_of(tensor: Tensor) -> Any:
     """Return the object that follows the tensor's storage (`repro.simulate`); None if there is no observer."""

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from repro.config import ConfigError, Layout
 from repro.parallel import mesh as meshes
-from repro.parallel.precision import DTYPES
+from repro.parallel.storage import DTYPES
 from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.grad_reduce import broadcast_parameters
 from repro.parallel.zero.partition import default_units

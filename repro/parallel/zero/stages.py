@@ -20,8 +20,8 @@ from repro.parallel.zero.flat_parameters import (
     Tag,
     is_below_persistence_threshold,
 )
-from repro.parallel.zero.gather_updated import UpdatedParameterGather
 from repro.parallel.zero.grad_reduce import GradientReducer
+from repro.parallel.zero.optimizer import UpdatedParameterGather
 from repro.parallel.zero.partition import (
     BucketPlan,
     GatherUnit,
