@@ -21,9 +21,8 @@ from repro.model.layer import Block, Masks, Place, Setting, dropout_add, norm_pa
 from repro.parallel import context, storage, tensor
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
-from repro.parallel.recompute import recompute
-from repro.parallel.zero.units import Unit, Use
-from repro.parallel.zero_r.partitioned_activations import Checkpoints
+from repro.parallel.zero.partition import GatherUnit, ModuleUse
+from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints, recompute
 
 __all__ = ["GPT", "Part", "Place"]
 
@@ -116,7 +115,7 @@ class GPT(nn.Module):
         layout: Layout,
         training: Training,
         tp: Group,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: ActivationCheckpoints | None = None,
         part: Part | None = None,
         cp: Group | None = None,
     ):
@@ -178,14 +177,18 @@ class GPT(nn.Module):
         y: Tensor = block(x, place, masks)
         return y
 
-    def zero_units(self) -> list[Unit]:
+    def zero_units(self) -> list[GatherUnit]:
         """One unit a block; embeddings and final norm together where the embedding is tied, since both ends use it."""
         # Of the embedding backward reads a norm's weight alone.
-        ends = [Use("embed", backward=self.setting.model.embedding_norm)] if self.part.first else []
-        ends += [Use("head")] if self.part.last else []
-        blocks = [Unit(f"blocks.{i}", (Use(f"blocks.{i}"),)) for i in self.part.layers]
+        ends = (
+            [ModuleUse("embed", is_read_in_backward=self.setting.model.embedding_norm)]
+            if self.part.first
+            else []
+        )
+        ends += [ModuleUse("head")] if self.part.last else []
+        blocks = [GatherUnit(f"blocks.{i}", (ModuleUse(f"blocks.{i}"),)) for i in self.part.layers]
         if self.setting.model.tied:
-            return [Unit("outer", tuple(ends)), *blocks] if ends else blocks
-        first = [Unit("embed", tuple(ends[:1]))] if self.part.first else []
-        last = [Unit("head", tuple(ends[-1:]))] if self.part.last else []
+            return [GatherUnit("outer", tuple(ends)), *blocks] if ends else blocks
+        first = [GatherUnit("embed", tuple(ends[:1]))] if self.part.first else []
+        last = [GatherUnit("head", tuple(ends[-1:]))] if self.part.last else []
         return [*first, *blocks, *last]

@@ -1,4 +1,4 @@
-"""The grid of ranks and its groups.
+"""The grid of ranks, its groups, and their process groups and communicators.
 
 `layout.order` says which axis is innermost.  `tp-dp-pp`, Megatron's order, numbers the ranks
 `((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index`, so that the ranks of one tensor-parallel group are
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from repro.config import Layout
@@ -43,10 +44,10 @@ class Mesh:
     """First and last stage of the pipeline, which both hold the tied embedding; other stages are alone."""
     ledger: CommLedger
     beside_torch: Mapping[str, int] = field(default_factory=dict)
-    """What `repro.parallel.connect` found, in bytes."""
+    """Result of `connect_communicators`, in bytes."""
 
     def every_group(self) -> tuple[Group, ...]:
-        """All of them, in an order that is the same on every rank."""
+        """Return all groups, in the same order on every rank."""
         return self.world, self.dp, self.cp, self.tp, self.pp, self.embedding
 
 
@@ -119,7 +120,7 @@ def distributed(layout: Layout, device_type: str) -> Mesh:
 
 _Made = dict[tuple[tuple[int, ...], tuple[object, ...]], dist.ProcessGroup]
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
-"""Of each default group the groups beside it, by their ranks and purpose."""
+"""Process groups of each default group, by their ranks and purpose."""
 
 
 def process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> dist.ProcessGroup:
@@ -164,3 +165,46 @@ def on_host(group: Group) -> Group:
         return group
     process_group = dist.new_group(list(group.ranks), backend="gloo")
     return Group("host", group.ranks, group.ranks[group.rank], GlooTransport(process_group), group.ledger)
+
+
+START, CHANNELS, END = "start", "channels", "end"
+"""Keys of device memory outside torch: before any group is connected; communicators of messages between stages; at the
+end of a run, since communicators grow with use."""
+_communicator_bytes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Device memory of each communicator, in bytes. Communicators outlive an experiment, as process groups do."""
+
+
+def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
+    """Use every NCCL communicator of the mesh once, and return the device memory outside torch, in bytes.
+
+    NCCL creates a communicator at its first use, in which the *host* of each of its ranks waits for the other hosts. In
+    a step this is a deadlock if a stage posts a receive before it sends the message that its peer waits for. All ranks
+    therefore call this function before the first step, and use the groups and channels in one order.
+
+    The result has the key `start` for memory before the first communicator (the CUDA context, other processes), the
+    names of the groups for their communicators, and `channels` for the communicators of a pipeline's messages.
+    """
+    found = {START: bytes_outside_torch(device) - sum(_communicator_bytes.values())}
+    message = torch.zeros(1, device=device)
+    seen: set[dist.ProcessGroup] = set()
+    for group in mesh.every_group():
+        if not isinstance(group.transport, NcclTransport):
+            continue
+        for number, (communicator, use) in enumerate(group.transport.first_uses()):
+            if communicator in seen:
+                continue  # two axes have the same ranks
+            seen.add(communicator)
+            if communicator not in _communicator_bytes:
+                before = bytes_outside_torch(device)
+                use(message).wait()
+                _communicator_bytes[communicator] = bytes_outside_torch(device) - before
+            name = CHANNELS if number else group.name
+            found[name] = found.get(name, 0) + _communicator_bytes[communicator]
+    return found
+
+
+def bytes_outside_torch(device: torch.device) -> int:
+    """Return the bytes of a GPU that are in use, but not by the allocator of this process's torch."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)

@@ -1,71 +1,79 @@
-"""Tensors that say what they are for.
+"""Storages of tensors: dtype, memory category, allocation and release.
 
-Memory is accounted by `Category`.  The category is a mark on the storage, so that it
-travels with every view, costs nothing in a step and needs no registry that outlives an experiment.
+Memory is accounted by `Category`. The category is an attribute of the storage, so all views share the category, and no
+registry outlives an experiment.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from repro.config.enums import Category
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Data type of each precision of a layout."""
+
+
+def observer_of(tensor: Tensor) -> Any:
+    """Return the object that follows the tensor's storage (`repro.simulate`); None if there is no observer."""
+    return getattr(tensor.untyped_storage(), "watcher", None)
+
 
 def mark(tensor: Tensor, category: Category) -> Tensor:
-    """`tensor`, its storage marked as being for `category`."""
-    whole = tensor.untyped_storage()
-    whole.category = category  # type: ignore[attr-defined]
-    watcher = getattr(whole, "watcher", None)
-    if watcher is not None:  # somebody follows this storage (repro.simulate)
-        watcher.marked(whole, category)
+    """Set the memory category of the tensor's storage, and return the tensor."""
+    storage = tensor.untyped_storage()
+    storage.category = category  # type: ignore[attr-defined]
+    if (observer := observer_of(tensor)) is not None:
+        observer.marked(storage, category)
     return tensor
 
 
 def category_of(storage: torch.UntypedStorage) -> Category | None:
-    """The mark of a storage; None for what autograd and operators allocate."""
+    """Return the memory category of a storage; None for allocations of autograd and operators."""
     return getattr(storage, "category", None)
 
 
 def empty(numel: int, like: Tensor, category: Category, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised flat tensor [numel] on `like`'s device, in its dtype unless another is given."""
+    """Return an uninitialised flat tensor [numel] on the device of `like`, by default in the dtype of `like`."""
     return mark(torch.empty(numel, dtype=dtype or like.dtype, device=like.device), category)
 
 
 def zeros(numel: int, like: Tensor, category: Category, dtype: torch.dtype | None = None) -> Tensor:
-    """A zeroed flat tensor [numel] on `like`'s device, in its dtype unless another is given."""
+    """Return a zeroed flat tensor [numel] on the device of `like`, by default in the dtype of `like`."""
     return mark(torch.zeros(numel, dtype=dtype or like.dtype, device=like.device), category)
 
 
 def empty_on_host(numel: int, like: Tensor, category: Category) -> Tensor:
-    """An uninitialised flat tensor [numel] in host memory, page-locked where `like` is on a GPU.
+    """Return an uninitialised flat tensor [numel] in host memory, page-locked if `like` is on a GPU.
 
-    Where `like` has no data (`meta`), neither has the result.
+    If `like` has no data (`meta`), the result has no data.
     """
     device = "meta" if like.is_meta else "cpu"
     return mark(torch.empty(numel, dtype=like.dtype, device=device, pin_memory=like.is_cuda), category)
 
 
 def release(tensor: Tensor) -> None:
-    """Free the tensor's memory; it and its views keep their shapes and come back with `restore`."""
+    """Free the tensor's memory. The tensor and its views retain their shapes, and `restore` reallocates the memory."""
     _resize(tensor, 0)
 
 
 def restore(tensor: Tensor) -> None:
-    """Give a released tensor its memory back, contents undefined."""
+    """Reallocate the memory of a released tensor; the values are undefined."""
     _resize(tensor, tensor.numel() * tensor.element_size())
 
 
 def _resize(tensor: Tensor, size: int) -> None:
-    """Resize the tensor's storage and tell whoever follows it (`watcher`): no operator does it."""
-    whole = tensor.untyped_storage()
-    if whole.nbytes() != size:
-        whole.resize_(size)
-        watcher = getattr(whole, "watcher", None)
-        if watcher is not None:
-            watcher.resized(whole, size)
+    """Resize the tensor's storage to `size` bytes and notify its observer, since no operator does so."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != size:
+        storage.resize_(size)
+        if (observer := observer_of(tensor)) is not None:
+            observer.resized(storage, size)
 
 
 def is_released(tensor: Tensor) -> bool:
-    """Whether `release` freed the memory."""
+    """Return whether `release` has freed the tensor's memory."""
     return tensor.untyped_storage().nbytes() == 0

@@ -1,8 +1,9 @@
-"""`p.grad` of a wrapped module after a step's last backward pass: the mean over all ranks, for clipping and logging.
+"""Gradients of a wrapped module: `p.grad` for clipping and logging, and support of `torch.amp.GradScaler`.
 
-Under stage 0 it is a plain view, as in DistributedDataParallel.  Under stages 1 to 3 a rank has a piece of it, or
-nothing: a `ShardedGradient` answers with the norm of the whole, takes in-place changes of single elements, and
-refuses what would need the rest.  `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` need no more.
+After the last backward pass of a step, `p.grad` is the mean over all ranks. Under stage 0 it is a plain view, as in
+DistributedDataParallel. Under stages 1 to 3 a rank has a piece of the gradient, or nothing. A `ShardedGradient` then
+returns the norm of the full gradient, supports in-place changes of single elements, and refuses all other operators.
+`torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` need no more.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ import torch
 from torch import Tensor
 
 from repro.parallel.comm import MAX, SUM, Group
-from repro.parallel.zero.released import HARMLESS
+from repro.parallel.zero.stage3_checks import METADATA_FUNCTIONS
 from repro.parallel.zero.stages import ShardedModule
+from repro.wrap.optimizer_states import Shard
 
 
 class ShardedGradient(Tensor):
-    """The gradient of a parameter: its shape, dtype and device, and this rank's piece [k] of its elements."""
+    """Gradient of a parameter: the shape, dtype and device, and this rank's piece [k] of the elements."""
 
     piece: Tensor
     number: int
-    norms: Norms
+    norms: GradientNorms
 
     @staticmethod
-    def of(shape: torch.Size, piece: Tensor, number: int, norms: Norms) -> ShardedGradient:
-        """`number`: its place among the gradients that `norms` knows."""
+    def create(shape: torch.Size, piece: Tensor, number: int, norms: GradientNorms) -> ShardedGradient:
+        """`number`: index of the gradient in `norms`."""
         gradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedGradient, shape, dtype=piece.dtype, device=piece.device
         )
@@ -43,23 +45,23 @@ class ShardedGradient(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in HARMLESS or func is torch._has_compatible_shallow_copy_type:
+        if func in METADATA_FUNCTIONS or func is torch._has_compatible_shallow_copy_type:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if func in SAME:
+        if func in UNCHANGED_FUNCTIONS:
             return first
         if func == Tensor.data.__set__ and args[1] is first:  # type: ignore[attr-defined]
             return None
         name = getattr(func, "__name__", str(func))
         if isinstance(first, ShardedGradient):
-            if func in NORMS:
+            if func in NORM_FUNCTIONS:
                 order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else 2))
                 whole = all(kwargs[k] in (None, False) for k in kwargs.keys() - {"ord", "p"})
                 if whole and len(args) < 3:
-                    return first.norms.of(order)[first.number]
-            elif name in ELEMENTWISE and not _others([*args[1:], *kwargs.values()]):
-                first.norms.before_change()
+                    return first.norms.compute(order)[first.number]
+            elif name in ELEMENTWISE_FUNCTIONS and not _has_tensors([*args[1:], *kwargs.values()]):
+                first.norms.prepare_change()
                 func(first.piece, *args[1:], **kwargs)
                 return first
         raise RuntimeError(
@@ -76,18 +78,28 @@ class ShardedGradient(Tensor):
         )
 
 
-SAME = {
+UNCHANGED_FUNCTIONS = {
     *(Tensor.detach, Tensor.data.__get__, Tensor.requires_grad_),  # type: ignore[attr-defined]
     *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
 }
-"""What leaves it as it is: norms are fp32 wherever it lies, and of a module that is cast the next pass complains."""
+"""Functions that return the gradient unchanged. Norms are fp32, and the next pass refuses a module that was cast."""
 
-NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
-ELEMENTWISE = {"mul_", "div_", "neg_", "zero_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_"}
-"""What changes each element by itself, and keeps zero padding out of sight."""
+NORM_FUNCTIONS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
+ELEMENTWISE_FUNCTIONS = {
+    "mul_",
+    "div_",
+    "neg_",
+    "zero_",
+    "clamp_",
+    "clamp_min_",
+    "clamp_max_",
+    "clip_",
+    "nan_to_num_",
+}
+"""Functions that change each element by itself, so that zero padding has no effect."""
 
 
-def _others(values: Iterable[Any]) -> bool:
+def _has_tensors(values: Iterable[Any]) -> bool:
     return any(isinstance(value, Tensor) and value.dim() > 0 for value in values)
 
 
@@ -95,7 +107,7 @@ def _shape(values: Iterable[Any]) -> tuple[int, ...]:
     return next((tuple(v.shape) for v in values if isinstance(v, ShardedGradient)), ())
 
 
-class Norms:
+class GradientNorms:
     """Norms of all gradients, from every rank's pieces in one all-reduce."""
 
     def __init__(
@@ -104,34 +116,34 @@ class Norms:
         gradients: int,
         group: Group | None,
         like: Tensor,
-        settle: Callable[[], None],
+        reduce: Callable[[], None],
     ):
-        """`group`: the ranks that have other pieces, if any; `like`: a tensor of the norms' device and dtype.
+        """`group`: the ranks with other pieces, if any. `like`: a tensor with the device and dtype of the norms.
 
-        `settle` is called before gradients are looked at or changed: they may be this rank's own until then.
+        `reduce` is called before gradients are read or changed, because they may not be reduced yet.
         """
         self._pieces, self._gradients, self._group, self._like = pieces, gradients, group, like
-        self._settle = settle
+        self._reduce = reduce
         self._found: dict[float, Tensor] = {}
 
-    def forget(self) -> None:
-        """Gradients have changed."""
+    def reset(self) -> None:
+        """Discard the norms of gradients that have changed."""
         self._found.clear()
 
-    def before_change(self) -> None:
-        """Gradients, which all ranks change alike, are reduced before."""
-        self._settle()
-        self.forget()
+    def prepare_change(self) -> None:
+        """Reduce the gradients before a change, which all ranks make alike, and discard the norms."""
+        self._reduce()
+        self.reset()
 
-    def of(self, order: Any) -> Tensor:
-        """The `order`-norm of each gradient [gradients]; the first call after a change is made by all ranks."""
+    def compute(self, order: Any) -> Tensor:
+        """Return the `order`-norm of each gradient [gradients]. All ranks must make the first call after a change."""
         order = 2.0 if order in (None, "fro") else float(order)
         if order not in self._found:
             if order <= 0:
                 raise ValueError(f"norm of order {order}: a positive number or inf under zero = 1 to 3")
             largest = order == float("inf")
             pieces = self._pieces.values()
-            self._settle()
+            self._reduce()
             norms = [torch.linalg.vector_norm(piece, order, dtype=self._like.dtype) for piece in pieces]
             total = self._like.new_zeros(self._gradients)
             if norms:
@@ -143,35 +155,35 @@ class Norms:
         return self._found[order]
 
 
-class UsersGradients:
-    """Puts what a step's backward passes left at `p.grad`, and knows whether it is still there."""
+class UserGradients:
+    """Place the gradients of a step at `p.grad`, and detect their replacement."""
 
     def __init__(self, sharded: ShardedModule, pieces: dict[int, Tensor]):
-        """`pieces[i]`: this rank's piece of the gradient of parameter `i`; it may have none."""
+        """`pieces[i]`: this rank's piece of the gradient of parameter `i`, if the rank has one."""
         self.parameters, self.names = sharded.parameters, sharded.names
         stage, group = sharded.sharding.stage, sharded.sharding.group
         dtype = torch.float64 if torch.float64 in {p.dtype for p in self.parameters} else torch.float32
         like = torch.zeros((), dtype=dtype, device=sharded.sharding.device)
-        self.norms = Norms(
+        self.norms = GradientNorms(
             pieces, len(self.parameters), group if stage else None, like, sharded.reducer.reduce_early
         )
         self._pieces: list[Tensor] = []
-        """What is shown until gradients are reduced, and under stages 1 to 3 afterwards too."""
+        """Gradients that `p.grad` shows until the reduction, and under stages 1 to 3 also after the reduction."""
         for i, shape in enumerate(sharded.shapes):
             piece = pieces.get(i, like.new_empty(0, dtype=self.parameters[i].dtype))
-            self._pieces.append(ShardedGradient.of(shape, piece, i, self.norms))
+            self._pieces.append(ShardedGradient.create(shape, piece, i, self.norms))
         self._views = self._pieces
         if not stage:
             self._views = [pieces[i].view(shape) for i, shape in enumerate(sharded.shapes)]
         self._shown: list[Tensor] | None = None
 
     def show(self, reduced: bool) -> None:
-        """A backward pass is over; unless `reduced`, the first look at the gradients reduces them."""
+        """Place the gradients after a backward pass. Unless `reduced`, their first use reduces them."""
         self._shown = self._views if reduced else self._pieces
         self._set(self._shown)
 
     def hide(self) -> None:
-        """A backward pass comes, which must find none."""
+        """Remove the gradients before a backward pass."""
         if self._shown is not None:
             self._set([None] * len(self._shown))
             self._shown = None
@@ -180,10 +192,10 @@ class UsersGradients:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
-        self.norms.forget()
+        self.norms.reset()
 
     def check(self) -> None:
-        """Raise `RuntimeError` if somebody has put other gradients there, which no rank would see."""
+        """Raise `RuntimeError` if the user has replaced a gradient, which would have no effect on the step."""
         with torch._C.DisableTorchFunctionSubclass():
             shown: Sequence[Tensor | None] = self._shown or [None] * len(self.names)
             for name, parameter, gradient in zip(self.names, self.parameters, shown, strict=True):
@@ -192,3 +204,76 @@ class UsersGradients:
                         f"{name}.grad: was replaced or removed, but the step uses what the backward pass has reduced "
                         "over all ranks; change it in place (p.grad.mul_(...)), and call backward() on the loss"
                     )
+
+
+class OptimizerGradient(Tensor):
+    """Value of `grad` of an optimizer's parameter between backward pass and step, which supports unscaling only.
+
+    `torch.amp.GradScaler` divides the gradients of the optimizer's parameters, which are pieces of the module's
+    gradients, and detects values that are not finite. A rank would detect such values in its own pieces only. The
+    scaler calls one operator on the tensors at `grad`, so one tensor stands for all pieces (as `DTensor` implements
+    this operator for FSDP2).
+    """
+
+    unscale: Callable[[Tensor, Tensor], None]
+
+    @staticmethod
+    def create(parameter: Tensor, unscale: Callable[[Tensor, Tensor], None]) -> OptimizerGradient:
+        """`unscale(found_inf, inv_scale)`: both 0-dim fp32; sets `found_inf` to 1 if any gradient is not finite."""
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            OptimizerGradient, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made.unscale = unscale
+        found: OptimizerGradient = made
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in METADATA_FUNCTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            (own,), found_inf, inv_scale = args
+            return own.unscale(found_inf, inv_scale)
+        return cls.__torch_dispatch__(func, types)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)}() of the gradient of a parameter in the optimizer, which is a piece of "
+            "the module's: use module.parameters(), as in clip_grad_norm_(module.parameters(), ...)"
+        )
+
+
+class GradScalerSupport:
+    """Place an `OptimizerGradient` at the optimizer's first parameter, so that all ranks skip the same steps."""
+
+    def __init__(self, shards: Sequence[Shard], group: Group | None, prepare_change: Callable[[], None]):
+        """`group`: the ranks with other pieces, if any. `prepare_change`: called before gradients are divided."""
+        self._group, self._prepare_change = group, prepare_change
+        self._of_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for shard in shards:
+            self._of_dtype.setdefault(shard.gradient.dtype, []).append(shard.gradient)
+        self._first = shards[0].parameter
+        self._gradient = OptimizerGradient.create(self._first, self._unscale)
+
+    def show(self) -> None:
+        """Place the gradient at the parameter."""
+        self._first.grad = self._gradient
+
+    def hide(self) -> None:
+        """Remove the gradient from the parameter."""
+        self._first.grad = None
+
+    def _unscale(self, found_inf: Tensor, inv_scale: Tensor) -> None:
+        if torch.float16 in self._of_dtype:
+            raise ValueError(
+                "GradScaler: fp16 gradients would underflow; keep the module in fp32, under autocast"
+            )
+        self._prepare_change()
+        for gradients in self._of_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+        if self._group is not None:
+            self._group.all_reduce(found_inf, MAX, purpose="overflow").wait()

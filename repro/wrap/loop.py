@@ -1,4 +1,4 @@
-"""The stock training loop of a module that is spread: what happens at its forward and backward passes and steps."""
+"""Hooks that run the communication of a wrapped module in a stock training loop, in forward, backward and step."""
 
 from __future__ import annotations
 
@@ -12,59 +12,112 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from repro import kernels
-from repro.parallel.comm import SUM, Group
-from repro.parallel.zero.passed import tensors_in
-from repro.parallel.zero.units import Unit, parameters_of
-from repro.wrap.gradients import UsersGradients
-from repro.wrap.loss_scaling import LossScaling
+from repro.parallel.comm import MAX, SUM, Group
+from repro.parallel.zero.backward_schedule import tensors_in
+from repro.parallel.zero.grad_reduce import broadcast_parameters
+from repro.parallel.zero.partition import GatherUnit, parameters_by_unit
+from repro.parallel.zero.stages import ShardedModule
+from repro.wrap.gradients import GradScalerSupport, UserGradients
 from repro.wrap.module_states import WrappedModule
 from repro.wrap.optimizer_states import OptimizerStates, Shard
-from repro.wrap.refusals import Unchanged
-from repro.wrap.step_agreement import StepAgreement
+from repro.wrap.refusals import UnchangedModuleCheck
+
+
+class StepAgreement:
+    """Agreement of all ranks, once a step, on unused parameters and changed buffers.
+
+    A parameter that no rank used has no gradient: torch's optimizers skip the parameter, weight decay included. Buffers
+    that a forward pass changes (running statistics) get the values of rank 0, as in DistributedDataParallel.
+    """
+
+    def __init__(self, module: nn.Module, sharded: ShardedModule, host: Group):
+        self._sharded, self._host = sharded, host
+        self._children = [child for child in module.modules() if child._buffers]
+        self._known_states = self._states()
+        self._unused: set[int] | None = None
+
+    def _states(self) -> list[list[tuple[int, int]]]:
+        """Return for every module with buffers a state that changes when a buffer is written or replaced.
+
+        One buffer is not enough: torch's batch norm writes its statistics without a new version, but also counts
+        batches.
+        """
+        return [
+            [(id(buffer), buffer._version) for buffer in child._buffers.values() if buffer is not None]
+            for child in self._children
+        ]
+
+    def record_backward(self) -> None:
+        """Record the parameters without gradient in the backward pass that has ended."""
+        missing = self._sharded.reducer.missing()
+        self._unused = missing if self._unused is None else self._unused & missing
+
+    def reset(self) -> None:
+        """Discard the records of this step."""
+        self._unused = None
+
+    def reach(self) -> set[int]:
+        """Broadcast changed buffers from rank 0, and return the indices of the parameters that no rank used."""
+        unused, self._unused = self._unused or set(), None
+        if self._host.size == 1:
+            return unused
+        parameters = len(self._sharded.parameters)
+        flags = [i not in unused for i in range(parameters)]
+        flags += [state != known for state, known in zip(self._states(), self._known_states, strict=True)]
+        shared = torch.tensor(flags, dtype=torch.uint8)
+        self._host.all_reduce(shared, MAX, purpose="agreement").wait()
+        changed = [
+            child for child, flag in zip(self._children, shared[parameters:].tolist(), strict=True) if flag
+        ]
+        if changed:
+            buffers = [b for child in changed for b in child._buffers.values() if b is not None]
+            broadcast_parameters(buffers, self._sharded.sharding.group)
+            self._known_states = self._states()
+        return {i for i in unused if not shared[i]}
 
 
 class StockLoop:
-    """Ties a sharded module to the stock loop: hooks on forward, backward and `optimizer.step`."""
+    """Hooks on forward, backward and `optimizer.step` of a wrapped module in a stock training loop."""
 
     def __init__(
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         sharded: WrappedModule,
-        units: Sequence[Unit],
+        units: Sequence[GatherUnit],
         accumulation: int,
         clip: float,
         host: Group,
     ):
-        """`host`: the ranks, for numbers that the host must know at once."""
+        """`host`: group of all ranks for numbers that the host reads immediately (gloo)."""
         self.sharded, self.accumulation, self.clip = sharded, accumulation, clip
         self.micro_batch = 0
-        self._forward = False
-        """Whether a forward pass waits for its backward pass."""
-        self._recording = False
-        """Whether the forward pass that runs, or ran last, was made with gradients."""
-        self._queued = False
+        self._is_backward_due = False
+        """Whether a forward pass has no backward pass yet."""
+        self._has_gradients = False
+        """Whether autograd records the forward pass that runs or ran last."""
+        self._in_backward = False
         """Whether a backward pass runs."""
-        self._looked = False
-        """Whether one that only looks went through the forward passes that wait for theirs."""
+        self._had_grad_only_backward = False
+        """Whether a grad-only backward pass went through the forward passes that have no backward pass yet."""
         self._uses: dict[int, tuple[int, bool]] = {}
-        """How often each block was used since the last backward pass, and whether under a reentrant checkpoint."""
-        self._unsynchronized = False
-        """Whether `module.no_sync()` says that this backward pass is not the step's last."""
-        self._shards = self._cut(optimizer)
+        """Uses of each block since the last backward pass, and whether a use was in a reentrant checkpoint."""
+        self._in_no_sync = False
+        """Whether the backward pass is not the step's last, inside `module.no_sync()`."""
+        self._shards = self._make_shards(optimizer)
         self.states = OptimizerStates(optimizer, sharded, self._shards, host)
-        self._share_out(optimizer)
+        self._replace_parameters(optimizer)
         pieces = {shard.index: shard.gradient for shard in self._shards if shard.gradient.numel()}
-        self.gradients = UsersGradients(sharded, pieces)
+        self.gradients = UserGradients(sharded, pieces)
         others = sharded.sharding.group if sharded.sharding.stage else None
-        self._scaling = LossScaling(self._shards, others, self.gradients.norms.before_change)
-        self._unchanged = Unchanged(module, sharded, optimizer)
+        self._grad_scaler = GradScalerSupport(self._shards, others, self.gradients.norms.prepare_change)
+        self._module_check = UnchangedModuleCheck(module, sharded, optimizer)
         self.agreement = StepAgreement(module, sharded, host)
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward)
-        sharded.reducer.arriving = self._on_gradient_of_a_look
+        sharded.reducer.on_gradient = self._on_grad_only_gradient
         if sharded.reducer.by_arrival:
-            self._watch_repeats(module, units)
+            self._delay_repeated_blocks(module, units)
         sharded.guard(units)
         module.no_sync = self.no_sync  # type: ignore[assignment]
         for owner in (module, optimizer):
@@ -74,8 +127,8 @@ class StockLoop:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
-    def _cut(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
-        """This rank's shards, in the order in which the optimizer has the parameters."""
+    def _make_shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+        """Return this rank's shards, in the order of the parameters in the optimizer."""
         position = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
         shards = []
         for bucket in self.sharded.buckets:
@@ -89,18 +142,18 @@ class StockLoop:
             shards.append(Shard(bucket.plan.slots[0].index, 0, 0, empty, bucket.gradient_shard[:0]))
         return sorted(shards, key=lambda shard: position[id(self.sharded.parameters[shard.index])])
 
-    def _share_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer this rank's shards instead of the module's parameters."""
+    def _replace_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the module's parameters in the optimizer by this rank's shards."""
         for group in optimizer.param_groups:
             mine = {id(p) for p in group["params"]}
             group["params"] = [
                 s.parameter for s in self._shards if id(self.sharded.parameters[s.index]) in mine
             ]
 
-    def _watch_repeats(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        """Stages 0 to 2: keep the buckets of a block that reentrant checkpointing runs twice in a pass.
+    def _delay_repeated_blocks(self, module: nn.Module, units: Sequence[GatherUnit]) -> None:
+        """Stages 0 to 2: delay the reduction of a block that reentrant checkpointing uses twice in a pass.
 
-        Its parameters get a gradient for each time, and the first must not be taken for the whole.
+        Autograd accumulates a gradient of the block's parameters for each use.
         """
         bucket_of = {id(p): bucket for bucket in self.sharded.buckets for p in bucket.parameters}
         names = dict(module.named_modules())
@@ -109,7 +162,7 @@ class StockLoop:
             buckets = [bucket_of[id(p)] for p in parameters if id(p) in bucket_of]
 
             def count(block: nn.Module, inputs: Any) -> None:
-                if not self._recording or self._queued:  # evaluation, or recomputation
+                if not self._has_gradients or self._in_backward:  # evaluation, or recomputation
                     return
                 times, checkpointed = self._uses.get(id(block), (0, False))
                 checkpointed |= not torch.is_grad_enabled()
@@ -120,75 +173,75 @@ class StockLoop:
 
             return count
 
-        for unit, parameters in zip(units, parameters_of(module, units), strict=True):
+        for unit, parameters in zip(units, parameters_by_unit(module, units), strict=True):
             for use in unit.uses:
                 names[use.module].register_forward_pre_hook(watch(parameters))
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if self._queued and torch._C._current_graph_task_id() != -1:
+        if self._in_backward and torch._C._current_graph_task_id() != -1:
             return  # recomputation of the whole module
-        self._queued = False  # a backward pass that failed has not taken it back
-        self._recording = torch.is_grad_enabled()
-        if not self._recording:
+        self._in_backward = False  # a backward pass that failed has not taken it back
+        self._has_gradients = torch.is_grad_enabled()
+        if not self._has_gradients:
             if self.sharded.gatherer is not None:
-                self.sharded.gatherer.begin()
+                self.sharded.gatherer.begin_forward()
             return
         if not torch.compiler.is_compiling():  # it would take the parameters into its graph
-            self._unchanged.check()
-        self._forward = True
+            self._module_check.check()
+        self._is_backward_due = True
         self._hide_gradients()
         # Under stages 0 and 1 the last micro-batch brings the reduction; `_before_step` does where none was the last.
-        passes = self.micro_batch + 2 if self._unsynchronized else self.accumulation
+        passes = self.micro_batch + 2 if self._in_no_sync else self.accumulation
         self.sharded.begin(self.micro_batch, passes)
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self.sharded.gatherer is not None and not self._queued:
-            self.sharded.gatherer.end()
+        if self.sharded.gatherer is not None and not self._in_backward:
+            self.sharded.gatherer.end_forward()
         for tensor in tensors_in(output, attributes=True):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_backward)
 
     def _on_backward(self, gradient: Tensor | None) -> None:
-        if not self._queued:
-            if self.sharded.looks.now():
-                self._looked = True
+        if not self._in_backward:
+            if self.sharded.grad_only_backward.is_running():
+                self._had_grad_only_backward = True
                 return
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     "backward(create_graph=True): gradients in buckets have no graph; for a penalty differentiate "
                     "torch.autograd.grad(..., create_graph=True) by the module's inputs"
                 )
-            if not self._forward:
+            if not self._is_backward_due:
                 raise RuntimeError(
                     "a second backward pass after one forward pass: sum the losses for one backward pass, "
                     "or run each forward pass right before its backward pass"
                 )
-            self._queued = True
+            self._in_backward = True
             # What torch's own DDP and FSDP use to learn that a backward pass is over.
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
 
-    def _on_gradient_of_a_look(self) -> None:
-        """What a look has computed may be all that the loss is of: then the module's output has no gradient."""
-        if self._looked and not self._queued:
+    def _on_grad_only_gradient(self) -> None:
+        """Begin the backward pass of a loss that depends on input gradients only, and not on the module's output."""
+        if self._had_grad_only_backward and not self._in_backward:
             self._on_backward(None)
 
     def _after_backward(self) -> None:
-        self._queued = self._forward = self._looked = False
+        self._in_backward = self._is_backward_due = self._had_grad_only_backward = False
         self._uses.clear()
         self.sharded.finish()
-        self.agreement.passed()
+        self.agreement.record_backward()
         self.micro_batch += 1
-        self.gradients.show(self.micro_batch >= self.accumulation and not self._unsynchronized)
-        self._scaling.show()
+        self.gradients.show(self.micro_batch >= self.accumulation and not self._in_no_sync)
+        self._grad_scaler.show()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As DistributedDataParallel's: passes inside are not the last before `optimizer.step()`."""
-        self._unsynchronized = True
+        """Declare that passes in this context are not the step's last, as in DistributedDataParallel."""
+        self._in_no_sync = True
         try:
             yield
         finally:
-            self._unsynchronized = False
+            self._in_no_sync = False
 
     def _then_restart(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
         @wraps(zero_grad)
@@ -200,15 +253,15 @@ class StockLoop:
 
     def _hide_gradients(self) -> None:
         self.gradients.hide()
-        self._scaling.hide()
+        self._grad_scaler.hide()
 
     def restart(self) -> None:
-        """Forget the gradients of this step, as `zero_grad` does; a batch may be skipped so."""
+        """Discard the gradients of this step, as `zero_grad` does, for example to skip a batch."""
         self._hide_gradients()
         if self.micro_batch:
             self.micro_batch = 0
-            self.agreement.forget()
-            if self._forward:
+            self.agreement.reset()
+            if self._is_backward_due:
                 self.sharded.begin_backward(0, self.accumulation)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero.flat_parameters import FlatParameters
+from repro.parallel.zero.partition import GatherUnit, parameters_by_unit
 from repro.parallel.zero.stages import ShardedModule
-from repro.parallel.zero.units import Unit, parameters_of
 from repro.wrap.optimizer_states import mark_of, written
 
 
@@ -96,12 +96,12 @@ class WrappedModule(ShardedModule):
                 states[key] = value.detach().clone()
         return states
 
-    def guard(self, units: Sequence[Unit]) -> None:
+    def guard(self, units: Sequence[GatherUnit]) -> None:
         """Let `load_state_dict()` reach shards and master weights, and `state_dict()` see whole parameters only."""
         flat_of = {id(p): flat for flat in (*self.buckets, *self.frozen) for p in flat.parameters}
         unit_of: dict[int, int] = {}
         if self.gatherer is not None:
-            for u, parameters in enumerate(parameters_of(self.module, units)):
+            for u, parameters in enumerate(parameters_by_unit(self.module, units)):
                 unit_of.update((id(p), u) for p in parameters)
 
         def save(child: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -123,7 +123,7 @@ class WrappedModule(ShardedModule):
                 if isinstance(value, Tensor) and value.shape == parameter.size():
                     _set_master(flat, id(parameter), value)
                 if self.gatherer is not None:
-                    self.gatherer.need(unit_of[id(parameter)])
+                    self.gatherer.gather(unit_of[id(parameter)])
 
         def after_load(child: nn.Module, _: Any) -> None:
             assert self.gatherer is not None

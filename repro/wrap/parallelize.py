@@ -21,12 +21,12 @@ from torch.nn import Parameter
 
 from repro.config import ConfigError, Layout
 from repro.parallel import mesh as meshes
-from repro.parallel.precision import DTYPES
+from repro.parallel.storage import DTYPES
 from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.grad_reduce import broadcast_parameters
-from repro.parallel.zero.same_units import SameUnits
+from repro.parallel.zero.partition import default_units
+from repro.parallel.zero.stage3_checks import UnitAgreement
 from repro.parallel.zero.stages import Sharding
-from repro.parallel.zero.units import default_units
 from repro.wrap.loop import StockLoop
 from repro.wrap.module_states import WrappedModule
 from repro.wrap.refusals import check_clip, check_module, check_narrow, check_optimizer
@@ -99,7 +99,7 @@ def parallelize(
     sharded = WrappedModule(module, units, sharding, lambda p: Tag(group_of[id(p)]), values)
     host = meshes.on_host(mesh.dp)
     if sharded.gatherer is not None:
-        sharded.gatherer.distrust(SameUnits(host.on_channel(1 + len(units))))
+        sharded.gatherer.enable_checks(UnitAgreement(host.on_channel(1 + len(units))))
     loop = StockLoop(module, optimizer, sharded, units, layout.accumulation, clip, host)
     module.repro = sharded  # type: ignore[assignment]
     optimizer.repro = loop.states  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What `repro.parallelize` would train wrongly, refused before anything is changed, or in the next pass."""
+"""Checks that refuse modules and optimizers which `repro.parallelize` cannot train correctly."""
 
 from __future__ import annotations
 
@@ -139,10 +139,10 @@ def check_narrow(module: nn.Module) -> None:
             )
 
 
-class Unchanged:
-    """Sees parameters that were unfrozen, cast or moved after buckets had been made.
+class UnchangedModuleCheck:
+    """Detect parameters that were unfrozen, cast or moved after the creation of the buckets.
 
-    One that is frozen later is one that no rank uses: left alone, until it is trained again.
+    A parameter that is frozen later is an unused parameter, which the optimizer skips.
     """
 
     def __init__(self, module: nn.Module, sharded: ShardedModule, optimizer: optim.Optimizer):

@@ -24,9 +24,9 @@ from torch import nn
 import repro
 from repro.config import Layout
 from repro.parallel.zero.unshard import ParameterUnsharder
-from repro.wrap.gradients import UsersGradients
-from repro.wrap.refusals import Unchanged
-from repro.wrap.step_agreement import StepAgreement
+from repro.wrap.gradients import UserGradients
+from repro.wrap.loop import StepAgreement
+from repro.wrap.refusals import UnchangedModuleCheck
 from tests.pool import RankPool
 
 WIDTH, LAYERS = 128, 6
@@ -38,10 +38,10 @@ TRAINED: dict[tuple[int, bool], Any] = {}
 def unchecked() -> Iterator[None]:
     """Nothing is checked in here, and what is wrapped in here never is."""
     with contextlib.ExitStack() as stack:
-        for kind in (Unchanged, UsersGradients):
+        for kind in (UnchangedModuleCheck, UserGradients):
             stack.enter_context(mock.patch.object(kind, "check", return_value=None))
         stack.enter_context(mock.patch.object(StepAgreement, "reach", return_value=set()))
-        stack.enter_context(mock.patch.object(ParameterUnsharder, "distrust", return_value=None))
+        stack.enter_context(mock.patch.object(ParameterUnsharder, "enable_checks", return_value=None))
         yield
 
 

@@ -74,7 +74,7 @@ def test_of_a_gpu_the_allocators_numbers_and_what_is_beside_it_are_kept(
 ) -> None:
     said = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: said if device.index == 3 else {})
-    monkeypatch.setattr(experiment_module, "outside", lambda device: 11)
+    monkeypatch.setattr(experiment_module, "bytes_outside_torch", lambda device: 11)
     mesh = replace(meshes.single(), beside_torch={"start": 4, "world": 6})
     told = process_memory(torch.device("cuda", 3), mesh)
     assert told.cuda == {"allocated_peak": 5, "reserved_peak": 7, "retries": 2}

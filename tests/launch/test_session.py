@@ -100,7 +100,7 @@ def test_our_groups_are_connected_on_a_gpu_and_a_librarys_are_its_own(
         met.append(mesh)
         return {"start": device.index}
 
-    monkeypatch.setattr(session, "connect", connect)
+    monkeypatch.setattr(session, "connect_communicators", connect)
     gpu = torch.device("cuda", 5)
     assert session.mesh_of(PAIR[0], gpu).beside_torch == {"start": 5}
     assert len(met) == 1

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout
-from repro.parallel import connect as connecting
 from repro.parallel import mesh as meshes
 from repro.parallel import transports
 from repro.parallel.mesh import Mesh
@@ -148,10 +147,10 @@ def _started(layout: Layout, rank: int, connect: bool) -> Iterator[tuple[_Host, 
         patch.setattr(meshes, "dist", host)
         patch.setattr(meshes, "process_group", host.process_group)
         patch.setattr(transports, "dist", host)
-        patch.setattr(connecting, "outside", lambda device: host.program.append(Synchronize()) or 0)
+        patch.setattr(meshes, "bytes_outside_torch", lambda device: host.program.append(Synchronize()) or 0)
         mesh = meshes.distributed(layout, "cuda")
         if connect:
-            connecting.connect(mesh, torch.device("cpu"))
+            meshes.connect_communicators(mesh, torch.device("cpu"))
         yield host, mesh
 
 

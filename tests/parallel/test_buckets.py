@@ -72,7 +72,7 @@ SHARDS = [WHOLE[8 * rank : 8 * rank + 8] for rank in range(3)]
 def test_every_rank_begins_with_its_part_of_the_values(
     rank: int, stage: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat_parameters, "CHUNK", 3)
+    monkeypatch.setattr(flat_parameters, "INITIALISED_ELEMENTS", 3)
     narrow = dtype == torch.bfloat16
     made = bucket(group(rank)[0], stage, dtype=dtype, master_weights=narrow)
     expected = SHARDS[rank] if stage else WHOLE

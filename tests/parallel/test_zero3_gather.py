@@ -16,7 +16,7 @@ from repro.config import Experiment, Layout
 from repro.config.errors import ConfigError
 from repro.engines.native.engine import NativeEngine
 from repro.parallel import mesh as meshes
-from repro.parallel.zero import by_parameter
+from repro.parallel.zero import flat_parameters
 from repro.parallel.zero.partition import plan_bucket
 from repro.simulate.trace.events import HOST_VIEWS, HOST_WAIT, Message, Operator
 from repro.simulate.trace.roles import roles, trace
@@ -35,12 +35,12 @@ NEAR = 8 * TINY.hidden**2
 
 @contextmanager
 def limits(stays: int, near: int) -> Iterator[None]:
-    before = by_parameter.STAYS_BELOW, by_parameter.REUSED_WITHIN
-    by_parameter.STAYS_BELOW, by_parameter.REUSED_WITHIN = stays, near
+    before = flat_parameters.PERSISTENCE_THRESHOLD_ELEMENTS, flat_parameters.MAX_REUSE_DISTANCE_ELEMENTS
+    flat_parameters.PERSISTENCE_THRESHOLD_ELEMENTS, flat_parameters.MAX_REUSE_DISTANCE_ELEMENTS = stays, near
     try:
         yield
     finally:
-        by_parameter.STAYS_BELOW, by_parameter.REUSED_WITHIN = before
+        flat_parameters.PERSISTENCE_THRESHOLD_ELEMENTS, flat_parameters.MAX_REUSE_DISTANCE_ELEMENTS = before
 
 
 def limited(work: Callable[[Experiment], Any], experiment: Experiment) -> Any:
@@ -104,9 +104,19 @@ def test_volume(request: pytest.FixtureRequest, pool: str, recompute: bool) -> N
 def test_what_is_used_again_late() -> None:
     """Of a GPT's layer: all but the last matrix of 175B's, none of 1.5B's, and what lies between the two."""
     layer = [3, 1, 4, 4]
-    assert by_parameter.reused_late([part * 12288**2 for part in layer]) == [True, True, True, False]
-    assert by_parameter.reused_late([part * 1600**2 for part in layer]) == [False] * 4
-    assert by_parameter.reused_late([part * 8192**2 for part in layer]) == [True, True, False, False]
+    assert flat_parameters.exceed_reuse_distance([part * 12288**2 for part in layer]) == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert flat_parameters.exceed_reuse_distance([part * 1600**2 for part in layer]) == [False] * 4
+    assert flat_parameters.exceed_reuse_distance([part * 8192**2 for part in layer]) == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_nothing_is_gathered_ahead(two: RankPool) -> None:
@@ -128,7 +138,7 @@ def copies(experiment: Experiment) -> int:
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
     gatherer = engine.parts[0].sharded.gatherer
     assert gatherer is not None
-    copied = calls(lambda: gatherer.need(1))["aten::copy_"]
+    copied = calls(lambda: gatherer.gather(1))["aten::copy_"]
     gatherer.free_all()
     return copied
 
@@ -153,12 +163,12 @@ def test_what_comes_is_copied_rank_by_rank(four: RankPool) -> None:
 @pytest.mark.parametrize("flattened", [False, True])
 def test_parts_are_views_of_their_own(flattened: bool) -> None:
     there, values, copied = torch.zeros(12), torch.arange(12.0), torch.zeros(12)
-    made = calls(lambda: by_parameter.Parts(there, 3, flattened=flattened))
+    made = calls(lambda: flat_parameters.RankParts(there, 3, flattened=flattened))
     assert (made["aten::narrow"], made["aten::view"]) == (3, 3 * flattened)
-    parts = by_parameter.Parts(there, 3, flattened=flattened)
-    parts.take(values)
+    parts = flat_parameters.RankParts(there, 3, flattened=flattened)
+    parts.copy_from(values)
     assert torch.equal(there, values)
-    parts.give(copied)
+    parts.copy_to(copied)
     assert torch.equal(copied, values)
 
 

@@ -17,7 +17,7 @@ from repro.model.data.stream import SyntheticStream
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
 from repro.parallel.transports import NcclTransport, Transport
-from repro.parallel.zero_r.partitioned_activations import Checkpoints
+from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints
 from tests.races.device import Device, Stream
 from tests.races.nccl import FakeGroup, FakeNccl
 
@@ -62,7 +62,7 @@ def run(
     with pytest.MonkeyPatch.context() as patch, uncompiled(), device:
         device.install(patch)
         FakeNccl(device).install(patch)
-        patch.setattr(Checkpoints, "_side", lambda self, x: Stream(device, "copies"))
+        patch.setattr(ActivationCheckpoints, "_copy_stream", lambda self, x: Stream(device, "copies"))
         patch.setattr(Inputs, "_side", lambda self: Stream(device, "inputs"))
         patch.setattr(Tensor, "pin_memory", _page_locked)
         patch.setattr(

@@ -27,7 +27,6 @@ from repro.measure.local_system import has_nvlink
 from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
-from repro.parallel.connect import outside
 from repro.parallel.gloo_ring import ranks_per_node
 from repro.parallel.ledger import EXCHANGED, messages_of
 from repro.simulate.time.emulated import RING
@@ -133,7 +132,7 @@ def _measure(
                     }
             result["links_s"] = time.perf_counter() - began
         if device == "cuda":
-            result["context_bytes"] = outside(place)
+            result["context_bytes"] = meshes.bytes_outside_torch(place)
     return {experiment.key: result if i == 0 else {} for i, experiment in enumerate(job.experiments)}
 
 

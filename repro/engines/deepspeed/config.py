@@ -11,7 +11,7 @@ from typing import Any
 
 from repro.config import Layout, Model, Training
 from repro.model import parameters
-from repro.parallel.precision import DTYPES
+from repro.parallel.storage import DTYPES
 
 _PERSISTED_PER_HIDDEN = 10
 """A parameter of up to this many times the hidden size stays whole: what Transformers' `auto` sets, and of a model of

@@ -17,7 +17,7 @@ from repro.model.gpt import GPT, Place
 from repro.model.init import initial_values
 from repro.model.layer import Masks
 from repro.parallel.mesh import Mesh
-from repro.parallel.precision import DTYPES
+from repro.parallel.storage import DTYPES
 from repro.parallel.zero.stages import leave_meta
 
 

@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from repro.config import Experiment
-from repro.parallel.precision import DTYPES
+from repro.parallel.storage import DTYPES
 
 
 def transformer(experiment: Experiment, device: torch.device, timers: Any) -> TransformerConfig:

@@ -19,9 +19,16 @@ from repro.engines.native.part import MicroBatch, ModelPart
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
 from repro.parallel.pipeline.schedule import build, in_flight
-from repro.parallel.precision import DTYPES, LossScaler
-from repro.parallel.zero.optimizer import AdamGroup, GradientShards, Norms, ShardedAdamW, divisor_for
-from repro.parallel.zero_r.partitioned_activations import Checkpoints
+from repro.parallel.storage import DTYPES
+from repro.parallel.zero.optimizer import (
+    AdamGroup,
+    GradientShards,
+    LossScaler,
+    Norms,
+    ShardedAdamW,
+    divisor_for,
+)
+from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints
 
 
 class NativeEngine:
@@ -30,12 +37,12 @@ class NativeEngine:
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout, training = experiment.layout, experiment.training
         self.layout, self.training, self.mesh = layout, training, mesh
-        self.checkpoints: Checkpoints | None = None
+        self.checkpoints: ActivationCheckpoints | None = None
         parts = layout.parts(experiment.model.layers)
         if layout.recompute:
             actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[mesh.pp.rank]
             most = max(len(layers) for layers in parts[mesh.pp.rank :: layout.pp])
-            self.checkpoints = Checkpoints(layout, mesh.tp, capacity=in_flight(actions) * most)
+            self.checkpoints = ActivationCheckpoints(layout, mesh.tp, capacity=in_flight(actions) * most)
         self.parts = [
             ModelPart(experiment, mesh, device, chunk, parts, self.checkpoints)
             for chunk in range(layout.chunks)
@@ -79,12 +86,12 @@ class NativeEngine:
         norms = self.gradients.agree(loss, scale, observe)
         carried = None if self.layout.kernels.in_passes else scale
         self.optimizer.update(
-            self.gradients.seen,
+            self.gradients.gradients,
             learning_rate(self.training, self.optimizer.step_count),
             divisor_for(norms.gradient, self.training.clip, carried),
             None if scaler is None else norms.overflow,
         )
-        self.gradients.drop()
+        self.gradients.release()
         if scaler is not None:
             scaler.update(norms.overflow)
         for part in self.parts:

@@ -15,10 +15,10 @@ from repro.model.init import initial_values
 from repro.parallel.comm import Group
 from repro.parallel.context import own_tokens
 from repro.parallel.mesh import Mesh
-from repro.parallel.precision import DTYPES
+from repro.parallel.storage import DTYPES
 from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.stages import ShardedModule, Sharding
-from repro.parallel.zero_r.partitioned_activations import Checkpoints
+from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints
 
 DECAYED, NOT_DECAYED = 0, 1
 
@@ -52,7 +52,7 @@ class ModelPart:
         device: torch.device,
         chunk: int,
         parts: Sequence[range],
-        checkpoints: Checkpoints | None,
+        checkpoints: ActivationCheckpoints | None,
     ):
         """`parts` are the layers of all parts of the model, in its order."""
         layout, training = experiment.layout, experiment.training

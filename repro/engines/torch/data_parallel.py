@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from repro.config import Layout, Training
 from repro.config.enums import StrEnum
 from repro.engines.torch.model import PlainGPT
-from repro.parallel.precision import DTYPES
+from repro.parallel.storage import DTYPES
 
 
 class Strategy(StrEnum):

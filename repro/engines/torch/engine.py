@@ -26,8 +26,7 @@ from repro.engines.torch.weights import from_plain, initialise, name_of
 from repro.model.gpt import Part
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
-from repro.parallel.precision import DTYPES
-from repro.parallel.storage import mark
+from repro.parallel.storage import DTYPES, mark
 from repro.parallel.zero.optimizer import Norms
 
 

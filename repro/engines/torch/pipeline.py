@@ -14,7 +14,7 @@ from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.engines.native.part import MicroBatch
 from repro.parallel.pipeline.runner import Observer
-from repro.parallel.precision import DTYPES
+from repro.parallel.storage import DTYPES
 
 
 class InFlight:

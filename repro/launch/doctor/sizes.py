@@ -24,7 +24,7 @@ from repro.kernels.cuda import (
 )
 from repro.kernels.cuda.occupancy import BYTES
 from repro.kernels.cuda.program import TYPES, Program
-from repro.parallel.precision import DTYPES
+from repro.parallel.storage import DTYPES
 
 KINDS = {precision: TYPES[dtype] for precision, dtype in DTYPES.items()}
 """A layout's precision -> the type in the sources."""

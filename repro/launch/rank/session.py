@@ -23,8 +23,7 @@ from repro.launch.rank.device import own_device
 from repro.launch.rank.experiment import Diverged, Run
 from repro.launch.rank.on_network import OnNetwork
 from repro.parallel import mesh as meshes
-from repro.parallel.connect import connect
-from repro.parallel.mesh import Mesh
+from repro.parallel.mesh import Mesh, connect_communicators
 
 __all__ = ["Diverged", "run_rank"]
 
@@ -56,7 +55,7 @@ def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
     mesh = meshes.single() if layout.world == 1 else meshes.distributed(layout, device.type)
     if device.type != "cuda" or experiment.engine != NATIVE:
         return mesh
-    return replace(mesh, beside_torch=connect(mesh, device))
+    return replace(mesh, beside_torch=connect_communicators(mesh, device))
 
 
 def run_rank(

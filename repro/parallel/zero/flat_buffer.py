@@ -31,8 +31,7 @@ from torch.nn import Parameter
 from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import SUM, Group, Work
-from repro.parallel.zero.by_parameter import Parts
-from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, Tag
+from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, RankParts, Tag
 from repro.parallel.zero.partition import BucketPlan
 from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
@@ -156,10 +155,10 @@ class Bucket(FlatParameters):
         else:
             if add:
                 output = storage.empty(self.plan.shard, full, Category.COMMUNICATION)
-            if self.in_parts:
-                parts = Parts(full, self.group.size, flattened=True)
+            if self.has_part_lists:
+                parts = RankParts(full, self.group.size, flattened=True)
                 sent = storage.empty(self.plan.padded, full, Category.COMMUNICATION)
-                parts.give(sent)
+                parts.copy_to(sent)
                 full = sent
             work = self.group.reduce_scatter(output, full, purpose="gradients")
         if self.stage < 2 and copy is None:

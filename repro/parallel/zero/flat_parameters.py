@@ -1,12 +1,17 @@
-"""Parameters in one flat buffer, of which under stage 3 a rank keeps its shard.
+"""Parameters in one flat buffer, of which a rank retains its shard under stage 3.
 
-That is all that parameters need which are not trained; a trained bucket (`flat_buffer`) adds gradients and what the
-optimizer updates.
+Frozen parameters need no more. A trained bucket (`flat_buffer`) adds gradients and the optimizer's shard.
+
+With `by_parameter`, stage 3 gathers each parameter by itself, as DeepSpeed 0.3.13 did in March 2021
+(`deepspeed/runtime/zero/partition_parameters.py`, `stage3.py`). DeepSpeed passes a list of one tensor per rank to every
+gather and every reduce-scatter. Python creates a view for each tensor, NCCL needs one buffer, and each part is copied
+from or to this buffer. The host synchronizes with the device before it creates the list of a gather, and after the
+gather. With thousands of ranks the host limits the step time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,40 +21,45 @@ from torch.nn import Parameter
 from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import Group, Work
-from repro.parallel.zero.by_parameter import Parts, is_small, wait_for_device
 from repro.parallel.zero.partition import BucketPlan
 
 InitialValues = Callable[[int, int, int], Tensor]
-"""(parameter index, start, stop) -> fp32 values of those elements of the (tp-local) parameter, flat."""
+"""(parameter index, start, stop) -> flat fp32 values of these elements of the (tp-local) parameter."""
 
-CHUNK = 1 << 22
-"""Elements that are initialised at once, so that start-up needs no more memory than a step."""
+INITIALISED_ELEMENTS = 1 << 22
+"""Elements that are initialised at once. The limit bounds the memory of the initialisation."""
+PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
+"""Smallest size of a parameter that is gathered by itself and freed after its use (DeepSpeed's
+`param_persistence_threshold`)."""
+MAX_REUSE_DISTANCE_ELEMENTS = 1_000_000_000
+"""Elements of other parameters between two uses of a parameter from which the parameter is freed between the uses
+(DeepSpeed's `max_reuse_distance`)."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """What separates elements of a shard."""
+    """Properties that separate the elements of a shard."""
 
     group: int
     """Index of the optimizer's parameter group."""
     duplicate: bool = False
-    """Every tp rank holds the same values; the global norm counts them once."""
+    """Whether all tp ranks hold the same values, which the global norm counts once."""
     tied: bool = False
-    """The first and the last pipeline stage both hold it; their gradients are summed before the step."""
+    """Whether the first and the last pipeline stage both hold the parameter and sum its gradients before the step."""
     partial: bool = False
-    """Each tp rank's gradient covers its part of the sequence only (sp); they are summed before the step."""
+    """Whether a tp rank's gradient covers its part of the sequence only (sp), to be summed before the step."""
 
 
 def _chunks(first: int, last: int, like: Tensor) -> Iterator[tuple[int, int]]:
-    """first..last in pieces of `CHUNK` elements; without data (`meta`) one stands for all."""
-    for start in range(first, last, CHUNK):
-        yield start, min(start + CHUNK, last)
+    """Yield first..last in ranges of `INITIALISED_ELEMENTS`; without data (`meta`), yield the first range only."""
+    for start in range(first, last, INITIALISED_ELEMENTS):
+        yield start, min(start + INITIALISED_ELEMENTS, last)
         if like.is_meta:
             return
 
 
 class FlatParameters:
-    """`parameters[i]` is the parameter of `plan.slots[i]`, a view of `full`; values come by `fill`."""
+    """Flat buffer of parameters. `parameters[i]`, the parameter of `plan.slots[i]`, is a view of `full`."""
 
     def __init__(
         self,
@@ -62,17 +72,17 @@ class FlatParameters:
         dtype: torch.dtype,
         by_parameter: bool = False,
     ):
-        """`by_parameter`: as stage 3 was released in March 2021 (`zero3_gather` of a layout)."""
+        """`by_parameter`: gather as DeepSpeed did in March 2021 (`zero3_gather` of a layout)."""
         self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group
-        self.in_parts = by_parameter and group.size > 1
-        """Communicate lists of the ranks' parts, each of which is copied."""
-        self.stays = by_parameter and is_small(self.parameters[0])
-        """Once gathered, whole until the optimizer's step."""
+        self.has_part_lists = by_parameter and group.size > 1
+        """Whether collectives use lists of the ranks' parts, each of which is copied."""
+        self.is_persistent = by_parameter and is_below_persistence_threshold(self.parameters[0])
+        """Whether the gathered parameters are retained until the optimizer step."""
         self.part = group.rank if stage >= 1 else 0
-        """Which shard is this rank's: what its optimizer updates, and under stage 3 all that it keeps."""
+        """Index of the shard that this rank's optimizer updates and that the rank retains under stage 3."""
         like = torch.empty(0, dtype=dtype, device=device)
         self.full = storage.empty(plan.padded, like, Category.PARAMETERS)
-        """All parameters, flat [padded]; released between uses under stage 3."""
+        """Full parameters, flat [padded]; released between uses under stage 3."""
         if stage == 3:
             self.shard = storage.zeros(plan.shard, like, Category.PARAMETERS)
         else:
@@ -90,13 +100,13 @@ class FlatParameters:
             flat[self.plan.numel :].zero_()
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
-        """The part of each parameter, in its shape."""
+        """Return the view of each parameter, in its shape."""
         sizes = [slot.stop - slot.start for slot in self.plan.slots]  # they lie end to end
         parts = flat.split([*sizes, self.plan.padded - self.plan.numel])
         return [part.view(one.shape) for part, one in zip(parts[:-1], self.parameters, strict=True)]
 
     def fill(self, values: InitialValues, master: Tensor) -> None:
-        """Give the parameters that this rank keeps their initial values, and `master` those of the shard."""
+        """Write the initial values to this rank's parameters, and those of the shard to `master`."""
         if self.stage in (1, 2):
             for slot in self.plan.slots:
                 for start, stop in _chunks(0, slot.stop - slot.start, self.full):
@@ -109,31 +119,93 @@ class FlatParameters:
                 self.shard[here].copy_(piece)
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
-        """What the shard holds: (parameter index, first, last + 1, place in the shard)."""
+        """Return the content of the shard as (parameter index, first, last + 1, offset in the shard)."""
         if self.stage:
             return self.plan.pieces(self.part)
         return [(s.index, 0, s.stop - s.start, s.start) for s in self.plan.slots]
 
     def gather(self) -> Work:
-        """Make the full parameters from all ranks' shards (stages 1 to 3)."""
+        """Gather the full parameters from all ranks' shards (stages 1 to 3)."""
         if self.stage == 3:
             storage.restore(self.full)
         if self.stage == 0 or self.group.size == 1:
             if self.stage == 3:
                 self.full[: self.shard.numel()].copy_(self.shard)
             return Work()
-        if not self.in_parts:
+        if not self.has_part_lists:
             return self.group.all_gather(self.full, self.shard, purpose="parameters")
         self.full.zero_()
-        wait_for_device(self.full)
-        parts = Parts(self.full, self.group.size)
+        synchronize_host(self.full)
+        parts = RankParts(self.full, self.group.size)
         received = storage.empty(self.plan.padded, self.full, Category.COMMUNICATION)
         work = self.group.all_gather(received, self.shard, purpose="parameters")
 
         def finish() -> None:
             work.wait()
             with torch.no_grad():
-                parts.take(received)
-            wait_for_device(self.full)
+                parts.copy_from(received)
+            synchronize_host(self.full)
 
         return Work(finish=finish)
+
+
+def is_below_persistence_threshold(parameter: Parameter) -> bool:
+    """Return whether the parameter is retained after its gather where each parameter is gathered by itself."""
+    return parameter.numel() < PERSISTENCE_THRESHOLD_ELEMENTS
+
+
+def exceed_reuse_distance(elements: Sequence[int]) -> list[bool]:
+    """Return whether each parameter of a block is freed between the block's recomputation and its backward pass.
+
+    `elements`: sizes of the parameters in the order of use. Between the two uses of a parameter, all later parameters
+    are used twice: forward and backward.
+    """
+    return [2 * sum(elements[i + 1 :]) >= MAX_REUSE_DISTANCE_ELEMENTS for i in range(len(elements))]
+
+
+class RankParts:
+    """Equal parts of a flat tensor, with one view for each rank.
+
+    A tensor without data (`meta`) has no views, because there may be thousands of ranks. Its observer
+    (`storage.observer_of`) gets the number of views instead.
+    """
+
+    def __init__(self, flat: Tensor, count: int, *, flattened: bool = False):
+        """`flattened`: create one more view for each part, as for a gradient that has a shape."""
+        self._flat, self._count = flat, count
+        self._views: list[Tensor] = []
+        if flat.is_meta:
+            if (observer := storage.observer_of(flat)) is not None:
+                observer.listed(flat, count * (1 + flattened))
+            return
+        size = flat.numel() // count
+        for part in range(count):
+            source = flat.view(-1) if flattened else flat
+            self._views.append(source.narrow(0, part * size, size))
+
+    def copy_from(self, source: Tensor) -> None:
+        """Copy flat `source` to the parts, one by one."""
+        self._copy(self._views, source)
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy the parts to flat `target`, one by one."""
+        self._copy(target, self._views)
+
+    def _copy(self, target: Tensor | list[Tensor], source: Tensor | list[Tensor]) -> None:
+        if self._flat.is_meta:
+            if (observer := storage.observer_of(self._flat)) is not None:
+                observer.copied(self._flat, self._count)
+            return
+        for target_part, source_part in zip(self._chunks(target), self._chunks(source), strict=True):
+            target_part.copy_(source_part)
+
+    def _chunks(self, tensor: Tensor | list[Tensor]) -> Iterable[Tensor]:
+        return tensor.chunk(self._count) if isinstance(tensor, Tensor) else tensor
+
+
+def synchronize_host(like: Tensor) -> None:
+    """Block the host until the device of `like` has finished all its work."""
+    if like.is_cuda:
+        torch.cuda.synchronize(like.device)
+    elif like.is_meta and (observer := storage.observer_of(like)) is not None:
+        observer.waited()

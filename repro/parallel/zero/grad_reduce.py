@@ -63,7 +63,7 @@ class GradientReducer:
         self._first = self._last = True
         self._reduced = False
         """Stages 0 and 1: whether the step's gradients so far have been reduced."""
-        self.arriving: Callable[[], None] = lambda: None
+        self.on_gradient: Callable[[], None] = lambda: None
         """Called with every gradient."""
         if contiguous:
             self._set_aside()
@@ -176,7 +176,7 @@ class GradientReducer:
                 raise RuntimeError(
                     f"sparse gradient of a parameter {list(parameter.shape)}, which no flat buffer holds: sparse=False"
                 )
-            self.arriving()
+            self.on_gradient()
             # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
             bucket = self.buckets[b]
             add = self._adds(b, s)

@@ -1,31 +1,32 @@
-"""The optimizer step over sharded states: global norm, clipping, overflow check, AdamW, new parameters.
+"""ZeRO stages 1 and 2, P_os and P_os+g: optimizer step over sharded states, and gather of the updated parameters.
 
-Each rank updates its shard of every bucket (1910.02054 sec. 5.1, P_os); under stage 0 the shard is the
-whole bucket.  Norm and overflow are agreed by all ranks in one all-reduce before anything changes, and
-nothing in the step waits for the host.
+Each rank updates its shard of every bucket (1910.02054 sec. 5.1). Under stage 0 the shard is the whole bucket. All
+ranks agree on norm and overflow in one all-reduce before any state changes, and no operation waits for the host.
 
-Software until 2021 updates in passes over memory, each a pass of its own: gradients are widened to fp32, unscaled, and
-clipped, masters and moments updated, and masters copied to 16 bits (Megatron-LM: fp16/fp16.py of 2019,
-megatron/optimizer/optimizer.py and clip_grads.py of 2021).  With the norm these are 60 bytes a parameter where one
-kernel needs 30, and 4 more are held meanwhile.
+Software until 2021 updates in separate passes over memory: gradients are widened to fp32, unscaled and clipped,
+masters and moments are updated, and masters are copied to 16 bits (Megatron-LM: fp16/fp16.py of 2019,
+megatron/optimizer/optimizer.py and clip_grads.py of 2021). With the norm, the passes move 60 bytes per parameter
+where one kernel moves 30, and need 4 more bytes of memory per parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from repro import kernels
 from repro.config.enums import Category, Phase
 from repro.config.operator_set import OperatorSet
 from repro.parallel import storage
-from repro.parallel.comm import SUM
+from repro.parallel.comm import SUM, Work
 from repro.parallel.mesh import Mesh
 from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero.flat_parameters import Tag
+from repro.parallel.zero.partition import GatherUnit, parameters_by_unit
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class AdamGroup:
 
 @dataclass(frozen=True)
 class Norms:
-    """What one step agreed on; 0-dim fp32 tensors, equal on all ranks."""
+    """Results of one step on which all ranks agreed, as 0-dim fp32 tensors."""
 
     gradient: Tensor
     """Global gradient norm before clipping (unscaled)."""
@@ -48,12 +49,12 @@ class Norms:
 
 
 class GradientShards:
-    """The reduced gradients that this rank's optimizer sees, with their global norm."""
+    """Reduced gradients of this rank's shards, and their global norm."""
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, operators: OperatorSet = OperatorSet.FUSED):
         self.buckets, self.mesh, self.operators = list(buckets), mesh, operators
-        self.seen = [bucket.gradient_shard for bucket in self.buckets]
-        """As the optimizer sees them, by bucket.  In passes: fp32 and unscaled from `agree` to `drop`."""
+        self.gradients = [bucket.gradient_shard for bucket in self.buckets]
+        """Gradients for the optimizer, by bucket. In passes, they are fp32 and unscaled from `agree` to `release`."""
         self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )
@@ -62,7 +63,7 @@ class GradientShards:
         self._weight = 0.0 if replicated and mesh.dp.rank else 1.0
 
     def _runs(self, wanted: Callable[[Tag], bool]) -> list[list[tuple[int, int]]]:
-        """First and last element of the shards' runs whose tag is wanted, by bucket; neighbours count as one."""
+        """Return start and stop of the runs whose tag is wanted, by bucket; adjacent runs are merged."""
         found = []
         for bucket in self.buckets:
             runs: list[tuple[int, int]] = []
@@ -76,24 +77,23 @@ class GradientShards:
             found.append(runs)
         return found
 
-    def drop(self) -> None:
-        """The update is done: free what only it needs."""
-        self.seen = [bucket.gradient_shard for bucket in self.buckets]
+    def release(self) -> None:
+        """Free the fp32 copies of the gradients after the update."""
+        self.gradients = [bucket.gradient_shard for bucket in self.buckets]
 
     def _widen(self, scale: Tensor | None) -> None:
-        """Make what is seen fp32, and take the loss scale off it: two passes."""
-        self.seen = [gradient.float() for gradient in self.seen]
+        """Convert the gradients to fp32 and divide them by the loss scale, in two passes."""
+        self.gradients = [gradient.float() for gradient in self.gradients]
         if scale is not None:
-            torch._foreach_mul_(self.seen, 1.0 / scale)
+            torch._foreach_mul_(self.gradients, 1.0 / scale)
 
     def agree(
         self, loss: Tensor, scale: Tensor | None, observe: Callable[[Phase], None] = lambda phase: None
     ) -> Norms:
-        """Global norm, mean loss and overflow, in one all-reduce of 8 bytes over all ranks.
+        """Return global norm, mean loss and overflow, from one all-reduce of 8 bytes over all ranks.
 
-        `loss` is this replica's mean loss, 0 on all but its last stage; `scale` the loss scale the
-        gradients still carry.  `observe` is called with `idle` where there is nothing to do but wait for
-        stages whose last backward comes later, and with `optimizer` after.
+        `loss`: mean loss of this replica, 0 on all stages but the last. `scale`: loss scale of the gradients. `observe`
+        is called with `idle` before a wait for stages whose last backward ends later, and with `optimizer` after it.
         """
         for bucket in self.buckets:
             bucket.sum_partial_gradients(self.mesh.tp)
@@ -106,12 +106,12 @@ class GradientShards:
             scale = None
         counted = [
             gradient[start:stop]
-            for gradient, runs in zip(self.seen, self._counted, strict=True)
+            for gradient, runs in zip(self.gradients, self._counted, strict=True)
             for start, stop in runs
         ]
         if counted:
             squares = kernels.norm_squared(counted, plain=self.operators.plain)
-        else:  # all that this rank's shards hold is padding, or counted by another tp rank
+        else:  # the shards are padding only, or another tp rank counts them
             squares = torch.zeros((), dtype=torch.float32, device=loss.device)
         replicas = self.mesh.world.size // self.mesh.pp.size
         shared = torch.stack((squares * self._weight, loss.float() / replicas))
@@ -155,7 +155,7 @@ class ShardedAdamW:
 
     @staticmethod
     def _parts_of(bucket: Bucket) -> list[tuple[int | None, int]]:
-        """The parts of a bucket's shard: parameter group, None for padding, and elements."""
+        """Return the parts of a bucket's shard: parameter group (None for padding) and number of elements."""
         parts: list[tuple[int | None, int]] = []
         end = 0
         for tag, start, stop in bucket.ranges():
@@ -170,7 +170,7 @@ class ShardedAdamW:
         return [*parts, (None, padding)] if padding else parts
 
     def _by_group(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Parts of one tensor of every bucket, by parameter group; of none, none."""
+        """Return the parts of one tensor per bucket, by parameter group; empty lists without tensors."""
         found: list[list[Tensor]] = [[] for _ in self.groups]
         for tensor, parts in zip(tensors, self._parts, strict=bool(tensors)):
             pieces = tensor.split([count for _, count in parts]) if len(parts) > 1 else [tensor]
@@ -182,9 +182,9 @@ class ShardedAdamW:
     def update(
         self, gradients: Sequence[Tensor], lr: Tensor, divisor: Tensor | None, skip: Tensor | None
     ) -> None:
-        """One AdamW step: gradients are divided by `divisor`; nothing happens where `skip` is 1.
+        """Run one AdamW step on the gradients divided by `divisor`; change no state if `skip` is 1.
 
-        `gradients`: of every bucket's shard; they are destroyed.  The others: 0-dim fp32 tensors.
+        `gradients`: one flat tensor per bucket's shard, which the step overwrites. The others: 0-dim fp32 tensors.
         """
         in_passes = self.operators.in_passes
         if in_passes and divisor is not None:
@@ -217,8 +217,85 @@ class ShardedAdamW:
 
 
 def divisor_for(norm: Tensor, clip: float, scale: Tensor | None) -> Tensor | None:
-    """What gradients are divided by: the loss scale that they carry, and what brings the global norm down to `clip`."""
+    """Return the divisor of the gradients: their loss scale times the factor that reduces the global norm to `clip`."""
     if clip <= 0:
         return scale
     divisor = ((norm + 1e-6) / clip).clamp(min=1.0)
     return divisor if scale is None else divisor * scale
+
+
+class LossScaler:
+    """Dynamic loss scale of fp16 training, as 0-dim fp32 tensors.
+
+    The rules are those of Megatron-LM and DeepSpeed in 2019-2021. The scale starts at 2^16. An overflow on any rank
+    makes all ranks skip the step. The scale halves after `hysteresis` overflows, and doubles after `window` steps
+    without overflow. All state is on the device, so no decision waits for the host.
+    """
+
+    def __init__(
+        self, initial: float, window: int, hysteresis: int, device: torch.device, floor: float = 1.0
+    ):
+        def scalar(value: float) -> Tensor:
+            return torch.tensor(value, dtype=torch.float32, device=device)
+
+        self.scale, self.floor = scalar(initial), floor
+        self.window, self.hysteresis = window, hysteresis
+        self.good_steps, self.tolerance = scalar(0.0), scalar(float(hysteresis))
+
+    def update(self, overflow: Tensor) -> None:
+        """Update the scale after a step; `overflow` is 1 or 0 (0-dim fp32), equal on all ranks."""
+        self.tolerance.sub_(overflow)
+        self.good_steps.add_(1).mul_(1 - overflow)
+        halve = (overflow > 0) & (self.tolerance <= 0)
+        double = self.good_steps >= self.window
+        self.scale.mul_(torch.where(halve, 0.5, 1.0) * torch.where(double, 2.0, 1.0)).clamp_(min=self.floor)
+        self.good_steps.mul_(torch.where(double, 0.0, 1.0))
+        self.tolerance.copy_(torch.where(double, float(self.hysteresis), self.tolerance))
+
+
+class UpdatedParameterGather:
+    """All-gather of the updated parameters (stages 1 and 2) while the next forward pass runs.
+
+    After the optimizer step all buckets are gathered, the first layers first. A use of a unit waits for the buckets of
+    the used module's parameters only, children included, since some modules read a child's parameters without calling
+    the child. Code that reads parameters outside the units' uses calls `wait` first.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[GatherUnit], buckets: Sequence[Bucket]):
+        self.buckets = list(buckets)[::-1]
+        self._works: dict[int, Work] = {}
+        bucket_of = {id(p): b for b, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        modules = dict(module.named_modules())
+        self._handles = []
+        for unit, parameters in zip(units, parameters_by_unit(module, units), strict=True):
+            of_unit = {id(p) for p in parameters if id(p) in bucket_of}
+            for use in unit.uses:
+                used = of_unit.intersection(map(id, modules[use.module].parameters()))
+                needed = sorted({bucket_of[key] for key in used})
+                self._handles.append(modules[use.module].register_forward_pre_hook(self._before(needed)))
+
+    def start(self) -> None:
+        """Begin to gather the shards [P/n] of every bucket to its parameters [P], the first layers first."""
+        with torch.no_grad():
+            self._works = {b: bucket.gather() for b, bucket in enumerate(self.buckets)}
+
+    def wait(self) -> None:
+        """Wait for all buckets, before parameters are read outside a forward pass."""
+        self._await(list(self._works))
+
+    def remove(self) -> None:
+        """Remove the hooks from the module."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, needed: list[int]) -> Callable[..., None]:
+        def await_parameters(module: nn.Module, inputs: Any) -> None:
+            self._await(needed)
+
+        return await_parameters
+
+    def _await(self, buckets: Sequence[int]) -> None:
+        for b in buckets:
+            work = self._works.pop(b, None)
+            if work is not None:
+                work.wait()

@@ -1,8 +1,10 @@
-"""How flat buffers are cut: parameters into buckets, buckets into equal shards, shards into ranges.
+"""Partition of a module: modules into gather units, parameters into buckets, buckets into equal shards.
 
-Pure arithmetic on sizes.  A bucket is a run of parameters laid end to end and padded so that every one of
-the `n` ranks owns an equal shard; shards do not respect the boundaries of parameters (1910.02054
-sec. 5.1: "equal partitions").  Numbers are elements.
+A gather unit is gathered at once under stage 3, as an FSDP unit is; usually it is one transformer block. Forward hooks
+see modules, so any `nn.Module` whose blocks have names can be partitioned.
+
+A bucket is a run of parameters laid end to end and padded so that each of the `n` ranks owns an equal shard. Shards do
+not respect the boundaries of parameters (1910.02054 sec. 5.1: "equal partitions"). Sizes are numbers of elements.
 """
 
 from __future__ import annotations
@@ -11,49 +13,69 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torch import nn
+
 Tag = TypeVar("Tag")
 
 ALIGNMENT = 8
-"""Shards are multiples of this, so that a shard of 16-bit elements starts on a 16-byte boundary."""
+"""Divisor of shard sizes, in elements. A shard of 16-bit elements then starts on a 16-byte boundary."""
+
+
+@dataclass(frozen=True)
+class ModuleUse:
+    """A module whose forward uses the parameters of a gather unit."""
+
+    module: str
+    """Name of the submodule; empty for the wrapped module itself."""
+    is_read_in_backward: bool = True
+    """Whether the module's backward reads the parameters. An embedding's backward does not."""
+
+
+@dataclass(frozen=True)
+class GatherUnit:
+    """Parameters that are gathered together: those in the modules of `uses` that no earlier unit has."""
+
+    name: str
+    uses: tuple[ModuleUse, ...]
 
 
 @dataclass(frozen=True)
 class ParameterSlot(Generic[Tag]):
-    """One parameter's place in a bucket: elements `start` to `stop`."""
+    """Range of a parameter in a bucket: elements `start` to `stop`."""
 
     index: int
-    """The parameter's number among those that were planned."""
+    """Index of the parameter in the sequence that was partitioned."""
     start: int
     stop: int
     tag: Tag
-    """Whatever must not be mixed when shards are processed (optimizer group, tp duplicate)."""
+    """Property that separates elements when a shard is processed (optimizer group, tp duplicate)."""
 
 
 @dataclass(frozen=True)
 class BucketPlan(Generic[Tag]):
-    """Where each parameter of one bucket lies, and how the bucket is sharded over `n` ranks."""
+    """Ranges of the parameters in one bucket, which is sharded over `n` ranks."""
 
     slots: tuple[ParameterSlot[Tag], ...]
     n: int
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters."""
+        """Number of elements without padding."""
         return self.slots[-1].stop if self.slots else 0
 
     @property
     def padded(self) -> int:
-        """Elements with padding: the smallest multiple of `n * ALIGNMENT` that holds `numel`."""
+        """Number of elements with padding: the smallest multiple of `n * ALIGNMENT` that is not below `numel`."""
         step = self.n * ALIGNMENT
         return -(-self.numel // step) * step
 
     @property
     def shard(self) -> int:
-        """Elements of one shard."""
+        """Number of elements of one shard."""
         return self.padded // self.n
 
     def ranges(self, rank: int) -> list[tuple[Tag, int, int]]:
-        """The rank's shard as runs (tag, start, stop) relative to the shard; padding has no run."""
+        """Return the runs (tag, start, stop) of the rank's shard, relative to the shard; padding has no run."""
         low, high = rank * self.shard, (rank + 1) * self.shard
         runs: list[tuple[Tag, int, int]] = []
         for slot in self.slots:
@@ -67,7 +89,7 @@ class BucketPlan(Generic[Tag]):
         return runs
 
     def pieces(self, rank: int) -> list[tuple[int, int, int, int]]:
-        """The rank's shard as (parameter index, first element, last element + 1, place in the shard)."""
+        """Return the rank's shard as (parameter index, first element, last element + 1, offset in the shard)."""
         low, high = rank * self.shard, (rank + 1) * self.shard
         found = []
         for slot in self.slots:
@@ -78,7 +100,7 @@ class BucketPlan(Generic[Tag]):
 
 
 def plan_bucket(sizes: Iterable[tuple[int, int, Tag]], n: int) -> BucketPlan[Tag]:
-    """One bucket of (parameter index, elements, tag), in the order given."""
+    """Return one bucket of parameters, given as (parameter index, elements, tag) in their order."""
     slots, start = [], 0
     for index, numel, tag in sizes:
         slots.append(ParameterSlot(index, start, start + numel, tag))
@@ -87,7 +109,7 @@ def plan_bucket(sizes: Iterable[tuple[int, int, Tag]], n: int) -> BucketPlan[Tag
 
 
 def plan_buckets(sizes: Sequence[tuple[int, int, Tag]], n: int, bucket_numel: int) -> list[BucketPlan[Tag]]:
-    """Buckets of at most `bucket_numel` elements, in the order given; a larger parameter gets its own."""
+    """Return buckets of `bucket_numel` elements or fewer, in the given order. A larger parameter has its own bucket."""
     plans: list[BucketPlan[Tag]] = []
     current: list[tuple[int, int, Tag]] = []
     filled = 0
@@ -100,3 +122,94 @@ def plan_buckets(sizes: Sequence[tuple[int, int, Tag]], n: int, bucket_numel: in
     if current:
         plans.append(plan_bucket(current, n))
     return plans
+
+
+def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> list[GatherUnit]:
+    """Return the gather units of a stock module: one for each block, and one for all other parameters.
+
+    `blocks` are names of submodules. Default: the children of every `nn.ModuleList`, or of every `nn.Sequential`
+    where there is no list. The children of a bare container replace the container.
+
+    Raises: `ValueError` for an unknown name, and for a module without a forward of its own.
+    """
+    names = list(blocks) if blocks is not None else _children_of(module, nn.ModuleList)
+    if not names:
+        names = _children_of(module, nn.Sequential)
+    known = dict(module.named_modules())
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"blocks: {name!r}: not a submodule; known are {', '.join(list(known)[1:9])}, ..."
+            )
+        if not has_forward(known[name]):
+            kind = type(known[name]).__name__
+            raise ValueError(f"blocks: {name!r}: {kind} has no forward of its own; name modules inside it")
+    whole = GatherUnit("", (ModuleUse(""), *map(ModuleUse, _only_children(module))))
+    return [*(GatherUnit(name, (ModuleUse(name),)) for name in names if name), whole]
+
+
+def _only_children(module: nn.Module) -> list[str]:
+    """Return the names of only children, whose parents may call other methods than forward (`generate`)."""
+    found: list[str] = []
+    while not module._parameters and len(children := list(module.named_children())) == 1:
+        ((name, module),) = children
+        if not has_forward(module):
+            break  # a bare container of blocks
+        found.append(f"{found[-1]}.{name}" if found else name)
+    return found
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether the module can be called. Forward hooks of bare containers (`nn.ModuleList`) never run."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _children_of(module: nn.Module, kind: type[nn.Module]) -> list[str]:
+    """Return the names of the outermost modules inside containers of `kind` that have a forward of their own."""
+    found: list[str] = []
+    seen: set[int] = set()
+
+    def descend(name: str, container: nn.Module) -> None:
+        for child_name, child in container.named_children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            inner = f"{name}.{child_name}" if name else child_name
+            if has_forward(child):
+                found.append(inner)
+                seen.update(map(id, child.modules()))
+            else:
+                descend(inner, child)
+
+    for name, container in module.named_modules():
+        if isinstance(container, kind) and id(container) not in seen:
+            descend(name, container)
+    return found
+
+
+def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[list[nn.Parameter]]:
+    """Return the parameters of every unit. A parameter of several units belongs to the unit of the whole module.
+
+    Raises: `ValueError` if units share a parameter and no unit is the whole module.
+    """
+    modules = dict(module.named_modules())
+    users: dict[int, list[int]] = {}
+    named: dict[int, nn.Parameter] = {}
+    outer = next((u for u, unit in enumerate(units) if unit.uses[0].module == ""), None)
+    for u, unit in enumerate(units):
+        for use in unit.uses:
+            for parameter in modules[use.module].parameters():
+                named[id(parameter)] = parameter
+                mine = users.setdefault(id(parameter), [])
+                if u not in mine:
+                    mine.append(u)
+    found: list[list[nn.Parameter]] = [[] for _ in units]
+    for key, mine in users.items():
+        inner = [u for u in mine if u != outer]
+        if len(inner) > 1 and outer is None:
+            names = ", ".join(units[u].name for u in inner)
+            raise ValueError(f"units {names} share a parameter and no unit is around them")
+        owner = inner[0] if len(inner) == 1 else outer
+        assert owner is not None
+        found[owner].append(named[key])
+    return found

@@ -12,14 +12,23 @@ from torch.nn import Parameter
 from repro.config import Layout
 from repro.parallel import storage
 from repro.parallel.comm import Group
-from repro.parallel.zero.by_parameter import is_small
+from repro.parallel.zero.backward_schedule import GradOnlyBackward
 from repro.parallel.zero.flat_buffer import Bucket
-from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, Tag
-from repro.parallel.zero.gather_updated import UpdatedParameterGather
+from repro.parallel.zero.flat_parameters import (
+    FlatParameters,
+    InitialValues,
+    Tag,
+    is_below_persistence_threshold,
+)
 from repro.parallel.zero.grad_reduce import GradientReducer
-from repro.parallel.zero.looks import Looks
-from repro.parallel.zero.partition import BucketPlan, plan_bucket, plan_buckets
-from repro.parallel.zero.units import Unit, parameters_of
+from repro.parallel.zero.optimizer import UpdatedParameterGather
+from repro.parallel.zero.partition import (
+    BucketPlan,
+    GatherUnit,
+    parameters_by_unit,
+    plan_bucket,
+    plan_buckets,
+)
 from repro.parallel.zero.unshard import ParameterUnsharder
 from repro.parallel.zero_r.constant_buffers import bucket_numel
 
@@ -109,7 +118,7 @@ class ShardedModule:
     def __init__(
         self,
         module: nn.Module,
-        units: Sequence[Unit],
+        units: Sequence[GatherUnit],
         sharding: Sharding,
         tag_of: Callable[[Parameter], Tag],
         values: Callable[[list[Parameter]], InitialValues],
@@ -182,10 +191,15 @@ class ShardedModule:
             overlap=sharding.overlap,
             in_products=not sharding.in_passes,
         )
-        self.looks = Looks(self.parameters)
+        self.grad_only_backward = GradOnlyBackward(self.parameters)
         if sharding.stage == 3:
             self.gatherer = ParameterUnsharder(
-                module, units, of_unit, self._complete, self.looks, ahead=not sharding.by_parameter
+                module,
+                units,
+                of_unit,
+                self._complete,
+                self.grad_only_backward,
+                ahead=not sharding.by_parameter,
             )
         self.param_gather: UpdatedParameterGather | None = None
         if sharding.stage in (1, 2):
@@ -200,7 +214,7 @@ class ShardedModule:
     def begin_forward(self) -> None:
         """Before a forward pass: what stage 3 notes of its order of uses begins anew."""
         if self.gatherer is not None:
-            self.gatherer.begin()
+            self.gatherer.begin_forward()
 
     def begin_backward(self, micro_batch: int, micro_batches: int) -> None:
         """Before the backward pass of one of the step's micro-batches."""
@@ -217,7 +231,7 @@ class ShardedModule:
         Without overlap `wait_gradients` begins it.
         """
         if self.gatherer is not None:
-            self.gatherer.finish()
+            self.gatherer.finish_backward()
         self.reducer.finish()
 
     def wait_gradients(self) -> None:
@@ -248,7 +262,7 @@ class ShardedModule:
         self.wait()
         if self.gatherer is None:
             return {name: p.detach().clone() for name, p in self._named.items()}
-        held = self.gatherer.held
+        retains_units = self.gatherer.retains_units
         self.gatherer.free_all()
         found: dict[int, torch.Tensor] = {}
         for flat in (*self.buckets, *self.frozen):
@@ -256,8 +270,8 @@ class ShardedModule:
             for slot, p in zip(flat.plan.slots, flat.parameters, strict=True):
                 found[id(p)] = flat.full[slot.start : slot.stop].clone().view(p.shape)
             storage.release(flat.full)
-        if held:
-            self.gatherer.hold()
+        if retains_units:
+            self.gatherer.retain_units()
         return {
             name: found[id(p)] if id(p) in found else p.detach().clone() for name, p in self._named.items()
         }
@@ -297,8 +311,8 @@ class ShardedModule:
             return apart
         found = []
         for same in apart:
-            small = [i for i in same if is_small(self._placed[i])]
-            found += [*([i] for i in same if not is_small(self._placed[i])), *([small] if small else [])]
+            small = [i for i in same if is_below_persistence_threshold(self._placed[i])]
+            found += [*([i] for i in same if i not in small), *([small] if small else [])]
         return found
 
     def _plans(self, tags: Sequence[Tag]) -> list[BucketPlan[Tag]]:
@@ -316,14 +330,14 @@ class ShardedModule:
 
     def _shard_units(
         self,
-        units: Sequence[Unit],
+        units: Sequence[GatherUnit],
         tags: Sequence[Tag],
         make: Callable[[BucketPlan[Tag]], FlatParameters],
     ) -> list[list[FlatParameters]]:
         """Make the flat buffers of every unit, one a dtype, and apart what is frozen."""
         index_of = {id(p): i for i, p in enumerate(self._placed)}
         of_unit: list[list[FlatParameters]] = []
-        for parameters in parameters_of(self.module, units):
+        for parameters in parameters_by_unit(self.module, units):
             indices = [index_of[id(p)] for p in parameters if id(p) in index_of]
             # Matrices and vectors apart, so that a shard has few runs of one tag.
             indices.sort(key=lambda i: (tags[i].group, tags[i].duplicate, tags[i].partial))

@@ -2,7 +2,7 @@
 
 | paper | layout | reduced memory | module |
 |---|---|---|---|
-| P_a, P_a+cpu | `pa`, `pa_cpu` | activation checkpoints | `partitioned_activations` |
+| P_a, P_a+cpu | `pa`, `pa_cpu` | activation checkpoints | `activation_checkpointing` |
 | C_B | `cb` | buffers of fused communication | `constant_buffers` |
 | M_D | `md` | fragmentation by short-lived tensors | `defragmentation` |
 """

@@ -16,7 +16,7 @@ from repro.parallel.comm import MAX, Group
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.boundary import Boundary
 from repro.parallel.pipeline.schedule import FORWARD
-from repro.parallel.precision import DTYPES
+from repro.parallel.storage import DTYPES
 from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.stages import ShardedModule, Sharding, leave_meta
 from repro.quality.weights.source import Source

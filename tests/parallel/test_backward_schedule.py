@@ -7,24 +7,24 @@ import pytest
 from repro.parallel.comm import Group
 from repro.parallel.ledger import CommLedger
 from repro.parallel.transports import NoTransport
-from repro.parallel.zero.passes import BackwardSchedule, ForwardPass
-from repro.parallel.zero.same_units import SameUnits
-from repro.parallel.zero.units import Use
+from repro.parallel.zero.backward_schedule import BackwardSchedule, ForwardPass
+from repro.parallel.zero.partition import ModuleUse
+from repro.parallel.zero.stage3_checks import UnitAgreement
 
-OUTER, INNER = Use(""), Use("inner")
-A, B = Use("a"), Use("b")
+OUTER, INNER = ModuleUse(""), ModuleUse("inner")
+A, B = ModuleUse("a"), ModuleUse("b")
 ENTERS, LEAVES = False, True
 
 
-def forward(*events: str | tuple[int, Use]) -> ForwardPass:
+def forward(*events: str | tuple[int, ModuleUse]) -> ForwardPass:
     """A forward pass: visits that begin, and `")"` where the one that began last ends."""
     run, begun = ForwardPass(True), []
     for event in events:
         if isinstance(event, str):
-            run.close(*begun.pop())
+            run.end_visit(*begun.pop())
         else:
             begun.append(event)
-            run.visit(*event)
+            run.begin_visit(*event)
     return run
 
 
@@ -37,37 +37,39 @@ def test_what_was_used_last_comes_first_and_a_unit_is_left_before_the_next_is_en
     schedule = blocks()
     assert schedule.visits == [(2, OUTER), (0, A), (1, B)]
     assert schedule.steps == [(ENTERS, 0), (ENTERS, 2), (LEAVES, 2), (ENTERS, 1), (LEAVES, 1), (LEAVES, 0)]
-    assert schedule.coming == [2, 1, 1, None, None, None]
-    assert schedule.rests == [False, False, True, False, True, True]
-    assert schedule.first == {2: 0, 0: 1, 1: 2}
+    assert schedule.next_entry == [2, 1, 1, None, None, None]
+    assert schedule.frees_unit == [False, False, True, False, True, True]
+    assert schedule.first_visit == {2: 0, 0: 1, 1: 2}
 
 
 def test_steps_that_have_been_taken_when_a_gradient_comes() -> None:
     """At a block's input the backward pass has left it, and entered what ended just before it began."""
     schedule = blocks()
-    assert [schedule.entering(visit) for visit in range(3)] == [1, 4, 2]
-    assert [schedule.leaving(visit) for visit in range(3)] == [6, 5, 4]
+    assert [schedule.steps_until_entry(visit) for visit in range(3)] == [1, 4, 2]
+    assert [schedule.steps_until_exit(visit) for visit in range(3)] == [6, 5, 4]
 
 
 def test_visits_that_end_together_are_entered_together() -> None:
     """A block whose last module is itself a unit, after another unit."""
-    schedule = BackwardSchedule([forward((3, Use("c")), ")", (0, OUTER), (1, A), ")", ")", (2, B), ")")])
+    schedule = BackwardSchedule(
+        [forward((3, ModuleUse("c")), ")", (0, OUTER), (1, A), ")", ")", (2, B), ")")]
+    )
     assert schedule.steps[:4] == [(ENTERS, 3), (LEAVES, 3), (ENTERS, 1), (ENTERS, 2)]
-    assert schedule.leaving(3) == 4
-    assert schedule.leaving(1) == 7, "the unit before it is entered as well"
+    assert schedule.steps_until_exit(3) == 4
+    assert schedule.steps_until_exit(1) == 7, "the unit before it is entered as well"
     assert schedule.steps[4:] == [(LEAVES, 2), (LEAVES, 1), (ENTERS, 0), (LEAVES, 0)]
 
 
 def test_a_unit_stays_while_it_is_inside_another_visit_or_is_entered_next() -> None:
     nested = BackwardSchedule([forward((0, OUTER), (0, INNER), (1, A), ")", ")", ")")])
     assert nested.steps == [*((ENTERS, v) for v in range(3)), *((LEAVES, v) for v in (2, 1, 0))]
-    assert nested.rests == [False, False, False, True, False, True]
+    assert nested.frees_unit == [False, False, False, True, False, True]
     twice = BackwardSchedule([forward((0, A), ")", (0, A), ")")])
     assert twice.steps == [(ENTERS, 1), (LEAVES, 1), (ENTERS, 0), (LEAVES, 0)]
-    assert twice.rests == [False, False, False, True]
-    assert twice.first == {0: 0}
+    assert twice.frees_unit == [False, False, False, True]
+    assert twice.first_visit == {0: 0}
     apart = BackwardSchedule([forward((0, A), ")", (1, B), ")", (0, A), ")")])
-    assert apart.rests == [False, True, False, True, False, True]
+    assert apart.frees_unit == [False, True, False, True, False, True]
 
 
 def test_several_passes_are_numbered_as_one_and_the_last_comes_first() -> None:
@@ -76,45 +78,45 @@ def test_several_passes_are_numbered_as_one_and_the_last_comes_first() -> None:
     assert [run.offset for run in runs] == [0, 2]
     assert schedule.visits == [(0, A), (1, B), (0, A)]
     assert [visit for leaves, visit in schedule.steps if leaves] == [2, 1, 0]
-    assert schedule.coming == [1, 1, 0, 0, None, None]
+    assert schedule.next_entry == [1, 1, 0, 0, None, None]
 
 
 def test_a_recomputed_visit_is_the_last_of_its_use_that_has_not_been_left() -> None:
     schedule = BackwardSchedule([forward((0, A), ")", (0, A), ")")])
     for done, visit in ((0, 1), (1, 1), (2, 0), (3, 0)):
-        schedule.done = done
-        assert schedule.recompute(0, A)
-        assert schedule.open == [visit]
-        assert schedule.close(0, A) == visit
-        assert not schedule.open
-    schedule.done = 4
-    assert not schedule.recompute(0, A)
-    assert not schedule.recompute(1, B)
-    assert not schedule.open
+        schedule.steps_taken = done
+        assert schedule.begin_recomputation(0, A)
+        assert schedule.open_visits == [visit]
+        assert schedule.end_recomputation(0, A) == visit
+        assert not schedule.open_visits
+    schedule.steps_taken = 4
+    assert not schedule.begin_recomputation(0, A)
+    assert not schedule.begin_recomputation(1, B)
+    assert not schedule.open_visits
 
 
 def test_what_an_error_broke_off_is_closed_with_what_is_around_it() -> None:
     run = ForwardPass(True)
-    assert [run.visit(0, OUTER), run.visit(1, A), run.visit(2, B)] == [0, 1, 2]
-    assert run.close(1, A) == 1
-    assert run.open == [0]
+    assert [run.begin_visit(0, OUTER), run.begin_visit(1, A), run.begin_visit(2, B)] == [0, 1, 2]
+    assert run.end_visit(1, A) == 1
+    assert run.open_visits == [0]
     assert run.ends == [1, 3, 3]
     with pytest.raises(RuntimeError, match="must not call itself"):
-        run.close(1, A)
+        run.end_visit(1, A)
 
 
 def test_a_pass_outlives_the_next_while_somebody_holds_its_graph() -> None:
     kept, dropped = ForwardPass(True), ForwardPass(True)
     graph = kept.graph
-    assert kept.outlived()
-    assert not dropped.outlived()
+    assert kept.has_live_graph()
+    assert not dropped.has_live_graph()
     del graph
-    assert not kept.outlived()
+    assert not kept.has_live_graph()
 
 
 def test_what_ranks_keep_is_told_of_the_last_60_passes() -> None:
     """Bit by bit, also the last one; what is more counts as kept."""
-    same = SameUnits(Group("dp", (0, 1), 0, NoTransport(), CommLedger()))
+    same = UnitAgreement(Group("dp", (0, 1), 0, NoTransport(), CommLedger()))
     for kept in (range(0), range(60), (0, 59), (1,)):
         marks = [i in kept for i in range(60)]
         assert same.union(marks) == marks

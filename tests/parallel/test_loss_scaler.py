@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from repro.config import Layout
-from repro.parallel.precision import LossScaler
+from repro.parallel.zero.optimizer import LossScaler
 from tests.pool import RankPool
 from tests.training import tiny, train
 

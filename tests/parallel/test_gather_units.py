@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from repro.parallel.zero.units import Unit, Use, default_units, parameters_of
+from repro.parallel.zero.partition import GatherUnit, ModuleUse, default_units, parameters_by_unit
 from tests.wrap.edge_models import Containers
 
 
@@ -25,9 +25,12 @@ def test_a_container_is_no_block(name: str) -> None:
         default_units(Containers(), [name])
 
 
-def blocks(*names: str, inside: tuple[str, ...] = ()) -> list[Unit]:
+def blocks(*names: str, inside: tuple[str, ...] = ()) -> list[GatherUnit]:
     """A unit for each name and, last, the whole with what is all that is in it."""
-    return [*(Unit(name, (Use(name),)) for name in names), Unit("", (Use(""), *map(Use, inside)))]
+    return [
+        *(GatherUnit(name, (ModuleUse(name),)) for name in names),
+        GatherUnit("", (ModuleUse(""), *map(ModuleUse, inside))),
+    ]
 
 
 def lists() -> nn.ModuleDict:
@@ -73,15 +76,15 @@ def test_a_parameter_belongs_to_the_unit_that_uses_it_and_to_the_whole_where_sev
     first, second, third = (module.get_submodule(str(i)) for i in range(3))
     second.weight = first.weight
     units = blocks("0", "1")
-    found = parameters_of(module, units)
+    found = parameters_by_unit(module, units)
     assert [[id(p) for p in unit] for unit in found] == [
         [id(first.bias)],
         [id(second.bias)],
         [id(first.weight), id(third.weight)],
     ]
-    tied = [Unit("both", (Use("0"), Use("1")))]
-    assert [id(p) for p in parameters_of(module, tied)[0]] == [
+    tied = [GatherUnit("both", (ModuleUse("0"), ModuleUse("1")))]
+    assert [id(p) for p in parameters_by_unit(module, tied)[0]] == [
         id(p) for p in (first.weight, first.bias, second.bias)
     ]
     with pytest.raises(ValueError, match="units 0, 1 share a parameter and no unit is around them"):
-        parameters_of(module, units[:2])
+        parameters_by_unit(module, units[:2])

@@ -16,9 +16,12 @@ from repro.config.enums import Category
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
-from repro.parallel.recompute import recompute
+from repro.parallel.zero_r.activation_checkpointing import (
+    ActivationCheckpoint,
+    ActivationCheckpoints,
+    recompute,
+)
 from repro.parallel.zero_r.defragmentation import Arena
-from repro.parallel.zero_r.partitioned_activations import Checkpoints, Saved
 from tests.pool import RankPool
 
 SHAPE = (2, 3, 5)
@@ -37,10 +40,10 @@ def layout(pa_cpu: bool, md: bool, tp: int = 1) -> Layout:
 def save_and_load(settings: Layout, chain: bool, orders: Iterable[Sequence[int]]) -> None:
     """Two micro-batches of two blocks, loaded in these orders; runs on one rank or on a tp group."""
     mesh = meshes.distributed(settings, "cpu") if settings.tp > 1 else meshes.single()
-    checkpoints = Checkpoints(settings, mesh.tp, capacity=4)
+    checkpoints = ActivationCheckpoints(settings, mesh.tp, capacity=4)
     for order in orders:
         expected = inputs(4)
-        saved: list[Saved] = []
+        saved: list[ActivationCheckpoint] = []
         for i, x in enumerate(expected):
             saved.append(checkpoints.save(x.clone(), saved[-1] if chain and i % 2 else None))
         for i in order:
@@ -70,7 +73,7 @@ def test_parts_are_gathered_also_where_they_do_not_divide(four: RankPool) -> Non
 
 def test_arena_is_one_allocation_that_is_used_again() -> None:
     with MemoryTracker() as tracker:
-        checkpoints = Checkpoints(layout(pa_cpu=False, md=True), ALONE, capacity=3)
+        checkpoints = ActivationCheckpoints(layout(pa_cpu=False, md=True), ALONE, capacity=3)
         seen = set()
         for _ in range(3):
             saved = [checkpoints.save(x) for x in inputs(3)]
@@ -89,7 +92,7 @@ def test_arena_is_one_allocation_that_is_used_again() -> None:
 
 
 def test_more_than_was_planned_is_an_error() -> None:
-    checkpoints = Checkpoints(layout(pa_cpu=False, md=True), ALONE, capacity=1)
+    checkpoints = ActivationCheckpoints(layout(pa_cpu=False, md=True), ALONE, capacity=1)
     kept = checkpoints.save(inputs(1)[0])
     with pytest.raises(
         RuntimeError, match="no room for 30 elements in an arena of 1 pieces, 1 of them taken"
@@ -122,7 +125,7 @@ def test_host_memory_is_not_the_device_s(device: str) -> None:
     """Offloaded checkpoints count as host memory; at most two are on the device, one used and one fetched."""
     size = 30 * 4
     with MemoryTracker() as tracker:
-        checkpoints = Checkpoints(layout(pa_cpu=True, md=False), ALONE, capacity=4)
+        checkpoints = ActivationCheckpoints(layout(pa_cpu=True, md=False), ALONE, capacity=4)
         before, saved = None, []
         for x in inputs(4, device):
             before = checkpoints.save(x, before)
@@ -142,7 +145,7 @@ def test_host_memory_is_not_the_device_s(device: str) -> None:
 
 def test_second_backward_is_refused() -> None:
     x = torch.ones(SHAPE, requires_grad=True)
-    y = recompute(lambda x: x * x, x, Checkpoints(layout(False, False), ALONE, 1)).sum()
+    y = recompute(lambda x: x * x, x, ActivationCheckpoints(layout(False, False), ALONE, 1)).sum()
     y.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
@@ -152,7 +155,7 @@ def test_second_backward_is_refused() -> None:
 @pytest.mark.parametrize("pa_cpu", [False, True], ids=["", "cpu"])
 def test_recompute_keeps_nothing_but_the_checkpoint(pa_cpu: bool, md: bool) -> None:
     """Two micro-batches in flight through three blocks; then a graph that is dropped, and one without gradients."""
-    checkpoints = Checkpoints(layout(pa_cpu, md), ALONE, capacity=6)
+    checkpoints = ActivationCheckpoints(layout(pa_cpu, md), ALONE, capacity=6)
 
     def forward(x: Tensor) -> Tensor:
         for factor in (2.0, 3.0, 5.0):
@@ -232,11 +235,11 @@ def test_copies_are_ordered_between_streams(monkeypatch: pytest.MonkeyPatch) -> 
     block runs again."""
     notes: list[str] = []
     side, main = Stream("side", notes), Stream("main", notes)
-    monkeypatch.setattr(Checkpoints, "_side", lambda self, x: side)
+    monkeypatch.setattr(ActivationCheckpoints, "_copy_stream", lambda self, x: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: notes.append(f"kept for {stream.name}"))
-    checkpoints = Checkpoints(layout(pa_cpu=True, md=True), ALONE, capacity=2)
+    checkpoints = ActivationCheckpoints(layout(pa_cpu=True, md=True), ALONE, capacity=2)
     xs = inputs(2)
     first = checkpoints.save(xs[0])
     second = checkpoints.save(xs[1], first)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from repro.config import Layout
-from repro.parallel import connect as connecting
 from repro.parallel import mesh as meshes
 from repro.parallel import transports
 from tests.pool import RankPool
@@ -41,7 +40,7 @@ def connected(layouts: list[Layout]) -> list[dict[str, Any]]:
     """Of each layout what is found, and what this rank used of which ranks, in order."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connecting, "outside", Growing())
+        patch.setattr(meshes, "bytes_outside_torch", Growing())
         uses: list[Use] = []
 
         def noted(name: str) -> Any:
@@ -58,9 +57,9 @@ def connected(layouts: list[Layout]) -> list[dict[str, Any]]:
         for layout in layouts:
             mesh = meshes.distributed(layout, "cuda")
             uses.clear()
-            taken = connecting.connect(mesh, torch.device("cpu"))
+            taken = meshes.connect_communicators(mesh, torch.device("cpu"))
             first = list(uses)
-            again = connecting.connect(mesh, torch.device("cpu"))
+            again = meshes.connect_communicators(mesh, torch.device("cpu"))
             found.append({"taken": taken, "uses": first, "again": (again, len(uses) - len(first))})
     return found
 
@@ -92,7 +91,7 @@ def test_what_torch_does_not_hold_is_the_drivers_less_torchs(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 25)
     device = torch.device("cuda", 2)
-    assert connecting.outside(device) == 45
+    assert meshes.bytes_outside_torch(device) == 45
     assert asked == [device], "what is under way takes memory too"
 
 

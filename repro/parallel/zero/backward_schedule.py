@@ -1,0 +1,203 @@
+"""Forward passes under stage 3, the schedule of their backward pass, and helpers to observe autograd.
+
+Several forward passes may precede the backward pass of one loss (siamese networks, a module unrolled in time). The
+backward pass runs through the last forward pass first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+
+from repro.parallel.zero.partition import ModuleUse
+
+Visit = tuple[int, ModuleUse]
+"""Index of a gather unit, and the use of one of its modules."""
+
+
+class _Graph:
+    """Token that hooks in the autograd graph reference: the token lives as long as the graph."""
+
+
+class ForwardPass:
+    """Record of the module uses in one call of the wrapped module."""
+
+    def __init__(self, has_gradients: bool) -> None:
+        self.has_gradients = has_gradients
+        """Whether autograd records the pass."""
+        self.visits: list[Visit] = []
+        """Visits in the order in which they began."""
+        self.ends: list[int] = []
+        """Number of visits that had begun when each visit ended; a visit may contain other visits."""
+        self.open_visits: list[int] = []
+        """Numbers of the visits that run, the innermost one last."""
+        self.offset = 0
+        """Number of the first visit in the backward schedule."""
+        self.graph: _Graph | None = _Graph()
+        self._reference = weakref.ref(self.graph)
+
+    def begin_visit(self, u: int, use: ModuleUse) -> int:
+        """Record that a use begins, and return the number of the visit."""
+        self.visits.append((u, use))
+        self.ends.append(len(self.visits))
+        self.open_visits.append(len(self.visits) - 1)
+        return self.open_visits[-1]
+
+    def end_visit(self, u: int, use: ModuleUse) -> int:
+        """Record that the innermost open visit of this use ends, and return the number of the visit."""
+        visit = _pop_innermost(self.open_visits, self.visits, (u, use))
+        self.ends[visit] = len(self.visits)
+        return visit
+
+    def has_live_graph(self) -> bool:
+        """Drop the own reference to the graph, and return whether a backward pass can still use the graph."""
+        self.graph = None
+        return self._reference() is not None
+
+
+class BackwardSchedule:
+    """Steps of one backward pass through several forward passes, whose visits are numbered consecutively."""
+
+    def __init__(self, passes: Sequence[ForwardPass]) -> None:
+        """Order the entries and exits of all visits as autograd reaches them.
+
+        Autograd runs the operators that were recorded last first. When autograd enters a visit, all visits that began
+        after its end are finished. When autograd leaves a visit, all visits that began after its start are finished.
+        """
+        self.visits: list[Visit] = []
+        self._ends: list[int] = []
+        for run in passes:
+            run.offset = len(self.visits)
+            self.visits += run.visits
+            self._ends += [run.offset + end for end in run.ends]
+        steps = [(end, False, v) for v, end in enumerate(self._ends)]
+        steps += [(v, True, v) for v in range(len(self.visits))]
+        self.steps = [step[1:] for step in sorted(steps, key=lambda s: (-s[0], not s[1], s[2]))]
+        """(whether the step leaves the visit, number of the visit)."""
+        self.steps_taken = 0
+        self.open_visits: list[int] = []
+        """Numbers of the visits that run again for recomputation, the innermost one last."""
+        self.first_visit = {u: v for v, (u, _) in reversed(list(enumerate(self.visits)))}
+        """First visit of every unit. The gradients of a unit are complete when autograd has left this visit."""
+        self._entry = {v: i for i, (leaves, v) in enumerate(self.steps) if not leaves}
+        self._exit = {v: i for i, (leaves, v) in enumerate(self.steps) if leaves}
+        self._of_use: dict[Visit, list[int]] = {}
+        for v, visit in enumerate(self.visits):
+            self._of_use.setdefault(visit, []).append(v)
+        self.next_entry: list[int | None] = [None] * len(self.steps)
+        """Visit that is entered next after each step; None if there is no further entry."""
+        for i in reversed(range(len(self.steps) - 1)):
+            leaves, v = self.steps[i + 1]
+            self.next_entry[i] = self.next_entry[i + 1] if leaves else v
+        self.frees_unit = self._frees_unit()
+        """Whether each step leaves a unit that has no other open visit and is not entered next."""
+
+    def steps_until_entry(self, visit: int) -> int:
+        """Return the number of steps up to the entry of `visit`."""
+        return self._entry[visit] + 1
+
+    def steps_until_exit(self, visit: int) -> int:
+        """Return the number of steps up to the exit of `visit` and the entries of visits that ended at its start."""
+        stop = self._exit[visit] + 1
+        while stop < len(self.steps) and not self.steps[stop][0] and self._ends[self.steps[stop][1]] == visit:
+            stop += 1
+        return stop
+
+    def _frees_unit(self) -> list[bool]:
+        entered: Counter[int] = Counter()
+        found = []
+        for (leaves, v), following in zip(self.steps, self.next_entry, strict=True):
+            u = self.visits[v][0]
+            entered[u] += -1 if leaves else 1
+            found.append(leaves and not entered[u] and (following is None or self.visits[following][0] != u))
+        return found
+
+    def begin_recomputation(self, u: int, use: ModuleUse) -> bool:
+        """Record that the last visit of this use runs again; return False if autograd has left all its visits."""
+        visits = self._of_use.get((u, use), [])
+        while visits and self._exit[visits[-1]] < self.steps_taken:
+            visits.pop()
+        self.open_visits += visits[-1:]
+        return bool(visits)
+
+    def end_recomputation(self, u: int, use: ModuleUse) -> int:
+        """Record that the innermost recomputed visit of this use ends, and return the number of the visit."""
+        return _pop_innermost(self.open_visits, self.visits, (u, use))
+
+
+def _pop_innermost(open_visits: list[int], visits: Sequence[Visit], visit: Visit) -> int:
+    """Pop `visit` from the stack, together with the visits above it, which an error or an early stop interrupted."""
+    while open_visits:
+        if visits[number := open_visits.pop()] == visit:
+            return number
+    raise RuntimeError(
+        "under zero = 3 the wrapped module must not call itself in its forward pass; call a method that has the "
+        "modules inside it work, or use zero = 2"
+    )
+
+
+class GradOnlyBackward:
+    """Detect backward passes that compute gradients of inputs only, for example a gradient penalty.
+
+    `torch.autograd.grad(..., create_graph=True)` accumulates no gradient of a parameter, and retains the graph for the
+    backward pass that does.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]):
+        self._parameters = parameters
+        self._accumulate_nodes: dict[int, Any] = {}
+
+    def is_running(self) -> bool:
+        """Return whether the running backward pass accumulates no gradient of any parameter."""
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, p in enumerate(self._parameters):
+                if (
+                    i not in self._accumulate_nodes and p.requires_grad
+                ):  # a parameter may be frozen temporarily
+                    self._accumulate_nodes[i] = get_gradient_edge(p).node
+        return not any(map(_will_execute, self._accumulate_nodes.values()))
+
+
+def _will_execute(node: Any) -> bool:
+    try:
+        found: bool = torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # `grad` returns the gradient of this parameter instead of accumulating it
+        return False
+    return found
+
+
+def tensors_in(value: Any, attributes: bool = False) -> Iterator[Tensor]:
+    """Return the tensors in `value`: in pytrees (tuples, lists, dicts), dataclasses and other mappings.
+
+    `attributes`: include the attributes of any other object, for the output of a module. The input of a module may be
+    an object whose tensors the module does not use, and whose gradients say nothing about the module.
+    """
+    return _tensors_in(value, attributes, set())
+
+
+def _tensors_in(value: Any, attributes: bool, seen: set[int]) -> Iterator[Tensor]:
+    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+            continue
+        inner: list[Any] = []
+        if isinstance(leaf, Mapping):
+            inner = list(leaf.values())
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            inner = [getattr(leaf, field.name) for field in fields(leaf)]
+        elif attributes and hasattr(leaf, "__dict__") and not callable(leaf):
+            inner = list(vars(leaf).values())
+        if inner and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from _tensors_in(inner, attributes, seen)

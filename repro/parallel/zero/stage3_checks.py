@@ -1,0 +1,146 @@
+"""Checks of stage 3 for the module of a user: reads of freed parameters, and ranks that gather different units.
+
+The memory of a freed parameter is released while its shape remains, so an operator would read invalid memory. A freed
+parameter therefore changes its class for one that refuses operators, which costs 0.1 us. The tensor that autograd
+references stays the same.
+
+Where data decide which modules a rank uses, an all-gather could join the shards of different blocks. The messages of
+each unit have a channel of their own (gloo; NCCL would wait). Every gather of a forward pass therefore sends the
+index of its unit, and the pass ends with a digest of its uses, on which the backward schedule depends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from repro.parallel.comm import Group, Work
+
+
+def _methods(kind: str, *names: str) -> set[Callable[..., Any]]:
+    return {getattr(getattr(Tensor, name), kind) for name in names}
+
+
+METADATA_FUNCTIONS: set[Callable[..., Any]] = {
+    *_methods("__get__", "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim"),
+    *_methods("__get__", "grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version"),
+    *_methods("__get__", "nbytes", "itemsize", "_backward_hooks", "is_nested"),
+    *_methods("__set__", "grad", "requires_grad", "_backward_hooks"),
+    *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndimension, Tensor.element_size),
+    *(Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous, Tensor.get_device, Tensor.__len__),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, torch.numel),
+    *(
+        torch.zeros_like,
+        torch.ones_like,
+        torch.empty_like,
+        torch.full_like,
+        torch.rand_like,
+        torch.randn_like,
+    ),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_),
+}
+"""Functions and attributes that read no values of a tensor."""
+
+
+class FreedParameter(Parameter):
+    """A parameter without values. It has a shape and a gradient, and refuses all other operators."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in METADATA_FUNCTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = f".{getattr(func, '__self__', func).__name__}"
+        shape = next((tuple(a.size()) for a in args if isinstance(a, FreedParameter)), ())
+        raise RuntimeError(
+            f"{name} of a parameter {list(shape)}: under zero = 3 its values exist only "
+            "while its module's forward and backward run; call module.repro.full_parameters() on all ranks"
+        )
+
+
+@cache
+def _freed_class(kind: type[Parameter]) -> type[Parameter]:
+    return FreedParameter if kind is Parameter else type(f"Freed{kind.__name__}", (FreedParameter, kind), {})
+
+
+class FreedParameterGuard:
+    """Switch the class of parameters that are gathered and freed together."""
+
+    def __init__(self, parameters: Iterable[Parameter]):
+        self._kinds = [(p, type(p), _freed_class(type(p))) for p in parameters]
+        self.refuse_reads()
+
+    def allow_reads(self) -> None:
+        """Restore the classes of the parameters, whose values have been gathered."""
+        for parameter, kind, _ in self._kinds:
+            parameter.__class__ = kind  # type: ignore[assignment]
+
+    def refuse_reads(self) -> None:
+        """Give the parameters, whose values are freed, the classes that refuse operators."""
+        for parameter, _, freed in self._kinds:
+            parameter.__class__ = freed  # type: ignore[assignment]
+
+
+class UnitAgreement:
+    """Compare unit indices over a group whose messages the host can read at once (gloo)."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self._last_pass = Work()
+
+    def compare(self, number: int) -> Work:
+        """Send `number`; the work's wait raises `RuntimeError` unless all ranks have sent the same number."""
+        if self.group.size == 1:
+            return Work()
+        own = torch.tensor([number])
+        all_ranks = own.repeat(self.group.size)
+        work = self.group.all_gather(all_ranks, own, purpose="agreement")
+
+        def check() -> None:
+            work.wait()
+            if all_ranks.tolist() != [number] * self.group.size:
+                raise RuntimeError(DIFFERENT_MODULES)
+
+        return Work(finish=check)
+
+    def union(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether any rank has set it. All flags but the last 60 count as set."""
+        if self.group.size == 1:
+            return list(flags)
+        sent = flags[-60:]
+        own = torch.tensor([FLAGS_BIT | sum(1 << i for i, flag in enumerate(sent) if flag)])
+        all_ranks = own.repeat(self.group.size)
+        self.group.all_gather(all_ranks, own, purpose="agreement").wait()
+        if not all(number & FLAGS_BIT and number > 0 for number in all_ranks.tolist()):
+            raise RuntimeError(DIFFERENT_MODULES)
+        found = [any(number >> i & 1 for number in all_ranks.tolist()) for i in range(len(sent))]
+        return [True] * (len(flags) - len(sent)) + found
+
+    def end_forward(self, units: Sequence[int], has_gradients: bool) -> None:
+        """Send a digest of the units that a forward pass used; `wait` compares the digests."""
+        # Digests are negative, unlike indices of units and flags. The hash of integers is equal in every process.
+        self._last_pass = self.compare(-1 - abs(hash((has_gradients, *units))))
+
+    def wait(self) -> None:
+        """Raise `RuntimeError` unless all ranks used the same units in their last forward passes."""
+        self._last_pass.wait()
+
+
+FLAGS_BIT = 1 << 60
+"""Bit of a message whose lower bits are flags."""
+
+DIFFERENT_MODULES = (
+    "under zero = 3 all ranks must use the same modules in every pass, and make as many passes with gradients and "
+    "without: these ranks do not (batches of evaluation, or experts chosen by data); run every module on every rank, "
+    "on no data if need be, or use zero = 2"
+)

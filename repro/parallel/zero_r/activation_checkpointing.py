@@ -1,0 +1,215 @@
+"""Activation recomputation with one checkpoint per block (Chen et al. 2016), and P_a (1910.02054 sec. 3.2, 6.1).
+
+Forward retains the input of a block and frees the block's activations. Backward runs the block's forward again.
+
+| layout | checkpoint of x [b, s, h] on a rank | before the block runs again |
+|---|---|---|
+| (neither) | x itself | nothing |
+| `pa` | 1/tp of x, P_a | an all-gather over the tp group |
+| `pa_cpu` | as `pa` (with tp = 1 or sp: x), in host memory, P_a+cpu | a copy to the device, then as `pa` |
+
+The copy to the device starts while the following block runs backward.
+
+With `md` all checkpoints are in one allocation (M_D, sec. 6.3). On CUDA, copies from and to the host use a separate
+stream, and the host never waits for the copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro.config import Layout
+from repro.config.enums import Category
+from repro.parallel import storage
+from repro.parallel.comm import Group
+from repro.parallel.zero.partition import ALIGNMENT
+from repro.parallel.zero_r.defragmentation import Arena, Piece
+
+
+class ActivationCheckpoint:
+    """Checkpoint of a block's input, from `ActivationCheckpoints.save` to `ActivationCheckpoints.free`."""
+
+    __slots__ = ("arena", "before", "device", "fetched", "kept", "piece", "ready", "shape")
+
+    def __init__(self, x: Tensor, before: ActivationCheckpoint | None):
+        self.shape, self.device = x.shape, x.device
+        self.before = before
+        """Checkpoint that backward loads after this one."""
+        self.kept: Tensor | None = None
+        """ActivationCheckpoint tensor: x, or a flat part of x, on the device or the host; None after `drop`."""
+        self.arena: Arena | None = None
+        self.piece: Piece | None = None
+        """Memory of `kept` under `md`."""
+        self.fetched: Tensor | None = None
+        """Copy on the device, flat."""
+        self.ready: torch.cuda.Event | None = None
+        """Event at the end of the copy to the device (CUDA)."""
+
+    def drop(self) -> None:
+        """Free the saved tensor."""
+        if self.arena is not None and self.piece is not None:
+            self.arena.give(self.piece)
+        self.kept = self.piece = None
+
+    def __del__(self) -> None:
+        self.drop()  # a graph whose backward never ran
+
+
+class ActivationCheckpoints:
+    """Checkpoints of one engine, which may be loaded in any order, each once."""
+
+    def __init__(self, layout: Layout, tp: Group, capacity: int):
+        """`capacity`: maximum number of checkpoints that exist at once, for which `md` allocates memory."""
+        self.tp, self.capacity = tp, capacity
+        self.parts = tp.size if layout.pa else 1
+        self.offload, self.contiguous = layout.pa_cpu, layout.md
+        self.arena: Arena | None = None
+        """Memory of all checkpoints under `md`, allocated with the size of the first checkpoint."""
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def _plain(self) -> bool:
+        """Whether the checkpoint is x itself."""
+        return self.parts == 1 and not self.offload and not self.contiguous
+
+    def save(self, x: Tensor, before: ActivationCheckpoint | None = None) -> ActivationCheckpoint:
+        """Save a block's input `x` [b, s, h] (sp: [b, s/t, h]). `before`: checkpoint that is loaded after this one.
+
+        With `pa` all ranks of the tp group must save the same values.
+        """
+        saved = ActivationCheckpoint(x, before)
+        if self._plain:
+            saved.kept = storage.mark(x.detach(), Category.CHECKPOINTS)
+            return saved
+        size = -(-x.numel() // self.parts)  # parts are equal; the last one may end in padding
+        first = self.tp.rank * size if self.parts > 1 else 0
+        part = x.detach().reshape(-1)[first : first + size]
+        saved.kept = self._allocate(size, x, saved)
+        target = saved.kept[: part.numel()]
+        stream = self._copy_stream(x) if self.offload else None
+        if stream is None:
+            target.copy_(part)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(x.device))
+            with torch.cuda.stream(stream):
+                target.copy_(part, non_blocking=True)
+            part.record_stream(stream)  # x is reused when the copy is done, without waiting for it here
+        return saved
+
+    def load(self, saved: ActivationCheckpoint) -> Tensor:
+        """Return the block's full input on the device, and start to fetch the next checkpoint.
+
+        If the result is a copy, the saved tensor is freed. Otherwise `free` frees the saved tensor after the use of the
+        result.
+
+        Raises: `RuntimeError` at the second call for one checkpoint.
+        """
+        if saved.kept is None and saved.fetched is None:
+            raise RuntimeError("a block's backward pass ran a second time; its checkpoint is gone")
+        before, saved.before = saved.before, None
+        if self.offload:
+            self._fetch(saved)
+            if before is not None:
+                self._fetch(before)
+            if saved.ready is not None:
+                torch.cuda.current_stream(saved.device).wait_event(saved.ready)
+            part, saved.fetched = saved.fetched, None
+        else:
+            part = saved.kept
+        assert part is not None
+        if self._plain:
+            saved.kept = None
+            return part
+        if self.parts > 1:
+            whole = torch.empty(part.numel() * self.parts, dtype=part.dtype, device=part.device)
+            self.tp.all_gather(whole, part, purpose="checkpoints").wait()
+            saved.drop()
+            part = whole
+        return part[: saved.shape.numel()].view(saved.shape)
+
+    def free(self, saved: ActivationCheckpoint) -> None:
+        """Free the saved tensor after the last use of the result of `load`."""
+        saved.drop()
+
+    def _allocate(self, size: int, like: Tensor, saved: ActivationCheckpoint) -> Tensor:
+        """Return memory for a checkpoint of `size` elements."""
+        make = storage.empty_on_host if self.offload else storage.empty
+        category = Category.HOST if self.offload else Category.CHECKPOINTS
+        if not self.contiguous:
+            return make(size, like, category)
+        if self.arena is None:
+            piece = -(-size // ALIGNMENT) * ALIGNMENT
+            self.arena = Arena(make(self.capacity * piece, like, category), [piece] * self.capacity)
+        saved.arena, saved.piece = self.arena, self.arena.take(size)
+        return saved.piece.tensor
+
+    def _fetch(self, saved: ActivationCheckpoint) -> None:
+        """Start to copy a checkpoint from the host to the device, unless the copy has begun or `kept` is freed."""
+        if saved.kept is None:
+            return
+        like = torch.empty(0, dtype=saved.kept.dtype, device=saved.device)
+        saved.fetched = storage.empty(saved.kept.numel(), like, Category.CHECKPOINTS)
+        stream = self._copy_stream(saved.fetched)
+        if stream is None:
+            saved.fetched.copy_(saved.kept)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(saved.device))
+            with torch.cuda.stream(stream):
+                saved.fetched.copy_(saved.kept, non_blocking=True)
+                saved.ready = stream.record_event()
+            saved.fetched.record_stream(stream)
+        # Whatever is copied there next comes later on the same stream.
+        saved.drop()
+
+    def _copy_stream(self, x: Tensor) -> torch.cuda.Stream | None:
+        """Return the stream of copies to and from the host; None on devices without streams."""
+        if x.device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(x.device)
+        return self._stream
+
+
+Block = Callable[[Tensor], Tensor]
+
+
+class _Recompute(torch.autograd.Function):
+    """Block whose backward runs its forward again. The graph references the checkpoint, but not the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        block: Block,
+        checkpoints: ActivationCheckpoints,
+        saved: ActivationCheckpoint,
+        anchor: Tensor,
+        x: Tensor,
+    ) -> Tensor:
+        ctx.block, ctx.checkpoints, ctx.checkpoint = block, checkpoints, saved
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.checkpoints.load(ctx.checkpoint).requires_grad_(ctx.needs_input_grad[4])
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, gradients[0])
+        ctx.checkpoints.free(ctx.checkpoint)
+        return None, None, None, None, x.grad
+
+
+def recompute(block: Block, x: Tensor, checkpoints: ActivationCheckpoints) -> Tensor:
+    """Return `block(x)`, and retain only a checkpoint of `x` [b, s, h] for backward, which runs `block` again.
+
+    The gradients of the parameters arrive during the backward pass, as without recomputation. Backward can run once.
+    The random numbers of blocks are functions of counters, so there is no generator state to save.
+    """
+    if not torch.is_grad_enabled():
+        return block(x)
+    # Autograd needs an input that requires a gradient even when x is data.
+    anchor = torch.empty(0, device=x.device, requires_grad=True)
+    # Backward continues with the block that produced x; pipelines may run other passes in between.
+    before = getattr(x.grad_fn, "checkpoint", None)
+    return _Recompute.apply(block, checkpoints, checkpoints.save(x, before), anchor, x)
