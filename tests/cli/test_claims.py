@@ -16,8 +16,8 @@ from rich.console import Console
 from repro.claims.judge import judge
 from repro.claims.ledger import Ledger
 from repro.claims.reader import load
-from repro.claims.results import VERDICTS, ClaimResult
 from repro.claims.table import summary, table
+from repro.claims.verdicts import VERDICTS, ClaimResult
 from repro.config import ConfigError
 from repro.report.text.claims import command, show_all, show_one
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from repro.claims.judge import judge
 from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
 from repro.claims.reader import load
-from repro.claims.results import (
+from repro.claims.table import Line, as_dict, summary, table, totals, why
+from repro.claims.verdicts import (
     CONSISTENT,
     INCONSISTENT,
     NOT_COMPARABLE,
@@ -21,7 +22,6 @@ from repro.claims.results import (
     Finding,
     RowResult,
 )
-from repro.claims.table import Line, as_dict, summary, table, totals, why
 from repro.results.store import read
 from repro.util import table as render
 from repro.util import units
@@ -169,7 +169,9 @@ def _moves(result: ClaimResult) -> Table:
     for row in result.rows:
         label = row.row.label
         for finding in row.findings:
-            for key, low, high, share in finding.doubt.largest(MOVES) if finding.doubt is not None else ():
+            for key, low, high, share in (
+                finding.doubt.largest_unknowns(MOVES) if finding.doubt is not None else ()
+            ):
                 grid.add_row(label, key, units.number(low), units.number(high), units.percent(share))
                 label = ""
     return grid

@@ -14,8 +14,8 @@ from repro.accuracy.twins.matter import Ratio, ratio_of
 from repro.accuracy.twins.numbers import Number, numbers
 from repro.accuracy.twins.originals import named, of_claim
 from repro.accuracy.twins.suite import Named, text
-from repro.claims.commands import Catalogue
 from repro.claims.reader import load as ledger
+from repro.claims.run_commands import SuiteCatalogue
 from repro.config import words
 from repro.config.errors import ConfigError, require
 from repro.measure.local_system import load_system
@@ -87,7 +87,7 @@ def command(
 
 def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]:
     """The comparisons that are asked for, and the claims that they belong to."""
-    catalogue = Catalogue()
+    catalogue = SuiteCatalogue()
     if all("/" in name for name in names):
         return named(names, catalogue.suites), []
     claims = {claim.id: claim for claim in ledger().claims}
