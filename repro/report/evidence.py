@@ -30,7 +30,7 @@ from repro.claims.reader import load
 from repro.claims.table import as_dict, summary, table
 from repro.claims.verdicts import ClaimResult
 from repro.measure.local_system import load_system
-from repro.results import frames
+from repro.results import tables
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.select import of_today, select
 from repro.results.store import Store
@@ -149,7 +149,7 @@ class JudgedStore:
 
     def experiments(self, pattern: str = "*", evidence: str = "") -> pd.DataFrame:
         """One row per record of an experiment, of any protocol: what was run, how it ended, every metric."""
-        return frames.experiments(
+        return tables.experiment_frame(
             record for record in self._matching(pattern) if evidence in ("", getattr(record, "evidence", ""))
         )
 
@@ -164,7 +164,7 @@ class JudgedStore:
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
         """One row per comparison of two strategies that took turns: ratio with its 95 % interval."""
-        return frames.comparisons(self._matching(pattern))
+        return tables.comparison_frame(self._matching(pattern))
 
     def provenance(self) -> pd.DataFrame:
         """One row per record of any kind and protocol: its id, where it came from, which source made it."""

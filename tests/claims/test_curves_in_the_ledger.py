@@ -7,7 +7,7 @@ from pathlib import Path
 
 from repro.claims.independence import QuantityCounts, count_independent
 from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from repro.results.found import StepSeries
+from repro.results.record_parts import StepSeries
 from repro.results.schema import ExperimentRecord
 from tests.claims.made_up import record
 from tests.claims.test_judge import judged

@@ -22,7 +22,7 @@ from repro.claims.verdicts import (
     RowResult,
 )
 from repro.report.exports.compare import BETTER, SAME, WORSE, _judged
-from repro.report.text.claims import show_one
+from repro.report.text.claims import print_claim
 from repro.report.verdicts import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
@@ -204,7 +204,7 @@ def test_a_claim_on_a_terminal_says_what_moves_its_values_most(tmp_path: Path) -
     for name, interval in (("open", DOUBT), ("certain", None)):
         console = Console(file=io.StringIO(), width=140, highlight=False)
         result = judged(tmp_path, "15.0", simulated("s/a", 10.0, interval), value=rate())
-        show_one(result, load(tmp_path), console)
+        print_claim(result, load(tmp_path), console)
         assert isinstance(console.file, io.StringIO)
         said[name] = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["x", RINGS, "10", "20", "90.8", "%"] in said["open"]

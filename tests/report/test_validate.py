@@ -320,4 +320,4 @@ def test_measured_runs_are_predicted_on_a_system_file(
     document = json.loads(capsys.readouterr().out)["machine"]
     assert {pair["rests_on"] for pair in document["pairs"]} == {UPPER_BOUND}
     assert document["median_error"] == pytest.approx(machine.median)
-    assert validate.as_dict([], machine)["machine"] == document
+    assert validate.validation_document([], machine)["machine"] == document

@@ -31,8 +31,8 @@ from repro.model import flops
 from repro.model.data import open_stream
 from repro.parallel.connect import END, outside
 from repro.parallel.mesh import Mesh
-from repro.results.found import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 from repro.results.metrics import per_layer
+from repro.results.record_parts import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 
 __all__ = ["Diverged", "Run"]
 

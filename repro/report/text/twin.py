@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from repro.accuracy.twins.derive import Member
     from repro.config import Experiment
 
-CALIBRATE = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
+CALIBRATE_COMMAND = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
 
 
-def command(
+def print_twin(
     names: Sequence[str],
     machine: Path | None,
     ranks: int,
@@ -59,7 +59,7 @@ def command(
     rates = [_rates("--within", within), _rates("--between", between)]
     compared, claims = _originals(names)
     if machine is None:
-        right = f"a file of this machine: {CALIBRATE.format(ranks=choice.ranks)}"
+        right = f"a file of this machine: {CALIBRATE_COMMAND.format(ranks=choice.ranks)}"
         raise ConfigError("--machine", expected=right)
     system = load_system(machine)
     found = []
