@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.claims.judge import experiments
+from repro.claims.judge import experiments_read
 from repro.claims.reader import load
 from tests import supported_pythons
 
@@ -384,7 +384,7 @@ def test_every_suite_that_claims_are_simulated_from_is_simulated(copy: Path, tar
         for row in claim.rows
         for evidence in row.evidence
         if evidence.kind == "simulated"
-        for name in experiments(evidence.value, row.variables)
+        for name in experiments_read(evidence.value, row.variables)
     }
     assert read <= set(run)
     assert len(run) == len(set(run))

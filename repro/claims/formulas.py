@@ -1,4 +1,6 @@
-"""The papers' closed forms, in the papers' symbols.  Expressions of the ledger may call these by name.
+"""Closed forms of the papers, in the papers' symbols, and counts of this repository's scripts.
+
+Expressions of the ledger call these functions by name.
 
 Sizes are bytes unless the name says `elements`; times are seconds; work is FLOP.  Psi is the number of
 parameters, Nd the data-parallel degree, Nm (`mp`) the model-parallel degree, K the optimizer bytes per
@@ -7,8 +9,10 @@ parameter.  ZERO3 is arXiv 1910.02054v3, MEG1 1909.08053v4, MEG2 2104.04473v5.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from functools import cache
+from importlib.resources import files
 from math import inf, sqrt
 
 GB, GiB, TB = 1e9, 2**30, 1e12
@@ -241,3 +245,33 @@ CONSTANTS: dict[str, float] = {
     "DAY": DAY,
     "inf": inf,
 }
+
+
+@cache
+def changed_lines(script: str) -> int:
+    """Return the number of lines that `examples/zero/SCRIPT.py` changes, adds or removes in `examples/plain/SCRIPT.py`.
+
+    A replaced line counts once. Blank lines and comments do not count.
+
+    Raises:
+        ArithmeticError: The script does not exist.
+    """
+    before, after = (_code_lines(kind, script) for kind in ("plain", "zero"))
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    return sum(
+        max(old_end - old, new_end - new)
+        for what, old, old_end, new, new_end in matcher.get_opcodes()
+        if what != "equal"
+    )
+
+
+def _code_lines(kind: str, script: str) -> list[str]:
+    try:
+        text = files(f"repro.examples.{kind}").joinpath(f"{script}.py").read_text(encoding="utf-8")
+    except (OSError, ModuleNotFoundError):
+        raise ArithmeticError(f"no script {kind}/{script}.py in examples/") from None
+    return [line for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+SCRIPT_COUNTS: dict[str, Callable[..., int]] = {"changed_lines": changed_lines}
+"""Functions by which expressions of the ledger count lines of the scripts in `examples/`."""

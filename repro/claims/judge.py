@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from repro.claims.evidence import evaluate_evidence
 from repro.claims.expression import Expression, parse, quotient, texts
-from repro.claims.finding import find
 from repro.claims.ledger import (
     EMULATED,
     ITSELF,
@@ -37,7 +37,7 @@ from repro.claims.ledger import (
     Row,
 )
 from repro.claims.records import Records
-from repro.claims.results import (
+from repro.claims.verdicts import (
     BAD,
     CONSISTENT,
     GOOD,
@@ -98,20 +98,20 @@ _ORDER = (
 """What a row can rest on, strongest first."""
 
 
-def strength(basis: str) -> int:
-    """Rank of what a row rests on; 0 is the strongest."""
+def strength_rank(basis: str) -> int:
+    """Return the rank of a row's evidence; 0 is the strongest."""
     return next(rank for rank, start in enumerate(_ORDER) if basis.startswith(start))
 
 
 def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
     evidence = [*row.evidence, *_at_published_scale(row, records)]
     findings = sorted(
-        (find(one, row, claim, records, _read(one, row)) for one in evidence),
-        key=lambda f: strength(_name(f)),
+        (evaluate_evidence(one, row, claim, records, _read(one, row)) for one in evidence),
+        key=lambda f: strength_rank(_name(f)),
     )
     speaking = [f for f in findings if f.verdict != NOT_COMPARABLE]
-    for level in dict.fromkeys(strength(_name(f)) for f in speaking):
-        equals = [f for f in speaking if strength(_name(f)) == level]
+    for level in dict.fromkeys(strength_rank(_name(f)) for f in speaking):
+        equals = [f for f in speaking if strength_rank(_name(f)) == level]
         if equals[0].itself:
             equals = [f for f in equals if f.decided] or equals
             if not all(f.itself for f in speaking):
@@ -151,7 +151,7 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
 
 def _read(evidence: Evidence, row: Row) -> list[str]:
     """The experiments that a value comes from."""
-    return [] if evidence.kind == "analytic" else experiments(evidence.value, row.variables)
+    return [] if evidence.kind == "analytic" else experiments_read(evidence.value, row.variables)
 
 
 def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
@@ -180,7 +180,7 @@ def _basis(rows: list[RowResult]) -> str:
     rest = Counter(row.basis for row in rows if row.basis)
     good = Counter(row.basis for row in rows if row.basis and row.verdict in GOOD)
     open_ = Counter(row.verdict for row in rows if rest and not row.basis)
-    parts = [f"{name} {good[name]}/{rest[name]}" for name in sorted(rest, key=strength)]
+    parts = [f"{name} {good[name]}/{rest[name]}" for name in sorted(rest, key=strength_rank)]
     return "; ".join([*parts, *(f"{count} {verdict}" for verdict, count in open_.items())])
 
 
@@ -192,6 +192,6 @@ def _name(finding: Finding) -> str:
     return f"measured, {finding.at}" if finding.kind == MEASURED else finding.kind
 
 
-def experiments(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
-    """The experiments that an expression reads, as `suite/name`."""
+def experiments_read(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
+    """Return the experiments that an expression reads, as `suite/name`."""
     return sorted({text for text in texts(expression, variables) if "/" in text})

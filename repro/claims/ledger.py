@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from repro.claims.expression import Expression, Uncertain, Value
-from repro.claims.published import Printed
+from repro.claims.published import PrintedNumber
 from repro.config.errors import ConfigError
 from repro.results.schema import EMULATED
 
@@ -42,7 +42,7 @@ PUBLISHED_SCALE, SCALED_TWIN, ONE_RANK = "published scale", "scaled twin", "one 
 EMULATED_NETWORK = "scaled twin, emulated network"
 CLOSED_FORM, COUNT = "closed form", "count of what is committed"
 ITSELF, TRACE, RUN = "the source against itself", "trace", "run"
-"""Where evidence gets its inputs (`repro.claims.inputs`): a formula of a paper and sizes; scripts of this
+"""Where evidence gets its inputs (`repro.claims.independence`): a formula of a paper and sizes; scripts of this
 repository; other numbers of the same source, or an answer that was put in; a simulated step; real processes."""
 
 
@@ -83,7 +83,7 @@ class Row:
     label: str
     published: str
     """As printed, without the unit."""
-    printed: Printed | None
+    printed: PrintedNumber | None
     """`published` as a number; None where it is a formula or words."""
     unit: str
     """A key of `published.UNITS`."""
@@ -98,7 +98,7 @@ class Row:
     calibrates: str
     """What the time model takes from this value, a `name` of simulate/time/calibration_points.toml: a simulation that
     knows the answer is no evidence.  Empty: nothing."""
-    blind: Printed | None
+    blind: PrintedNumber | None
     """What the suite predicted, in `unit`, before anybody who worked on it knew `published`."""
     needs: str
     """Hardware and run that would measure it."""

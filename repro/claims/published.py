@@ -46,7 +46,7 @@ _NUMBER = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)([KMBT]?)")
 
 
 @dataclass(frozen=True)
-class Printed:
+class PrintedNumber:
     """A published number or range.  `step` is the value of one unit in the last printed digit."""
 
     text: str
@@ -61,8 +61,12 @@ class Printed:
         return (self.low + self.high) / 2
 
 
-def read(text: str) -> Printed:
-    """`"1.88"`, `"4,187"`, `"14.4B"`, `"0.5T"` or the range `"3-5"`; else raises `ValueError`."""
+def parse_printed_number(text: str) -> PrintedNumber:
+    """Parse `"1.88"`, `"4,187"`, `"14.4B"`, `"0.5T"` or the range `"3-5"`.
+
+    Raises:
+        ValueError: The text is neither a number nor a range.
+    """
     parts = [part.strip() for part in re.split(r"(?<=[\dKMBT])\s*-\s*", text.strip())]
     matches = [_NUMBER.fullmatch(part) for part in parts]
     if len(parts) > 2 or not all(matches):
@@ -73,13 +77,13 @@ def read(text: str) -> Printed:
     digits = max(len(match.group(1).partition(".")[2]) for match in found)
     if values[0] > values[-1]:
         raise ValueError(f"{text!r} is a range from high to low")
-    return Printed(text, values[0], values[-1], _MAGNITUDES[last] * 10.0**-digits)
+    return PrintedNumber(text, values[0], values[-1], _MAGNITUDES[last] * 10.0**-digits)
 
 
 def printed(text: str) -> Uncertain:
     """A printed number as an *input* of an expression: it carries the rounding of its last digit."""
     try:
-        number = read(text)
+        number = parse_printed_number(text)
     except (AttributeError, TypeError, ValueError):
         raise ExpressionError(
             f"printed({text!r}): a printed number in quotes, such as printed('39')"
@@ -92,19 +96,19 @@ def digitised(value: float, error: float) -> Uncertain:
     return Uncertain(value, value - error, value + error)
 
 
-def magnitude(like: Printed | None) -> tuple[str, float]:
-    """The letter that a printed number ends with and what it stands for: `("B", 1e9)`; `("", 1)` without."""
+def magnitude(like: PrintedNumber | None) -> tuple[str, float]:
+    """Return the magnitude letter of a printed number and its factor: `("B", 1e9)`; `("", 1)` without a letter."""
     letter = like.text[-1] if like is not None and like.text and like.text[-1] in "KMBT" else ""
     return letter, _MAGNITUDES[letter]
 
 
-def show(value: float, like: Printed | None = None) -> str:
-    """`value` for a person: the digits of the published number, or four significant ones."""
+def format_value(value: float, like: PrintedNumber | None = None) -> str:
+    """Format `value` in the magnitude of a published number, with four significant digits."""
     if math.isinf(value) or math.isnan(value):
         return str(value)
     letter, size = magnitude(like)
     if letter:
-        return f"{show(value / size)}{letter}"
+        return f"{format_value(value / size)}{letter}"
     if value == 0:
         return "0"
     if abs(value) >= 1000 or float(value).is_integer():
@@ -112,8 +116,8 @@ def show(value: float, like: Printed | None = None) -> str:
     return f"{value:.4g}"
 
 
-def with_unit(text: str, unit: str) -> str:
-    """`31.4 GB`, `44.8%`, `9.09x [8.7, 9.5]`; nothing twice."""
+def append_unit(text: str, unit: str) -> str:
+    """Append a unit: `31.4 GB`, `44.8%`, `9.09x [8.7, 9.5]`; do not repeat a unit."""
     if not unit or text.endswith(unit):
         return text
     value, bracket, interval = text.partition(" [")

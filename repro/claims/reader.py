@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from repro.claims import ledger as the
-from repro.claims.entries import ClaimEntry, EvidenceEntry, FileEntry, TableEntry, Testable, read_file
 from repro.claims.expression import Expression, ExpressionError, Uncertain, Value, check, parse
-from repro.claims.formulas import CONSTANTS, FORMULAS
-from repro.claims.inputs import RATES, circular, closed_form
-from repro.claims.published import UNITS, Printed, digitised, printed, read
+from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
+from repro.claims.independence import LARGE_RESULT_UNITS, analytic_origin, shared_input
+from repro.claims.ledger_schema import ClaimEntry, EvidenceEntry, FileEntry, TableEntry, Testable, read_file
+from repro.claims.published import UNITS, PrintedNumber, digitised, parse_printed_number, printed
 from repro.claims.records import Records
-from repro.claims.scripts import COUNTS
-from repro.claims.tolerance import BOUNDS, POINTS, RELATIVE
+from repro.claims.tolerance import BOUNDS, RELATIVE_TOLERANCE, TOLERANCE_POINTS
 from repro.config.errors import ConfigError
 from repro.results.schema import EMULATED
 
 HERE = Path(__file__).parent
-_CLOSED = {**FORMULAS, **COUNTS, "printed": printed, "digitised": digitised}
+_CLOSED = {**FORMULAS, **SCRIPT_COUNTS, "printed": printed, "digitised": digitised}
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured")}
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2} at [0-9a-f]{7,}$")
@@ -69,9 +68,9 @@ def _rates(files: Iterable[FileEntry]) -> Iterator[float]:
                 at = table.columns.index(cell.column) if cell.column in table.columns else len(table.columns)
                 published += [(cell, str(value)) for line in table.body for value in line[at : at + 1]]
         for entry, text in published:
-            if (unit := _unit(entry, claim)) in RATES:
+            if (unit := _unit(entry, claim)) in LARGE_RESULT_UNITS:
                 try:
-                    number = read(text)
+                    number = parse_printed_number(text)
                 except ValueError:
                     continue
                 yield number.value * UNITS[unit]
@@ -179,7 +178,7 @@ def _variable(value: int | float | str, error: float) -> Value | Uncertain:
     if not isinstance(value, str):
         return value
     try:
-        number = read(value)
+        number = parse_printed_number(value)
     except ValueError:
         return value
     return digitised(number.value, error) if error else printed(value)
@@ -194,7 +193,7 @@ def _row(
     rates: frozenset[float],
 ) -> the.Row:
     try:
-        metric = _one_of("metric", entry.metric or claim.metric, RELATIVE)
+        metric = _one_of("metric", entry.metric or claim.metric, RELATIVE_TOLERANCE)
         certainty = _one_of("certainty", entry.certainty or claim.certainty, the.CERTAINTIES)
         if entry.error < 0:
             raise ConfigError("error", entry.error, "0 or more")
@@ -203,16 +202,16 @@ def _row(
             raise ConfigError(
                 "blind", entry.blind, says="needs simulated evidence, today's answer to the same question"
             )
-        number: Printed | None
+        number: PrintedNumber | None
         try:
-            number = read(published)
+            number = parse_printed_number(published)
         except ValueError:
             number = None
         evidence = []
         if entry.analytic:
             value = _expression("analytic", entry.analytic, _CLOSED, variables)
             size = None if number is None else number.value * UNITS[unit]
-            origin = closed_form(value, variables, certainty, size, unit, rates)
+            origin = analytic_origin(value, variables, certainty, size, unit, rates)
             origin = the.ITSELF if entry.given else origin
             evidence.append(
                 the.Evidence(
@@ -231,7 +230,7 @@ def _row(
             raise ConfigError(
                 "published", published, "a number such as 1.88, 14.4B or 3-5, since a value is compared"
             )
-        for points in sorted({metric, *(item.metric for item in evidence)} & POINTS.keys()):
+        for points in sorted({metric, *(item.metric for item in evidence)} & TOLERANCE_POINTS.keys()):
             if unit != "%":
                 raise ConfigError("unit", unit, f"% with metric {points}, whose tolerance is in points")
         row = the.Row(
@@ -253,7 +252,7 @@ def _row(
             given=entry.given,
             variables=variables,
         )
-        if shared := circular(row):
+        if shared := shared_input(row):
             raise ConfigError("given", "", f"what of the answer is an input: {shared}")
         return row
     except ConfigError as error:
@@ -279,7 +278,7 @@ def _evidence(
         origin=the.TRACE if kind == "simulated" else the.RUN,
         value=_expression(kind, item.value, _WITH_RECORDS, variables),
         expect=_expression("expect", item.expect, _WITH_RECORDS, variables) if item.expect else None,
-        metric=_one_of("metric", item.metric or fallback, RELATIVE),
+        metric=_one_of("metric", item.metric or fallback, RELATIVE_TOLERANCE),
     )
 
 
@@ -304,8 +303,8 @@ def _one_of(key: str, value: str, known: Collection[str]) -> str:
     return value
 
 
-def _number(key: str, text: str) -> Printed:
+def _number(key: str, text: str) -> PrintedNumber:
     try:
-        return read(text)
+        return parse_printed_number(text)
     except ValueError as error:
         raise ConfigError(key, text, says=str(error)) from None

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from repro.claims.doubt import Doubt
+from repro.claims.independence import QuantityCounts, count_independent
 from repro.claims.ledger import COUNT, ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
-from repro.claims.results import (
+from repro.claims.verdicts import (
     BAD,
     CONSISTENT,
     GOOD,
@@ -19,10 +19,10 @@ from repro.claims.results import (
     VERDICTS,
     ClaimResult,
     Finding,
+    InputUncertainty,
     KindResult,
     RowResult,
 )
-from repro.claims.things import Things, count
 from repro.results.schema import EMULATED
 
 
@@ -60,7 +60,7 @@ def table(results: Sequence[ClaimResult]) -> list[Line]:
 def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
     """Counts: claims and rows by verdict, by kind of evidence, and of independent things tested."""
     rows = [row for result in results for row in result.rows]
-    things = count(results)
+    things = count_independent(results)
     return {
         "claims": len(results),
         "rows": len(rows),
@@ -77,7 +77,7 @@ def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
     }
 
 
-def _evidence(results: Sequence[ClaimResult], kind: str, things: Things) -> dict[str, Any]:
+def _evidence(results: Sequence[ClaimResult], kind: str, things: QuantityCounts) -> dict[str, Any]:
     claims = [k for k in (result.kind(kind) for result in results) if k]
     rows = [found for result in results for row in result.rows if (found := row.under(kind))]
     decided = [found for found in rows if all(f.decided for f in found)]
@@ -142,7 +142,7 @@ def why(result: ClaimResult) -> str:
         )
     if result.verdict == CONSISTENT:
         return f"It hangs together and no more: {values} the claim agree{'s' * (len(main) == 1)} with {by}."
-    counts = count([replace(result, rows=tuple(main))])
+    counts = count_independent([replace(result, rows=tuple(main))])
     things = sum(found.tested for kind, found in counts.items() if kind != ITSELF)
     tests = f"{things} independent test{'s' * (things != 1)}"
     return f"{values[0].upper()}{values[1:]} the claim agree{'s' * (len(main) == 1)} with {by} ({tests})."
@@ -281,7 +281,7 @@ MOVES = 5
 """Unknowns of a predicted value, those that move it most."""
 
 
-def _moved(doubt: Doubt | None) -> list[dict[str, Any]]:
+def _moved(doubt: InputUncertainty | None) -> list[dict[str, Any]]:
     """What it is at both ends of an unknown's range, all others at their best values."""
     alone = {} if doubt is None else doubt.alone
     return [{"key": key, "low": low, "high": high} for key, (low, high) in list(alone.items())[:MOVES]]

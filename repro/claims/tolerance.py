@@ -29,9 +29,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from repro.claims.published import Printed
+from repro.claims.ledger import Claim, Evidence, Row
+from repro.claims.published import UNITS, PrintedNumber, magnitude
 
-RELATIVE: dict[str, float] = {
+RELATIVE_TOLERANCE: dict[str, float] = {
     "exact": 0.0,
     "exact-padding": 1e-3,
     "parity": 1e-5,
@@ -53,16 +54,16 @@ source gives a model ("100B"), against its true parameter count; as memory.  `li
 that fits, good to one step of the sizes that the source tried.  `quality`: scores of weights; never
 compared without the weights.
 """
-POINTS: dict[str, float] = {"share": 3.0}
+TOLERANCE_POINTS: dict[str, float] = {"share": 3.0}
 """Absolute tolerance in percentage points, for classes whose unit is %.
 
 `share`: time that is lost or gained, as a share of the time of the work.  What disturbs it (messages that take
 time, stages that are not quite equal, a core that is taken away) is a share of the work as well, and does not
 become less where the loss is small: 12 % of a bubble of 8 % would be asking for a hundredth of the work.
 """
-NOISELESS = ("exact", "exact-padding", "parity")
+NOISELESS_METRICS = ("exact", "exact-padding", "parity")
 """Classes whose values have no noise: the printed digits give measured ones, and counts, no room."""
-COUNTED = ("", "x", "calls", "elements", "bytes", "samples", "steps", "GPUs")
+COUNT_UNITS = ("", "x", "calls", "elements", "bytes", "samples", "steps", "GPUs")
 """Units of numbers that are counted: calls, samples, elements or bytes for each parameter, multiples."""
 UP_TO = "up to"
 BOUNDS = ("", "over", "at least", "under", "at most", UP_TO)
@@ -72,7 +73,7 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedRange:
     """The values that agree: `low <= value <= high`, without the ends where open; and why."""
 
     low: float
@@ -82,15 +83,15 @@ class Accepted:
     because: str
 
     def meets(self, low: float, high: float) -> bool:
-        """Whether an evidence interval `[low, high]` overlaps the accepted values."""
+        """Return whether an evidence interval `[low, high]` overlaps the accepted values."""
         slack = _ROUNDING * max(abs(low), abs(high))
         above = high > self.low if self.open_low else high >= self.low - slack
         below = low < self.high if self.open_high else low <= self.high + slack
         return above and below
 
 
-def accepted(
-    published: Printed,
+def accepted_range(
+    published: PrintedNumber,
     metric: str,
     *,
     closed_form: bool,
@@ -98,18 +99,20 @@ def accepted(
     error: float = 0.0,
     steps: tuple[float, ...] = (),
     count: bool = False,
-) -> Accepted:
-    """The values that agree with `published` under the rule above, all in the published unit.
+) -> AcceptedRange:
+    """Return the values that agree with `published` under the rule above, all in the published unit.
 
     `closed_form`: the evidence is analytic.  `error`: of digitisation, or of a rounding that the source
     tells of.  `steps`: the sizes that the source tried, for class `limit`.  `count`: it is a number of
     things, a multiple or a coefficient, which is equal or is not.
     """
     low, high = published.low, published.high
-    count = count and metric in NOISELESS
-    if metric in NOISELESS and not bound and (count or not closed_form):
-        slack = RELATIVE[metric] * max(abs(low), abs(high))
-        return Accepted(low - slack, high + slack, False, False, "exactly" if not slack else f"{slack:g}")
+    count = count and metric in NOISELESS_METRICS
+    if metric in NOISELESS_METRICS and not bound and (count or not closed_form):
+        slack = RELATIVE_TOLERANCE[metric] * max(abs(low), abs(high))
+        return AcceptedRange(
+            low - slack, high + slack, False, False, "exactly" if not slack else f"{slack:g}"
+        )
     digitised = [(low - error, high + error, f"digitised +-{error:g}")] if error else []
     if bound and bound != UP_TO:
         start, end, why = (
@@ -118,14 +121,14 @@ def accepted(
             " and ".join(["printed bound", *(w[2] for w in digitised)]),
         )
         if bound in ("under", "at most"):
-            return Accepted(float("-inf"), end, False, bound == "under", why)
-        return Accepted(start, float("inf"), bound == "over", False, why)
-    relative = 0.0 if closed_form and metric != "size" else RELATIVE[metric]
+            return AcceptedRange(float("-inf"), end, False, bound == "under", why)
+        return AcceptedRange(start, float("inf"), bound == "over", False, why)
+    relative = 0.0 if closed_form and metric != "size" else RELATIVE_TOLERANCE[metric]
     widened = list(digitised)
     if relative:
         widened.append((low - relative * abs(low), high + relative * abs(high), f"{relative:.0%} ({metric})"))
-    if metric in POINTS and not closed_form:
-        points = POINTS[metric]
+    if metric in TOLERANCE_POINTS and not closed_form:
+        points = TOLERANCE_POINTS[metric]
         widened.append((low - points, high + points, f"{points:g} points ({metric})"))
     if metric == "limit" and steps and (bound or not closed_form):
         below = max((step for step in steps if step < low), default=low)
@@ -138,24 +141,80 @@ def accepted(
     if bound:
         end = max(digits[1], *(w[1] for w in widened)) if widened else digits[1]
         near = " or ".join(w[2] for w in widened) or ("equal" if count else "printed digits")
-        return Accepted(
+        return AcceptedRange(
             digits[0] - error, end, False, not widened and not count, f"{bound}, and near: {near}"
         )
     wider = [w for w in widened if w[0] < digits[0] or w[1] >= digits[1]]
     if not wider:
-        return Accepted(*digits, False, True, "printed digits")
+        return AcceptedRange(*digits, False, True, "printed digits")
     start, end = min(digits[0], *(w[0] for w in wider)), max(digits[1], *(w[1] for w in wider))
-    return Accepted(start, end, False, end == digits[1], " or ".join(w[2] for w in wider))
+    return AcceptedRange(start, end, False, end == digits[1], " or ".join(w[2] for w in wider))
 
 
 def agrees_at_scale(value: tuple[float, float], expected: tuple[float, float], metric: str) -> bool:
-    """Whether two intervals, of a scaled twin and of the formula at its scale, meet under `metric`."""
-    slack = max(RELATIVE[metric], _ROUNDING) * max(abs(expected[0]), abs(expected[1])) + POINTS.get(metric, 0)
+    """Return whether the intervals of a scaled twin and of the formula at its scale overlap under `metric`."""
+    slack = max(RELATIVE_TOLERANCE[metric], _ROUNDING) * max(
+        abs(expected[0]), abs(expected[1])
+    ) + TOLERANCE_POINTS.get(metric, 0)
     return value[1] >= expected[0] - slack and value[0] <= expected[1] + slack
 
 
-def room(metric: str) -> str:
-    """The tolerance of a class in words: `exactly`, `within 0.001 relative`, `within 3 points`."""
-    if metric in POINTS:
-        return f"within {POINTS[metric]:g} points"
-    return f"within {RELATIVE[metric]:g} relative" if RELATIVE[metric] else "exactly"
+def describe_class_tolerance(metric: str) -> str:
+    """Describe the tolerance of a class: `exactly`, `within 0.001 relative`, `within 3 points`."""
+    if metric in TOLERANCE_POINTS:
+        return f"within {TOLERANCE_POINTS[metric]:g} points"
+    return f"within {RELATIVE_TOLERANCE[metric]:g} relative" if RELATIVE_TOLERANCE[metric] else "exactly"
+
+
+def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> AcceptedRange | None:
+    """Return the values, in the row's unit, that agree with the published value.
+
+    Return None for evidence at a twin's scale and for published words, which are not compared with a number.
+    """
+    if evidence.expect is not None or row.printed is None:
+        return None
+    return accepted_range(
+        row.printed,
+        evidence.metric,
+        closed_form=evidence.kind == "analytic",
+        bound=row.bound,
+        error=row.error,
+        steps=tuple(step / UNITS[row.unit] for step in claim.steps),
+        count=row.unit in COUNT_UNITS and not magnitude(row.printed)[0],
+    )
+
+
+def published_range(row: Row, claim: Claim) -> AcceptedRange | None:
+    """Return the published value, in the row's unit, with the source's own error and no tolerance; None for words."""
+    if row.printed is None:
+        return None
+    steps = tuple(step / UNITS[row.unit] for step in claim.steps)
+    return accepted_range(
+        row.printed, "exact", closed_form=True, bound=row.bound, error=row.error, steps=steps
+    )
+
+
+def describe_tolerance(row: Row, evidence: Evidence, claim: Claim) -> str:
+    """Describe the accepted values: `29.83 to 32.97 GB: 5% (memory)`, `the same word`."""
+    rule = accepted_range_of_row(row, evidence, claim)
+    if rule is not None:
+        return f"{_range(rule, row)}: {rule.because}"
+    if evidence.expect is None or row.printed is None:
+        return "the same word"
+    return f"{describe_class_tolerance(evidence.metric)} ({evidence.metric}) of the formula at that scale"
+
+
+def _range(rule: AcceptedRange, row: Row) -> str:
+    low, high = _number(rule.low, row.printed), _number(rule.high, row.printed)
+    unit = row.unit if row.unit in ("", "x", "%") else f" {row.unit}"
+    if rule.low == float("-inf"):
+        return f"{'below' if rule.open_high else 'at most'} {high}{unit}"
+    if rule.high == float("inf"):
+        return f"{'above' if rule.open_low else 'at least'} {low}{unit}"
+    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def _number(value: float, like: PrintedNumber | None) -> str:
+    """Format a number with six significant digits, in the magnitude of the printed number."""
+    letter, size = magnitude(like)
+    return f"{value / size:.6g}{letter}"

@@ -12,8 +12,7 @@ from repro.config.suites import Entry, Suite
 from repro.launch.job import Job
 from repro.launch.progress import Progress
 from repro.results import select
-from repro.results.found import KernelsRan, Provenance, RankResult
-from repro.results.kernels import fallbacks
+from repro.results.record_parts import KernelsRan, Provenance, RankResult, kernel_fallbacks
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.store import DISK_FULL, Store
 
@@ -78,7 +77,7 @@ class Recorder:
 
     def _warn(self, name: str, ran: KernelsRan) -> None:
         """Say once why torch's operators ran in place of CUDA kernels, or a slow run would look like a fast one."""
-        for why, operators in fallbacks(ran).items():
+        for why, operators in kernel_fallbacks(ran).items():
             if why not in self._told:
                 self._told.add(why)
                 print(

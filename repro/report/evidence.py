@@ -27,10 +27,10 @@ from repro.claims.again.questions import load as load_questions
 from repro.claims.judge import judge
 from repro.claims.ledger import EMULATED, KINDS, Ledger
 from repro.claims.reader import load
-from repro.claims.results import ClaimResult
 from repro.claims.table import as_dict, summary, table
+from repro.claims.verdicts import ClaimResult
 from repro.measure.local_system import load_system
-from repro.results import frames
+from repro.results import tables
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.select import of_today, select
 from repro.results.store import Store
@@ -87,7 +87,7 @@ class JudgedStore:
 
     def summary(self) -> pd.DataFrame:
         """One row per system: claims by verdict, values that each kind of evidence reproduces of those it tests, and
-        how many independent things these are (`repro.claims.things`)."""
+        how many independent quantities these are (`repro.claims.independence`)."""
         groups: dict[str, list[ClaimResult]] = {}
         for result in self.judged:
             groups.setdefault(self.ledger.about[result.claim.file], []).append(result)
@@ -134,7 +134,7 @@ class JudgedStore:
 
     def to_run(self, pattern: str = "*") -> list[str]:
         """The commands that bring the records which these claims read and the store lacks."""
-        from repro.claims.commands import Catalogue
+        from repro.claims.run_commands import SuiteCatalogue
         from repro.report.verdicts import experiments_of
 
         known = {(record.evidence, record.at) for record in self.latest() if record.conclusive}
@@ -145,11 +145,11 @@ class JudgedStore:
             for kind, at in experiments_of(result.claim)
             if (MEASURED if kind == EMULATED else kind, at) not in known
         ]
-        return [command.text for command in Catalogue().commands(lacking)]
+        return [command.text for command in SuiteCatalogue().commands(lacking)]
 
     def experiments(self, pattern: str = "*", evidence: str = "") -> pd.DataFrame:
         """One row per record of an experiment, of any protocol: what was run, how it ended, every metric."""
-        return frames.experiments(
+        return tables.experiment_frame(
             record for record in self._matching(pattern) if evidence in ("", getattr(record, "evidence", ""))
         )
 
@@ -164,7 +164,7 @@ class JudgedStore:
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
         """One row per comparison of two strategies that took turns: ratio with its 95 % interval."""
-        return frames.comparisons(self._matching(pattern))
+        return tables.comparison_frame(self._matching(pattern))
 
     def provenance(self) -> pd.DataFrame:
         """One row per record of any kind and protocol: its id, where it came from, which source made it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from repro.results.found import Provenance
+from repro.results.record_parts import Provenance
 from repro.results.schema import Record
 from repro.util import units
 

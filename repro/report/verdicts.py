@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from repro.claims.commands import evaluations
 from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
-from repro.claims.published import with_unit
-from repro.claims.results import (
+from repro.claims.published import append_unit
+from repro.claims.run_commands import evaluation_commands
+from repro.claims.verdicts import (
     BAD,
     CONSISTENT,
     INCONSISTENT,
@@ -20,11 +20,10 @@ from repro.claims.results import (
 from repro.util import units
 
 if TYPE_CHECKING:
-    from repro.claims.commands import Catalogue
-    from repro.claims.doubt import Doubt
     from repro.claims.ledger import Claim, Ledger
-    from repro.claims.results import ClaimResult, Finding, RowResult
+    from repro.claims.run_commands import SuiteCatalogue
     from repro.claims.table import Line
+    from repro.claims.verdicts import ClaimResult, Finding, InputUncertainty, RowResult
 
 SIGNS = {
     REPRODUCED: "✓",
@@ -48,7 +47,7 @@ def anchor(kind: str, name: str) -> str:
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.')}"
 
 
-def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Catalogue) -> dict[str, Any]:
+def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
     """Everything that the page says about one claim."""
     claim = result.claim
     read = list(dict.fromkeys([*experiments_of(claim), *_measured_at_published_scale(result)]))
@@ -79,13 +78,13 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Catal
         "cells": {**{kind: _cell(result, line, kind) for kind in KINDS}, "itself": _itself(result, line)},
         "rows": [row_view(row, claim) for row in result.rows],
         "experiments": [{"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in read],
-        "commands": [*catalogue.commands(read), *evaluations(claim)],
+        "commands": [*catalogue.commands(read), *evaluation_commands(claim)],
     }
 
 
 def experiments_of(claim: Claim) -> list[tuple[str, str]]:
     """Kind of evidence and `suite/name` of every experiment that a claim reads, each once."""
-    from repro.claims.judge import experiments
+    from repro.claims.judge import experiments_read
 
     read = [
         (evidence.kind, name)
@@ -94,7 +93,7 @@ def experiments_of(claim: Claim) -> list[tuple[str, str]]:
         if evidence.kind != "analytic"
         for part in (evidence.value, evidence.expect)
         if part
-        for name in experiments(part, row.variables)
+        for name in experiments_read(part, row.variables)
     ]
     return list(dict.fromkeys(read))
 
@@ -142,7 +141,7 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
     row = result.row
     published = f"{row.bound} {row.published}".strip()
     if row.printed is not None:
-        published = with_unit(published, row.unit)
+        published = append_unit(published, row.unit)
     return {
         "label": row.label,
         "published": published + (f" ± {row.error:g}" if row.error else ""),
@@ -153,7 +152,7 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
         "reason": "" if result.reason == claim.needs or result.findings else result.reason,
         "note": row.note,
         "given": row.given,
-        "blind": with_unit(row.blind.text, row.unit) if row.blind else "",
+        "blind": append_unit(row.blind.text, row.unit) if row.blind else "",
         "main": row.main,
         "findings": [_finding(finding, result) for finding in result.findings],
     }
@@ -183,12 +182,12 @@ BARS = 5
 """Unknowns of a tornado, those that move the value most."""
 
 
-def tornado(doubt: Doubt) -> list[dict[str, Any]]:
+def tornado(doubt: InputUncertainty) -> list[dict[str, Any]]:
     """What each unknown alone makes of a value: a bar from one end to the other, as parts of the widest span of all.
 
     `left` and `width` in percent; `best`: where the value at the best numbers lies.
     """
-    shown = doubt.largest(BARS)
+    shown = doubt.largest_unknowns(BARS)
     ends = [end for _, low, high, _ in shown for end in (low, high)] + [doubt.best]
     start, whole = min(ends), (max(ends) - min(ends)) or 1.0
 
@@ -218,7 +217,7 @@ def _beside_the_rule(finding: Finding) -> str:
 
 def _value(finding: Finding, result: RowResult) -> str:
     """The value for a person, with the row's unit if it is a number."""
-    return finding.text if isinstance(finding.value, str) else with_unit(finding.text, result.row.unit)
+    return finding.text if isinstance(finding.value, str) else append_unit(finding.text, result.row.unit)
 
 
 def _source(text: str, ledger: Ledger) -> dict[str, str]:

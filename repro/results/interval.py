@@ -9,7 +9,7 @@ from math import exp, log
 from typing import Any, NamedTuple, TypeAlias
 
 from repro.measure.statistics import quantile
-from repro.results.parts import RecordPart
+from repro.results.json_fields import RecordPart
 
 ENDS = (0.05, 0.95)
 """Quantiles of the joint draws between which a 90 % interval lies."""

@@ -13,11 +13,17 @@ from statistics import median
 from repro.config import Experiment
 from repro.config.engines import NATIVE
 from repro.measure.statistics import ratio_interval, summary
-from repro.results import kernels, metrics
-from repro.results.found import CheckpointReport, Provenance, RankResult, StepSeries
+from repro.results import metrics
+from repro.results.json_fields import finite
 from repro.results.metrics import Held, Metrics
-from repro.results.network import NetworkReport
-from repro.results.parts import finite
+from repro.results.record_parts import (
+    CheckpointReport,
+    NetworkReport,
+    Provenance,
+    RankResult,
+    StepSeries,
+    kernels_of_ranks,
+)
 from repro.results.schema import MEASURED, ComparisonRecord, ExperimentRecord, Side
 
 _WORST_FIRST = ("oom", "diverged", "error", "ok")
@@ -62,7 +68,7 @@ def experiment_record(
         comm_per_layer=first.comm_per_layer if first else [],
         comm_by_rank=[result.comm for result in results],
         software=first.software if first else None,
-        kernels=kernels.of_ranks(results),
+        kernels=kernels_of_ranks(results),
         network=NetworkReport.of([rank.network for rank in results if rank.network]),
         provenance=provenance,
         wall_s=round(wall_s, 3),

@@ -35,7 +35,7 @@ from repro.config import Experiment
 from repro.measure.statistics import ratio_interval
 from repro.model import flops, parameters
 from repro.parallel.pipeline.schedule import build, in_flight
-from repro.results.found import LayerTraffic, StageReport, TrafficRow
+from repro.results.record_parts import LayerTraffic, StageReport, TrafficRow
 
 Metrics: TypeAlias = dict[str, float]
 STEP_SECONDS = "step_seconds.median"

@@ -1,6 +1,6 @@
 """The record as a type: what was run, how it ended, its metrics, and where they come from.
 
-A line of the store is one record, a JSON object whose keys are the fields here (`repro.results.parts`).  A store
+A line of the store is one record, a JSON object whose keys are the fields here (`repro.results.json_fields`).  A store
 outlives the program that wrote it, and people merge, cut and edit files: `read` takes lines of every version since
 the first and says of others what they lack, so that no reader fails in the middle of one.  Times are seconds, sizes
 bytes, work FLOP.
@@ -18,10 +18,13 @@ from typing import Any, TypeAlias
 from repro.config import PROTOCOL, Experiment
 from repro.config.errors import ConfigError
 from repro.config.experiment import from_dict
-from repro.results.found import (
+from repro.results.interval import StepInterval
+from repro.results.json_fields import RecordPart
+from repro.results.record_parts import (
     CheckpointReport,
     KernelsRan,
     LayerTraffic,
+    NetworkReport,
     Provenance,
     RankMemory,
     SimulatedOn,
@@ -30,9 +33,6 @@ from repro.results.found import (
     StepSeries,
     TrafficRow,
 )
-from repro.results.interval import StepInterval
-from repro.results.network import NetworkReport
-from repro.results.parts import RecordPart
 
 SCHEMA = 1
 """Version of the record's layout."""

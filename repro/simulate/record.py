@@ -14,8 +14,8 @@ from repro.config import Experiment, OperatorSet, models, systems
 from repro.config.system import System
 from repro.model import flops
 from repro.results import metrics
-from repro.results.found import SimulatedFailure, SimulatedOn, SimulatedRole, StepSeries
 from repro.results.metrics import Held, Metrics
+from repro.results.record_parts import SimulatedFailure, SimulatedOn, SimulatedRole, StepSeries
 from repro.results.schema import SIMULATED, ExperimentRecord
 
 if TYPE_CHECKING:

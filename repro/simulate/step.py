@@ -10,7 +10,7 @@ from repro.config import Experiment
 from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.model import flops, parameters
-from repro.results.found import TrafficRow
+from repro.results.record_parts import TrafficRow
 from repro.simulate.memory.live import Memory, measure
 from repro.simulate.memory.replay import Replay, replay
 from repro.simulate.placement import Placement

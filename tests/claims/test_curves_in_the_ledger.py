@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from repro.claims.results import NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from repro.claims.things import Things, count
-from repro.results.found import StepSeries
+from repro.claims.independence import QuantityCounts, count_independent
+from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
+from repro.results.record_parts import StepSeries
 from repro.results.schema import ExperimentRecord
 from tests.claims.made_up import record
 from tests.claims.test_judge import judged
@@ -53,4 +53,4 @@ def test_what_cannot_be_compared_is_not_run_and_says_why(tmp_path: Path) -> None
 
 def test_a_curve_is_one_thing_however_it_is_held_against_others(tmp_path: Path) -> None:
     found = judged(tmp_path, STRAYED + APART, curve("one", 0), curve("order", 1e-6), curve("a", 0))
-    assert count([found])["measured"] == Things(1, 1)
+    assert count_independent([found])["measured"] == QuantityCounts(1, 1)

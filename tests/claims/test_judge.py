@@ -9,7 +9,8 @@ import pytest
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF
 from repro.claims.reader import load
-from repro.claims.results import (
+from repro.claims.table import summary, table
+from repro.claims.verdicts import (
     CONSISTENT,
     INCONSISTENT,
     NOT_COMPARABLE,
@@ -18,7 +19,6 @@ from repro.claims.results import (
     REPRODUCED,
     ClaimResult,
 )
-from repro.claims.table import summary, table
 from repro.config import PROTOCOL, ConfigError, Experiment, Layout, Model
 from repro.results.schema import Record
 from tests.claims.made_up import record

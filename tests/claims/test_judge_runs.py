@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from repro.claims.records import Records
-from repro.claims.results import NOT_REPRODUCED, NOT_RUN, REPRODUCED
+from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Model
 from repro.results.schema import ComparisonRecord, Record, Side
 from tests.claims.made_up import record

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from repro.claims.judge import experiments, judge
+from repro.claims.judge import experiments_read, judge
 from repro.claims.ledger import ITSELF, Ledger
-from repro.claims.results import (
+from repro.claims.tolerance import RELATIVE_TOLERANCE
+from repro.claims.verdicts import (
     BAD,
     GOOD,
     INCONSISTENT,
@@ -19,7 +20,6 @@ from repro.claims.results import (
     REPRODUCED,
     ClaimResult,
 )
-from repro.claims.tolerance import RELATIVE
 from repro.config import ConfigError
 from tests import committed
 
@@ -334,7 +334,7 @@ def test_an_empty_store_measures_nothing(results: dict[str, ClaimResult]) -> Non
 
 
 def test_only_classes_of_the_rule_are_used(ledger: Ledger) -> None:
-    assert {row.metric for claim in ledger.claims for row in claim.rows} <= set(RELATIVE)
+    assert {row.metric for claim in ledger.claims for row in claim.rows} <= set(RELATIVE_TOLERANCE)
 
 
 def test_an_unknown_id_names_its_neighbours(ledger: Ledger) -> None:
@@ -373,5 +373,5 @@ def test_evidence_reads_experiments_that_a_suite_has(ledger: Ledger) -> None:
         for row in claim.rows:
             for evidence in row.evidence:
                 for expression in (evidence.value, evidence.expect):
-                    read = experiments(expression, row.variables) if expression else []
+                    read = experiments_read(expression, row.variables) if expression else []
                     assert set(read) <= known, f"{claim.id}: {row.label}"

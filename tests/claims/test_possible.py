@@ -9,13 +9,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from repro.claims.doubt import Doubt
 from repro.claims.judge import judge
 from repro.claims.reader import load
-from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, POSSIBLE, REPRODUCED, ClaimResult, RowResult
 from repro.claims.table import as_dict, summary, totals, why
+from repro.claims.verdicts import (
+    NOT_COMPARABLE,
+    NOT_REPRODUCED,
+    POSSIBLE,
+    REPRODUCED,
+    ClaimResult,
+    InputUncertainty,
+    RowResult,
+)
 from repro.report.exports.compare import BETTER, SAME, WORSE, _judged
-from repro.report.text.claims import show_one
+from repro.report.text.claims import print_claim
 from repro.report.verdicts import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
@@ -185,7 +192,9 @@ def test_a_tornado_has_the_unknowns_that_move_a_value_most_as_parts_of_the_wides
 
 def test_a_tornado_leaves_out_what_decides_nothing() -> None:
     """Less than a fiftieth of what all of them move together."""
-    doubt = Doubt(1.0, 3.0, 1.0, 3.0, 2.0, {"rings": (1.0, 3.0), "pcie": (2.0, 2.06), "launch": (2.0, 2.02)})
+    doubt = InputUncertainty(
+        1.0, 3.0, 1.0, 3.0, 2.0, {"rings": (1.0, 3.0), "pcie": (2.0, 2.06), "launch": (2.0, 2.02)}
+    )
     assert [bar["key"] for bar in tornado(doubt)] == ["rings", "pcie"]
 
 
@@ -195,7 +204,7 @@ def test_a_claim_on_a_terminal_says_what_moves_its_values_most(tmp_path: Path) -
     for name, interval in (("open", DOUBT), ("certain", None)):
         console = Console(file=io.StringIO(), width=140, highlight=False)
         result = judged(tmp_path, "15.0", simulated("s/a", 10.0, interval), value=rate())
-        show_one(result, load(tmp_path), console)
+        print_claim(result, load(tmp_path), console)
         assert isinstance(console.file, io.StringIO)
         said[name] = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["x", RINGS, "10", "20", "90.8", "%"] in said["open"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from repro.claims.commands import evaluations
 from repro.claims.judge import judge_claim
 from repro.claims.records import Records
-from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, RowResult
+from repro.claims.run_commands import evaluation_commands
+from repro.claims.verdicts import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, RowResult
 from repro.config import models
 from repro.results.schema import EvaluationRecord, Record
 from repro.results.schema import read as read_record
@@ -58,7 +58,7 @@ def test_without_a_record_the_command_is_said() -> None:
         in found.findings[0].reason
     )
     claim = committed.ledger().claim("tnlg-lambada")
-    assert [command.text.split()[7] for command in evaluations(claim)] == ["megatron", "gpt2"]
+    assert [command.text.split()[7] for command in evaluation_commands(claim)] == ["megatron", "gpt2"]
 
 
 def test_weights_that_nobody_has_stay_not_comparable_until_they_are_scored() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from repro.claims.expression import arguments
-from repro.claims.judge import experiments, judge, judge_claim
+from repro.claims.judge import experiments_read, judge, judge_claim
 from repro.claims.records import Missing, Records
-from repro.claims.results import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from repro.claims.tolerance import accepted
+from repro.claims.tolerance import accepted_range
+from repro.claims.verdicts import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.config import Experiment, Layout, Model
 from repro.launch.simulated import attempt, system_of
 from repro.results.schema import ExperimentRecord
@@ -165,7 +165,7 @@ def test_names_put_together_lead_to_their_experiments() -> None:
     claim = LEDGER.claim("zero-table1-per-device-memory")
     row = next(row for row in claim.rows if row.label == "DP 64: 1T P_os+g")
     (evidence,) = (e for e in row.evidence if e.kind == "simulated")
-    assert experiments(evidence.value, row.variables) == ["zero_memory/1t-z2-n64"]
+    assert experiments_read(evidence.value, row.variables) == ["zero_memory/1t-z2-n64"]
 
 
 def test_what_is_missing_says_how_to_simulate_it() -> None:
@@ -195,7 +195,7 @@ def test_table_1_comes_out_with_the_papers_own_digits() -> None:
             if finding.kind == "simulated" and finding.decided:
                 assert row.row.printed is not None
                 value = float(finding.value or 0)
-                rule = accepted(row.row.printed, "exact", closed_form=True)
+                rule = accepted_range(row.row.printed, "exact", closed_form=True)
                 assert finding.verdict == REPRODUCED
                 assert rule.meets(value, value), (row.row.label, value)
                 seen += 1
@@ -268,7 +268,7 @@ def test_each_of_yuans_rules_is_tested_by_what_it_is_about() -> None:
     assert rows.keys() == RULES.keys()
     for label, row in rows.items():
         (evidence,) = row.evidence
-        names = experiments(evidence.value, row.variables)
+        names = experiments_read(evidence.value, row.variables)
         flat = [_flat(KNOWN[name]) for name in names]
         differ = {key for key in flat[0] if len({str(one[key]) for one in flat}) > 1}
         assert differ - {"name", "model.note", "model.source"} == RULES[label], label

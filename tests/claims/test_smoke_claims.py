@@ -9,7 +9,7 @@ import pytest
 from repro.claims.judge import judge_claim
 from repro.claims.ledger import Ledger
 from repro.claims.records import Records
-from repro.claims.results import NOT_REPRODUCED, REPRODUCED
+from repro.claims.verdicts import NOT_REPRODUCED, REPRODUCED
 from repro.results.schema import ExperimentRecord
 from tests import committed
 from tests.claims.made_up import record

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from repro.claims.results import NOT_COMPARABLE
 from repro.claims.table import summary, table, totals
+from repro.claims.verdicts import NOT_COMPARABLE
 from tests.claims.made_up import record
 from tests.claims.test_judge import PUBLISHED, judged, row
 

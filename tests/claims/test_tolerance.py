@@ -8,14 +8,20 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from repro.claims.published import UNITS, digitised, printed, read, show
-from repro.claims.tolerance import POINTS, RELATIVE, accepted, agrees_at_scale, room
+from repro.claims.published import UNITS, digitised, format_value, parse_printed_number, printed
+from repro.claims.tolerance import (
+    RELATIVE_TOLERANCE,
+    TOLERANCE_POINTS,
+    accepted_range,
+    agrees_at_scale,
+    describe_class_tolerance,
+)
 
 
 def agrees(
     published: str, value: float, metric: str = "exact", closed_form: bool = True, **how: object
 ) -> bool:
-    rule = accepted(read(published), metric, closed_form=closed_form, **how)  # type: ignore[arg-type]
+    rule = accepted_range(parse_printed_number(published), metric, closed_form=closed_form, **how)  # type: ignore[arg-type]
     return rule.meets(value, value)
 
 
@@ -33,7 +39,7 @@ def agrees(
     ],
 )
 def test_printed_numbers_keep_their_digits(text: str, low: float, high: float, step: float) -> None:
-    number = read(text)
+    number = parse_printed_number(text)
     assert (number.low, number.high) == pytest.approx((low, high))
     assert number.step == pytest.approx(step)
 
@@ -82,13 +88,13 @@ def test_a_printed_number_as_an_input_is_good_to_half_a_digit(
     ],
 )
 def test_numbers_for_people(value: float, like: str | None, text: str) -> None:
-    assert show(value, read(like) if like else None) == text
+    assert format_value(value, parse_printed_number(like) if like else None) == text
 
 
 @pytest.mark.parametrize("text", ["", "oom", "1.5e-4", "4 x", "1-2-3", "5-3", "1.2.3", "B"])
 def test_words_are_not_numbers(text: str) -> None:
     with pytest.raises(ValueError, match=r"range|not a number"):
-        read(text)
+        parse_printed_number(text)
 
 
 @given(st.floats(0, 1e6), st.integers(0, 3))
@@ -153,7 +159,7 @@ def test_bounds_hold_on_their_side() -> None:
     assert agrees("20", 20, bound="at most")
 
 
-@pytest.mark.parametrize("metric", sorted(RELATIVE))
+@pytest.mark.parametrize("metric", sorted(RELATIVE_TOLERANCE))
 @pytest.mark.parametrize("closed_form", [True, False])
 def test_no_tolerance_widens_a_bound(metric: str, closed_form: bool) -> None:
     """Before, "over 38" was met by 32.4, "more than doubles" by 1.77, "under 1.5B" by 2.4B."""
@@ -212,7 +218,7 @@ def test_the_ends_of_a_range_are_only_rounded() -> None:
 
 
 def test_an_interval_agrees_where_it_overlaps() -> None:
-    rule = accepted(read("40"), "exact", closed_form=True, bound="over")
+    rule = accepted_range(parse_printed_number("40"), "exact", closed_form=True, bound="over")
     assert rule.meets(38.7, 40.2)
     assert not rule.meets(38.7, 39.3)
 
@@ -228,7 +234,7 @@ def test_padding_is_accepted_and_a_missing_term_is_not(psi: int, nd: int) -> Non
 
 
 def test_parity_is_one_in_a_hundred_thousand() -> None:
-    assert RELATIVE["parity"] == 1e-5
+    assert RELATIVE_TOLERANCE["parity"] == 1e-5
     assert agrees_at_scale((4.00003, 4.00003), (4, 4), "parity")
     assert not agrees_at_scale((4.00005, 4.00005), (4, 4), "parity")
 
@@ -243,7 +249,11 @@ def test_a_share_of_time_has_three_points() -> None:
     assert agrees("7.7", 10.7, "share", closed_form=False)
     assert not agrees("7.7", 10.8, "share", closed_form=False)
     assert not agrees("7.7", 8.0, "share")
-    assert (room("share"), room("exact"), room("ratio")) == (
+    assert (
+        describe_class_tolerance("share"),
+        describe_class_tolerance("exact"),
+        describe_class_tolerance("ratio"),
+    ) == (
         "within 3 points",
         "exactly",
         "within 0.12 relative",
@@ -253,7 +263,9 @@ def test_a_share_of_time_has_three_points() -> None:
 def test_room_at_scale_is_that_of_the_larger_end() -> None:
     """Within 10 % of an interval from -10 to 1: up to 1 beyond either end."""
     metric, part = next(
-        (name, part) for name, part in RELATIVE.items() if part >= 0.01 and name not in POINTS
+        (name, part)
+        for name, part in RELATIVE_TOLERANCE.items()
+        if part >= 0.01 and name not in TOLERANCE_POINTS
     )
     near, far = 1 + 9.9 * part, 1 + 10.1 * part
     assert agrees_at_scale((near, near), (-10, 1), metric)

@@ -16,10 +16,10 @@ from rich.console import Console
 from repro.claims.judge import judge
 from repro.claims.ledger import Ledger
 from repro.claims.reader import load
-from repro.claims.results import VERDICTS, ClaimResult
 from repro.claims.table import summary, table
+from repro.claims.verdicts import VERDICTS, ClaimResult
 from repro.config import ConfigError
-from repro.report.text.claims import command, show_all, show_one
+from repro.report.text.claims import print_all_claims, print_claim, print_claims
 
 
 @lru_cache(maxsize=1)
@@ -33,9 +33,9 @@ def printed(width: int, claim_id: str = "") -> str:
     ledger, results = everything()
     console = Console(file=io.StringIO(), width=width, highlight=False)
     if claim_id:
-        show_one(next(r for r in results if r.claim.id == claim_id), ledger, console)
+        print_claim(next(r for r in results if r.claim.id == claim_id), ledger, console)
     else:
-        show_all(results, ledger, console)
+        print_all_claims(results, ledger, console)
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()
@@ -62,7 +62,7 @@ def test_every_claim_can_be_shown() -> None:
 
 
 def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("", True, tmp_path / "none") == 0
+    assert print_claims("", True, tmp_path / "none") == 0
     out = capsys.readouterr()
     document = json.loads(out.out)
     assert out.err == ""
@@ -78,7 +78,7 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_json_of_one_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("yuan-bubble", True, tmp_path) == 0
+    assert print_claims("yuan-bubble", True, tmp_path) == 0
     (claim,) = json.loads(capsys.readouterr().out)["claims"]
     assert claim["source"][0]["key"] == "PRESS"
     evidence = {entry["kind"]: entry for entry in claim["rows"][0]["evidence"]}
@@ -88,7 +88,7 @@ def test_json_of_one_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_an_unknown_id_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean yuan-bubble"):
-        command("yuan-bubbles", False, tmp_path)
+        print_claims("yuan-bubbles", False, tmp_path)
 
 
 def test_counts_are_those_of_the_lines() -> None:
@@ -105,8 +105,8 @@ def test_counts_are_those_of_the_lines() -> None:
 LEAN = """
 import sys
 from pathlib import Path
-from repro.report.text.claims import command
-command("", True, Path(sys.argv[1]))
+from repro.report.text.claims import print_claims
+print_claims("", True, Path(sys.argv[1]))
 heavy = {"torch", "pandas", "numpy", "pydantic", "scipy"} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -64,7 +64,7 @@ def test_nothing_heavy_is_imported() -> None:
 def test_planning_a_run_needs_no_torch() -> None:
     code = (
         "import sys\n"
-        "import repro.launch.run, repro.results.frames, repro.claims, repro.config, repro.config.suites\n"
+        "import repro.launch.run, repro.results.tables, repro.claims, repro.config, repro.config.suites\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     done = process(code)
@@ -103,7 +103,7 @@ def test_exit_codes(
 ) -> None:
     from repro.report.text import run
 
-    monkeypatch.setattr(run, "command", raising(error))
+    monkeypatch.setattr(run, "print_run", raising(error))
     assert cli.main(["run", "s.toml"]) == code
     out, err = capsys.readouterr()
     assert out == ""
@@ -115,7 +115,7 @@ def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch
     from repro.report.text import run
 
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(run, "command", lambda *arguments: seen.append(arguments) or 1)
+    monkeypatch.setattr(run, "print_run", lambda *arguments: seen.append(arguments) or 1)
     assert cli.main(["run", "s.toml", "t.toml", "--only", "a*", "--only", "b", "--rerun", "--json"]) == 1
     suites = [Path("s.toml"), Path("t.toml")]
     assert seen == [(suites, ["a*", "b"], Path("results"), True, True, "measured", "")]

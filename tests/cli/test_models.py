@@ -9,14 +9,14 @@ import pytest
 from repro.config import ConfigError
 from repro.config.models import load, names
 from repro.model.parameters import total
-from repro.report.text.models import command
+from repro.report.text.models import print_models
 
 
 def test_the_list_names_every_model_uncut_in_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert command(None, False) == 0
+    assert print_models(None, False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line for line in lines if line.strip()}
@@ -25,7 +25,7 @@ def test_the_list_names_every_model_uncut_in_80_columns(
 
 
 def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("zero-1.38b", False) == 0
+    assert print_models("zero-1.38b", False) == 0
     out = " ".join(capsys.readouterr().out.split())
     for said in (
         "1,212,103,680",
@@ -39,15 +39,15 @@ def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.Captu
 
 
 def test_a_counted_model_has_no_flops(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("t5-11b", False) == 0
+    assert print_models("t5-11b", False) == 0
     assert "FLOP" not in capsys.readouterr().out
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(None, True) == 0
+    assert print_models(None, True) == 0
     everything = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in everything] == names()
-    assert command("yuan-1.0-245b", True) == 0
+    assert print_models("yuan-1.0-245b", True) == 0
     one = json.loads(capsys.readouterr().out)
     assert one in everything
     assert sum(one["parameters_by_part"].values()) == one["parameters"]
@@ -56,4 +56,4 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_name_is_the_callers_to_report() -> None:
     with pytest.raises(ConfigError):
-        command("nothing-like-it", True)
+        print_models("nothing-like-it", True)

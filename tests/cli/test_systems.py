@@ -10,7 +10,7 @@ import pytest
 
 from repro import cli
 from repro.config.systems import load, names
-from repro.report.text.systems import command
+from repro.report.text.systems import print_systems
 from tests.config.system_texts import PRODUCTS, PROVENANCE
 
 SHOWN = ("latency_s", "efficiency")
@@ -23,7 +23,7 @@ def width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_list_names_every_system_uncut_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("", False) == 0
+    assert print_systems("", False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
@@ -35,7 +35,7 @@ def test_the_list_names_every_system_uncut_in_80_columns(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("name", [name for name in names() if name != "local"])
 def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(name, False) == 0
+    assert print_systems(name, False) == 0
     out = capsys.readouterr().out
     said, system = " ".join(out.split()), load(name)
     device = system.device
@@ -52,15 +52,15 @@ def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("", True) == 0
+    assert print_systems("", True) == 0
     everything = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in everything] == names()
-    assert command("dgx-h200", True) == 0
+    assert print_systems("dgx-h200", True) == 0
     one = json.loads(capsys.readouterr().out)
     assert one in everything
     assert one["context_bytes"]["value"] is None
     assert one["allocatable_bytes"] == 150_140_000_000 - one["context_bytes_used"]["value"]
-    assert command("yuan", True) == 0
+    assert print_systems("yuan", True) == 0
     assert json.loads(capsys.readouterr().out)["allocatable_bytes"] is None
 
 

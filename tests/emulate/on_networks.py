@@ -7,7 +7,7 @@ from pathlib import Path
 
 from repro.config import EmulatedNetwork
 from repro.emulate.frames import ETHERNET, HEADERS
-from repro.results.network import NetworkReport
+from repro.results.record_parts import NetworkReport
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from repro.util import resources

@@ -23,8 +23,7 @@ from repro.launch.progress import Progress
 from repro.launch.rank.experiment import Run
 from repro.launch.recorder import Recorder
 from repro.parallel import mesh as meshes
-from repro.results.found import RankResult
-from repro.results.kernels import fallbacks, of_ranks
+from repro.results.record_parts import RankResult, kernel_fallbacks, kernels_of_ranks
 from repro.results.store import Store
 from tests.records import lines
 from tests.training import tiny
@@ -128,7 +127,7 @@ def test_ranks_that_differ_are_counted() -> None:
         {"kernels": {"adamw_": ["cuda", "torch: fp64"], "bias_gelu": ["torch: fp64"]}},
         {},
     ]
-    ran = of_ranks([RankResult.read(rank) for rank in ranks])
+    ran = kernels_of_ranks([RankResult.read(rank) for rank in ranks])
     assert ran == {"adamw_": {"cuda": 2, "torch: fp64": 1}, "bias_gelu": {"cuda": 1, "torch: fp64": 1}}
-    assert fallbacks(ran) == {"fp64": ["adamw_", "bias_gelu"]}
-    assert fallbacks({"every operator": {"torch: on cpu": 3}, "bias_gelu": {"cuda": 1}}) == {}
+    assert kernel_fallbacks(ran) == {"fp64": ["adamw_", "bias_gelu"]}
+    assert kernel_fallbacks({"every operator": {"torch: on cpu": 3}, "bias_gelu": {"cuda": 1}}) == {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from repro.claims import commands, reader
+from repro.claims import reader, run_commands
 from repro.report import evidence
 from repro.report.evidence import JudgedStore
 from repro.report.exports import artifact
@@ -43,7 +43,7 @@ def built(report: Report) -> Path:
 
 
 READ_ONCE = functools.cache(reader.load)
-ONE_CATALOGUE = functools.cache(commands.Catalogue)
+ONE_CATALOGUE = functools.cache(run_commands.SuiteCatalogue)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,8 +54,8 @@ def read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (reader, evidence, artifact):
             patch.setattr(module, "load", READ_ONCE)
-        for module in (commands, artifact, build):
-            patch.setattr(module, "Catalogue", ONE_CATALOGUE)
+        for module in (run_commands, artifact, build):
+            patch.setattr(module, "SuiteCatalogue", ONE_CATALOGUE)
         yield
 
 

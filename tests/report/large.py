@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from repro.claims.commands import Catalogue
+from repro.claims.run_commands import SuiteCatalogue
 from repro.config import Experiment, systems
 from repro.launch.simulated import attempt
 from repro.results.measured import comparison_record, experiment_record
@@ -33,7 +33,7 @@ def store(root: Path, count: int) -> Path:
     """A store with `count` records: first every experiment of every suite, then others and reruns."""
     named = [
         (suite.name, entry.experiment.name, entry.experiment.as_dict())
-        for suite in Catalogue().suites.values()
+        for suite in SuiteCatalogue().suites.values()
         for entry in suite.entries
     ]
     measured, simulated, comparison = _shapes()

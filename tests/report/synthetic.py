@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import Experiment, Layout, Model, Training
-from repro.results.found import RankResult
 from repro.results.measured import comparison_record, experiment_record
+from repro.results.record_parts import RankResult
 from repro.results.schema import Record
 from repro.results.store import Store
 

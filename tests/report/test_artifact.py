@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.claims.commands import ROOT, Catalogue, globs
 from repro.claims.reader import load
+from repro.claims.run_commands import ROOT, SuiteCatalogue, covering_globs
 from repro.report.exports import artifact
 from repro.report.verdicts import experiments_of
 
@@ -33,7 +33,7 @@ def test_every_claim_is_there_once_with_its_command() -> None:
 
 
 def test_commands_name_what_a_claim_reads_and_nothing_else() -> None:
-    catalogue = Catalogue()
+    catalogue = SuiteCatalogue()
     for claim in load().claims:
         wanted = set(experiments_of(claim))
         asked = set()
@@ -58,7 +58,7 @@ def test_commands_name_what_a_claim_reads_and_nothing_else() -> None:
     ],
 )
 def test_globs_are_short_and_exact(names: set[str], every: list[str], expected: list[str]) -> None:
-    assert globs(names, every) == expected
+    assert covering_globs(names, every) == expected
 
 
 def test_it_is_written_where_it_is_asked(

@@ -19,7 +19,7 @@ from repro.report.evidence import JudgedStore
 from repro.report.figures import measured_states
 from repro.report.figures.style import GRID, INK, MUTED, on_page
 from repro.report.page.build import Report, build
-from repro.report.text.report import report as command
+from repro.report.text.report import print_report as command
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
 

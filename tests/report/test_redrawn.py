@@ -12,9 +12,9 @@ import pytest
 from overlaps import troubles
 
 from repro.claims.expression import parse
-from repro.claims.judge import experiments, judge
+from repro.claims.judge import experiments_read, judge
 from repro.claims.ledger import Ledger
-from repro.claims.published import read
+from repro.claims.published import parse_printed_number
 from repro.claims.reader import load
 from repro.config.errors import ConfigError
 from repro.report.figures import draw_all, marks, redrawn, redrawn_entries
@@ -198,7 +198,7 @@ def test_what_is_missing_keeps_its_place_beside_the_published_value(ledger: Ledg
 def test_a_measurement_takes_the_bar_and_the_simulation_stays_visible() -> None:
     common = {"low": 30.0, "high": 30.0, "agrees": True, "runs": ("s/a",), "fits": True}
     found = [Ours(kind=kind, value=30.0 + n, **common) for n, kind in enumerate(("measured", SIMULATED))]  # type: ignore[arg-type]
-    number = read("31")
+    number = parse_printed_number("31")
     value = Value(at="8B", published=number, error=0.0, metric="", unit="", ours=tuple(found), remedy=())
     with look():
         figure, axes = canvas(2.0)
@@ -215,7 +215,9 @@ def test_what_unknown_inputs_decide_is_a_prediction_with_its_interval() -> None:
     ours = Ours(
         kind=SIMULATED, value=12.0, low=6.0, high=20.0, agrees=None, runs=("s/a",), fits=True, possible=True
     )
-    value = Value(at="8B", published=read("10"), error=0.0, metric="", unit="", ours=(ours,), remedy=())
+    value = Value(
+        at="8B", published=parse_printed_number("10"), error=0.0, metric="", unit="", ours=(ours,), remedy=()
+    )
     with look():
         figure, axes = canvas(2.0)
         marks.error(axes, marks.slot(0, 0, 1), value, "#0072b2", 0.3)
@@ -259,7 +261,7 @@ def test_every_simulated_record_of_a_row_is_listed(ledger: Ledger, full: list[Dr
         for row in rows
         for evidence in row.evidence
         if evidence.kind == SIMULATED
-        for name in experiments(parse(evidence.value.text), row.variables)
+        for name in experiments_read(parse(evidence.value.text), row.variables)
     }
     assert set(drawing.records) == expected
 

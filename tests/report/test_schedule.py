@@ -18,8 +18,8 @@ from repro import cli
 from repro.report.figures.schedule_drawing import busy_shares, paint, picture
 from repro.report.figures.schedule_drawing import draw as draw_picture
 from repro.report.figures.style import look
-from repro.report.text.schedule_plan import make
-from repro.report.text.schedule_text import draw as draw_text
+from repro.report.text.schedule import draw_schedule as draw_text
+from repro.report.text.schedule_plan import make_schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
 YUAN = ["--pp", "38", "--micro-batches", "480"]
@@ -66,7 +66,9 @@ def test_yuan_and_a_single_stage(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("arguments", [YUAN, ["--pp", "4", "--micro-batches", "8", "--chunks", "2"]])
 @pytest.mark.parametrize("width", [60, 80, 130])
 def test_the_drawing_fits_the_width(width: int, arguments: list[str]) -> None:
-    plan = make("", int(arguments[1]), int(arguments[3]), int(arguments[5]) if len(arguments) > 4 else 1)
+    plan = make_schedule(
+        "", int(arguments[1]), int(arguments[3]), int(arguments[5]) if len(arguments) > 4 else 1
+    )
     for system in (None, "truecolor"):
         console = Console(width=width, color_system=system, force_terminal=system is not None)  # type: ignore[arg-type]
         rows = [line.plain for line in draw_text(plan, console) if re.match(r" +\d+ \S", line.plain)]
@@ -76,7 +78,7 @@ def test_the_drawing_fits_the_width(width: int, arguments: list[str]) -> None:
 
 def test_lines_of_time_hold_the_whole_step() -> None:
     """A broken drawing has every action, here with breaks between labels."""
-    plan = make("interleaved", 2, 4, 2)
+    plan = make_schedule("interleaved", 2, 4, 2)
     lines = [line.plain for line in draw_text(plan, Console(width=61, color_system=None))]
     rows = "".join(line[6:-10] for line in lines if line.startswith("    0 "))
     assert len([line for line in lines if line.startswith("stage")]) > 1
@@ -84,7 +86,7 @@ def test_lines_of_time_hold_the_whole_step() -> None:
 
 
 def test_shares_of_a_part_of_the_step_add_up() -> None:
-    plan = make("1f1b", 3, 7, forward="1.3", backward="17/7")
+    plan = make_schedule("1f1b", 3, 7, forward="1.3", backward="17/7")
     for columns in (1, 10, 333):
         part = float(plan.total) / columns
         for stage in range(3):
@@ -113,7 +115,9 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_times_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    assert make("1f1b", 3, 4, forward="1/3", backward="0.7").total == 6 * (Fraction(1, 3) + Fraction(7, 10))
+    assert make_schedule("1f1b", 3, 4, forward="1/3", backward="0.7").total == 6 * (
+        Fraction(1, 3) + Fraction(7, 10)
+    )
     document = json.loads(printed(capsys, *YUAN, "--forward", "1.25", "--backward", "3/2", "--json"))
     assert document["bubble"]["fraction"] == "37/480"
 
@@ -138,7 +142,7 @@ def test_the_picture_has_a_cell_and_a_number_for_every_action(capsys: pytest.Cap
 
 @pytest.mark.parametrize(("name", "chunks", "window"), [("1f1b", 1, (0, 33)), ("interleaved", 2, (5, 11))])
 def test_cells_are_where_the_actions_are(name: str, chunks: int, window: tuple[float, float]) -> None:
-    rows = make(name, 4, 8, chunks).slots
+    rows = make_schedule(name, 4, 8, chunks).slots
     axes = Figure().subplots()
     draw_picture(axes, rows, window, (600, 20))
     area: dict[str, float] = {}
@@ -168,7 +172,7 @@ def test_a_large_picture_is_small_and_whole(tmp_path: Path, capsys: pytest.Captu
     "sizes", [("gpipe", 1, 1, 1), ("1f1b", 2, 480, 1), ("interleaved", 64, 64, 2), ("interleaved", 2, 2, 20)]
 )
 def test_pictures_of_odd_sizes_can_be_read(sizes: tuple[str, int, int, int]) -> None:
-    plan = make(*sizes)
+    plan = make_schedule(*sizes)
     with look():
         figure = picture(plan.slots, plan.title, "facts")
         for axes in figure.axes:

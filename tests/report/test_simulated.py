@@ -13,10 +13,10 @@ from repro.launch.simulated import attempt
 from repro.report.figures import draw_all
 from repro.report.page.build import build
 from repro.report.page.record_tables import simulated_row
-from repro.results.frames import experiments
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select
 from repro.results.store import Store
+from repro.results.tables import experiment_frame
 from repro.simulate.record import failed_record
 from repro.simulate.time.basis import BASES, PUBLISHED
 
@@ -80,5 +80,5 @@ def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
 
 
 def test_tidy_views_tell_the_evidence(traced: list[ExperimentRecord]) -> None:
-    frame = experiments([*synthetic.records()[:2], *traced])
+    frame = experiment_frame([*synthetic.records()[:2], *traced])
     assert list(frame["evidence"]) == ["measured"] * 2 + ["simulated"] * 3

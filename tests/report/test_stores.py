@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from repro import cli
-from repro.claims.commands import Catalogue
+from repro.claims.run_commands import SuiteCatalogue
 from repro.config import PROTOCOL
 from repro.report import evidence
 from repro.report.figures import comparison, peak
@@ -143,7 +143,7 @@ def test_a_large_store_has_a_page_of_a_sane_size(tmp_path: Path) -> None:
     assert len(found.records) == 2_100
     chosen = select(found.records)
     assert min(len(chosen.measured), len(chosen.simulated)) > 2 * MOST
-    values = context.context(found, chosen, [], [], Catalogue())
+    values = context.context(found, chosen, [], [], SuiteCatalogue())
     text = context.render({**values, "notebooks": []})
     rows = sum(len(result.rows) for result in found.judged)
     assert len(text) < 1.4e6 + 2_000 * rows, (

@@ -28,7 +28,7 @@ from repro.accuracy.validate.published import (
     families,
     points,
 )
-from repro.claims.judge import experiments, judge
+from repro.claims.judge import experiments_read, judge
 from repro.cli import main
 from repro.config.systems import load as load_system
 from repro.report.figures import draw_all, validation
@@ -156,7 +156,10 @@ def test_every_row_about_time_reads_experiments_that_exist() -> None:
         for row in claim.rows:
             for evidence in row.evidence:
                 if evidence.kind == "simulated":
-                    assert set(experiments(evidence.value, row.variables)) <= known, (claim.id, row.label)
+                    assert set(experiments_read(evidence.value, row.variables)) <= known, (
+                        claim.id,
+                        row.label,
+                    )
 
 
 @pytest.fixture
@@ -317,4 +320,4 @@ def test_measured_runs_are_predicted_on_a_system_file(
     document = json.loads(capsys.readouterr().out)["machine"]
     assert {pair["rests_on"] for pair in document["pairs"]} == {UPPER_BOUND}
     assert document["median_error"] == pytest.approx(machine.median)
-    assert validate.as_dict([], machine)["machine"] == document
+    assert validate.validation_document([], machine)["machine"] == document

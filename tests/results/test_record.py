@@ -10,12 +10,10 @@ import pytest
 
 from repro.config import EmulatedNetwork, Experiment, Layout, Model, Training
 from repro.config.enums import ACCOUNTED
-from repro.results import frames
-from repro.results.found import RankResult, TrafficRow
-from repro.results.kernels import fallbacks
+from repro.results import tables
 from repro.results.measured import comparison_record, experiment_record, step_seconds
 from repro.results.metrics import UNDISTURBED, Held, allocated, per_layer, work
-from repro.results.network import NetworkReport, RankOnNetwork
+from repro.results.record_parts import NetworkReport, RankOnNetwork, RankResult, TrafficRow, kernel_fallbacks
 from repro.results.schema import ExperimentRecord
 from tests.launch.fake_session import _result
 from tests.records import CONDITIONS, changed, made_up
@@ -207,7 +205,7 @@ def test_checkpoints_are_activations_and_host_memory_is_not_the_device_s() -> No
 def test_frames_are_tidy() -> None:
     record = build(results(rounds=2))
     failed = build([], outcome="oom", reason="no memory")
-    ran, ended = frames.experiments([record, failed]).to_dict("records")
+    ran, ended = tables.experiment_frame([record, failed]).to_dict("records")
     assert (ran["dp"], ran["zero"], ran["loss.last"], ran["reason"]) == (
         2,
         0,
@@ -215,7 +213,7 @@ def test_frames_are_tidy() -> None:
         "",
     )
     assert ended["reason"] == "no memory"
-    assert frames.comparisons([record]).empty
+    assert tables.comparison_frame([record]).empty
 
 
 def test_a_device_of_known_peak_has_a_utilisation() -> None:
@@ -224,9 +222,9 @@ def test_a_device_of_known_peak_has_a_utilisation() -> None:
     conditions = Experiment(name="a", model=MODEL, layout=layout, system="dgx2").as_dict()
     metrics = {"model_flops_per_s": 50e12}
     record = made_up("a", experiment=conditions, evidence="simulated", metrics=metrics)
-    assert frames.experiment_row(record)["mfu"] == pytest.approx(0.2)
-    assert "mfu" not in frames.experiment_row(changed(record, outcome="oom"))
-    assert "mfu" not in frames.experiment_row(changed(record, experiment={**conditions, "system": "local"}))
+    assert tables.experiment_row(record)["mfu"] == pytest.approx(0.2)
+    assert "mfu" not in tables.experiment_row(changed(record, outcome="oom"))
+    assert "mfu" not in tables.experiment_row(changed(record, experiment={**conditions, "system": "local"}))
 
 
 def test_only_what_ran_on_an_emulated_network_is_emulated() -> None:
@@ -346,7 +344,7 @@ def test_operators_that_stood_in_for_kernels_are_named_by_why_they_did() -> None
         "softmax": {"torch: a CPU": 1},
         "every operator": {"torch: asked for": 1},
     }
-    assert fallbacks(ran) == {"no compiler": ["bias_gelu", "layer_norm"], "a CPU": ["softmax"]}
+    assert kernel_fallbacks(ran) == {"no compiler": ["bias_gelu", "layer_norm"], "a CPU": ["softmax"]}
 
 
 def test_what_nobody_counted_is_nothing() -> None:

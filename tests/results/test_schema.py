@@ -11,7 +11,7 @@ import pytest
 from repro.config import Layout
 from repro.config.errors import ConfigError
 from repro.results import schema
-from repro.results.found import RankMemory, SimulatedRole, TrafficRow
+from repro.results.record_parts import RankMemory, SimulatedRole, TrafficRow
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from tests.records import CONDITIONS, lines, made_up

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, Model, systems
-from repro.results.found import TrafficRow
+from repro.results.record_parts import TrafficRow
 from repro.simulate import step
 from repro.simulate.plan import fit
 from repro.simulate.plan.fit import Answer, Trial

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from repro.claims import scripts
+from repro.claims import formulas
 from tests import committed
 from tests.pool import RankPool
 
@@ -95,10 +95,10 @@ def test_changed_lines(
     for kind, text in (("plain", before), ("zero", after)):
         (tmp_path / "examples" / kind).mkdir(parents=True)
         (tmp_path / "examples" / kind / "made_up.py").write_text(text)
-    monkeypatch.setattr(scripts, "files", lambda package: tmp_path.joinpath(*package.split(".")[1:]))
-    scripts.changed_lines.cache_clear()
-    assert scripts.changed_lines("made_up") == lines
-    scripts.changed_lines.cache_clear()
+    monkeypatch.setattr(formulas, "files", lambda package: tmp_path.joinpath(*package.split(".")[1:]))
+    formulas.changed_lines.cache_clear()
+    assert formulas.changed_lines("made_up") == lines
+    formulas.changed_lines.cache_clear()
 
 
 def test_the_claim_counts_every_pair() -> None:
@@ -110,7 +110,7 @@ def test_the_claim_counts_every_pair() -> None:
 
 def test_the_readme_says_how_many() -> None:
     words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-    lines = [scripts.changed_lines(name) for name in NAMES]
+    lines = [formulas.changed_lines(name) for name in NAMES]
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     assert f"scripts: {words[min(lines)]} to {words[max(lines)]} lines." in " ".join(readme.split())
     assert f"in {words[len(NAMES)]} usual scripts" in " ".join(readme.split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from repro.claims.judge import experiments
+from repro.claims.judge import experiments_read
 from repro.claims.ledger import Claim
 from repro.config import Experiment
 from repro.config.errors import ConfigError
@@ -18,7 +18,7 @@ def of_claim(claim: Claim, suites: dict[str, Suite]) -> list[list[Experiment]]:
     for row in claim.rows:
         for evidence in row.evidence:
             if evidence.kind == "simulated":
-                named |= dict.fromkeys(experiments(evidence.value, row.variables))
+                named |= dict.fromkeys(experiments_read(evidence.value, row.variables))
     found = []
     for suite in suites.values():
         for comparison in suite.comparisons:

@@ -15,12 +15,12 @@ from typing import Any
 
 from repro.accuracy.validate.published import points
 from repro.accuracy.validate.unknowns import in_doubt, name, simulated
-from repro.claims.allowed import allowed
 from repro.claims.expression import evaluate
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.published import UNITS
 from repro.claims.records import Records
-from repro.claims.results import ClaimResult, Finding, RowResult
+from repro.claims.tolerance import accepted_range_of_row
+from repro.claims.verdicts import ClaimResult, Finding, RowResult
 from repro.config.words import counted
 from repro.results.interval import Other, Sensitivity, between, part_of
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
@@ -165,7 +165,7 @@ def _predicted(key: str, row: RowResult, finding: Finding, records: Records) -> 
 def _need(result: ClaimResult, row: RowResult, finding: Finding, curve: Curve) -> Need:
     assert row.row.printed is not None
     (evidence,) = (e for e in row.row.evidence if e.kind == SIMULATED and e.value.text == finding.expression)
-    rule = allowed(row.row, evidence, result.claim)
+    rule = accepted_range_of_row(row.row, evidence, result.claim)
     assert rule is not None
     exact = _crossing(curve, row.row.printed.value)
     edges = [_crossing(curve, edge) for edge in (rule.low, rule.high)]

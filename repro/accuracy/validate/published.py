@@ -14,10 +14,9 @@ from math import exp
 from statistics import median
 
 from repro.accuracy.validate.conformal import Residual, margins, score
-from repro.claims.allowed import stated
 from repro.claims.published import UNITS
-from repro.claims.results import ClaimResult, Finding, RowResult
-from repro.claims.tolerance import Accepted
+from repro.claims.tolerance import AcceptedRange, published_range
+from repro.claims.verdicts import ClaimResult, Finding, RowResult
 from repro.results.metrics import DEVICE_FLOPS_PER_S
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.results.select import select
@@ -76,7 +75,7 @@ class Point:
     left_out: str = ""
     """Why it enters no statistics; empty if it does."""
     note: str = ""
-    stated: Accepted | None = None
+    stated: AcceptedRange | None = None
     """The published value with its own error."""
     reports: frozenset[str] = frozenset()
     """Keys of the sources that its claim cites."""
@@ -206,7 +205,7 @@ def _point(
         left_out = left_out or (GAIN if row.row.metric == "share" else "")
     record = seen.get(runs[0]) if runs else None
     low, high = (predicted if end is None else float(end) for end in (finding.low, finding.high))
-    published_as = stated(row.row, result.claim)
+    published_as = published_range(row.row, result.claim)
     return Point(
         claim=result.claim.id,
         label=row.row.label,

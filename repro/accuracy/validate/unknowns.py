@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from repro.accuracy.validate.measurable import Measurement, measurement
-from repro.claims.results import ClaimResult, Finding, RowResult
+from repro.claims.verdicts import ClaimResult, Finding, RowResult
 from repro.config import OperatorSet
 from repro.config.words import counted
 from repro.measure.local_system import load_system

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from repro.claims.again.questions import Question
-from repro.claims.doubt import Doubt, doubted
+from repro.claims.evidence import propagate_unknowns
 from repro.claims.expression import ExpressionError, arguments, evaluate
 from repro.claims.formulas import CONSTANTS, FORMULAS
-from repro.claims.judge import experiments
-from repro.claims.published import UNITS, show, with_unit
+from repro.claims.judge import experiments_read
+from repro.claims.published import UNITS, append_unit, format_value
 from repro.claims.records import Missing, Records
+from repro.claims.verdicts import InputUncertainty
 from repro.config import systems
 from repro.config.errors import ConfigError
 from repro.config.system import System
@@ -56,7 +57,7 @@ class Answer:
         """What was published, with its unit."""
         row = self.question.row
         text = f"{row.bound} {row.published}".strip()
-        return text if row.printed is None else with_unit(text, row.unit)
+        return text if row.printed is None else append_unit(text, row.unit)
 
     @property
     def text(self) -> str:
@@ -64,10 +65,10 @@ class Answer:
         row = self.question.row
         if self.value is None or isinstance(self.value, str):
             return self.value or ""
-        text = show(self.value, row.printed)
+        text = format_value(self.value, row.printed)
         if self.low is not None and self.high is not None:
-            text += f" [{show(self.low, row.printed)}, {show(self.high, row.printed)}]"
-        return with_unit(text, row.unit)
+            text += f" [{format_value(self.low, row.printed)}, {format_value(self.high, row.printed)}]"
+        return append_unit(text, row.unit)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -117,7 +118,7 @@ def _answer(
     question: Question, records: Records, named: Mapping[str, ExperimentRecord], peak: float | None
 ) -> Answer:
     row, evidence = question.on(peak), question.evidence()
-    read = experiments(question.value, row.variables)
+    read = experiments_read(question.value, row.variables)
     functions = {**FORMULAS, **records.functions(SIMULATED)}
     try:
         timed = _timed(question, named)
@@ -129,8 +130,8 @@ def _answer(
     if isinstance(value, str):
         return Answer(question=question, value=value)
     size = UNITS[row.unit]
-    doubt = doubted(evidence, row, read, records, functions)
-    spread = None if doubt is None else doubt.over(size)
+    doubt = propagate_unknowns(evidence, row, read, records, functions)
+    spread = None if doubt is None else doubt.in_units_of(size)
     return Answer(
         question=question,
         value=value / size,
@@ -166,7 +167,7 @@ def _timed(question: Question, named: Mapping[str, ExperimentRecord]) -> list[Ex
     return found
 
 
-def _words(question: Question, value: float, spread: Doubt | None) -> str:
+def _words(question: Question, value: float, spread: InputUncertainty | None) -> str:
     best = question.word(value)
     if spread is None:
         return best

@@ -48,9 +48,9 @@ def status(
     json: Json = False,
 ) -> int:
     """Show where every submitted case stands.  Exit code 3: something is open; 1: something failed."""
-    from repro.report.text.status import command
+    from repro.report.text.status import print_status
 
-    return command(results, watch, every, json)
+    return print_status(results, watch, every, json)
 
 
 @app.command(epilog="Example:  repro logs fig8-c4-60b --rank 17")

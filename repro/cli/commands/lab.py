@@ -19,9 +19,9 @@ app = typer.Typer(
 @app.command(epilog="Example:  repro lab check")
 def check() -> int:
     """Say whether emulated networks can be had here, and if not, what is missing.  Exit code 1: they cannot."""
-    from repro.report.text.lab import check
+    from repro.report.text.lab import check_lab
 
-    return check()
+    return check_lab()
 
 
 @app.command(epilog="Example:  repro lab up --nodes 2 --ranks-per-node 2 --between 8e6")
@@ -41,18 +41,18 @@ def up(
     ] = 0.0,
 ) -> int:
     """Make a network that stays, with every link measured."""
-    from repro.report.text.lab import up
+    from repro.report.text.lab import start_lab
 
     asked = {"nodes": nodes, "ranks_per_node": ranks_per_node, "between": between, "within": within}
-    return up(suite, experiment, asked)
+    return start_lab(suite, experiment, asked)
 
 
 @app.command(epilog="Example:  repro lab status")
 def status(json: Json = False) -> int:
     """Show the network that is up, with what was measured.  Exit code 3: none is."""
-    from repro.report.text.lab import status
+    from repro.report.text.lab import print_lab_status
 
-    return status(json)
+    return print_lab_status(json)
 
 
 @app.command(
@@ -65,14 +65,14 @@ def execute(
     command: Annotated[list[str], typer.Argument(help="What is run.", metavar="COMMAND...")],
 ) -> int:
     """Run a command where a rank of the network is."""
-    from repro.report.text.lab import execute
+    from repro.report.text.lab import execute_on_rank
 
-    return execute(rank, command)
+    return execute_on_rank(rank, command)
 
 
 @app.command(epilog="Example:  repro lab down")
 def down() -> int:
     """Take the network down.  Exit code 3: none was up."""
-    from repro.report.text.lab import down
+    from repro.report.text.lab import stop_lab
 
-    return down()
+    return stop_lab()

@@ -38,9 +38,9 @@ def simulate(
 
     Exit code 1: it does not fit.
     """
-    from repro.report.text.predictions import simulate as command
+    from repro.report.text.predictions import print_simulation
 
-    return command(model, asked, timeline, json)
+    return print_simulation(model, asked, timeline, json)
 
 
 @app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --zero 1 --micro-batch 8 --recompute")
@@ -86,12 +86,12 @@ def fit(
             measure or value is None, option, value, says="needs --measure, which tries what a rank holds"
         )
     if measure:
-        from repro.report.text.predictions import measured_fit
+        from repro.report.text.predictions import print_measured_fit
 
-        return measured_fit(asked, model, sizes, search, as_rank, of, json)
-    from repro.report.text.predictions import fit as command
+        return print_measured_fit(asked, model, sizes, search, as_rank, of, json)
+    from repro.report.text.predictions import print_fit
 
-    return command(asked, model, sizes, search, json)
+    return print_fit(asked, model, sizes, search, json)
 
 
 @app.command(epilog="Example:  repro plan --model turing-nlg-17b --system dgx2 --gpus 256 --global-batch 512")
@@ -130,10 +130,10 @@ def plan(
 
     Exit code 1: nothing fits.
     """
-    from repro.report.text.predictions import plan as command
+    from repro.report.text.predictions import print_plan
 
     fixed = asked if dp is None else replace(asked, layout={**asked.layout, "dp": dp})
-    return command(model, fixed, json, as_map, tokens, price_per_gpu_hour, top)
+    return print_plan(model, fixed, json, as_map, tokens, price_per_gpu_hour, top)
 
 
 @app.command(epilog="Example:  repro twin ds-3p75x-lowbw --machine here.toml")
@@ -175,9 +175,9 @@ def twin(
     json: Json = False,
 ) -> int:
     """Derive a small twin of compared experiments, on an emulated network that keeps what their ratio depends on."""
-    from repro.report.text.twin import command
+    from repro.report.text.twin import print_twin
 
-    return command(originals, machine, ranks, part, width, layers, tp, steps, within, between, write, json)
+    return print_twin(originals, machine, ranks, part, width, layers, tp, steps, within, between, write, json)
 
 
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")
@@ -231,9 +231,9 @@ def calibrate(
     It takes some minutes, in which nothing else should run.  A file speaks for the number of ranks that it was
     measured with, on this machine or, with --profile, on nodes of a cluster.
     """
-    from repro.report.text.calibrate import command
+    from repro.report.text.calibrate import print_calibration
 
-    return command(system, gpus, output, profile, nodes, quick, suite or [], json)
+    return print_calibration(system, gpus, output, profile, nodes, quick, suite or [], json)
 
 
 @app.command(epilog="Example:  repro validate --svg validation.svg")
@@ -274,18 +274,18 @@ def validate(
 ) -> int:
     """Compare published throughput with what is predicted, by family; and predicted steps with measured ones."""
     if covered is not None:
-        from repro.report.text.validate import coverage
+        from repro.report.text.validate import print_coverage
 
         alone = svg is None and not system and not unknowns and not json
         said = f"{covered[0]:g} {covered[1]:g}"
         require(alone, "--covered", said, says="goes without --svg, --system, --unknowns and --json")
         require(0 <= covered[0] <= covered[1] <= 100, "--covered", said, "two percentages, the least first")
-        return coverage(results, covered, tuple(ledger or ()))
+        return print_coverage(results, covered, tuple(ledger or ()))
     if unknowns:
-        from repro.report.text.unknowns import command as to_measure
+        from repro.report.text.unknowns import print_unknowns
 
         require(svg is None and not system, "--unknowns", True, says="goes without --svg and --system")
-        return to_measure(results, json, tuple(ledger or ()))
-    from repro.report.text.validate import command
+        return print_unknowns(results, json, tuple(ledger or ()))
+    from repro.report.text.validate import print_validation
 
-    return command(results, json, svg, system, tuple(ledger or ()))
+    return print_validation(results, json, svg, system, tuple(ledger or ()))

@@ -87,11 +87,11 @@ def evaluate(
 ) -> int:
     """Score weights on WikiText-103 or LAMBADA by a published protocol; nothing is fetched, all files are named."""
     from repro.config.layout import Layout
-    from repro.report.text.evaluate import command
+    from repro.report.text.evaluate import print_scores
 
     layout = Layout(tp=tp, pp=pp, dp=dp, zero=zero, micro_batch=micro_batch, precision=precision)
     how = {"protocol": protocol, "tokenizer": tokenizer, "stride": stride, "stop_words": stop_words}
-    return command(weights, task, data, layout, results, json, model=model, system=system, **how)
+    return print_scores(weights, task, data, layout, results, json, model=model, system=system, **how)
 
 
 @app.command(
@@ -107,6 +107,6 @@ def export_weights(
     json: Json = False,
 ) -> int:
     """Write weights as a folder that transformers loads: config.json and safetensors, in fp32."""
-    from repro.report.text.evaluate import export
+    from repro.report.text.evaluate import export_weights
 
-    return export(weights, output, vocab, model, json)
+    return export_weights(weights, output, vocab, model, json)

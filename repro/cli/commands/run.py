@@ -36,12 +36,12 @@ def run(
 ) -> int:
     """Run what the store lacks of suites on this machine and record how each experiment ended."""
     if dry_run:
-        from repro.report.text.dry_run import command as show
+        from repro.report.text.run import print_dry_run
 
-        return show(suites, only or [], results, rerun, json, evidence, system)
-    from repro.report.text.run import command
+        return print_dry_run(suites, only or [], results, rerun, json, evidence, system)
+    from repro.report.text.run import print_run
 
-    return command(suites, only or [], results, rerun, json, evidence, system)
+    return print_run(suites, only or [], results, rerun, json, evidence, system)
 
 
 @app.command(epilog="Example:  repro results smoke && repro results 'parity-*' --plot losses.svg")
@@ -62,9 +62,9 @@ def results(
     json: Json = False,
 ) -> int:
     """Show results side by side: loss, speed, memory by category, bytes sent, and ratios of what took turns."""
-    from repro.report.text.results import command
+    from repro.report.text.results import print_results
 
-    return command(what, results, json, plot)
+    return print_results(what, results, json, plot)
 
 
 @app.command(epilog="Example:  repro init mine.toml")
@@ -74,9 +74,16 @@ def init(
     ),
 ) -> int:
     """Write a commented suite to begin with, which runs on this machine."""
-    from repro.report.text.init import command
+    import shlex
 
-    return command(file)
+    from repro.config.suites.template import write
+
+    suite = write(file)
+    names = ", ".join(entry.experiment.name for entry in suite.entries)
+    print(f"{file}: a suite with {len(suite.entries)} experiments ({names}) and a comparison")
+    command = f"repro run {shlex.quote(str(file))}"
+    print(f"next: {command} --dry-run, then {command}")
+    return 0
 
 
 @app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")
@@ -102,9 +109,9 @@ def doctor(
     right = "0 or more, with --profile: the nodes of its cluster"
     require(nodes == 0 or (nodes > 0 and profile is not None), "--nodes", nodes, right)
     if profile is not None:
-        from repro.report.text.doctor import cluster
+        from repro.report.text.doctor import print_cluster_checks
 
-        return cluster(profile, results, nodes, json)
-    from repro.report.text.doctor import machine
+        return print_cluster_checks(profile, results, nodes, json)
+    from repro.report.text.doctor import print_machine_checks
 
-    return machine(results, kernels, json)
+    return print_machine_checks(results, kernels, json)

@@ -27,15 +27,15 @@ def claims(
 ) -> int:
     """Show the ledger: published value, conditions, source, evidence and verdict."""
     if system:
-        from repro.report.text.again import command as ask_again
+        from repro.report.text.again import print_claims_on_system
 
         if ledger:
             what = "left out with --system: the questions are of our ledger"
             raise ConfigError("--ledger", str(ledger[0]), what)
-        return ask_again(claim, system, json, results)
-    from repro.report.text.claims import command
+        return print_claims_on_system(claim, system, json, results)
+    from repro.report.text.claims import print_claims
 
-    return command(claim, json, results, tuple(ledger or ()))
+    return print_claims(claim, json, results, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro models gpt2-1.5b")
@@ -46,9 +46,9 @@ def models(
     json: Json = False,
 ) -> int:
     """Show model files with exact parameter counts and the memory of their states."""
-    from repro.report.text.models import command
+    from repro.report.text.models import print_models
 
-    return command(name, json)
+    return print_models(name, json)
 
 
 @app.command(epilog="Example:  repro systems dgx2")
@@ -59,9 +59,9 @@ def systems(
     json: Json = False,
 ) -> int:
     """Show system files: devices, memory and links, each number with its source."""
-    from repro.report.text.systems import command
+    from repro.report.text.systems import print_systems
 
-    return command(name, json)
+    return print_systems(name, json)
 
 
 @app.command(epilog="Example:  repro report --results results --out reports/out")
@@ -78,9 +78,9 @@ def report(
     json: Json = False,
 ) -> int:
     """Write the page index.html: claims with their evidence, figures, and the stored records."""
-    from repro.report.text.report import report as command
+    from repro.report.text.report import print_report
 
-    return command(results, out, json, notebooks, tuple(ledger or ()))
+    return print_report(results, out, json, notebooks, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro export --table values --format csv --output values.csv")
@@ -130,9 +130,9 @@ def compare(
     json: Json = False,
 ) -> int:
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
-    from repro.report.text.report import compare as command
+    from repro.report.text.report import print_comparison
 
-    return command(first, second, results, tolerance, json, tuple(ledger or ()))
+    return print_comparison(first, second, results, tolerance, json, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")
@@ -158,6 +158,6 @@ def schedule(
     ] = None,
 ) -> int:
     """Print or draw a pipeline schedule with its bubble and what it keeps in memory."""
-    from repro.report.text.schedule import command
+    from repro.report.text.schedule import print_schedule
 
-    return command(pp, micro_batches, chunks, name, forward, backward, json, svg, out)
+    return print_schedule(pp, micro_batches, chunks, name, forward, backward, json, svg, out)

@@ -30,8 +30,8 @@ from repro.measure.waiting import StageWaits
 from repro.model import flops
 from repro.model.data import open_stream
 from repro.parallel.mesh import END, Mesh, bytes_outside_torch
-from repro.results.found import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 from repro.results.metrics import per_layer
+from repro.results.record_parts import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 
 __all__ = ["Diverged", "Run"]
 

@@ -16,7 +16,7 @@ from repro.config.network import core_share
 from repro.emulate import products
 from repro.launch.job import NETWORK, Job
 from repro.launch.rank.throttle import Throttle
-from repro.results.network import RankOnNetwork
+from repro.results.record_parts import RankOnNetwork
 from repro.util import heap
 from repro.util.cores import DividedCores, computing
 

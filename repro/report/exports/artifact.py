@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro.claims.commands import Catalogue, Command, evaluations
+from repro.claims.independence import count_independent
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF, KINDS, Ledger
 from repro.claims.reader import load
-from repro.claims.results import NOT_COMPARABLE, ClaimResult, RowResult
-from repro.claims.things import count
+from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue, evaluation_commands
+from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import Experiment
 from repro.measure.local_system import load_system
 from repro.model import flops
@@ -67,7 +67,7 @@ def command(output: Path | None, own: Sequence[Path] = ()) -> int:
 
 def text(own: Sequence[Path] = ()) -> str:
     """The appendix as Markdown."""
-    ledger, catalogue = load(own=tuple(own)), Catalogue()
+    ledger, catalogue = load(own=tuple(own)), SuiteCatalogue()
     results = judge(ledger, [])
     parts = [INTRODUCTION]
     groups = dict.fromkeys(ledger.about[result.claim.file] for result in results)
@@ -80,7 +80,7 @@ def text(own: Sequence[Path] = ()) -> str:
     return "\n".join(parts)
 
 
-def cost(found: Command, catalogue: Catalogue) -> GpuHours:
+def cost(found: EvidenceCommand, catalogue: SuiteCatalogue) -> GpuHours:
     """GPU-hours of a measured command, of all its experiments together."""
     known = catalogue.suites[found.suite]
     chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
@@ -100,7 +100,7 @@ def _arithmetic_hours(experiment: Experiment) -> float | None:
     return work * training.steps / float(peak.value) / HOUR_S
 
 
-def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: Catalogue) -> str:
+def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: SuiteCatalogue) -> str:
     """One line a suite and system: what all its claims cost together."""
     wanted = [entry for result in results for entry in experiments_of(result.claim)]
     lines = ["| suite | needs | experiments | GPU-hours |", "|---|---|---|---|"]
@@ -114,7 +114,7 @@ def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: Catalogue) 
 
 def _independent(results: list[ClaimResult]) -> str:
     """How many things the ledger's values are, said by kind of evidence."""
-    found = count(results, possible=True)
+    found = count_independent(results, possible=True)
     values = sum(len(result.rows) for result in results)
     kinds = ", ".join(f"{found[kind].tested} {kind}" for kind in KINDS)
     rows = [row.findings for result in results for row in result.rows if row.findings]
@@ -122,13 +122,13 @@ def _independent(results: list[ClaimResult]) -> str:
     tested = sum(found[kind].tested for kind in KINDS)
     return f"""\
 {len(results)} claims have {values} values. Many are one formula or one run again: what can be tested are {tested}
-independent things ({kinds}; `repro/claims/things.py` counts them). {itself} values can only be held
+independent things ({kinds}; `repro/claims/independence.py` counts them). {itself} values can only be held
 against their own source: they come out `consistent` or `inconsistent`, never `reproduced`.
 A predicted time that misses is `possible` where the published value lies in what unknown numbers of its system leave.
 """
 
 
-def _claim(result: ClaimResult, catalogue: Catalogue) -> str:
+def _claim(result: ClaimResult, catalogue: SuiteCatalogue) -> str:
     claim = result.claim
     lines = [f"### {claim.id}", "", f"{claim.title}. Published: {claim.published}."]
     if result.verdict == NOT_COMPARABLE:
@@ -137,7 +137,7 @@ def _claim(result: ClaimResult, catalogue: Catalogue) -> str:
             return "\n".join([*lines, ""])
     lines += ["", "| value | expected | tolerance |", "|---|---|---|"]
     lines += [_row(row, result) for row in result.rows]
-    commands = [*catalogue.commands(experiments_of(claim)), *evaluations(claim)]
+    commands = [*catalogue.commands(experiments_of(claim)), *evaluation_commands(claim)]
     lines += [
         "",
         "```",
@@ -163,7 +163,7 @@ def _row(row: RowResult, result: ClaimResult) -> str:
     return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(said) or 'no expression tests it yet'} |"
 
 
-def _note(found: Command, catalogue: Catalogue) -> str:
+def _note(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
     if not found.suite:
         return found.needs
     if found.kind == "simulated":
@@ -171,7 +171,7 @@ def _note(found: Command, catalogue: Catalogue) -> str:
     return f"{found.needs or 'here'}, {_hours(found, catalogue)}{' GPU-hours' if found.needs else ''}"
 
 
-def _hours(found: Command, catalogue: Catalogue) -> str:
+def _hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
     if found.suite not in catalogue.suites or not found.needs:
         return "none: processor cores"
     price = cost(found, catalogue)

@@ -154,7 +154,7 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
 
 def _judged(old: str, new: str) -> str:
     """What was not run on one side is no judgement of it."""
-    from repro.claims.results import BAD, GOOD, POSSIBLE
+    from repro.claims.verdicts import BAD, GOOD, POSSIBLE
 
     rank = {**dict.fromkeys(BAD, 0), POSSIBLE: 1, **dict.fromkeys(GOOD, 2)}
     if old not in rank or new not in rank or rank[old] == rank[new]:

@@ -36,7 +36,7 @@ from repro.report.figures.values import View
 if TYPE_CHECKING:
     from repro.accuracy.validate.implied import Implied
     from repro.accuracy.validate.published import Point
-    from repro.claims.results import ClaimResult
+    from repro.claims.verdicts import ClaimResult
     from repro.results.schema import ComparisonRecord
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from repro.claims.finding import how_to_run
+from repro.claims.evidence import run_command
 from repro.report.figures.style import (
     BLUE,
     GREEN,
@@ -66,7 +66,7 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
     others = {name: records[run] for name, run in OTHERS.items() if run in records}
     lacking = [run for run in (YUAN, *OTHERS.values()) if run not in records]
     suites = dict.fromkeys(run.partition("/")[0] for run in lacking)
-    missing = " && ".join(how_to_run(suite, SIMULATED) for suite in suites)
+    missing = " && ".join(run_command(suite, SIMULATED) for suite in suites)
     if yuan is None and not others:
         return Drawing(
             ID, TITLE, "No simulated step of a published layout has a time.", (), missing, evidence=SIMULATED

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from repro.claims.tolerance import RELATIVE
+from repro.claims.tolerance import RELATIVE_TOLERANCE
 from repro.report.figures import marks
 from repro.report.figures.redrawn_entries import FigureEntry, PanelEntry, SeriesEntry
 from repro.report.figures.style import BLUE, GREEN, GREY, INK, ORANGE, Drawing, quiet
@@ -166,7 +166,7 @@ def _lower(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> Non
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     metrics = {value.metric for value in panel.values if value.published}
-    room = max((RELATIVE[metric] for metric in metrics), default=0.0)
+    room = max((RELATIVE_TOLERANCE[metric] for metric in metrics), default=0.0)
     if room:
         axes.axhspan(-room, room, color=GREY, alpha=0.22, lw=0)
     axes.axhline(0, color=INK, lw=0.8)

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from repro.accuracy.validate.published import TIMED
+from repro.claims.evidence import run_command
 from repro.claims.expression import ExpressionError, evaluate, parse
-from repro.claims.finding import how_to_run
 from repro.claims.formulas import CONSTANTS, FORMULAS
-from repro.claims.judge import experiments
+from repro.claims.judge import experiments_read
 from repro.claims.ledger import PUBLISHED_SCALE
-from repro.claims.published import UNITS, Printed
+from repro.claims.published import UNITS, PrintedNumber
 from repro.claims.records import Missing, Records
-from repro.claims.results import BAD, GOOD, POSSIBLE, ClaimResult, Finding, RowResult
+from repro.claims.verdicts import BAD, GOOD, POSSIBLE, ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
 from repro.report.figures.style import Record
 from repro.results.schema import SIMULATED
@@ -54,7 +54,7 @@ class Value:
     """One place on the axis of one series."""
 
     at: str
-    published: Printed | None
+    published: PrintedNumber | None
     """None where the source prints no number."""
     error: float
     """Of digitisation; 0 where nothing was digitised."""
@@ -115,12 +115,12 @@ class View:
         try:
             result = evaluate(parsed, self._functions, CONSTANTS)
         except Missing as missing:
-            remedy = (how_to_run(missing.suite, SIMULATED),)
+            remedy = (run_command(missing.suite, SIMULATED),)
         except ExpressionError as error:
             raise ConfigError("more", expression, says=str(error)) from None
         else:
             value, low, high = (float(v) / UNITS[unit] for v in (result.value, result.low, result.high))
-            runs = tuple(experiments(parsed, {}))
+            runs = tuple(experiments_read(parsed, {}))
             ours = (
                 Ours(
                     kind=SIMULATED,
@@ -148,7 +148,7 @@ class View:
             metric=row.metric,
             unit=row.unit,
             ours=tuple(first[kind] for kind in ("measured", SIMULATED, "analytic") if kind in first),
-            remedy=tuple(dict.fromkeys(how_to_run(suite, SIMULATED) for suite in suites)),
+            remedy=tuple(dict.fromkeys(run_command(suite, SIMULATED) for suite in suites)),
         )
 
     def _ours(self, finding: Finding, result: RowResult) -> Ours | None:

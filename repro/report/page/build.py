@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.validate import published
-from repro.claims.commands import Catalogue
+from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
 from repro.report import evidence, verdicts
@@ -86,7 +86,7 @@ def build(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Pa
     figures = [_save(drawing, out / "figures", report) for drawing in drawings]
     rendered = write_notebooks(results, out / "notebooks") if notebooks else []
     report.notebooks = [notebook.page for notebook in rendered]
-    values = context(found, chosen, figures, remarks, Catalogue())
+    values = context(found, chosen, figures, remarks, SuiteCatalogue())
     values["notebooks"] = [(f"notebooks/{notebook.page.name}", notebook.title) for notebook in rendered]
     replace_file(report.page, render(values).encode())
     return report

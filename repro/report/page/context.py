@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.validate.unknowns import SHOWN, ShoppingList, by_claim, known_as
 from repro.claims.again.answers import PREDICTIONS, Answer, how_to_simulate
-from repro.claims.commands import Catalogue
+from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary, table, totals
 from repro.config.words import counted
 from repro.measure.provenance import program
@@ -44,7 +44,7 @@ def context(
     chosen: Selection,
     figures: list[dict[str, Any]],
     remarks: list[str],
-    catalogue: Catalogue,
+    catalogue: SuiteCatalogue,
 ) -> dict[str, Any]:
     """What the template is filled with.  `figures`: as `build` saved them, with `records` by anchor."""
     everything = [*chosen.measured, *chosen.simulated]

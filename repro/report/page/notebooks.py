@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from repro.claims.commands import ROOT
+from repro.claims.run_commands import ROOT
 from repro.config.errors import ConfigError
 from repro.report.evidence import VARIABLE
 from repro.report.page.context import TEMPLATES, template

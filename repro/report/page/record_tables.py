@@ -6,8 +6,8 @@ from typing import Any
 
 from repro.config import words
 from repro.report.verdicts import anchor
-from repro.results.found import SimulatedRole
 from repro.results.metrics import STEP_SECONDS
+from repro.results.record_parts import SimulatedRole
 from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record
 from repro.simulate.time.basis import of_record
 from repro.util import units

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def command(claim: str, system: str, json: bool, results: Path) -> int:
+def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -> int:
     """Print what the store `results` predicts of `system`; 0, or 1 where it has nothing of it, as JSON too.
 
     Raises `ConfigError` for an unknown system, and for a claim that is unknown or not asked again.
@@ -51,7 +51,7 @@ def command(claim: str, system: str, json: bool, results: Path) -> int:
             soft_wrap=True,
         )
         return 1
-    show(found, name, console)
+    print_answers(found, name, console)
     if lacking := sum(answer.unrecorded for answer in found):
         console.print(
             f"{lacking} not simulated yet: `{how_to_simulate(system)}`.", markup=False, soft_wrap=True
@@ -59,8 +59,8 @@ def command(claim: str, system: str, json: bool, results: Path) -> int:
     return 0
 
 
-def show(found: Sequence[Answer], system: str, console: Console) -> None:
-    """A line an answer, grouped by claim."""
+def print_answers(found: Sequence[Answer], system: str, console: Console) -> None:
+    """Print one line per answer, grouped by claim."""
     from rich.text import Text
 
     headings = ("asked again", "published", f"on {system}", "so", "rests on")

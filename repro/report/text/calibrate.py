@@ -11,7 +11,7 @@ from repro.util import units
 from repro.util.console import print_json
 
 
-def command(
+def print_calibration(
     system: str,
     gpus: int,
     output: Path | None,

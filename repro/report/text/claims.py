@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from repro.claims.judge import judge
 from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
 from repro.claims.reader import load
-from repro.claims.results import (
+from repro.claims.table import Line, as_dict, summary, table, totals, why
+from repro.claims.verdicts import (
     CONSISTENT,
     INCONSISTENT,
     NOT_COMPARABLE,
@@ -21,7 +22,6 @@ from repro.claims.results import (
     Finding,
     RowResult,
 )
-from repro.claims.table import Line, as_dict, summary, table, totals, why
 from repro.results.store import read
 from repro.util import table as render
 from repro.util import units
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-MOVES = 3
-"""Unknowns that are shown of each value; the page and `--json` have more."""
-STYLES = {
+MAX_SHOWN_UNKNOWNS = 3
+"""Maximum number of unknowns that are shown for each value; the page and `--json` have more."""
+VERDICT_STYLES = {
     REPRODUCED: "green",
     POSSIBLE: "blue",
     NOT_REPRODUCED: "red",
@@ -45,7 +45,7 @@ STYLES = {
 }
 
 
-def command(claim_id: str | None, json: bool, results: Path, own: Sequence[Path] = ()) -> int:
+def print_claims(claim_id: str | None, json: bool, results: Path, own: Sequence[Path] = ()) -> int:
     """Print all claims, those of the ledger files `own` among them, or one in full.
 
     Raises `ConfigError` for an unknown id or a bad ledger file.
@@ -58,14 +58,14 @@ def command(claim_id: str | None, json: bool, results: Path, own: Sequence[Path]
     if json:
         print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
     elif claim_id:
-        show_one(chosen[0], ledger, stdout(WIDE))
+        print_claim(chosen[0], ledger, stdout(WIDE))
     else:
-        show_all(judged, ledger, stdout(WIDE))
+        print_all_claims(judged, ledger, stdout(WIDE))
     return 0
 
 
-def show_all(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
-    """One line per claim, grouped by ledger file, and the counts."""
+def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
+    """Print one line per claim, grouped by ledger file, and the counts."""
     from rich.text import Text
 
     lines = table(results)
@@ -82,14 +82,14 @@ def show_all(results: list[ClaimResult], ledger: Ledger, console: Console) -> No
         for line in lines:
             if line.file == file:
                 counts = [_count(line.counts[kind]) for kind in KINDS]
-                itself = _count(line.itself, STYLES[CONSISTENT], STYLES[INCONSISTENT])
+                itself = _count(line.itself, VERDICT_STYLES[CONSISTENT], VERDICT_STYLES[INCONSISTENT])
                 grid.add_row(Text(line.id), Text(line.published), *counts, itself, _verdict(line))
         console.print(grid)
-    _show_counts(results, console)
+    _print_counts(results, console)
 
 
-def show_one(result: ClaimResult, ledger: Ledger, console: Console) -> None:
-    """Everything about one claim."""
+def print_claim(result: ClaimResult, ledger: Ledger, console: Console) -> None:
+    """Print everything about one claim."""
     from rich.text import Text
 
     claim = result.claim
@@ -109,7 +109,7 @@ def show_one(result: ClaimResult, ledger: Ledger, console: Console) -> None:
     ):
         if text:
             facts.add_row(name, Text(text))
-    verdict = Text(result.verdict, style=STYLES[result.verdict])
+    verdict = Text(result.verdict, style=VERDICT_STYLES[result.verdict])
     if result.basis:
         verdict.append(f"  ({result.basis})", style="dim")
     facts.add_row("verdict", verdict)
@@ -143,7 +143,7 @@ def _rows(result: ClaimResult) -> Table:
         first = [Text(row.row.label), Text(_published(row))]
         findings = row.findings or (None,)
         for finding in findings:
-            cells = _finding_cells(finding) if finding else _nothing(row, result.claim.needs)
+            cells = _finding_cells(finding) if finding else _not_run_cells(row, result.claim.needs)
             grid.add_row(*first, *cells)
             first = [Text(""), Text("")]
         note = " ".join(
@@ -169,7 +169,9 @@ def _moves(result: ClaimResult) -> Table:
     for row in result.rows:
         label = row.row.label
         for finding in row.findings:
-            for key, low, high, share in finding.doubt.largest(MOVES) if finding.doubt is not None else ():
+            for key, low, high, share in (
+                finding.doubt.largest_unknowns(MAX_SHOWN_UNKNOWNS) if finding.doubt is not None else ()
+            ):
                 grid.add_row(label, key, units.number(low), units.number(high), units.percent(share))
                 label = ""
     return grid
@@ -181,16 +183,16 @@ def _finding_cells(finding: Finding) -> list[Text]:
     return [
         Text(finding.origin if finding.itself else f"{finding.kind}, {finding.at}"),
         Text(finding.text or "-"),
-        Text(finding.verdict, style=STYLES[finding.verdict]),
+        Text(finding.verdict, style=VERDICT_STYLES[finding.verdict]),
         Text(finding.reason),
     ]
 
 
-def _nothing(row: RowResult, needs: str) -> list[Text]:
+def _not_run_cells(row: RowResult, needs: str) -> list[Text]:
     from rich.text import Text
 
     reason = "see needs" if row.reason == needs else row.reason
-    return [Text("-"), Text("-"), Text(row.verdict, style=STYLES[row.verdict]), Text(reason)]
+    return [Text("-"), Text("-"), Text(row.verdict, style=VERDICT_STYLES[row.verdict]), Text(reason)]
 
 
 def _published(result: RowResult) -> str:
@@ -205,7 +207,7 @@ def _published(result: RowResult) -> str:
 def _verdict(line: Line) -> Text:
     from rich.text import Text
 
-    text = Text(line.verdict, style=STYLES[line.verdict])
+    text = Text(line.verdict, style=VERDICT_STYLES[line.verdict])
     if line.basis:
         text.append(f" ({line.basis})", style="dim")
     if line.disagreements:
@@ -222,11 +224,11 @@ def _count(text: str, good_style: str = "green", bad_style: str = "red") -> Text
     return Text(text, style=good_style if good == total else bad_style)
 
 
-def _show_counts(results: list[ClaimResult], console: Console) -> None:
+def _print_counts(results: list[ClaimResult], console: Console) -> None:
     from rich.text import Text
 
     counts = summary(results)
-    verdicts = ", ".join(f"[{STYLES[v]}]{n} {v}[/]" for v, n in counts["verdicts"].items())
+    verdicts = ", ".join(f"[{VERDICT_STYLES[v]}]{n} {v}[/]" for v, n in counts["verdicts"].items())
     console.print()
     console.print(f"{counts['claims']} claims with {counts['rows']} values: {verdicts}.")
     console.print(Text(totals(counts)))

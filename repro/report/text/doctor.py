@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from repro.launch.doctor.kernel_table import KernelRow
 
 
-def machine(results: Path, compile_for: str, json: bool) -> int:
+def print_machine_checks(results: Path, compile_for: str, json: bool) -> int:
     """Examine this machine; 1 if the harness cannot run anything here, else 0.
 
     `compile_for`: the architectures for which all CUDA kernels are compiled and listed.  Raises `ConfigError`.
@@ -29,7 +29,7 @@ def machine(results: Path, compile_for: str, json: bool) -> int:
     checks = examine(results, compile_for)
     rows = kernel_table.table(compile_for) if compile_for else []
     more = {"gpus": gpus(), **({"kernels": [asdict(row) for row in rows]} if rows else {})} if json else {}
-    code = _answer(checks, json=json, undone="run here", more=more)
+    code = _print_checks(checks, json=json, undone="run here", more=more)
     if rows and not json:
         _kernels(rows)
     return code
@@ -38,11 +38,11 @@ def machine(results: Path, compile_for: str, json: bool) -> int:
 def _kernels(rows: Sequence[KernelRow]) -> None:
     """A line for each kernel of each size class, a column for each architecture; then what it amounts to."""
     architectures = list(dict.fromkeys(row.architecture for row in rows))
-    lines: dict[tuple[str, str], dict[str, KernelRow]] = {}
+    by_kernel: dict[tuple[str, str], dict[str, KernelRow]] = {}
     for row in rows:
-        lines.setdefault((row.program, row.kernel), {})[row.architecture] = row
+        by_kernel.setdefault((row.program, row.kernel), {})[row.architecture] = row
     shown = table("kernel", "columns", "threads", *architectures, left=2)
-    for (program, kernel), of in lines.items():
+    for (program, kernel), of in by_kernel.items():
         row = next(iter(of.values()))
         sizes = "-".join(map(str, dict.fromkeys((row.sizes[0], row.sizes[-1])))) if row.sizes else "any"
         cells = [_cell(of[a]) if a in of else "-" for a in architectures]
@@ -74,7 +74,7 @@ def _specialised(program: str) -> str:
     return " ".join([*kinds, *width, *(name for key, name in flags.items() if words.get(key) == "1")])
 
 
-def cluster(profile: Path, results: Path, nodes: int, json: bool) -> int:
+def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool) -> int:
     """Examine what a profile promises; 1 if something keeps suites from running, else 0.
 
     `nodes`: also start a short job on that many nodes and look around there.  Raises `ConfigError` for a bad profile.
@@ -84,10 +84,10 @@ def cluster(profile: Path, results: Path, nodes: int, json: bool) -> int:
 
     hint = "" if nodes else "--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder."
     checks = list(examine(load(profile), results.absolute(), nodes))
-    return _answer(checks, json=json, undone="submitted", hint=hint)
+    return _print_checks(checks, json=json, undone="submitted", hint=hint)
 
 
-def _answer(
+def _print_checks(
     checks: Sequence[Check], *, json: bool, undone: str, hint: str = "", more: dict[str, Any] | None = None
 ) -> int:
     """Print the checks; 1 if one that fails is fatal, else 0.
@@ -100,7 +100,7 @@ def _answer(
         found = {"usable": not broken, "checks": [asdict(check) for check in checks], **(more or {})}
         print_json(found)
     else:
-        print("\n".join(lines(checks, stdout(least=100).width)))
+        print("\n".join(check_lines(checks, stdout(least=100).width)))
         if broken:
             print(f"\nNothing can be {undone} until this is mended: {', '.join(broken)}.")
         elif hint:
@@ -108,7 +108,7 @@ def _answer(
     return 1 if broken else 0
 
 
-def lines(checks: Sequence[Check], width: int) -> list[str]:
+def check_lines(checks: Sequence[Check], width: int) -> list[str]:
     """Return the checks as lines of at most `width` characters, aligned where there is room for it."""
     longest = max(len(check.name) for check in checks)
     found = []

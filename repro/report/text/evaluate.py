@@ -10,7 +10,7 @@ from repro.util import units
 from repro.util.console import print_json
 
 
-def command(
+def print_scores(
     weights: Path, task: str, data: Path, layout: Layout, results: Path, json: bool, **how: Any
 ) -> int:
     """Score, and print metrics and protocol, or the record (`json`); 1 if the ranks failed.  Raises `ConfigError`."""
@@ -43,7 +43,7 @@ def command(
     return int(record.outcome != "ok")
 
 
-def export(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
+def export_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
     """Write the weights and name the files; 0.  Raises `ConfigError` before anything is written."""
     from repro.quality.weights.export import export as write
     from repro.quality.weights.opened import open_weights

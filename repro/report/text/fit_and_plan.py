@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from repro.simulate.plan.plan import Plan
     from repro.simulate.plan.rows import PlanRow
 
-WHERE = {"waits\n%": "exposed_s", "bubble\n%": "bubble_s"}
-"""Columns of a plan that say where its time goes, by the key of the time."""
-ROOMY = 96
-"""Columns of a terminal that has room for them beside a whole training; a table of fewer leaves them out."""
+TIME_LOSS_COLUMNS = {"waits\n%": "exposed_s", "bubble\n%": "bubble_s"}
+"""Columns for parts of the step time, with the keys of these times."""
+MIN_WIDE_TABLE_COLUMNS = 96
+"""Minimum terminal width, in columns, of a table with `TIME_LOSS_COLUMNS` and the time of a whole training."""
 
 
-def bounds(console: Console, basis: str) -> tuple[str, str]:
-    """What stands before a time and before a rate that are bounds; nothing before others."""
+def bound_marks(console: Console, basis: str) -> tuple[str, str]:
+    """Return the marks of a time and of a rate that are bounds; empty marks for other bases."""
     if basis != BOUND:
         return "", ""
     return ("≥", "≤") if console.encoding.startswith("utf") else (">=", "<=")
 
 
-def show_fit(question: Question, document: dict[str, Any]) -> None:
+def print_fit_table(question: Question, document: dict[str, Any]) -> None:
     """Print the largest that fits beside the first that does not."""
     console = stdout()
     sizes = document["sizes"]
@@ -102,7 +102,7 @@ def _tried(console: Console, document: dict[str, Any]) -> None:
     console.print(f"\nTried {unit}: {tried}; {how}.")
 
 
-def show_plan(request: Request, plan: Plan, top: int) -> None:
+def print_layouts(request: Request, plan: Plan, top: int) -> None:
     """Print the first `top` layouts, and what rules the others out."""
     from repro.simulate.plan.plan import COMPARED
     from repro.simulate.plan.rows import NO_TIMES, OK, RULE, unknown
@@ -125,7 +125,7 @@ def show_plan(request: Request, plan: Plan, top: int) -> None:
     if shown:
         _layouts(console, request, shown, timed=not plan.no_time)
         if not plan.no_time:
-            _undecided(console, [row for row in fits if row.interval is not None], top)
+            _print_undecided(console, [row for row in fits if row.interval is not None], top)
             _basis(console, request, shown[0])
         text = f"s: {NO_TIMES if plan.no_time else RULE}.  *: the whole step was traced, GB are reserved; else live "
         text += "bytes, traffic and time of a few layers, extended in straight lines."
@@ -136,7 +136,7 @@ def show_plan(request: Request, plan: Plan, top: int) -> None:
         console.print(textwrap.fill(text, console.width), style="dim", markup=False)
     else:
         console.print("[bold red]No layout fits.[/]")
-    _ruled_out(console, [row for row in rows if row.outcome != OK])
+    _print_ruled_out(console, [row for row in rows if row.outcome != OK])
 
 
 def _basis(console: Console, request: Request, row: PlanRow) -> None:
@@ -151,7 +151,7 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
 
     trained = timed and request.tokens > 0
     columns = ["GB\na GPU", "step\ns"]
-    roomy = not MIN_TABLE_COLUMNS <= console.width < ROOMY
+    roomy = not MIN_TABLE_COLUMNS <= console.width < MIN_WIDE_TABLE_COLUMNS
     ends = timed and rows[0].interval is not None and (not trained or roomy)
     if ends:
         columns += ["90 %\ns"]
@@ -164,7 +164,7 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
         columns += ["trained\nin days"]
         columns += ["for\nmillions"] if request.price_per_gpu_hour else []
     if not roomy and (trained or ends):
-        columns = [heading for heading in columns if heading not in WHERE]
+        columns = [heading for heading in columns if heading not in TIME_LOSS_COLUMNS]
     axes = words.axes(row.layout for row in rows)
     numbered = any(row.undecided for row in rows)
     degrees = " x ".join(axes)
@@ -176,13 +176,17 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
         mark = "*" if row.evidence == FULL else " "
         cells = [gb(size or row.memory["peak_bytes"]) + mark]
         if timed:
-            step, (least, most) = time["step_s"], bounds(console, time["rests_on"])
+            step, (least, most) = time["step_s"], bound_marks(console, time["rests_on"])
             cells += [least + units.number(step)]
             cells += [_ends(time["interval"])] if ends else []
             cells += [f"{most}{time['flops_per_device'] / units.TERA:.1f}"]
             cells += [units.NOTHING if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
             cells += [] if trained else [most + units.number(time["samples_per_s"])]
-            cells += [f"{100 * time[key] / step:.1f}" for heading, key in WHERE.items() if heading in columns]
+            cells += [
+                f"{100 * time[key] / step:.1f}"
+                for heading, key in TIME_LOSS_COLUMNS.items()
+                if heading in columns
+            ]
         else:
             links = row.comm.get("bytes_by_link", {})
             between = links.get("inter-node", 0)
@@ -222,7 +226,7 @@ def _ends(found: dict[str, Any] | None) -> str:
     )
 
 
-def _undecided(console: Console, rows: Sequence[PlanRow], top: int) -> None:
+def _print_undecided(console: Console, rows: Sequence[PlanRow], top: int) -> None:
     """Say where the order of `rows`, `top` of them shown, is not decided, since numbers of the system are not known."""
     from repro.simulate.plan.undecided import PART
 
@@ -249,7 +253,7 @@ def _undecided(console: Console, rows: Sequence[PlanRow], top: int) -> None:
     console.print("\n" + textwrap.fill(text, console.width, break_on_hyphens=False), markup=False)
 
 
-def _ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
+def _print_ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
     """For each tp, cp, pp and ZeRO stage: the least that its layouts would need, and the term that is too much."""
     if not rows:
         return

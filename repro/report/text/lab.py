@@ -18,19 +18,19 @@ from repro.emulate.standing import Standing
 from repro.launch.local.launch import most_ranks
 from repro.util.console import print_json
 
-NONE_UP = 3
+EXIT_CODE_WITHOUT_LAB = 3
 
 
-def check() -> int:
+def check_lab() -> int:
     """Whether a network can be made here, which is tried."""
     lacking = ability.missing()
     print(f"missing: {lacking}" if lacking else "emulated networks can be had here")
     return 1 if lacking else 0
 
 
-def up(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
+def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
     """Make the network of an experiment, or the one that is asked.  Raises `ConfigError`."""
-    network = _of(suite, experiment) if suite is not None else build(EmulatedNetwork, dict(asked))
+    network = _network_of(suite, experiment) if suite is not None else build(EmulatedNetwork, dict(asked))
     at_most("nodes x ranks_per_node", network.world, most_ranks())
     if lacking := ability.missing():
         raise ConfigError("lab", says=f"missing: {lacking}")
@@ -42,7 +42,7 @@ def up(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
     return 0
 
 
-def _of(suite: Path, name: str) -> EmulatedNetwork:
+def _network_of(suite: Path, name: str) -> EmulatedNetwork:
     """The network of an experiment of `suite`."""
     known = {entry.experiment.name: entry.experiment for entry in suites.load(suite).entries}
     having = [name for name, experiment in known.items() if experiment.network is not None]
@@ -53,7 +53,7 @@ def _of(suite: Path, name: str) -> EmulatedNetwork:
     return network
 
 
-def status(json: bool) -> int:
+def print_lab_status(json: bool) -> int:
     """Show the network that is up."""
     there = standing.find()
     if json:
@@ -62,7 +62,7 @@ def status(json: bool) -> int:
         print("no network is up")
     else:
         _show(there)
-    return NONE_UP if there is None else 0
+    return EXIT_CODE_WITHOUT_LAB if there is None else 0
 
 
 def _show(there: Standing) -> None:
@@ -76,7 +76,7 @@ def _show(there: Standing) -> None:
         print(f"  round trip {where:<13} {seconds * 1e6:.0f} us")
 
 
-def execute(rank: int, command: list[str]) -> int:
+def execute_on_rank(rank: int, command: list[str]) -> int:
     """Run a command where `rank` is; its exit code.  Raises `ConfigError`."""
     there = standing.needed()
     if not 0 <= rank < there.network.world:
@@ -85,8 +85,8 @@ def execute(rank: int, command: list[str]) -> int:
     return subprocess.run(there.facts.command(rank, command), env=environment).returncode
 
 
-def down() -> int:
+def stop_lab() -> int:
     """Take the network down."""
     was = standing.down()
     print("down" if was else "no network is up")
-    return 0 if was else NONE_UP
+    return 0 if was else EXIT_CODE_WITHOUT_LAB

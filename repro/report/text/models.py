@@ -13,26 +13,26 @@ from repro.util import units
 from repro.util.console import print_json, stdout
 from repro.util.table import table
 
-DEGREES = (1, 4, 16, 64, 256, 1024)
+ZERO_DEGREES = (1, 4, 16, 64, 256, 1024)
 """Data-parallel degrees Nd of the ZeRO paper's Table 1."""
-STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
+ZERO_STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
 
 
-def command(name: str | None, json: bool) -> int:
+def print_models(name: str | None, json: bool) -> int:
     """Print all models, or all about one.  Raises `ConfigError` for an unknown name or a wrong file."""
     models = [load(name)] if name else [load(each) for each in names()]
     if json:
-        described = [describe(model) for model in models]
+        described = [describe_model(model) for model in models]
         print_json(described[0] if name else described)
     elif name:
-        _print_one(models[0])
+        _print_model(models[0])
     else:
-        _print_all(models)
+        _print_all_models(models)
     return 0
 
 
-def describe(model: Model) -> dict[str, Any]:
-    """Everything that the command shows of one model, as JSON data; memory in bytes per device."""
+def describe_model(model: Model) -> dict[str, Any]:
+    """Return the properties of one model as JSON data; memory in bytes per device."""
     from repro.model import flops
 
     gpt = model.architecture == "gpt"
@@ -44,7 +44,8 @@ def describe(model: Model) -> dict[str, Any]:
         "parameters": psi,
         "parameters_by_part": count(model),
         "states_bytes": {
-            f"zero{stage}": {str(nd): states_bytes(psi, nd, stage) for nd in DEGREES} for stage in range(4)
+            f"zero{stage}": {str(nd): states_bytes(psi, nd, stage) for nd in ZERO_DEGREES}
+            for stage in range(4)
         },
         "model_flops_per_token": flops.model_flops(model, model.seq, 1) // model.seq if gpt else None,
         "hardware_flops_per_token_recompute": (
@@ -54,14 +55,14 @@ def describe(model: Model) -> dict[str, Any]:
     }
 
 
-def _print_all(models: list[Model]) -> None:
+def _print_all_models(models: list[Model]) -> None:
     headings = ("model", "layers", "hidden", "heads", "vocab", "parameters", "printed", "states\nGB")
     rows = table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
     for model in models:
         psi = total(model)
         rows.add_row(
             model.name,
-            _layers(model),
+            _layer_count(model),
             *(str(size) for size in (model.hidden, model.heads, model.vocab)),
             f"{psi:,}",
             model.published_name or "-",
@@ -76,11 +77,11 @@ def _print_all(models: list[Model]) -> None:
     )
 
 
-def _layers(model: Model) -> str:
+def _layer_count(model: Model) -> str:
     return f"{model.layers}+{model.decoder_layers}" if model.decoder_layers else str(model.layers)
 
 
-def _print_one(model: Model) -> None:
+def _print_model(model: Model) -> None:
     from repro.model import flops
 
     console = stdout()
@@ -90,7 +91,7 @@ def _print_one(model: Model) -> None:
         f"[bold]{model.name}[/]: {model.architecture}, {psi:,} parameters ({units.parameters(psi)}{published})"
     )
     console.print(
-        f"{_layers(model)} layers, hidden {model.hidden}, {model.heads} heads of width {model.head_width}, "
+        f"{_layer_count(model)} layers, hidden {model.hidden}, {model.heads} heads of width {model.head_width}, "
         f"MLP {model.ffn_width},\nvocabulary {model.vocab}, sequence {model.seq}\n"
     )
     if other := model.departures():
@@ -102,9 +103,9 @@ def _print_one(model: Model) -> None:
     console.print(parts)
 
     console.print("\nModel states per device in GB (mixed-precision Adam, K = 12) by degree Nd")
-    states = table("stage", *map(str, DEGREES))
-    for stage, label in enumerate(STAGES):
-        states.add_row(label, *(units.number(states_bytes(psi, nd, stage) / units.GB) for nd in DEGREES))
+    states = table("stage", *map(str, ZERO_DEGREES))
+    for stage, label in enumerate(ZERO_STAGES):
+        states.add_row(label, *(units.number(states_bytes(psi, nd, stage) / units.GB) for nd in ZERO_DEGREES))
     console.print(states)
 
     if model.architecture == "gpt":

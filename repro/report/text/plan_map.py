@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from repro.simulate.plan.candidates import Request
     from repro.simulate.plan.grid import Cell
 
-FITS, LATER, NEVER = "bold green", "yellow", "red"
+FITS_ALL_STYLE, FITS_LARGER_STYLE, FITS_NONE_STYLE = "bold green", "yellow", "red"
 
 
-def show_map(request: Request, cells: Sequence[Cell], limits: Sequence[int]) -> None:
+def print_plan_map(request: Request, cells: Sequence[Cell], limits: Sequence[int]) -> None:
     """Print the map of every (tp, pp) that any layout has, and what rules out those that do not fit."""
     console = stdout()
     limits = sorted(limits)
@@ -36,7 +36,7 @@ def show_map(request: Request, cells: Sequence[Cell], limits: Sequence[int]) -> 
     drawn = table("", *(f"pp {pp}" for pp in columns), left=1 + len(columns), gap=4)
     by_place = {(cell.tp, cell.pp): cell for cell in there}
     for tp in rows:
-        answers = [_words(by_place.get((tp, pp)), limits) for pp in columns]
+        answers = [_cell_text(by_place.get((tp, pp)), limits) for pp in columns]
         drawn.add_row(f"tp {tp}", *answers)
     console.print(drawn)
     kinds = {row.evidence for cell in there for row in cell.rows.values()}
@@ -47,35 +47,35 @@ def show_map(request: Request, cells: Sequence[Cell], limits: Sequence[int]) -> 
     notes += [f"{units.size(request.system.context())} of each memory are beyond the allocator's reach"]
     console.print(textwrap.fill("; ".join(notes), console.width), style="dim", markup=False)
     for limit in limits:
-        _ruled_out(console, there, limit)
+        _print_limit(console, there, limit)
 
 
-def _words(cell: Cell | None, limits: Sequence[int]) -> Text:
+def _cell_text(cell: Cell | None, limits: Sequence[int]) -> Text:
     """`21.20*` over `fits 40 GB`: what the cell needs, and the least memory that is enough."""
     from rich.text import Text
 
     if cell is None:
         return Text("-\n", style="dim")
-    row = best(cell)
+    row = most_informative_row(cell)
     need = row.memory.get("reserved_bytes") if row.evidence == FULL and row.outcome == OK else None
     mark = "*" if need else ""
     more = ">" if row.evidence == STATES else ""
     number = f"{more}{units.gb(need or row.memory['peak_bytes'])}{mark}"
     enough = [limit for limit in limits if cell.rows[limit].outcome == OK]
     if enough:
-        style = FITS if enough[0] == limits[0] else LATER
+        style = FITS_ALL_STYLE if enough[0] == limits[0] else FITS_LARGER_STYLE
         return Text(f"{number}\nfits {units.size(enough[0])}", style=style)
-    return Text(f"{number}\ndoes not fit", style=NEVER)
+    return Text(f"{number}\ndoes not fit", style=FITS_NONE_STYLE)
 
 
-def best(cell: Cell) -> PlanRow:
-    """The row that tells most of what a cell needs: a full trace that fits, else the one with most memory."""
+def most_informative_row(cell: Cell) -> PlanRow:
+    """Return the row of a full trace that fits, else the row with the largest memory."""
     rows = [cell.rows[limit] for limit in sorted(cell.rows)]
     full = [row for row in rows if row.evidence == FULL and row.outcome == OK]
     return full[0] if full else rows[-1]
 
 
-def _ruled_out(console: Console, cells: Sequence[Cell], limit: int) -> None:
+def _print_limit(console: Console, cells: Sequence[Cell], limit: int) -> None:
     """One line per term: the cells in which it is too much."""
     by_term: dict[str, list[str]] = {}
     for cell in cells:

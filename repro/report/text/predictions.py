@@ -19,14 +19,14 @@ from repro.simulate.plan.asked import SHOWN, Asked, complete, limit_of, memory_b
 from repro.util.console import print_json, waiting
 
 
-def simulate(model: str, asked: Asked, timeline: Path | None, json: bool) -> int:
+def print_simulation(model: str, asked: Asked, timeline: Path | None, json: bool) -> int:
     """Trace one step of a model and print what it needs; 1 if it does not fit."""
     on = _system(asked)
     experiment = _experiment(model, on, asked)
     limit = memory_bytes(asked.memory_limit)
     if limit is not None:
         limit = limit_of(on, limit)
-    from repro.report.text.simulated_step import show
+    from repro.report.text.simulated_step import print_simulated_step
     from repro.simulate.step import NO_STEP
     from repro.simulate.step import simulate as run
 
@@ -54,7 +54,7 @@ def simulate(model: str, asked: Asked, timeline: Path | None, json: bool) -> int
     if json:
         print_json(found.as_dict())
     else:
-        show(found, on)
+        print_simulated_step(found, on)
     return 0 if found.fits else 1
 
 
@@ -87,9 +87,9 @@ def _training(seq: int) -> Training:
     return Training(seq=seq)
 
 
-def fit(asked: Asked, model: str, sizes: dict[str, int], search: str, json: bool) -> int:
+def print_fit(asked: Asked, model: str, sizes: dict[str, int], search: str, json: bool) -> int:
     """Find the largest model that fits and the first that does not; 1 if nothing fits."""
-    from repro.report.text.fit_and_plan import show_fit
+    from repro.report.text.fit_and_plan import print_fit_table
     from repro.simulate.plan import fit as fits
 
     known = models.load(model) if model else None
@@ -100,17 +100,17 @@ def fit(asked: Asked, model: str, sizes: dict[str, int], search: str, json: bool
     if json:
         print_json(document)
     else:
-        show_fit(question, document)
+        print_fit_table(question, document)
     return 0 if answer.largest is not None else 1
 
 
-def measured_fit(
+def print_measured_fit(
     asked: Asked, model: str, sizes: dict[str, int], search: str, as_rank: int | None, of: int, json: bool
 ) -> int:
     """Try sizes on real devices; 1 if nothing fits or a trial fails, 130 if interrupted."""
     from repro.launch.fit import trials_of
     from repro.launch.interrupt import Interrupt
-    from repro.report.text.fit_and_plan import show_fit
+    from repro.report.text.fit_and_plan import print_fit_table
 
     trials = trials_of(asked, models.load(model) if model else None, sizes, search, as_rank, of)
     began = time.perf_counter()
@@ -120,14 +120,14 @@ def measured_fit(
     if json:
         print_json(document)
     else:
-        show_fit(trials.question, document)
+        print_fit_table(trials.question, document)
     if interrupt:
         return 128 + interrupt.signal
     failed = answer.first_failing is not None and answer.first_failing.outcome != "oom"
     return 0 if answer.largest is not None and not failed else 1
 
 
-def plan(
+def print_plan(
     model: str,
     asked: Asked,
     json: bool,
@@ -163,13 +163,13 @@ def plan(
         sizes, on, gpus, limits[0], seq or sizes.seq, asked.layout, asked.expandable, tokens, price
     )
     if as_map:
-        return _map(request, limits, json)
+        return _print_map(request, limits, json)
     count = len(candidates.candidates(request))
     from repro.util.workers import Workers
 
     with waiting(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
         workers.start()
-        from repro.report.text.fit_and_plan import show_plan
+        from repro.report.text.fit_and_plan import print_layouts
         from repro.simulate.plan.plan import plan as run
         from repro.simulate.plan.rows import OK, document
 
@@ -177,13 +177,13 @@ def plan(
     if json:
         print_json([document(request, row) for row in found.rows[:top]])
     else:
-        show_plan(request, found, top or SHOWN)
+        print_layouts(request, found, top or SHOWN)
     return 0 if any(row.outcome == OK for row in found.rows) else 1
 
 
-def _map(request: Any, limits: list[int], json: bool) -> int:
+def _print_map(request: Any, limits: list[int], json: bool) -> int:
     """Draw which tp and pp fit each of `limits` (bytes of a device's memory)."""
-    from repro.report.text.plan_map import show_map
+    from repro.report.text.plan_map import print_plan_map
     from repro.simulate.plan.grid import axes, grid, map_document
     from repro.simulate.plan.rows import OK
     from repro.util.workers import Workers
@@ -195,5 +195,5 @@ def _map(request: Any, limits: list[int], json: bool) -> int:
     if json:
         print_json(map_document(request, cells, limits))
     else:
-        show_map(request, cells, limits)
+        print_plan_map(request, cells, limits)
     return 0 if any(row.outcome == OK for cell in cells for row in cell.rows.values()) else 1

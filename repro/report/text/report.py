@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from repro.report.exports.compare import Change
 
 
-def report(results: Path, out: Path, json: bool, notebooks: bool, own: Sequence[Path] = ()) -> int:
+def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Sequence[Path] = ()) -> int:
     """Write the report on the store `results` to `out` and print where; 0, or 1 if a notebook failed.
 
     `own`: ledger files whose claims are among the others.
@@ -43,7 +43,7 @@ def report(results: Path, out: Path, json: bool, notebooks: bool, own: Sequence[
     return 0
 
 
-def compare(
+def print_comparison(
     first: str, second: str, results: Path, tolerance: float, json: bool, own: Sequence[Path] = ()
 ) -> int:
     """Print what differs; 1 if something is worse, else 0.  Raises `ConfigError`."""

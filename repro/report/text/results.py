@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from repro.config import words
 from repro.config.errors import ConfigError
-from repro.results.frames import comparison_row, experiment_row
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
-from repro.results.side_by_side import Group, groups
 from repro.results.store import read
+from repro.results.tables import ComparableResults, comparable_results, comparison_row, experiment_row
 from repro.simulate.time.basis import BOUND, SHORT, of_record
 from repro.util import files, units
 from repro.util.console import WIDE, print_json, stdout
@@ -24,14 +23,14 @@ from repro.util.table import MIN_TABLE_COLUMNS, sparkline, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-EVIDENCE = {
+EVIDENCE_TITLES = {
     MEASURED: "measured: real processes and messages",
     EMULATED: "emulated: small twins behind links held to a rate; ratios count, rates are no machine's",
     SIMULATED: "simulated: predicted, nothing ran",
 }
-WORDS, COUNTS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
+WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
 """What has a column where experiments differ in it."""
-NOTES = {
+COLUMN_NOTES = {
     "loss": "loss: of the last step",
     "curve": "curve: loss over the steps",
     "step": "step: median, of the slowest rank",
@@ -63,10 +62,10 @@ class Column(NamedTuple):
         return not any(cell not in ("", units.NOTHING) for cell in self.cells)
 
 
-def command(what: str, results: Path, json: bool, plot: Path | None) -> int:
+def print_results(what: str, results: Path, json: bool, plot: Path | None) -> int:
     """Print what is known of the experiments that `what` means.  Raises `ConfigError` where that is nothing."""
     selection = select(read(results))
-    found = groups(selection, _pattern(what))
+    found = comparable_results(selection, _pattern(what))
     if not found:
         here = ", ".join(sorted({record.suite for record in selection.by_name.values()}))
         if not here:
@@ -80,7 +79,7 @@ def command(what: str, results: Path, json: bool, plot: Path | None) -> int:
     if json:
         print_json(_document(found))
     else:
-        show(found)
+        print_result_tables(found)
     return 0
 
 
@@ -93,12 +92,12 @@ def _pattern(what: str) -> str:
     return suites.load(Path(what)).name
 
 
-def show(found: Iterable[Group]) -> None:
+def print_result_tables(found: Iterable[ComparableResults]) -> None:
     """Print every group: its table, what failed, and its comparisons."""
     console = stdout(least=WIDE)
     for group in found:
         count = words.counted(len(group.records), "experiment")
-        console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE[group.evidence]}")
+        console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE_TITLES[group.evidence]}")
         _experiments(console, group)
         for record in group.records:
             if record.outcome != "ok":
@@ -109,7 +108,7 @@ def show(found: Iterable[Group]) -> None:
         console.print()
 
 
-def _experiments(console: Console, group: Group) -> None:
+def _experiments(console: Console, group: ComparableResults) -> None:
     """Print the columns that are not empty: several tables where one is too wide, blocks where any table is."""
     name, blocks = _columns(console, group)
     gap = 2 if console.width >= WIDE else 1
@@ -129,11 +128,11 @@ def _experiments(console: Console, group: Group) -> None:
         console.print(grid)
         console.print()
     headings = "\n".join(column.heading for columns in tables for column in columns).split("\n")
-    notes = [note for word, note in NOTES.items() if word in headings]
+    notes = [note for word, note in COLUMN_NOTES.items() if word in headings]
     console.print(textwrap.fill("; ".join(notes), console.width), style="dim", markup=False)
 
 
-def _columns(console: Console, group: Group) -> tuple[Column, list[list[Column]]]:
+def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[list[Column]]]:
     """The experiment's name, and blocks of columns that stay together."""
     rows = [experiment_row(record) for record in group.records]
     bases = [of_record(record) for record in group.records]
@@ -143,7 +142,7 @@ def _columns(console: Console, group: Group) -> tuple[Column, list[list[Column]]
     )
     many = {
         key: words
-        for key, words in {**dict.fromkeys(WORDS, True), **dict.fromkeys(COUNTS, False)}.items()
+        for key, words in {**dict.fromkeys(WORD_COLUMNS, True), **dict.fromkeys(COUNT_COLUMNS, False)}.items()
         if len({row[key] for row in rows}) > 1
     }
     losses = [record.series.loss or [] for record in group.records]
@@ -222,7 +221,7 @@ def _comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None
     console.print(grid)
 
 
-def _document(found: Sequence[Group]) -> dict[str, Any]:
+def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
     """`--json`: experiments, each with its metrics and its curve of losses, and comparisons."""
     return {
         "experiments": [
@@ -242,7 +241,7 @@ def _document(found: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def _draw(found: Sequence[Group], path: Path) -> None:
+def _draw(found: Sequence[ComparableResults], path: Path) -> None:
     """Write the curves of losses as a picture."""
     from repro.report.figures import curves, style
 

@@ -1,18 +1,36 @@
-"""`repro schedule`: a pipeline schedule, drawn or as data."""
+"""Output of `repro schedule`: a pipeline schedule as a drawing of characters, as SVG or as JSON."""
 
 from __future__ import annotations
 
 import json as json_module
 import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from math import ceil, floor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from repro.config.errors import require
-from repro.report.text.schedule_plan import TimedSchedule, describe, make, number, share
-from repro.report.text.schedule_text import show
+from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
+from repro.report.figures.schedule_drawing import busy_shares, paint
+from repro.report.text.schedule_plan import (
+    TimedSchedule,
+    format_number,
+    format_share,
+    make_schedule,
+    schedule_document,
+    schedule_facts,
+)
 from repro.util import files
+from repro.util.console import WIDE, stdout
+from repro.util.table import facts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 
-def command(
+def print_schedule(
     stages: int,
     micro_batches: int,
     chunks: int,
@@ -26,9 +44,9 @@ def command(
     """Print, draw or dump one schedule.  Raises `ConfigError`, naming the option that is wrong."""
     svg = svg or out is not None
     require(not (json and svg), "--json", True, "left out with --svg or --out: one document at a time")
-    plan = make(name, stages, micro_batches, chunks, forward, backward)
+    plan = make_schedule(name, stages, micro_batches, chunks, forward, backward)
     if json:
-        document = json_module.dumps(describe(plan), separators=(",", ":"))
+        document = json_module.dumps(schedule_document(plan), separators=(",", ":"))
         sys.stdout.write(document + "\n")
     elif svg:
         if out is None:
@@ -37,7 +55,7 @@ def command(
             files.write(out, _svg(plan))
             print(out)
     else:
-        show(plan)
+        print_drawing(plan)
     return 0
 
 
@@ -45,13 +63,201 @@ def _svg(plan: TimedSchedule) -> str:
     """The picture as an SVG document."""
     from repro.report.figures import schedule_drawing, style
 
-    facts = "No bubble"
+    caption = "No bubble"
     if plan.bubble:
-        idle = number(plan.total - plan.ideal)
-        facts = (
-            f"Bubble {share(plan.bubble)} of the ideal time {number(plan.ideal)}, {plan.formula}: {idle} idle"
-        )
-    facts += f"; a micro-batch takes {number(plan.forward)} forward and {number(plan.backward)} backward on a stage"
+        ideal, idle = format_number(plan.ideal), format_number(plan.total - plan.ideal)
+        caption = f"Bubble {format_share(plan.bubble)} of the ideal time {ideal}, {plan.formula}: {idle} idle"
+    forward, backward = format_number(plan.forward), format_number(plan.backward)
+    caption += f"; a micro-batch takes {forward} forward and {backward} backward on a stage"
     with style.look():
-        figure = schedule_drawing.picture(plan.slots, plan.title, facts)
-        return style.svg(style.Drawing("schedule", plan.title, facts, (), figure=figure)) + "\n"
+        figure = schedule_drawing.picture(plan.slots, plan.title, caption)
+        return style.svg(style.Drawing("schedule", plan.title, caption, (), figure=figure)) + "\n"
+
+
+MAX_DRAWN_LINES = 60
+"""A drawing is broken into several lines of time only up to this many lines."""
+IDLE, MIXED = "·", "▒"
+Cell = tuple[str, str]
+"""One character and its rich style."""
+
+
+def print_drawing(plan: TimedSchedule) -> None:
+    """Print the drawing, its legend and the summary to the terminal, in its width."""
+    from rich.text import Text
+
+    console = stdout(WIDE)
+    for line in draw_schedule(plan, console):
+        console.print(line, no_wrap=True, crop=False, overflow="ignore")
+    console.print()
+    said = facts()
+    for name, sentence in schedule_facts(plan):
+        said.add_row(name, Text(sentence, style="bold" if name == "bubble" else ""))
+    console.print(said)
+
+
+def draw_schedule(plan: TimedSchedule, console: Console) -> list[Text]:
+    """The drawing as lines no wider than the console."""
+    from rich.text import Text
+
+    colour = console.color_system is not None
+    live = plan.in_flight
+    left, right = len("stage "), len(" in flight")
+    width = max(20, console.width - left - right)
+    per_action = _columns_per_action(plan, width, colour)
+    if per_action:
+        columns_per_time = per_action / _shortest(plan)
+        columns = ceil(plan.total * columns_per_time)
+        gap = per_action > _widest(plan, colour)
+        rows = [_actions(plan, stage, columns, columns_per_time, colour, gap) for stage in range(plan.stages)]
+    else:
+        pair = (plan.forward + plan.backward) / plan.chunks  # in turn, every column has its forward
+        columns = min(width, floor(plan.total / pair))
+        columns_per_time = columns / plan.total
+        rows = [_shares(plan, stage, columns, colour) for stage in range(plan.stages)]
+
+    lines = []
+    for first in range(0, columns, width):
+        last = min(first + width, columns)
+        axis = _axis(first, last, columns_per_time)
+        lines.append(Text(f"{'stage':<{left}}{axis} in flight", style="dim"))
+        for stage, row in enumerate(rows):
+            line = Text(f"{stage:>{left - 1}} ", style="")
+            for characters, style in _runs(row[first:last]):
+                line.append(characters, style=style)
+            line.append(f"{live[stage]:>{right}}", style="dim")
+            lines.append(line)
+    lines.append(_legend(plan, per_action, colour))
+    indent = " " * left
+    lines += [
+        Text(f"{indent}{note}", style="dim") for note in _notes(plan, per_action, colour, columns > width)
+    ]
+    return lines
+
+
+def _shortest(plan: TimedSchedule) -> Fraction:
+    return min(plan.forward, plan.backward) / plan.chunks
+
+
+def _label(action: Action, colour: bool) -> str:
+    return str(action.micro_batch) if colour else str(action)
+
+
+def _widest(plan: TimedSchedule, colour: bool) -> int:
+    return len(_label(Action(FORWARD, plan.micro_batches - 1, plan.chunks - 1), colour))
+
+
+def _columns_per_action(plan: TimedSchedule, width: int, colour: bool) -> int:
+    """Columns of the shortest action, or 0 where not every action gets one.
+
+    Labels come first: in one line of time, else in several, else only colours or letters in one line.
+    """
+    label = _widest(plan, colour)
+    least = label if not colour or label == 1 else label + 1  # 10, 11 side by side would read 1011
+
+    def blocks(columns: int) -> int:
+        return ceil(plan.total * columns / _shortest(plan) / width)
+
+    for columns in range(label + 1, least - 1, -1):
+        if blocks(columns) == 1:
+            return columns
+    for columns in range(label + 1, least - 1, -1):
+        if blocks(columns) * (plan.stages + 1) <= MAX_DRAWN_LINES:
+            return columns
+    return next((columns for columns in range(least - 1, 0, -1) if blocks(columns) == 1), 0)
+
+
+def _actions(
+    plan: TimedSchedule, stage: int, columns: int, scale: Fraction, colour: bool, gap: bool
+) -> list[Cell]:
+    """A stage's row with every action: its label, then its length, then a gap if all have room for it."""
+    row: list[Cell] = [(IDLE, "dim")] * columns
+    for action, start, stop in plan.slots[stage]:
+        first, last = (floor(time * scale + Fraction(1, 2)) for time in (start, stop))
+        label = _label(action, colour)
+        if len(label) > last - first:
+            label = " " if colour else action.kind
+        body = label.ljust(last - first - gap, " " if colour else "─")
+        style = _style(action, plan.chunks) if colour else ""
+        row[first:last] = [(character, style) for character in body] + [(" ", "")] * gap
+    return row
+
+
+def _shares(plan: TimedSchedule, stage: int, columns: int, colour: bool) -> list[Cell]:
+    """A stage's row with a column for many actions: what it mostly does in that time."""
+    shares = busy_shares(plan.slots[stage], float(plan.total), columns)
+    row: list[Cell] = []
+    for forward, backward in shares:
+        busy = forward + backward
+        if busy < 0.5:
+            row.append((IDLE, "dim"))
+        elif min(forward, backward) > 0.1 * busy:
+            row.append((MIXED, _mixed_style() if colour else ""))
+        else:
+            kind = Action(FORWARD if forward > backward else BACKWARD, 0)
+            row.append((" ", _style(kind, 1)) if colour else (kind.kind, ""))
+    return row
+
+
+def _style(action: Action, chunks: int) -> str:
+    ink, fill = paint(action.kind, action.chunk, chunks)
+    return f"{ink} on {fill}"
+
+
+def _mixed_style() -> str:
+    return f"{paint(FORWARD)[1]} on {paint(BACKWARD)[1]}"
+
+
+def _runs(row: list[Cell]) -> Iterator[Cell]:
+    """The row with neighbours of one style joined."""
+    characters, style = "", ""
+    for character, own in row:
+        if own != style:
+            if characters:
+                yield characters, style
+            characters, style = "", own
+        characters += character
+    yield characters, style
+
+
+def _axis(first: int, last: int, scale: Fraction) -> str:
+    """Times above the columns `first` to `last`, at round numbers far enough apart to read."""
+    step = Fraction(1)
+    for step in (Fraction(factor) * 10**power for power in range(7) for factor in (1, 2, 5)):
+        if step * scale >= 6:
+            break
+    line = [" "] * (last - first)
+    time = ceil(first / scale / step) * step
+    while (column := floor(time * scale + Fraction(1, 2)) - first) < last - first:
+        words = format_number(time)
+        if column + len(words) <= last - first:
+            line[column : column + len(words)] = words
+        time += step
+    return "".join(line)
+
+
+def _legend(plan: TimedSchedule, per_action: int, colour: bool) -> Text:
+    from rich.text import Text
+
+    chunks = plan.chunks if per_action else 1
+    line = Text(" " * len("stage "))
+    for kind, word in ((FORWARD, "forward"), (BACKWARD, "backward")):
+        for chunk in range(chunks) if colour else ():
+            line.append(f"{chunk:^3}" if chunks > 1 else "   ", _style(Action(kind, 0, chunk), chunks))
+        line.append(f" {word}{' by chunk' * (chunks > 1)}  " if colour else f"{kind} {word}  ")
+    if not per_action:
+        line.append(MIXED * 2, _mixed_style() if colour else "")
+        line.append(" in turn  ")
+    line.append(f"{IDLE} idle")
+    return line
+
+
+def _notes(plan: TimedSchedule, per_action: int, colour: bool, broken: bool) -> Iterator[str]:
+    if not per_action:
+        yield "a column holds several actions: what the stage mostly does; --svg shows more"
+        return
+    if plan.chunks > 1 and not colour:
+        yield "F3.1 is micro-batch 3 in chunk 1"
+    if per_action < _widest(plan, colour):
+        yield "no room for every micro-batch's number"
+    if broken:
+        yield "time continues below"

@@ -13,8 +13,8 @@ from repro.config.sizes import ACTIONS, at_most
 from repro.parallel.pipeline.schedule import Schedule, TimedAction, build, in_flight, timeline
 from repro.util import units
 
-TITLES = {"gpipe": "GPipe", "1f1b": "1F1B with flush", "interleaved": "Interleaved 1F1B"}
-OPTIONS = {
+SCHEDULE_TITLES = {"gpipe": "GPipe", "1f1b": "1F1B with flush", "interleaved": "Interleaved 1F1B"}
+SCHEDULE_OPTIONS = {
     "schedule": "--schedule",
     "stages": "--pp",
     "micro_batches": "--micro-batches",
@@ -71,25 +71,25 @@ class TimedSchedule:
         parts = [words.counted(self.stages, "stage"), words.counted(self.micro_batches, "micro-batch")]
         if self.chunks > 1:
             parts.append(f"{self.chunks} chunks per stage")
-        return f"{TITLES[self.name]}: {', '.join(parts)}"
+        return f"{SCHEDULE_TITLES[self.name]}: {', '.join(parts)}"
 
 
-def make(
+def make_schedule(
     name: str, stages: int, micro_batches: int, chunks: int = 1, forward: str = "1", backward: str = "2"
 ) -> TimedSchedule:
     """Build and time a schedule; an empty `name` is `1f1b`, or `interleaved` with chunks > 1."""
     name = name or ("interleaved" if chunks > 1 else "1f1b")
-    times = _time("--forward", forward), _time("--backward", backward)
+    times = _parse_time("--forward", forward), _parse_time("--backward", backward)
     actions = 2 * stages * micro_batches * chunks
     at_most("2 x pp x micro-batches x chunks", actions, ACTIONS)
     try:
         schedule = build(name, stages, micro_batches, chunks)
     except ConfigError as error:
-        raise error.about(OPTIONS[error.key]) from None
+        raise error.about(SCHEDULE_OPTIONS[error.key]) from None
     return TimedSchedule(name, stages, micro_batches, chunks, *times, schedule, timeline(schedule, *times))
 
 
-def describe(plan: TimedSchedule) -> dict[str, Any]:
+def schedule_document(plan: TimedSchedule) -> dict[str, Any]:
     """The schedule as JSON data: times relative to `forward` and `backward`, counts of one step."""
     return {
         "schedule": plan.name,
@@ -124,17 +124,17 @@ def describe(plan: TimedSchedule) -> dict[str, Any]:
     }
 
 
-def summary(plan: TimedSchedule) -> list[tuple[str, str]]:
+def schedule_facts(plan: TimedSchedule) -> list[tuple[str, str]]:
     """(name, sentence) of everything that the command says about a schedule."""
     idle = plan.total - plan.ideal
     return [
         ("schedule", f"{plan.title}  (p = {plan.stages}, m = {plan.micro_batches}, v = {plan.chunks})"),
-        ("bubble", f"{share(plan.bubble)} of the ideal time; {plan.formula}"),
-        ("idle", f"{share(idle / plan.total)} of the total time, on every stage"),
+        ("bubble", f"{format_share(plan.bubble)} of the ideal time; {plan.formula}"),
+        ("idle", f"{format_share(idle / plan.total)} of the total time, on every stage"),
         (
             "time",
-            f"{number(plan.total)} = {plan.micro_batches} x ({number(plan.forward)} forward + "
-            f"{number(plan.backward)} backward) + {number(idle)} idle",
+            f"{format_number(plan.total)} = {plan.micro_batches} x ({format_number(plan.forward)} forward + "
+            f"{format_number(plan.backward)} backward) + {format_number(idle)} idle",
         ),
         ("in flight", _in_flight(plan)),
         ("activations", _activations(plan)),
@@ -142,12 +142,12 @@ def summary(plan: TimedSchedule) -> list[tuple[str, str]]:
     ]
 
 
-def share(value: Fraction) -> str:
+def format_share(value: Fraction) -> str:
     """`37/480 = 7.7 %`, or `none`."""
     return f"{value} = {units.percent(float(value))}" if value else "none"
 
 
-def number(value: Fraction | float) -> str:
+def format_number(value: Fraction | float) -> str:
     """A time: `33`, `28.5`, `1,551`."""
     return units.number(float(value), digits=6)
 
@@ -171,7 +171,7 @@ def _activations(plan: TimedSchedule) -> str:
     if plan.name == "gpipe":
         return said
     other = Fraction(plan.micro_batches, plan.stages)
-    return f"{said}; GPipe: {number(other)}"
+    return f"{said}; GPipe: {format_number(other)}"
 
 
 def _messages(plan: TimedSchedule) -> str:
@@ -184,7 +184,7 @@ def _messages(plan: TimedSchedule) -> str:
     )
 
 
-def _time(option: str, value: str) -> Fraction:
+def _parse_time(option: str, value: str) -> Fraction:
     """An exact positive number; whatever is longer than a person would write is refused."""
     expected = "a number greater than 0, such as 2, 1.5 or 3/2"
     require(re.fullmatch(r"\d{1,6}([./]\d{1,6})?", value) is not None, option, value, expected)

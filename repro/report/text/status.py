@@ -43,7 +43,7 @@ _COLOURS = {
 }
 
 
-def command(results: Path, watch: bool, every: bool, json: bool) -> int:
+def print_status(results: Path, watch: bool, every: bool, json: bool) -> int:
     """Print where every case of the newest submission of each suite stands; `every`: of all submissions.
 
     Returns 0 when nothing is open and nothing failed, 3 while cases wait or run, 1 if some failed.

@@ -18,25 +18,25 @@ from repro.util.table import table
 
 BETWEEN_NODES = "inter-node"
 UNKNOWN = "?"
-DIGITS = 4
-"""Of numbers that a file states."""
+SIGNIFICANT_DIGITS = 4
+"""Significant digits of printed system numbers."""
 
 
-def command(name: str, json: bool) -> int:
+def print_systems(name: str, json: bool) -> int:
     """Print all systems, or all about one (a name or the path of a file).  Raises `ConfigError`."""
     systems = [load_system(name)] if name else [load_system(each) for each in names()]
     if json:
-        described = [describe(system) for system in systems]
+        described = [describe_system(system) for system in systems]
         print_json(described[0] if name else described)
     elif name:
-        _print_one(systems[0])
+        _print_system(systems[0])
     else:
-        _print_all(systems)
+        _print_all_systems(systems)
     return 0
 
 
-def describe(system: System) -> dict[str, Any]:
-    """Everything that the command shows of one system, as JSON data; a value nobody knows is null."""
+def describe_system(system: System) -> dict[str, Any]:
+    """Return the properties of one system as JSON data; an unknown value is null."""
     known = system.device.memory_bytes.value is not None
     return {
         **dataclasses.asdict(system),
@@ -54,7 +54,7 @@ def describe(system: System) -> dict[str, Any]:
 
 
 def _number(value: float | None, scale: float = 1.0) -> str:
-    return UNKNOWN if value is None else units.number(value / scale, DIGITS)
+    return UNKNOWN if value is None else units.number(value / scale, SIGNIFICANT_DIGITS)
 
 
 def _bandwidth(system: System, link: str) -> str:
@@ -67,7 +67,7 @@ def _bandwidth(system: System, link: str) -> str:
     return _number(system.link_per_device(link), units.GB)
 
 
-def _print_all(systems: list[System]) -> None:
+def _print_all_systems(systems: list[System]) -> None:
     headings = ("per\nnode", "GB", "fp16\nTFLOP/s", "nvlink\nGB/s", "pcie\nGB/s", "between\nnodes GB/s")
     # Narrow enough for 80 columns, so that no name or number is cut.
     rows = table("system", "device", *headings, left=2, wrap=("device",), gap=1)
@@ -90,7 +90,7 @@ def _print_all(systems: list[System]) -> None:
     )
 
 
-def _print_one(system: System) -> None:
+def _print_system(system: System) -> None:
     device, context = system.device, system.context_used
     capability = f", compute capability {device.compute_capability}" if device.compute_capability else ""
     print(f"{system.name}: {device.name}{capability}")
@@ -130,7 +130,7 @@ def _row(
 
 
 def _size(value: float) -> str:
-    return units.size(value, DIGITS)
+    return units.size(value, SIGNIFICANT_DIGITS)
 
 
 def _bytes_per_s(value: float) -> str:
@@ -138,11 +138,11 @@ def _bytes_per_s(value: float) -> str:
 
 
 def _flop_rate(value: float) -> str:
-    return units.flop_rate(value, DIGITS)
+    return units.flop_rate(value, SIGNIFICANT_DIGITS)
 
 
 def _seconds(value: float) -> str:
-    return units.seconds(value, DIGITS)
+    return units.seconds(value, SIGNIFICANT_DIGITS)
 
 
 def _of_peak(value: float) -> str:
@@ -167,8 +167,8 @@ WORDS: dict[str, Callable[[float], str]] = {
     "jitter_s": _seconds,
 }
 """How the numbers for time are shown; the others count something."""
-ALWAYS = ("latency_s", "efficiency")
-NETWORK = ("adapters", "rings")
+SHOWN_LINK_KEYS = ("latency_s", "efficiency")
+NETWORK_KEYS = ("adapters", "rings")
 """Numbers of a link that are shown though they are assumed: for every class, and beyond a node."""
 
 
@@ -177,7 +177,7 @@ def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
     time = system.device.time
     used = {field.name: time.used(field.name) for field in dataclasses.fields(time)}
     for name, link in system.links.items():
-        always = (*ALWAYS, *NETWORK) if name == BETWEEN_NODES else ALWAYS
+        always = (*SHOWN_LINK_KEYS, *NETWORK_KEYS) if name == BETWEEN_NODES else SHOWN_LINK_KEYS
         for key in KEYS:
             if key in always or getattr(link, key).value is not None:
                 used[f"{name} {key}"] = link.used(name, key)

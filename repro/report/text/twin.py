@@ -14,8 +14,8 @@ from repro.accuracy.twins.matter import Ratio, ratio_of
 from repro.accuracy.twins.numbers import Number, numbers
 from repro.accuracy.twins.originals import named, of_claim
 from repro.accuracy.twins.suite import Named, text
-from repro.claims.commands import Catalogue
 from repro.claims.reader import load as ledger
+from repro.claims.run_commands import SuiteCatalogue
 from repro.config import words
 from repro.config.errors import ConfigError, require
 from repro.measure.local_system import load_system
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from repro.accuracy.twins.derive import Member
     from repro.config import Experiment
 
-CALIBRATE = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
+CALIBRATE_COMMAND = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
 
 
-def command(
+def print_twin(
     names: Sequence[str],
     machine: Path | None,
     ranks: int,
@@ -59,7 +59,7 @@ def command(
     rates = [_rates("--within", within), _rates("--between", between)]
     compared, claims = _originals(names)
     if machine is None:
-        right = f"a file of this machine: {CALIBRATE.format(ranks=choice.ranks)}"
+        right = f"a file of this machine: {CALIBRATE_COMMAND.format(ranks=choice.ranks)}"
         raise ConfigError("--machine", expected=right)
     system = load_system(machine)
     found = []
@@ -87,7 +87,7 @@ def command(
 
 def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]:
     """The comparisons that are asked for, and the claims that they belong to."""
-    catalogue = Catalogue()
+    catalogue = SuiteCatalogue()
     if all("/" in name for name in names):
         return named(names, catalogue.suites), []
     claims = {claim.id: claim for claim in ledger().claims}

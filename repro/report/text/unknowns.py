@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from repro.accuracy.validate.implied import Implied
 
 
-def command(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
+def print_unknowns(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
     """List the unknowns of what the store `results` predicts; 0.  `own`: ledger files beside the packaged ones."""
     from repro.report import evidence
     from repro.results.store import say
@@ -28,17 +28,17 @@ def command(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
         print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
     else:
         console = stdout(WIDE)
-        show(seen.shopping_list, console)
-        show_implied(seen.implied, console)
+        print_measurements(seen.shopping_list, console)
+        print_implied(seen.implied, console)
     return 0
 
 
-LEAST = 0.001
-"""Part of the width of all intervals below which an unknown is not listed."""
+MIN_LISTED_WIDTH_SHARE = 0.001
+"""Minimum share of the width of all intervals for which an unknown is listed."""
 
 
-def show(found: ShoppingList, console: Console) -> None:
-    """The first few with all there is to say of them, then a line for each of the others."""
+def print_measurements(found: ShoppingList, console: Console) -> None:
+    """Print the first unknowns in detail, and one line for each other unknown."""
     from rich.text import Text
 
     if not found.inputs:
@@ -49,7 +49,7 @@ def show(found: ShoppingList, console: Console) -> None:
         console.print()
         console.print(Text(f"{number}. {one.key} of {one.system}", style="bold cyan"))
         console.print(_facts(one, found))
-    rest = [one for one in found.inputs[SHOWN:] if one.share >= LEAST]
+    rest = [one for one in found.inputs[SHOWN:] if one.share >= MIN_LISTED_WIDTH_SHARE]
     headings = ("also", "of", "value [range]", "rows", "settles", "width")
     grid = table(*headings, left=2, wrap=headings[:2])
     for one in rest:
@@ -60,12 +60,12 @@ def show(found: ShoppingList, console: Console) -> None:
     few = len(found.inputs) - SHOWN - len(rest)
     if few > 0:
         console.print(
-            f"{few} more carry less than {units.percent(LEAST)} of the width each: --json has them."
+            f"{few} more carry less than {units.percent(MIN_LISTED_WIDTH_SHARE)} of the width each: --json has them."
         )
 
 
-def show_implied(found: Sequence[Implied], console: Console) -> None:
-    """What the rows need of each unknown, those that contradict each other first."""
+def print_implied(found: Sequence[Implied], console: Console) -> None:
+    """Print the value of each unknown that the rows imply, contradictions first."""
     from rich.text import Text
 
     if not found:
@@ -76,10 +76,10 @@ def show_implied(found: Sequence[Implied], console: Console) -> None:
     for one in sorted(found, key=lambda one: one.contradiction is None):
         grid.add_row(one.key, one.system, one.words)
     console.print(grid)
-    console.print(NOT_TOLD, style="dim", markup=False)
+    console.print(CONTRADICTION_NOTE, style="dim", markup=False)
 
 
-NOT_TOLD = (
+CONTRADICTION_NOTE = (
     "Where no single value serves all rows, their sources contradict each other or the model is wrong for some of "
     "them: which of the two cannot be told from them."
 )

@@ -36,10 +36,12 @@ WIDER_MEANS = (
     f"{WIDER}: the same, as much wider as nine of ten rows of other reports need, none of the row's own; no verdict "
     "rests on it."
 )
-RUN = "repro run suites/NAME.toml --evidence simulated"
+SIMULATE_COMMAND = "repro run suites/NAME.toml --evidence simulated"
 
 
-def command(results: Path, json: bool, svg: Path | None, system: str, own: Sequence[Path] = ()) -> int:
+def print_validation(
+    results: Path, json: bool, svg: Path | None, system: str, own: Sequence[Path] = ()
+) -> int:
     """Compare what the store `results` predicts; 0.  `system`: also what was measured here, predicted on it.
 
     `own`: ledger files whose claims are among the others.
@@ -59,17 +61,17 @@ def command(results: Path, json: bool, svg: Path | None, system: str, own: Seque
     if svg is not None:
         _draw(found, svg)
     if json:
-        print_json(as_dict(found, machine))
+        print_json(validation_document(found, machine))
         return 0
     console = stdout(WIDE)
-    show(found, console)
+    print_points(found, console)
     if machine is not None:
-        show_machine(machine, console)
+        print_machine_errors(machine, console)
     return 0
 
 
-def coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
-    """Say how many published rates and ratios of the store their intervals hold; 0 if so many percent of either."""
+def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
+    """Print how many published rates and ratios of the store their intervals hold; 0 if so many percent of either."""
     from repro.report import evidence
     from repro.results.store import say
 
@@ -81,7 +83,7 @@ def coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = 
     parts = [(family, 100 * family.held_wider / family.wider) for family in together]
     if len(parts) < 2:
         console.print(
-            f"Too little is predicted in this store; `{RUN}` for the suites that claims name does it."
+            f"Too little is predicted in this store; `{SIMULATE_COMMAND}` for the suites that claims name does it."
         )
         return 1
     as_promised = all(least <= part <= most for _, part in parts)
@@ -96,8 +98,8 @@ def coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = 
     return 0 if as_promised else 1
 
 
-def as_dict(found: Sequence[Point], machine: MachineErrors | None = None) -> dict[str, Any]:
-    """Plain JSON data."""
+def validation_document(found: Sequence[Point], machine: MachineErrors | None = None) -> dict[str, Any]:
+    """Return the validation as JSON data."""
     ratios = [point for point in found if point.kind == RATIO and not point.left_out]
     document: dict[str, Any] = {
         "points": [
@@ -141,10 +143,12 @@ def _statistics_of(family: Family) -> dict[str, Any]:
     }
 
 
-def show(found: Sequence[Point], console: Console) -> None:
-    """All points by family, then what counts for nothing, then the statistics."""
+def print_points(found: Sequence[Point], console: Console) -> None:
+    """Print all points by family, then the points that do not count, then the statistics."""
     if not found:
-        console.print(f"Nothing is predicted in this store; `{RUN}` for a suite that a claim names does it.")
+        console.print(
+            f"Nothing is predicted in this store; `{SIMULATE_COMMAND}` for a suite that a claim names does it."
+        )
         return
     counted = [point for point in found if not point.left_out]
     for name in FAMILIES:
@@ -153,12 +157,12 @@ def show(found: Sequence[Point], console: Console) -> None:
     _table("Calibration: left out", [p for p in found if p.left_out == CALIBRATION], console)
     rest = [point for point in found if point.left_out not in ("", CALIBRATION)]
     _table("Not counted: bounds, means, and other rows about a run above", rest, console)
-    _explained([point for point in counted if abs(point.error) > CLOSE], console)
+    _print_reasons([point for point in counted if abs(point.error) > CLOSE], console)
     _statistics(found, console)
 
 
-def _explained(missed: Sequence[Point], console: Console) -> None:
-    """What the ledger says of the points that are far off, each reason once."""
+def _print_reasons(missed: Sequence[Point], console: Console) -> None:
+    """Print the ledger's reasons for points with large errors, each reason once."""
     from rich.text import Text
 
     reasons: dict[str, list[str]] = {}
@@ -214,7 +218,7 @@ def _statistics(found: Sequence[Point], console: Console) -> None:
         grid.add_row(*_line(family))
     by_claim = table("claim", "points", FROM_INPUTS, WIDER)
     for claim in claims(found):
-        by_claim.add_row(claim.name, str(claim.points), *_held(claim))
+        by_claim.add_row(claim.name, str(claim.points), *_interval_counts(claim))
     console.print()
     console.print(Text("Published values in their 90 % interval, by claim", style="bold cyan"))
     console.print(by_claim)
@@ -240,19 +244,19 @@ def _line(family: Family) -> tuple[str, ...]:
         str(family.points),
         units.percent(family.median),
         f"{family.close}/{family.points}",
-        *_held(family),
+        *_interval_counts(family),
         units.percent(family.worst.error, sign=True),
         f"{family.worst.claim} {family.worst.label}",
     )
 
 
-def _held(family: Family) -> tuple[str, str]:
+def _interval_counts(family: Family) -> tuple[str, str]:
     wider = f"{family.held_wider}/{family.wider}" if family.wider else units.NOTHING
     return f"{family.held}/{family.points}", wider
 
 
-def show_machine(machine: MachineErrors, console: Console) -> None:
-    """Predicted against measured."""
+def print_machine_errors(machine: MachineErrors, console: Console) -> None:
+    """Print predicted and measured step times of this machine."""
     from rich.text import Text
 
     console.print()
@@ -277,5 +281,7 @@ def _draw(found: Sequence[Point], path: Path) -> None:
     with style.look():
         drawing = validation.draw(found)
     if drawing.figure is None:
-        raise ConfigError("--svg", str(path), says=f"needs a store with predictions; `{RUN}` makes them")
+        raise ConfigError(
+            "--svg", str(path), says=f"needs a store with predictions; `{SIMULATE_COMMAND}` makes them"
+        )
     files.write(path, style.svg(drawing))

@@ -8,7 +8,7 @@ import pytest
 
 from repro.accuracy.twins.derive import Choice, Twin, derive
 from repro.accuracy.twins.originals import named
-from repro.claims.commands import Catalogue
+from repro.claims.run_commands import SuiteCatalogue
 from repro.config.system import System
 from repro.config.systems.load import parse
 from repro.simulate.time.emulated import CARRYING
@@ -63,10 +63,10 @@ def machine() -> System:
 
 
 @pytest.fixture(scope="session")
-def catalogue() -> Catalogue:
-    return Catalogue()
+def catalogue() -> SuiteCatalogue:
+    return SuiteCatalogue()
 
 
 @pytest.fixture(scope="session")
-def lowbw(machine: System, catalogue: Catalogue) -> Twin:
+def lowbw(machine: System, catalogue: SuiteCatalogue) -> Twin:
     return derive(named(LOWBW, catalogue.suites)[0], machine, Choice(width=400))

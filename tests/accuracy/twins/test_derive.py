@@ -14,8 +14,8 @@ from repro.accuracy.twins.matter import ratio_of
 from repro.accuracy.twins.numbers import Number, numbers
 from repro.accuracy.twins.originals import named, of_claim
 from repro.accuracy.twins.suite import Named, text
-from repro.claims.commands import Catalogue
 from repro.claims.reader import load as ledger
+from repro.claims.run_commands import SuiteCatalogue
 from repro.cli import main
 from repro.config import EmulatedNetwork, suites
 from repro.config.errors import ConfigError
@@ -43,7 +43,7 @@ def test_one_network_for_the_3p75x_pair(lowbw: Twin) -> None:
         assert member.twin.layout.replica_batch == member.original.layout.replica_batch
 
 
-def test_members_of_one_model_have_one_model(machine: System, catalogue: Catalogue) -> None:
+def test_members_of_one_model_have_one_model(machine: System, catalogue: SuiteCatalogue) -> None:
     twin = derive(named(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, Choice(part=4))
     assert len({member.twin.model for member in twin.members}) == 1
     assert twin.members[0].twin.model.heads == 16, "what tensor parallelism over all ranks divides"
@@ -72,7 +72,7 @@ def test_the_ratio_differs_by_what_is_said(lowbw: Twin) -> None:
     assert all(abs(effect.ratio / ratio.twin - 1) > 1e-3 for effect in ratio.effects)
 
 
-def test_communication_beside_compute_is_no_compute(machine: System, catalogue: Catalogue) -> None:
+def test_communication_beside_compute_is_no_compute(machine: System, catalogue: SuiteCatalogue) -> None:
     """Else links would be made for a rate that cores have while they carry messages as fast as they can."""
     twin = derive(named(["slow_links/slow-zero1"], catalogue.suites)[0], machine, Choice(width=400))
     first = twin.members[0]
@@ -83,7 +83,7 @@ def test_communication_beside_compute_is_no_compute(machine: System, catalogue: 
 
 
 def test_a_rank_as_fast_as_ten_wants_links_ten_times_as_fast(
-    machine: System, lowbw: Twin, catalogue: Catalogue
+    machine: System, lowbw: Twin, catalogue: SuiteCatalogue
 ) -> None:
     rates = {
         name: replace(
@@ -104,7 +104,7 @@ def test_a_rank_as_fast_as_ten_wants_links_ten_times_as_fast(
 
 
 def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
-    machine: System, catalogue: Catalogue
+    machine: System, catalogue: SuiteCatalogue
 ) -> None:
     """4B on DGX-2: four groups of Megatron's use four adapters of a node, DeepSpeed's one group uses one."""
     twin = derive(named(TABLE, catalogue.suites)[0], machine, Choice(width=288))
@@ -119,7 +119,9 @@ def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
     assert "times what all ranks get here" in twin.unlimited[0]
 
 
-def test_who_needs_the_baselines_network_takes_turns_with_it(machine: System, catalogue: Catalogue) -> None:
+def test_who_needs_the_baselines_network_takes_turns_with_it(
+    machine: System, catalogue: SuiteCatalogue
+) -> None:
     """Sums of every layer over the slow link need what gradients do; messages between stages of one layer in place of
     twelve, faster links."""
     twin = derive(named(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, Choice(width=400))
@@ -131,7 +133,9 @@ def test_who_needs_the_baselines_network_takes_turns_with_it(machine: System, ca
     assert share.twin < 10 * share.original
 
 
-def test_links_of_the_original_may_be_asked_for(machine: System, catalogue: Catalogue, lowbw: Twin) -> None:
+def test_links_of_the_original_may_be_asked_for(
+    machine: System, catalogue: SuiteCatalogue, lowbw: Twin
+) -> None:
     original = named(LOWBW, catalogue.suites)[0]
     half = derive(original, machine, Choice(width=400, between=2.4e9))
     assert half.members[0].network.between == pytest.approx(lowbw.members[0].network.between / 2, rel=0.02)
@@ -144,7 +148,7 @@ def test_links_of_the_original_may_be_asked_for(machine: System, catalogue: Cata
     assert inside_rate(half.members[0].system) == pytest.approx(15.75e9 * 0.381)
 
 
-def test_which_experiments_are_compared(catalogue: Catalogue) -> None:
+def test_which_experiments_are_compared(catalogue: SuiteCatalogue) -> None:
     """Baselines bring their subjects, others are compared with each other, a claim names its own."""
     both = named([*LOWBW, *TABLE], catalogue.suites)
     assert [[e.name for e in members] for members in both] == [
@@ -194,7 +198,9 @@ def test_a_file_without_a_ring_of_all_ranks_is_refused() -> None:
         emulated(parse(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16))
 
 
-def test_the_suite_is_the_twin(lowbw: Twin, machine: System, catalogue: Catalogue, tmp_path: Path) -> None:
+def test_the_suite_is_the_twin(
+    lowbw: Twin, machine: System, catalogue: SuiteCatalogue, tmp_path: Path
+) -> None:
     table = derive(named(TABLE, catalogue.suites)[0], machine, Choice(width=288))
     file = tmp_path / "windtunnel_x.toml"
     file.write_text(

@@ -19,7 +19,7 @@ from repro.config.systems.load import parse
 from repro.emulate.products import PRODUCTS
 from repro.launch import simulated
 from repro.results.metrics import STEP_SECONDS
-from repro.results.network import NetworkReport, RankOnNetwork
+from repro.results.record_parts import NetworkReport, RankOnNetwork
 from repro.results.store import read
 from repro.simulate.time.emulated import CARRYING, emulated
 from repro.simulate.time.network import Network

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from repro.claims.judge import judge
 from repro.claims.reader import load
-from repro.claims.results import ClaimResult
+from repro.claims.verdicts import ClaimResult
 from repro.config import Experiment, Layout, Model, OperatorSet
 from repro.config.systems.unknowns import PACE
 from repro.results.interval import Sensitivity, StepInterval

@@ -34,7 +34,7 @@ def test_both_have_to_be_between(
 ) -> None:
     found = [family("V100", 0), family(ALL_RATES, rates), family(RATIOS, ratios)]
     monkeypatch.setattr(view, "families", lambda points: found)
-    assert view.coverage(tmp_path, (LEAST, MOST)) == code
+    assert view.print_coverage(tmp_path, (LEAST, MOST)) == code
     told = " ".join(capsys.readouterr().out.split())
     assert told.startswith(f"{rates} of 100 rates and {ratios} of 100 ratios lie in their 90 % intervals")
     assert ("not both between 80 and 97 %" in told) == bool(code)

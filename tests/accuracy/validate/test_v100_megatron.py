@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 
 from repro.accuracy.validate.published import DIRECT, RATE, TIMED, V100_MEGATRON, families, points
-from repro.claims.judge import experiments, judge
+from repro.claims.judge import experiments_read, judge
 from repro.config import Experiment, systems
 from repro.simulate.record import simulated_record
 from repro.simulate.step import simulate
@@ -42,7 +42,7 @@ def test_half_are_within_a_fifth_and_half_are_held_by_what_inputs_leave_open() -
         if row.unit in DIRECT
         for evidence in row.evidence
         if evidence.kind == "simulated" and any(metric in evidence.value.text for metric in TIMED)
-        for name in experiments(evidence.value, row.variables)
+        for name in experiments_read(evidence.value, row.variables)
     }
     records = []
     for name in sorted(read):

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from repro.claims.expression import arguments
-from repro.claims.judge import experiments
+from repro.claims.judge import experiments_read
 from repro.claims.reader import load as load_ledger
 from repro.results.curves import STRETCH
 from tests import committed
@@ -93,7 +93,7 @@ def test_sixteen_bits_train_as_fp32_does_but_for_precision() -> None:
 def test_the_release_is_compared_under_its_stage_1() -> None:
     """All-reduce and then all-gather in fp16, against the same layout without ZeRO (or one process)."""
     read = [
-        sorted(experiments(row.evidence[0].value, row.variables))
+        sorted(experiments_read(row.evidence[0].value, row.variables))
         for row in load_ledger().claim("ds-same-loss").rows
         if row.evidence
     ]

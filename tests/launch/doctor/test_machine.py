@@ -13,7 +13,7 @@ from repro import cli
 from repro.launch.doctor import machine
 from repro.launch.doctor.check import Check
 from repro.launch.doctor.machine import examine
-from repro.report.text.doctor import lines
+from repro.report.text.doctor import check_lines
 
 
 def by_name(results: Path) -> dict[str, Check]:
@@ -78,4 +78,4 @@ def test_slurm_is_found_by_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_lines_fit_the_terminal(tmp_path: Path) -> None:
     for width in (60, 100):
-        assert max(map(len, lines(examine(tmp_path), width))) <= width
+        assert max(map(len, check_lines(examine(tmp_path), width))) <= width

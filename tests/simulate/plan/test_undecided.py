@@ -11,7 +11,7 @@ import pytest
 from repro.config import Layout, Model, systems
 from repro.config.system import System
 from repro.config.systems.unknowns import unknowns, with_values
-from repro.report.text.fit_and_plan import show_plan
+from repro.report.text.fit_and_plan import print_layouts
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import Request
 from repro.simulate.plan.plan import COMPARED, Plan, plan
@@ -106,7 +106,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
         [{"than": one.than, "part": one.part, "by": [RINGS]} for one in row.undecided]
         for row in found.rows[:4]
     ]
-    show_plan(asked(ranged), found, 4)
+    print_layouts(asked(ranged), found, 4)
     told = " ".join(capsys.readouterr().out.split())
     for row, one in pairs:
         if one.than in (1, found.rows.index(row)):
@@ -120,7 +120,7 @@ def test_of_exact_numbers_nothing_is_said(
     have_exact_kernels(monkeypatch)
     found = planned(exact)
     assert [document(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
-    show_plan(asked(exact), found, 4)
+    print_layouts(asked(exact), found, 4)
     told = capsys.readouterr().out
     assert "unknown" not in told
     assert "decide" not in told
@@ -136,7 +136,7 @@ def test_what_is_said_of_the_first_and_of_neighbours(
     rows = [first, *others]
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
-    show_plan(asked(exact), Plan(rows, 0, ""), 3)
+    print_layouts(asked(exact), Plan(rows, 0, ""), 3)
     told = " ".join(capsys.readouterr().out.split())
     assert ("The first is faster than each of the 2 after it in 95 % or more" in told) == fastest
     assert ("Which is the fastest is not decided by what is known." in told) == (not fastest)
@@ -151,12 +151,12 @@ def test_rows_that_are_not_shown_are_compared_too(exact: System, capsys: pytest.
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
     for top, hidden in ((1, True), (2, True), (3, False)):
-        show_plan(asked(exact), Plan(rows, 0, ""), top)
+        print_layouts(asked(exact), Plan(rows, 0, ""), top)
         told = " ".join(capsys.readouterr().out.split())
         assert "Which is the fastest is not decided by what is known." in told
         assert ("1 of those that may be are not shown: --top 3." in told) == hidden
         assert ("3 than 1 (50.0 %, links.b)" in told) == (top == 3)
-    show_plan(asked(exact), Plan(rows[:1], 0, ""), 1)
+    print_layouts(asked(exact), Plan(rows[:1], 0, ""), 1)
     assert "fast" not in capsys.readouterr().out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from repro.claims.expression import Uncertain, parse
-from repro.claims.inputs import closed_form
+from repro.claims.independence import analytic_origin
 from repro.claims.ledger import CLOSED_FORM, COUNT, ITSELF
 
 COLUMNS = {"layers": 72, "hidden": 3072, "mp": 16, "batch": 8, "gpus": 400, "tf": Uncertain(38, 37.5, 38.5)}
@@ -39,11 +39,11 @@ def test_a_closed_form_takes_sizes_through_a_formula(
     text: str, published: float, unit: str, origin: str
 ) -> None:
     """Before, whatever had no `printed()` in it was a closed form."""
-    assert closed_form(parse(text), COLUMNS, "confirmed", published, unit, RATES) == origin
+    assert analytic_origin(parse(text), COLUMNS, "confirmed", published, unit, RATES) == origin
 
 
 def test_what_we_derived_is_no_test_of_the_formula() -> None:
     assert (
-        closed_form(parse("gpt_params(layers, hidden)"), COLUMNS, "derived", 8e9, "parameters", RATES)
+        analytic_origin(parse("gpt_params(layers, hidden)"), COLUMNS, "derived", 8e9, "parameters", RATES)
         == ITSELF
     )

@@ -1,18 +1,69 @@
-"""What the judge says: a finding for each piece of evidence, and results of rows, kinds of evidence and claims."""
+"""Verdicts, and the results that carry them: of evidence, rows, kinds of evidence and claims."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from repro.claims.doubt import Doubt
 from repro.claims.expression import Value
 from repro.claims.ledger import ITSELF, Claim, Row
+from repro.results.interval import allowed
+
+MIN_SHOWN_SHARE = 0.02
+"""Minimum share of the uncertainty of an unknown that is shown."""
+
+
+@dataclass(frozen=True)
+class InputUncertainty:
+    """The values of one expression in all cases of its unknown inputs."""
+
+    low: float
+    """Lower end of the 90 % interval of joint draws. The interval includes the best value."""
+    high: float
+    least: float
+    """Lower end of all possible values; `most` is the upper end."""
+    most: float
+    best: float
+    alone: Mapping[str, tuple[float, float]]
+    """By unknown, the values at both ends of its range; largest effect first."""
+
+    def in_units_of(self, size: float) -> InputUncertainty:
+        """Return a copy with every value divided by `size`."""
+        alone = {key: (low / size, high / size) for key, (low, high) in self.alone.items()}
+        ends = {name: getattr(self, name) / size for name in ("low", "high", "least", "most", "best")}
+        return replace(self, alone=alone, **ends)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By unknown, its share of the summed effects of all unknowns."""
+        spans = {key: abs(high - low) for key, (low, high) in self.alone.items()}
+        whole = sum(spans.values()) or 1.0
+        return {key: span / whole for key, span in spans.items()}
+
+    def largest_unknowns(self, count: int) -> list[tuple[str, float, float, float]]:
+        """Return (unknown, value at the low end, value at the high end, share) of the `count` largest effects."""
+        shares = self.shares
+        kept = [
+            (key, *ends, shares[key]) for key, ends in self.alone.items() if shares[key] >= MIN_SHOWN_SHARE
+        ]
+        return kept[:count]
+
+    def deciding_unknowns(self, meets: Callable[[float, float], bool]) -> tuple[str, ...]:
+        """Return the unknown that alone explains the published value, else the two unknowns with the largest effects.
+
+        `meets` says whether an interval contains the published value.
+        """
+        for key, ends in self.alone.items():
+            if meets(*allowed(ends, self.best)):
+                return (key,)
+        return tuple(list(self.alone)[:2])
+
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 CONSISTENT, INCONSISTENT = "consistent", "inconsistent"
-"""Of a source with itself, or with what was put in: no test of what its machine did."""
+"""Verdicts of arithmetic on a source's own numbers or on given answers, which does not test a machine."""
 POSSIBLE = "possible"
-"""Best values miss the published one, but it lies in what unknown inputs leave."""
+"""Verdict of a prediction whose best value misses and whose interval from unknown inputs holds the published value."""
 NOT_COMPARABLE, NOT_RUN = "not comparable", "not run"
 VERDICTS = (REPRODUCED, POSSIBLE, NOT_REPRODUCED, CONSISTENT, INCONSISTENT, NOT_COMPARABLE, NOT_RUN)
 GOOD, BAD = (REPRODUCED, CONSISTENT), (NOT_REPRODUCED, INCONSISTENT)
@@ -46,7 +97,7 @@ class Finding:
     """`suite/name` of those that the value comes from, each once; none of a closed form."""
     libraries: tuple[str, ...] = ()
     """What was measured, where it was not this suite's own step: `DeepSpeed 0.19.8`."""
-    doubt: Doubt | None = None
+    doubt: InputUncertainty | None = None
     """Of a predicted time: what unknown inputs leave of it, in the row's unit."""
     deciding: tuple[str, ...] = ()
     """Where it is `possible`: the unknown that brings it to what was published, or the two that move it most."""

@@ -1,6 +1,6 @@
-"""The shape of a ledger file: one dataclass per table, and the way from TOML to them.
+"""Schema of a ledger file: one dataclass per TOML table, and the conversion from TOML.
 
-Every mistake is one `ConfigError` line that names file, claim, row and key.
+An invalid file raises one `ConfigError` line that names file, claim, row and key.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from repro.claims.independence import QuantityCounts, count_independent
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF
 from repro.claims.reader import load
 from repro.claims.table import summary, totals, why
-from repro.claims.things import Things, count
 from repro.results.schema import Record
 from tests import committed
 from tests.claims.made_up import record
@@ -21,10 +21,10 @@ RATIO = (
 )
 
 
-def things(tmp_path: Path, *rows: str, of: list[Record]) -> dict[str, Things]:
+def things(tmp_path: Path, *rows: str, of: list[Record]) -> dict[str, QuantityCounts]:
     lines = [f'{{ label = "{n}", published = "3", {row} }},\n' for n, row in enumerate(rows)]
     (tmp_path / "test.toml").write_text(HEAD + "".join(lines) + "]\n")
-    return count(judge(load(tmp_path), of))
+    return count_independent(judge(load(tmp_path), of))
 
 
 def test_one_formula_in_many_cells_is_one_thing(tmp_path: Path) -> None:
@@ -32,14 +32,14 @@ def test_one_formula_in_many_cells_is_one_thing(tmp_path: Path) -> None:
         f'analytic = "{text}"' for text in ("dp_elements(1.5)", "dp_elements(3) / 2", "dp_elements(6) / 4")
     ]
     found = things(tmp_path, *cells, 'analytic = "megatron_all_reduces() - 1.0"', of=[])
-    assert found["analytic"] == Things(tested=2, hold=2)
+    assert found["analytic"] == QuantityCounts(tested=2, hold=2)
     states = ('analytic = "model_state_bytes(0.1875)"', 'analytic = "max_params(48)"')
-    assert things(tmp_path, *states, of=[])["analytic"] == Things(1, 1)
+    assert things(tmp_path, *states, of=[])["analytic"] == QuantityCounts(1, 1)
 
 
 def test_a_thing_holds_in_all_its_cells(tmp_path: Path) -> None:
     cells = ('analytic = "dp_elements(1.5)"', 'analytic = "dp_elements(2.5)"')
-    assert things(tmp_path, *cells, of=[])["analytic"] == Things(tested=1, hold=0)
+    assert things(tmp_path, *cells, of=[])["analytic"] == QuantityCounts(tested=1, hold=0)
 
 
 def test_rates_of_two_runs_and_their_ratio_are_two_things(tmp_path: Path) -> None:
@@ -50,14 +50,14 @@ def test_rates_of_two_runs_and_their_ratio_are_two_things(tmp_path: Path) -> Non
     rates = [f"measured = {RATE % (name, rate)}" for name, rate in (("a", 6), ("b", 2))]
     ratio = f"measured = {RATIO % ('a', 'b', 3)}"
     other = f"measured = {RATIO % ('a', 'c', 6)}"
-    assert things(tmp_path, *rates, ratio, of=runs)["measured"] == Things(2, 2)
-    assert things(tmp_path, ratio, of=runs)["measured"] == Things(1, 1)
-    assert things(tmp_path, *rates, ratio, other, of=runs)["measured"] == Things(3, 3)
+    assert things(tmp_path, *rates, ratio, of=runs)["measured"] == QuantityCounts(2, 2)
+    assert things(tmp_path, ratio, of=runs)["measured"] == QuantityCounts(1, 1)
+    assert things(tmp_path, *rates, ratio, other, of=runs)["measured"] == QuantityCounts(3, 3)
 
 
 def test_what_is_consistent_is_counted_apart(tmp_path: Path) -> None:
     found = things(tmp_path, 'analytic = "3 / 1"', 'analytic = "dp_elements(1.5)"', of=[])
-    assert (found[ITSELF], found["analytic"]) == (Things(1, 1), Things(1, 1))
+    assert (found[ITSELF], found["analytic"]) == (QuantityCounts(1, 1), QuantityCounts(1, 1))
     counts = summary(judge(load(tmp_path), []))
     assert (counts["things"], counts["evidence"]["analytic"]["rows"]) == (
         {"tested": 1, "hold": 1, "possible": 0},

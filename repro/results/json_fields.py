@@ -1,8 +1,7 @@
-"""Frozen dataclasses as JSON objects and back: the names of fields are the keys.
+"""Conversion of frozen dataclasses to JSON objects and back, with field names as keys.
 
-A field whose default is None is left out while it is None, and a key that is not there gives a field its default:
-so lines that were written before a field existed are read, and are written again as they were.  Keys that no field
-has are passed over.
+A None default is not written. A missing key gives a field its default, so that lines of older versions remain readable
+and unchanged. Unknown keys are ignored.
 """
 
 from __future__ import annotations

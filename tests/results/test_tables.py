@@ -9,7 +9,7 @@ from repro.config import EmulatedNetwork, Experiment, Layout, Model
 from repro.results.interval import Sensitivity
 from repro.results.schema import ComparisonRecord, Record, Side
 from repro.results.select import Selection, select
-from repro.results.side_by_side import Group, groups, matches, of_run
+from repro.results.tables import ComparableResults, comparable_results, matches_pattern, results_of_run
 from tests.records import made_up
 
 SMALL = Model(name="small", layers=1, hidden=8, heads=1, vocab=16, seq=8)
@@ -61,7 +61,7 @@ def store() -> Selection:
     )
 
 
-def shown(found: list[Group]) -> list[tuple[str, str, list[str], list[tuple[str, str]]]]:
+def shown(found: list[ComparableResults]) -> list[tuple[str, str, list[str], list[tuple[str, str]]]]:
     return [
         (
             group.suite,
@@ -75,7 +75,7 @@ def shown(found: list[Group]) -> list[tuple[str, str, list[str], list[tuple[str,
 
 def test_groups_are_in_order_and_so_is_what_is_in_them() -> None:
     """The smallest model first, of each the fastest, of equals by name; what took turns did run."""
-    assert shown(groups(store())) == [
+    assert shown(comparable_results(store())) == [
         ("r", "measured", ["a", "c"], [("a", "c")]),
         ("s", "measured", ["a", "b", "d", "slow", "no speed", "large"], [("a", "b")]),
         ("s", "emulated", ["emulated"], []),
@@ -84,22 +84,22 @@ def test_groups_are_in_order_and_so_is_what_is_in_them() -> None:
 
 
 def test_a_pattern_takes_a_suite_or_names() -> None:
-    assert [matches(pattern, "s", "ab") for pattern in ("", "s", "a?", "s/a*", "r", "b*", "r/ab")] == [
+    assert [matches_pattern(pattern, "s", "ab") for pattern in ("", "s", "a?", "s/a*", "r", "b*", "r/ab")] == [
         True, True, True, True, False, False, False,
     ]  # fmt: skip
-    assert shown(groups(store(), "r/a")) == [("r", "measured", ["a"], [])]
+    assert shown(comparable_results(store(), "r/a")) == [("r", "measured", ["a"], [])]
 
 
 def test_a_run_is_shown_what_came_of_it() -> None:
     names = ["a", "c", "emulated", "elsewhere"]
-    assert shown(of_run(store(), "s", names, "measured")) == [
+    assert shown(results_of_run(store(), "s", names, "measured")) == [
         ("s", "measured", ["a"], []),
         ("s", "emulated", ["emulated"], []),
     ]
-    assert shown(of_run(store(), "s", ["a", "b"], "measured")) == [
+    assert shown(results_of_run(store(), "s", ["a", "b"], "measured")) == [
         ("s", "measured", ["a", "b"], [("a", "b")])
     ]
-    assert shown(of_run(store(), "s", names, "simulated")) == [("s", "simulated", ["a"], [])]
+    assert shown(results_of_run(store(), "s", names, "simulated")) == [("s", "simulated", ["a"], [])]
 
 
 def test_the_span_of_an_unknown_number_is_between_its_two_steps() -> None:

@@ -1,8 +1,6 @@
-"""The commands that bring a claim's evidence: `repro run` here, `repro submit` on the system that it needs, `repro
-evaluate` where there are weights.
+"""Commands that create missing evidence: `repro run`, `repro submit` and `repro evaluate`.
 
-Suites are read, nothing is run.  Names are folded into globs that match just them, so that a command is short
-and asks for nothing else.
+The module reads suites and runs nothing. Experiment names are folded into globs, which keep the commands short.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from repro.claims.expression import arguments
-from repro.claims.inputs import EVALUATED
+from repro.claims.independence import SCORE_FUNCTION
 from repro.claims.ledger import Claim
 from repro.claims.records import evaluation
 from repro.config import suites
@@ -26,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
-    """One command, the evidence that it brings, and the experiments that it runs."""
+class EvidenceCommand:
+    """One command, the kind of evidence that it creates, and its experiments."""
 
     kind: str
     """`simulated`, `emulated` or `measured`."""
@@ -38,7 +36,7 @@ class Command:
     names: tuple[str, ...]
 
 
-class Catalogue:
+class SuiteCatalogue:
     """The packaged suites by name, and the SLURM profile of each system."""
 
     def __init__(self) -> None:
@@ -49,10 +47,10 @@ class Catalogue:
             if path.stem not in ("generic", "lab"):
                 self._profiles.setdefault(system, f"slurm/{path.name}")
 
-    def commands(self, experiments: Iterable[tuple[str, str]]) -> list[Command]:
-        """What brings the records of (kind of evidence, `suite/name`), by suite.
+    def commands(self, experiments: Iterable[tuple[str, str]]) -> list[EvidenceCommand]:
+        """Return the commands that create records of (kind of evidence, `suite/name`), by suite.
 
-        What is read as simulated and belongs on a cluster can be measured there too, at the published scale.
+        Simulated experiments of a cluster also get the command that measures them there at the published scale.
         """
         wanted: dict[tuple[str, str, str], set[str]] = {}
         for kind, full in experiments:
@@ -65,16 +63,20 @@ class Catalogue:
         return [self._command(*at, names) for at, names in sorted(wanted.items())]
 
     def _system(self, suite: str, name: str) -> str:
-        """Where it is measured; empty where the suite is not known."""
+        """Return the system of an experiment; empty for an unknown suite."""
         known = self.suites.get(suite)
         found = [e.experiment.system for e in known.entries if e.experiment.name == name] if known else []
         return found[0] if found else ""
 
-    def _command(self, suite: str, system: str, kind: str, names: set[str]) -> Command:
+    def _command(self, suite: str, system: str, kind: str, names: set[str]) -> EvidenceCommand:
         known = self.suites.get(suite)
         every = [entry.experiment.name for entry in known.entries] if known else sorted(names)
         file = f"suites/{Path(known.file).name}" if known else f"suites/{suite}.toml"
-        only = "" if set(every) == names else "".join(f" --only '{glob}'" for glob in globs(names, every))
+        only = (
+            ""
+            if set(every) == names
+            else "".join(f" --only '{glob}'" for glob in covering_globs(names, every))
+        )
         needs = ""
         if kind == "simulated":
             text = f"repro run {file} --evidence simulated{only}"
@@ -85,28 +87,28 @@ class Catalogue:
             text = f"repro submit {file} --profile {self._profiles.get(system, 'YOURS.toml')}{only}"
             worlds = [e.experiment.layout.world for e in known.entries if e.experiment.name in names]
             needs = f"{max(worlds, default=0)} GPUs of {system}"
-        return Command(kind=kind, text=text, needs=needs, suite=suite, names=tuple(sorted(names)))
+        return EvidenceCommand(kind=kind, text=text, needs=needs, suite=suite, names=tuple(sorted(names)))
 
 
-def evaluations(claim: Claim) -> list[Command]:
-    """What scores the weights whose scores a claim reads."""
-    found: dict[str, Command] = {}
+def evaluation_commands(claim: Claim) -> list[EvidenceCommand]:
+    """Return the commands that score the weights of a claim."""
+    found: dict[str, EvidenceCommand] = {}
     for row in claim.rows:
         for evidence in row.evidence:
             for function, texts in arguments(evidence.value, row.variables):
-                if function == EVALUATED:
+                if function == SCORE_FUNCTION:
                     text = evaluation(*texts[1:3])
                     needs = row.needs or "weights that were not released"
                     found.setdefault(
-                        text, Command(kind="measured", text=text, needs=needs, suite="", names=())
+                        text, EvidenceCommand(kind="measured", text=text, needs=needs, suite="", names=())
                     )
     return list(found.values())
 
 
-def globs(names: set[str], every: Iterable[str]) -> list[str]:
-    """The fewest beginnings (`fig6-*`) that match `names` and no other of `every`, greedily.
+def covering_globs(names: set[str], every: Iterable[str]) -> list[str]:
+    """Return globs (`fig6-*`) that match `names` and no other name of `every`, chosen greedily.
 
-    A name that has `*`, `?` or `[` in it stays as it is.
+    A name that contains `*`, `?` or `[` remains unchanged.
     """
     others = set(every) - names
     left, found = set(names), []
@@ -118,15 +120,15 @@ def globs(names: set[str], every: Iterable[str]) -> list[str]:
             if not any(fnmatchcase(other, glob) for other in others):
                 matched = {name for name in left if fnmatchcase(name, glob)}
                 if len(matched) > 1:
-                    best = f"{_beginning(matched)}*"
+                    best = f"{_common_prefix(matched)}*"
                 break
         found.append(best)
         left -= {name for name in left if name == best or fnmatchcase(name, best)}
     return found
 
 
-def _beginning(names: set[str]) -> str:
-    """The longest beginning that all of them have."""
+def _common_prefix(names: set[str]) -> str:
+    """Return the longest common prefix."""
     low, high = min(names), max(names)  # what these two share, all between them do
     same = [a == b for a, b in zip(low, high, strict=False)]
     return low[: same.index(False) if False in same else len(same)]

@@ -1,21 +1,25 @@
-"""One piece of evidence for a row: its value in the row's unit, held against the tolerance.
-
-What is missing makes it `not run`; a predicted value that misses is `possible` where unknown inputs leave room.
-"""
+"""Evaluation of one piece of evidence for a row: its value, its uncertainty from unknown inputs, and its verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from repro.claims.allowed import allowed, stated, tolerance
-from repro.claims.doubt import Doubt, doubted
 from repro.claims.expression import ExpressionError, Result, evaluate
-from repro.claims.formulas import CONSTANTS, FORMULAS
+from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
 from repro.claims.ledger import EMULATED, ITSELF, Claim, Evidence, Row
-from repro.claims.published import UNITS, digitised, printed, show
+from repro.claims.published import UNITS, digitised, format_value, printed
 from repro.claims.records import Missing, Records
-from repro.claims.results import (
+from repro.claims.tolerance import (
+    NOISELESS_METRICS,
+    AcceptedRange,
+    accepted_range_of_row,
+    agrees_at_scale,
+    describe_class_tolerance,
+    describe_tolerance,
+    published_range,
+)
+from repro.claims.verdicts import (
     CONSISTENT,
     INCONSISTENT,
     NOT_COMPARABLE,
@@ -24,27 +28,33 @@ from repro.claims.results import (
     POSSIBLE,
     REPRODUCED,
     Finding,
+    InputUncertainty,
 )
-from repro.claims.scripts import COUNTS
-from repro.claims.tolerance import NOISELESS, Accepted, agrees_at_scale, room
+from repro.results.interval import Case, allowed, likely
 from repro.results.schema import MEASURED, SIMULATED
 
 _INPUTS = {"printed": printed, "digitised": digitised}
 
 
-def find(evidence: Evidence, row: Row, claim: Claim, records: Records, read: Sequence[str]) -> Finding:
-    """Evaluate one piece of evidence, which reads the experiments `read`, and compare it."""
+def evaluate_evidence(
+    evidence: Evidence, row: Row, claim: Claim, records: Records, read: Sequence[str]
+) -> Finding:
+    """Evaluate one piece of evidence, which reads the experiments `read`, and compare it with the published value.
+
+    Missing records give the verdict `not run`. A predicted value that misses gives `possible` where unknown inputs
+    explain the miss.
+    """
     common: dict[str, Any] = {
         "kind": evidence.kind,
         "scale": evidence.scale,
         "libraries": tuple(records.libraries(read)) if evidence.kind in (MEASURED, EMULATED) else (),
         "origin": evidence.origin,
         "expression": evidence.value.text,
-        "tolerance": tolerance(row, evidence, claim),
+        "tolerance": describe_tolerance(row, evidence, claim),
         "experiments": tuple(read),
     }
     yes, no = (CONSISTENT, INCONSISTENT) if evidence.origin == ITSELF else (REPRODUCED, NOT_REPRODUCED)
-    functions: dict[str, Any] = {**FORMULAS, **COUNTS, **_INPUTS}
+    functions: dict[str, Any] = {**FORMULAS, **SCRIPT_COUNTS, **_INPUTS}
     if evidence.kind != "analytic":
         functions |= records.functions(evidence.kind)
     variables = {**CONSTANTS, **row.variables}
@@ -59,7 +69,7 @@ def find(evidence: Evidence, row: Row, claim: Claim, records: Records, read: Seq
             verdict=NOT_COMPARABLE if calibration else NOT_RUN,
             reason=calibration
             or f"{missing.experiment}: {missing.reason}; "
-            f"`{missing.remedy or how_to_run(missing.suite, evidence.kind)}`",
+            f"`{missing.remedy or run_command(missing.suite, evidence.kind)}`",
             **common,
         )
     except ExpressionError as error:
@@ -90,28 +100,29 @@ def find(evidence: Evidence, row: Row, claim: Claim, records: Records, read: Seq
     if expected is not None:
         expected = _in_unit(expected, row.unit)
         point = float(value.value)
-        seen = (low, high) if evidence.metric in NOISELESS else (point, point)  # noise must not help
+        seen = (low, high) if evidence.metric in NOISELESS_METRICS else (point, point)  # noise must not help
         agrees = agrees_at_scale(seen, (float(expected.low), float(expected.high)), evidence.metric)
-        expectation = show(float(expected.value))
-        reason = f"{expectation} expected at this scale, {room(evidence.metric)} ({evidence.metric})"
+        expectation = format_value(float(expected.value))
+        allowance = describe_class_tolerance(evidence.metric)
+        reason = f"{expectation} expected at this scale, {allowance} ({evidence.metric})"
     else:
-        rule = allowed(row, evidence, claim)
+        rule = accepted_range_of_row(row, evidence, claim)
         assert rule is not None
         reason = rule.because
         point = float(value.value)
         # Noise must not help: the point decides, but at a bound, which the evidence's own interval widens.
         seen = (low, high) if evidence.kind == "analytic" or row.bound else (point, point)
         agrees = rule.meets(*seen)
-        if evidence.kind != "analytic" and _across(rule, low, high):
+        if evidence.kind != "analytic" and _crosses_limit(rule, low, high):
             reason += "; the interval reaches across the limit"
     verdict = yes if agrees else no
     if evidence.kind == SIMULATED and expected is None:
-        doubt = doubted(evidence, row, read, records, functions)
+        doubt = propagate_unknowns(evidence, row, read, records, functions)
         if doubt is not None:
-            common["doubt"] = doubt = doubt.over(UNITS[row.unit])
+            common["doubt"] = doubt = doubt.in_units_of(UNITS[row.unit])
             value = Result(value.value, doubt.low, doubt.high)
             if verdict == NOT_REPRODUCED:
-                verdict, reason, common["deciding"] = _in_doubt(doubt, row, claim, reason)
+                verdict, reason, common["deciding"] = _judge_miss(doubt, row, claim, reason)
     return Finding(
         verdict=verdict,
         reason=reason,
@@ -124,26 +135,66 @@ def find(evidence: Evidence, row: Row, claim: Claim, records: Records, read: Seq
     )
 
 
-def _in_doubt(doubt: Doubt, row: Row, claim: Claim, rule: str) -> tuple[str, str, tuple[str, ...]]:
-    """Of a predicted time whose best value misses: the verdict, the reason and the unknowns that decide."""
-    published = stated(row, claim)
+def _judge_miss(
+    doubt: InputUncertainty, row: Row, claim: Claim, rule: str
+) -> tuple[str, str, tuple[str, ...]]:
+    """Return verdict, reason and deciding unknowns of a predicted time whose best value misses."""
+    published = published_range(row, claim)
     assert published is not None
-    ends = " to ".join(dict.fromkeys(show(end, row.printed) for end in (doubt.least, doubt.most)))
+    ends = " to ".join(dict.fromkeys(format_value(end, row.printed) for end in (doubt.least, doubt.most)))
     if not published.meets(doubt.least, doubt.most):
         why = f"the published value lies outside of {ends}, whatever unknown inputs are"
         return NOT_REPRODUCED, f"{rule}; {why}", ()
-    found = doubt.deciding(published.meets)
+    found = doubt.deciding_unknowns(published.meets)
     which = f"{found[0]} decides" if len(found) == 1 else f"no one alone, {' and '.join(found)} most of all"
     why = f"the published value lies in {ends}, what unknown inputs leave: {which}"
     return POSSIBLE, f"{rule}; {why}", found
 
 
-def _across(rule: Accepted, low: float, high: float) -> bool:
+def _crosses_limit(rule: AcceptedRange, low: float, high: float) -> bool:
     return rule.meets(low, high) and not (rule.meets(low, low) and rule.meets(high, high))
 
 
-def how_to_run(suite: str, kind: str) -> str:
-    """What would bring the records of a suite that are missing."""
+def propagate_unknowns(
+    evidence: Evidence,
+    row: Row,
+    experiments: Sequence[str],
+    records: Records,
+    functions: Mapping[str, Callable[..., Any]],
+) -> InputUncertainty | None:
+    """Return the uncertainty of the value of `evidence` from unknown inputs; None without unknown inputs.
+
+    Evaluate the expression in every case of the records of `experiments`. Both sides of a ratio use the same case, so
+    their common unknowns cancel.
+    """
+    found = records.intervals(experiments)
+    draws = min((len(interval.draws) for interval in found), default=0)
+    if not draws:
+        return None
+    variables = {**CONSTANTS, **row.variables}
+
+    def value(case: Case | None) -> Any:
+        moved = {**functions, **records.functions(evidence.kind, case)}
+        return evaluate(evidence.value, moved, variables).value
+
+    try:
+        best, joint = value(None), [value(number) for number in range(draws)]
+        if isinstance(best, str):
+            return None
+        keys = dict.fromkeys(move.key for interval in found for move in interval.moves)
+        alone = {key: (value((key, False)), value((key, True))) for key in keys}
+    except ExpressionError:  # of some case: a quotient of nothing
+        return None
+    alone = {key: ends for key, ends in alone.items() if set(ends) != {best}}
+    if not alone:
+        return None
+    alone = dict(sorted(alone.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
+    ends = [end for pair in alone.values() for end in pair]
+    return InputUncertainty(*likely(joint, best), *allowed([*joint, *ends], best), best, alone)
+
+
+def run_command(suite: str, kind: str) -> str:
+    """Return the command that creates the missing records of a suite."""
     return f"repro run suites/{suite}.toml" + (f" --evidence {kind}" if kind == SIMULATED else "")
 
 
@@ -155,7 +206,7 @@ def _in_unit(result: Result, unit: str) -> Result:
 
 
 def _text(result: Result, row: Row) -> str:
-    text = show(float(result.value), row.printed)
+    text = format_value(float(result.value), row.printed)
     if result.low != result.high:
-        text += f" [{show(float(result.low), row.printed)}, {show(float(result.high), row.printed)}]"
+        text += f" [{format_value(float(result.low), row.printed)}, {format_value(float(result.high), row.printed)}]"
     return text

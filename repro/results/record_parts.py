@@ -1,12 +1,15 @@
-"""What ranks and simulations found, the parts of a record: traffic, memory, stages, checkpoints, simulated roles."""
+"""Parts of records: traffic, memory, stages, checkpoints, emulated networks and simulated roles of ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, TypeAlias
 
-from repro.results.network import RankOnNetwork
-from repro.results.parts import RecordPart
+from repro.config import EmulatedNetwork
+from repro.results.json_fields import RecordPart
 
 Provenance: TypeAlias = dict[str, Any]
 """As `repro.measure.provenance` says it, and what a launcher adds (`slurm`)."""
@@ -23,7 +26,7 @@ The one operator is `every operator` where there was no choice: on a CPU, or und
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficRow(RecordPart):
-    """What a rank communicates in one step by one operation, in one group, for one purpose."""
+    """Communication of a rank in one step by one operation, in one group, for one purpose."""
 
     op: str
     group: str
@@ -39,7 +42,7 @@ class TrafficRow(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTraffic(RecordPart):
-    """What one block communicates for one micro-batch, on average over a rank's blocks."""
+    """Communication of one block for one micro-batch, averaged over a rank's blocks."""
 
     op: str
     group: str
@@ -49,7 +52,7 @@ class LayerTraffic(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory(RecordPart):
-    """What a rank held.  A rank that diverged in its first steps knows no categories."""
+    """Memory of a rank.  A rank that diverged in its first steps has no categories."""
 
     states: Bytes | None = None
     """After the first step: `parameters`, `gradients`, `optimizer`."""
@@ -92,7 +95,7 @@ class SimulatedFailure(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRole(RecordPart):
-    """Ranks of a simulated step that do the same."""
+    """Ranks of a simulated step with identical work."""
 
     name: str
     stage: int
@@ -113,7 +116,7 @@ class SimulatedRole(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedOn(RecordPart):
-    """What a simulation takes from a system: with other numbers, an older record is out of date."""
+    """Inputs of a simulation from a system.  A record with other inputs is out of date."""
 
     system: str
     memory_bytes: float | None
@@ -126,7 +129,7 @@ class SimulatedOn(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeries(RecordPart):
-    """What was seen step by step, and over a step."""
+    """Series over steps, and over one step."""
 
     loss: list[float | None] | None = None
     grad_norm: list[float | None] | None = None
@@ -148,7 +151,7 @@ class StepSeries(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport(RecordPart):
-    """What a run with checkpoints read, wrote and could not write."""
+    """Checkpoints that a run read, wrote and failed to write."""
 
     resumed: list[dict[str, Any]]
     written: list[int]
@@ -160,7 +163,7 @@ class CheckpointReport(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult(RecordPart):
-    """What one rank hands in of one experiment."""
+    """The result of one rank of one experiment."""
 
     rank: int
     outcome: str
@@ -193,3 +196,89 @@ class RankResult(RecordPart):
     flops_formula: str
     parameters: int
     padding: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOnNetwork(RecordPart):
+    """Measurements of a rank on an emulated network.  Bytes are means over the timed steps, headers included."""
+
+    compute_flops_per_s: float
+    """Of matrix products before the first step, while all ranks computed."""
+    core_share: float
+    """Seconds of processor time that the rank computes in each second, at most."""
+    sent_bytes: float
+    received_bytes: float
+    """Of one step, by the rank's own interface."""
+    node_sent_bytes: float | None = None
+    node_received_bytes: float | None = None
+    """Of one step, by its node's interface: of the first rank of each node."""
+    facts: dict[str, Any] | None = None
+    """As `repro.emulate.network.Facts` says it: of rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkReport(RecordPart):
+    """The emulated network that a measurement ran on; what was asked is in the conditions."""
+
+    mtu: int
+    payload_share: float
+    """Fraction of a link's bytes that is payload, under full load in both directions."""
+    rates: dict[str, list[float]]
+    """Measured bytes/s of every link before the run, by kind and direction."""
+    round_trip_s: dict[str, float]
+    """Of one byte, `within` a node and `between` nodes."""
+    user_namespace: bool
+    compute_flops_per_s: list[float]
+    """By rank, of matrix products before the first step, while all ranks computed."""
+    core_share: float
+    """Seconds of processor time that a rank computes in each second, at most: also while others wait."""
+    sent_bytes: list[float]
+    received_bytes: list[float]
+    """By rank, of one step, headers included: means over the timed steps by the interfaces' counters."""
+    node_sent_bytes: list[float]
+    node_received_bytes: list[float]
+    """By node, over its link to the others."""
+
+    def made(self, network: EmulatedNetwork) -> EmulatedNetwork:
+        """Return `network` with the link rates that were measured before the run, and no compute rate."""
+        within = median(self.rates["rank sends"]) if network.within else 0.0
+        between = median(self.rates["node sends"]) if network.between else 0.0
+        return replace(network, within=within, between=between, flops_per_s=0.0)
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankOnNetwork]) -> NetworkReport | None:
+        """Combine the reports of all ranks; return None without ranks on an emulated network."""
+        if not ranks or (facts := ranks[0].facts) is None:
+            return None
+        return cls(
+            mtu=facts["mtu"],
+            payload_share=facts["payload_share"],
+            rates=facts["rates"],
+            round_trip_s=facts["round_trip_s"],
+            user_namespace=facts["user_namespace"],
+            compute_flops_per_s=[rank.compute_flops_per_s for rank in ranks],
+            core_share=ranks[0].core_share,
+            sent_bytes=[rank.sent_bytes for rank in ranks],
+            received_bytes=[rank.received_bytes for rank in ranks],
+            node_sent_bytes=[rank.node_sent_bytes for rank in ranks if rank.node_sent_bytes is not None],
+            node_received_bytes=[r.node_received_bytes for r in ranks if r.node_received_bytes is not None],
+        )
+
+
+def kernels_of_ranks(results: Sequence[RankResult]) -> KernelsRan:
+    """Return the kernels of all ranks; empty for records of older versions."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for result in results:
+        for name, hows in result.kernels.items():
+            found[name].update(hows)
+    return {name: dict(hows) for name, hows in sorted(found.items())}
+
+
+def kernel_fallbacks(ran: KernelsRan) -> dict[str, list[str]]:
+    """Return the operators that ran in torch instead of a CUDA kernel, by reason."""
+    found: dict[str, list[str]] = {}
+    for name, hows in ran.items():
+        for how in hows:
+            if how != "cuda" and name != "every operator":
+                found.setdefault(how.removeprefix("torch: "), []).append(name)
+    return found

@@ -1,0 +1,156 @@
+"""Tables of records: tidy rows, pandas data frames, and groups of comparable results.
+
+Rows need no pandas, which is imported on call. Terminal tables and `--json` show the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from repro.config import ConfigError, Experiment, systems
+from repro.model import flops
+from repro.model.parameters import total
+from repro.results.metrics import shown
+from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
+from repro.results.select import Selection
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_LAYOUT = ("dp", "tp", "cp", "pp", "zero", "sp", "micro_batch", "global_batch", "recompute", "precision")
+_COMPARED = ("suite", "name", "written", "metric", "ratio", "low", "high", "rounds")
+
+
+def experiment_frame(records: Iterable[Record]) -> pd.DataFrame:
+    """Return a data frame with the `experiment_row` of every experiment record."""
+    return _frame(experiment_row(record) for record in records if isinstance(record, ExperimentRecord))
+
+
+def comparison_frame(records: Iterable[Record]) -> pd.DataFrame:
+    """Return a data frame with the `comparison_row` of every comparison record."""
+    return _frame(comparison_row(record) for record in records if isinstance(record, ComparisonRecord))
+
+
+def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
+    """Return the conditions, outcome and metrics of an experiment, and `mfu` where the device's peak is known.
+
+    A step that does not fit has no time and no speed.
+    """
+    experiment, metrics = record.experiment, shown(record.metrics, record.outcome)
+    found = {
+        "suite": record.suite,
+        "name": record.name,
+        "key": record.key,
+        "evidence": record.shown_as,
+        "written": record.written,
+        "model": experiment.model.name,
+        "engine": experiment.engine,
+        "system": experiment.system,
+        **{name: getattr(experiment.layout, name) for name in _LAYOUT},
+        "outcome": record.outcome,
+        "reason": record.reason,
+        "wall_s": record.wall_s,
+        **metrics,
+    }
+    mfu = _utilisation(experiment, metrics.get("model_flops_per_s"))
+    return found if mfu is None else {**found, "mfu": mfu}
+
+
+def comparison_row(record: ComparisonRecord) -> dict[str, Any]:
+    """Return `baseline`, `subject`, `metric`, `ratio` with its interval `low` to `high`, and `rounds`."""
+    return {
+        **{name: getattr(record, name) for name in _COMPARED},
+        "baseline": record.baseline.name,
+        "subject": record.subject.name,
+    }
+
+
+def _utilisation(experiment: Experiment, rate: float | None) -> float | None:
+    """Return the MFU on a system with a file; None on the local machine, whose peak is unknown."""
+    layout, system = experiment.layout, experiment.system
+    if rate is None or system in systems.HERE:
+        return None
+    try:
+        return flops.utilisation(rate, layout.world, systems.load(system), layout.precision)
+    except ConfigError:  # a file that has gone since
+        return None
+
+
+def _frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(list(rows))
+
+
+KINDS = (MEASURED, EMULATED, SIMULATED)
+
+
+@dataclass(frozen=True)
+class ComparableResults:
+    """Results of one suite and one kind of evidence."""
+
+    suite: str
+    evidence: str
+    """`measured`, `emulated` or `simulated`."""
+    records: list[ExperimentRecord]
+    """Sorted by model size, then by descending speed; records without speed are last."""
+    comparisons: list[ComparisonRecord]
+    """Comparisons of interleaved experiments."""
+
+    def only(self, names: Container[str]) -> ComparableResults:
+        """Return the records and comparisons of these experiments."""
+        return replace(
+            self,
+            records=[record for record in self.records if record.name in names],
+            comparisons=[c for c in self.comparisons if c.subject.name in names and c.baseline.name in names],
+        )
+
+
+def matches_pattern(pattern: str, suite: str, name: str) -> bool:
+    """Return whether a pattern (a suite, or a glob of `name` or `suite/name`) matches; an empty pattern matches all."""
+    return not pattern or any(fnmatchcase(text, pattern) for text in (suite, name, f"{suite}/{name}"))
+
+
+def comparable_results(selection: Selection, pattern: str = "") -> list[ComparableResults]:
+    """Return the selected results that match `pattern`, by suite and kind of evidence."""
+    found: dict[tuple[str, str], list[ExperimentRecord]] = {}
+    for record in selection.by_name.values():
+        if matches_pattern(pattern, record.suite, record.name):
+            found.setdefault((record.suite, record.shown_as), []).append(record)
+    return [
+        ComparableResults(
+            suite, kind, sorted(records, key=_order), _compared(selection.comparisons, suite, kind, records)
+        )
+        for (suite, kind), records in sorted(
+            found.items(), key=lambda item: (item[0][0], KINDS.index(item[0][1]))
+        )
+    ]
+
+
+def results_of_run(
+    selection: Selection, suite: str, names: Iterable[str], evidence: str
+) -> list[ComparableResults]:
+    """Return the results of a run of these experiments; evidence `measured` includes emulated results."""
+    wanted, simulated = set(names), evidence == SIMULATED
+    every = [
+        g.only(wanted)
+        for g in comparable_results(selection)
+        if g.suite == suite and (g.evidence == SIMULATED) == simulated
+    ]
+    return [group for group in every if group.records]
+
+
+def _order(record: ExperimentRecord) -> tuple[Any, ...]:
+    experiment, rate = record.experiment, experiment_row(record).get("tokens_per_s", 0.0)
+    return total(experiment.model), experiment.model.name, experiment.system, -rate, record.name
+
+
+def _compared(
+    comparisons: Iterable[ComparisonRecord], suite: str, kind: str, records: Iterable[ExperimentRecord]
+) -> list[ComparisonRecord]:
+    names = {record.name for record in records}
+    both = [c for c in comparisons if c.suite == suite and {c.subject.name, c.baseline.name} <= names]
+    return [] if kind == SIMULATED else both  # what took turns did run
