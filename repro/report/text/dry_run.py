@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from repro.launch.outlook import ELSEWHERE, KNOWN, TO_RUN, Outlook, outlook
+from repro.launch.preview import ELSEWHERE, KNOWN, TO_RUN, ExperimentPreview, preview_run
 from repro.util import units
 from repro.util.console import WIDE, print_json, stdout
 from repro.util.table import table
@@ -15,7 +15,7 @@ def command(
     suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
 ) -> int:
     """Print every selected experiment and what would become of it; always 0.  Raises `ConfigError`."""
-    found = outlook(suites, only, results, rerun, evidence, system)
+    found = preview_run(suites, only, results, rerun, evidence, system)
     if json:
         print_json([asdict(each) for each in found])
         return 0
@@ -37,7 +37,7 @@ def command(
     return 0
 
 
-def _how_long(each: Outlook) -> tuple[str, str, str]:
+def _how_long(each: ExperimentPreview) -> tuple[str, str, str]:
     if each.state == ELSEWHERE:
         return "", "", ""
     took = "no estimate" if each.last_s is None else units.seconds(each.last_s)
