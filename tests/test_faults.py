@@ -281,10 +281,10 @@ def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: 
 
 
 def _step(folder: Path) -> int:
-    from repro.launch.beacon import _PHASE  # reading another process's beacon without clearing it
+    from repro.launch.heartbeat import _PHASE  # reading another process's heartbeat without clearing it
 
     try:
-        raw = (folder / "beacon").read_bytes()
+        raw = (folder / "heartbeat").read_bytes()
     except OSError:
         return 0
     return int(_PHASE.unpack_from(raw, 0)[2]) if raw else 0

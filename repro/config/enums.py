@@ -41,7 +41,7 @@ MODEL_STATES: tuple[str, ...] = (Category.PARAMETERS, Category.GRADIENTS, Catego
 
 
 class Phase(StrEnum):
-    """What a rank is doing, in the order of the numbers that `launch.beacon` writes for them."""
+    """What a rank is doing, in the order of the numbers that `launch.heartbeat` writes for them."""
 
     START = "start"
     """Everything before the rank's first word: interpreter, imports, rendezvous."""

@@ -1,5 +1,5 @@
 """Runs of suites: planning, start and supervision of ranks, and recording of results.
 
-`run` is the command. Ranks start as local processes (`local`), in SLURM allocations (`slurm`), or are replaced by
-simulations (`simulated`).
+`run` is the command. Ranks start as local processes (`local_launch`), in SLURM allocations (`slurm`), or are
+replaced by simulations (`simulated`).
 """

@@ -1,10 +1,15 @@
-"""The class of a failure: what went wrong, in one word, of an outcome, its reason and the scheduler's state."""
+"""Classification of failures: from a record's outcome and reason, from the scheduler, and from a rank's abort.
+
+NCCL's watchdog is a thread of every rank that ends the process with SIGABRT when a peer is lost or its own device has
+failed. `classify_abort` tells these causes apart.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-CLASSES = (
+FAILURE_CLASSES = (
     *(
         "node-failure",
         "out-of-memory",
@@ -17,7 +22,7 @@ CLASSES = (
     ),
     *("cancelled", "preempted", "rank-killed", "error"),
 )
-"""All that `failure` says of a failure; an experiment that has its result has none: `""`."""
+"""Return values of `failure_class`; `""` stands for no failure."""
 
 WRONG_HARDWARE = "wrong hardware: "
 LOST_NODE = "lost node "
@@ -46,8 +51,8 @@ _NCCL = re.compile(r"\bnccl|DistBackendError", re.IGNORECASE)
 _KILLED = re.compile(r"rank \d+ was killed by signal")
 
 
-def failure(outcome: str, reason: str, state: str = "") -> str:
-    """One of `CLASSES`; `""` for a result (`ok`, `diverged`) and for what has not ended.
+def failure_class(outcome: str, reason: str, state: str = "") -> str:
+    """Return one of `FAILURE_CLASSES`, or `""` for a result (`ok`, `diverged`) and for a running experiment.
 
     `outcome` and `reason` are a record's, empty where there is none; `state` is what SLURM says of the
     job (`NODE_FAIL`, `CANCELLED by 0`): it counts where the record does not know better.
@@ -71,3 +76,42 @@ def failure(outcome: str, reason: str, state: str = "") -> str:
     if _KILLED.search(reason):
         return "rank-killed"
     return "error"
+
+
+_NO_MEMORY = re.compile(
+    r"terminate called after throwing .{0,400}?(std::bad_alloc|can(?:'|no)t allocate memory)",
+    re.IGNORECASE | re.DOTALL,
+)
+_WATCHDOG = re.compile(
+    r"watchdog thread terminated with exception: *([^\n]+)"
+    r"|watchdog caught collective operation timeout"
+    r"|process.* due to \w* ?watchdog hang"
+    r"|to avoid data inconsistency, we are taking the entire process down",
+    re.IGNORECASE,
+)
+_DEVICE = re.compile(r"(?:CUDA error|Cuda failure)[^\n]*", re.IGNORECASE)
+
+
+class AbortCause(NamedTuple):
+    """Cause of a rank's SIGABRT."""
+
+    severity: str
+    """`oom`, `error` (its device failed), `echo` (NCCL ended it after the loss of a peer) or `killed` (unknown)."""
+    why: str
+    """Message of the rank in one line; empty if there is none."""
+
+
+def classify_abort(text: str) -> AbortCause:
+    """Return the cause of a rank's SIGABRT from the end of its standard error, `text`."""
+    if found := _NO_MEMORY.search(text):
+        return AbortCause("oom", found[1])
+    watchdog = _WATCHDOG.search(text)
+    if watchdog is None:
+        return AbortCause("killed", "")
+    said = watchdog[1] or watchdog[0]
+    device = _DEVICE.search(said)
+    return (
+        AbortCause("error", device[0].strip())
+        if device
+        else AbortCause("echo", f"NCCL's watchdog: {said.strip()}")
+    )

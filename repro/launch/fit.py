@@ -15,21 +15,20 @@ from repro.config.errors import ConfigError, require
 from repro.config.quantity import Quantity
 from repro.config.sizes import at_most
 from repro.config.system import System
-from repro.launch.interrupt import Interrupt
-from repro.launch.job import Job
-from repro.launch.local import launch
-from repro.launch.local.once import run_once
+from repro.launch import local_capacity
+from repro.launch.job import Interrupt, Job
+from repro.launch.local_launch import run_once
 from repro.measure.local_system import discover
 from repro.simulate.plan import fit
 from repro.simulate.plan.asked import Asked, memory_bytes
 from repro.simulate.plan.terms import FRAGMENTATION
 
-ALLOCATION, HOST = "allocation", "host memory"
-TARGET = "repro.launch.rank.trial:run_rank"
+ALLOCATION_FAILURE, HOST_MEMORY_FAILURE = "allocation", "host memory"
+TARGET = "repro.launch.rank.session:run_memory_trial"
 LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
-def trials_of(
+def plan_trials(
     asked: Asked, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
 ) -> Trials:
     """The trials that answer a question on this machine.  Raises `ConfigError`.
@@ -37,8 +36,8 @@ def trials_of(
     `as_rank`: one process is this rank alone, of `of`; else None.
     """
     system, gpus = asked.system, asked.gpus
-    if system not in launch.DEVICES:
-        raise ConfigError("system", system, f"one of {', '.join(launch.DEVICES)} with --measure")
+    if system not in local_capacity.DEVICES:
+        raise ConfigError("system", system, f"one of {', '.join(local_capacity.DEVICES)} with --measure")
     if asked.expandable:
         what = (
             "must be PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with --measure, where torch allocates"
@@ -53,19 +52,21 @@ def trials_of(
         require(0 <= as_rank < of, "as_rank", as_rank, f"a rank from 0 to {of - 1}")
         world = of
     question = fit.question_of(on, replace(asked, gpus=world), model, sizes, search)
-    if launch.DEVICES[system] == "cuda" and gpus > launch.cuda_devices():
+    if local_capacity.DEVICES[system] == "cuda" and gpus > local_capacity.count_cuda_devices():
         raise ConfigError(
-            "gpus", gpus, f"at most the {launch.cuda_devices()} CUDA devices that are visible here"
+            "gpus",
+            gpus,
+            f"at most the {local_capacity.count_cuda_devices()} CUDA devices that are visible here",
         )
-    if launch.DEVICES[system] == "cpu":
-        at_most("gpus", gpus, launch.most_ranks())
+    if local_capacity.DEVICES[system] == "cpu":
+        at_most("gpus", gpus, local_capacity.max_ranks())
     return Trials(question, system, limit, as_rank)
 
 
 def _this_machine(system: str, limit: int | None) -> System:
     """The system that the trials run on; its processor is one device with as much memory as `limit` says."""
     on = discover()
-    on_cpu = launch.DEVICES[system] == "cpu"
+    on_cpu = local_capacity.DEVICES[system] == "cpu"
     if on_cpu:
         if limit is None:
             what = "is needed on processor cores: what one process may allocate, say 500MB"
@@ -124,7 +125,9 @@ class Trials:
         detail = {"memory_of_process": _most([result["memory"] for result in results])}
         why = ""
         if ending.outcome == "oom":
-            why = kind(ending.reason, launch.DEVICES[self.system], self.question.allocatable)
+            why = memory_failure_kind(
+                ending.reason, local_capacity.DEVICES[self.system], self.question.allocatable
+            )
         elif ending.outcome != "ok":
             why = ending.outcome
         reserved = detail["memory_of_process"].get("cuda", {}).get("reserved_peak")
@@ -149,20 +152,20 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
 
 
-def kind(reason: str, device: str, limit: int) -> str:
+def memory_failure_kind(reason: str, device: str, limit: int) -> str:
     """Whether a rank ran out of device memory (by `allocation` or `fragmentation`) or of `host memory`.
 
     By fragmentation: what was allocated and what was asked for are together within `limit` bytes.
     """
     if "the kernel ran out of memory" in reason:
-        return HOST
+        return HOST_MEMORY_FAILURE
     if device == "cpu":
-        return ALLOCATION
+        return ALLOCATION_FAILURE
     if "CUDA out of memory" not in reason and "OutOfMemoryError" not in reason:
-        return HOST
+        return HOST_MEMORY_FAILURE
     asked = re.search(rf"Tried to allocate {_SIZE}", reason)
     held = re.search(rf"{_SIZE} is allocated by PyTorch", reason)
     if asked is None or held is None:
-        return ALLOCATION
+        return ALLOCATION_FAILURE
     total = sum(float(found[1]) * _UNITS[found[2]] for found in (asked, held))
-    return FRAGMENTATION if total <= limit else ALLOCATION
+    return FRAGMENTATION if total <= limit else ALLOCATION_FAILURE

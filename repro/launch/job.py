@@ -1,19 +1,21 @@
-"""A job: one launch of `world` processes that runs one or more experiments of that world."""
+"""A job: one launch of `world` processes that runs experiments of equal world, and the requests to stop it."""
 
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 from repro.config import EmulatedNetwork, Experiment, from_dict
 from repro.util.files import write_json
 
-STOP = "stop"
+STOP_FILE = "stop"
 """A file of this name in the folder of rank 0 asks the ranks to write a checkpoint after their step, and to end."""
 
-NETWORK = "network.json"
+NETWORK_FILE = "network.json"
 """In the launch's folder: `repro.emulate.network.Facts` of the network that the ranks are on, if they are on one."""
 
 
@@ -86,3 +88,50 @@ class Job:
             checkpoints=document["checkpoints"],
             task=document["task"],
         )
+
+
+class Stopped(Exception):
+    """Raised by a rank that ended between two steps at the request of its launcher; `str` names the last step."""
+
+
+class Interrupt:
+    """While entered, SIGINT, SIGTERM and SIGHUP only set `signal`; a signal that is ignored stays so."""
+
+    STOP_S = 300.0
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.again = False
+        """Whether a second signal requested an immediate end."""
+        self._previous: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        return self.signal != 0
+
+    @property
+    def reason(self) -> str:
+        """Reason of the stop; empty before a signal."""
+        return "stopped by the user" if self else ""
+
+    @property
+    def stop_s(self) -> float:
+        """Timeout of stopping ranks for their step and checkpoint, in seconds."""
+        return 0.0 if self.again else self.STOP_S
+
+    def __enter__(self) -> Interrupt:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            previous = signal.getsignal(number)
+            if previous != signal.SIG_IGN:  # nohup
+                self._previous[number] = previous
+                signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.again = self.signal != 0
+        self.signal = self.signal or number

@@ -61,10 +61,10 @@ def tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool) -> l
     todo.sort(key=lambda task: min(order[experiment.name] for experiment in task.experiments))
     if rerun:
         return todo
-    return [rest for task in todo for rest in lacking(task, store)]
+    return [rest for task in todo for rest in missing_tasks(task, store)]
 
 
-def lacking(task: Task, store: Store) -> list[Task]:
+def missing_tasks(task: Task, store: Store) -> list[Task]:
     """What the store still lacks of `task`: nothing, a smaller task, or all of it.
 
     A comparison needs its baseline beside every subject, even where the baseline alone is known; it cannot

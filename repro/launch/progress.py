@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from repro.config import words
 from repro.config.enums import Phase
-from repro.launch.beacon import Position
+from repro.launch.heartbeat import Position
 from repro.launch.job import Job
-from repro.launch.steps import Course
 from repro.util import units
 from repro.util.console import stderr
 
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
-HEARTBEAT_S = 10.0
+REPORT_INTERVAL_S = 10.0
 """Without a terminal, a running experiment says where it is this often."""
-BAR = 12
+BAR_COLUMNS = 12
 """Columns of a line's bar."""
-REST = BAR + 46
+FIXED_COLUMNS = BAR_COLUMNS + 46
 """Columns of a line beside the experiment's name."""
-REFRESH_PER_S = 2
+REFRESHES_PER_S = 2
 """Few, since on a small machine the display takes its time from the ranks."""
 
 
@@ -37,7 +38,7 @@ class Progress:
         self.total, self.known, self.done = total, known, 0
         self.job: Job | None = None
         """The launch that runs."""
-        self.course: Course | None = None
+        self.course: JobStepCounters | None = None
         self._began = time.monotonic()
         self._spoke = self._began
         self._lines: dict[int, TaskID] = {}
@@ -61,7 +62,7 @@ class Progress:
 
     def launch(self, job: Job) -> None:
         """One launch starts: a line for what takes turns each, or for the first of what follows each other."""
-        self.job, self.course = job, Course(job)
+        self.job, self.course = job, JobStepCounters(job)
         self._spoke = time.monotonic()
         experiments = job.experiments
         if self._bars is not None:
@@ -81,12 +82,12 @@ class Progress:
         """Rank 0 of the running launch is at `position`."""
         if not position.begun or self.job is None or self.course is None:
             return
-        steps = self.course.tick(position)
+        steps = self.course.update(position)
         if position.phase == Phase.DONE:  # its line has gone, or is about to
             return
         if self._bars is not None:
             self._line(position.experiment, str(position.phase))
-        elif time.monotonic() - self._spoke > HEARTBEAT_S:
+        elif time.monotonic() - self._spoke > REPORT_INTERVAL_S:
             speed = _rate(steps.rate), _time_left(self.course.left_s(steps))
             said = [f"step {steps.done} of {steps.total}", str(position.phase), *filter(None, speed)]
             name = self.job.experiments[position.experiment].name
@@ -100,7 +101,10 @@ class Progress:
         if experiment not in self._lines:
             if not self.job.compare:
                 self._clear()
-            name, room = self.job.experiments[experiment].name, max(12, self._bars.console.width - REST)
+            name, room = (
+                self.job.experiments[experiment].name,
+                max(12, self._bars.console.width - FIXED_COLUMNS),
+            )
             short = name if len(name) <= room else f"{name[: room - 1]}…"
             self._lines[experiment] = self._bars.add_task(short, total=None, place="", rate="", left="")
         steps = self.course.steps[experiment]
@@ -171,12 +175,71 @@ def _bars() -> Bars:
 
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=BAR),
+        BarColumn(bar_width=BAR_COLUMNS),
         MofNCompleteColumn(),
         TextColumn("{task.fields[place]}"),
         TextColumn("{task.fields[rate]}"),
         TextColumn("{task.fields[left]}"),
         console=stderr(),
-        refresh_per_second=REFRESH_PER_S,
+        refresh_per_second=REFRESHES_PER_S,
         transient=True,
     )
+
+
+@dataclass
+class StepCounter:
+    """Steps of one experiment and their rate. The first observed step is a warm-up and is not timed."""
+
+    total: int
+    """Those that are not timed come once each turn that is built anew."""
+    done: int = 0
+    _at: int | None = None
+    _from: int | None = None
+    """Steps done when the clock began."""
+    _spent: float = 0.0
+
+    def update(self, step: int, seconds: float) -> None:
+        """Update the count: the experiment is at `step` and has used the ranks for `seconds` since the last update."""
+        if self._from is not None:
+            self._spent += seconds
+        if self._at is None:
+            self.done = step  # a checkpoint's steps are done already
+        elif step != self._at:
+            self.done += step - self._at if step > self._at else step  # less: a turn that begins anew
+            self._from = self.done if self._from is None else self._from
+        self._at = step
+
+    @property
+    def rate(self) -> float | None:
+        """Steps per second of its own turns; None until two steps have ended."""
+        timed = self.done - self._from if self._from is not None else 0
+        return timed / self._spent if timed > 0 and self._spent > 0 else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Remaining time of the experiment, in seconds; None while the rate is unknown."""
+        return None if self.rate is None else max(0, self.total - self.done) / self.rate
+
+
+class JobStepCounters:
+    """Step counters of all experiments of one launch."""
+
+    def __init__(self, job: Job, clock: Callable[[], float] = time.monotonic):
+        turns = job.rounds if job.apart else 1
+        trainings = [experiment.training for experiment in job.experiments]
+        self.steps = [StepCounter(turns * t.untimed_steps + t.steps - t.untimed_steps) for t in trainings]
+        self._take_turns, self._clock, self._last = job.compare, clock, clock()
+
+    def update(self, position: Position) -> StepCounter:
+        """Update the counter of the experiment in which rank 0 is, and return it."""
+        now = self._clock()
+        current = self.steps[position.experiment]
+        current.update(position.step, now - self._last)
+        self._last = now
+        return current
+
+    def left_s(self, steps: StepCounter) -> float | None:
+        """Return the seconds until `steps` ends. Experiments that take turns end together."""
+        together: Sequence[StepCounter] = self.steps if self._take_turns else [steps]
+        each = [one.left_s for one in together]
+        return sum(one for one in each if one is not None) if None not in each else None

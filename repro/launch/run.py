@@ -8,13 +8,12 @@ from pathlib import Path
 
 from repro.config import ConfigError
 from repro.config.suites import Entry, Suite, load
-from repro.launch import plan, simulated
-from repro.launch.interrupt import Interrupt
-from repro.launch.local import launch, room
+from repro.launch import local_capacity, plan, simulated
+from repro.launch.job import Interrupt
 from repro.launch.progress import Progress
 from repro.launch.recorder import DiskFull, Recorder
 from repro.launch.runner import LocalLauncher, Runner
-from repro.launch.summary import Ended, ended, summarise
+from repro.launch.summary import RunEnd, run_end, summarise
 from repro.results.schema import MEASURED, SIMULATED
 from repro.results.store import Store
 
@@ -26,19 +25,19 @@ def run(
     rerun: bool,
     evidence: str = MEASURED,
     system: str = "",
-) -> Iterator[Ended]:
+) -> Iterator[RunEnd]:
     """Run what the store lacks of `suites`, one after the other, to the first that is interrupted.
 
     Experiments that need more than this machine are listed and not started.
     `evidence` simulated: nothing is started, and all of it can be had here, see `.simulated`.
     Raises `ConfigError` before anything is started.
     """
-    selected = [(suite, plan.select(suite, only)) for suite in asked(suites, evidence, system)]
+    selected = [(suite, plan.select(suite, only)) for suite in load_suites(suites, evidence, system)]
     _writable(results)
     if evidence == SIMULATED:
         yield from simulated.run(selected, results, system, rerun)
         return
-    runnable = [_here(suite, entries) for suite, entries in selected]
+    runnable = [_runnable(suite, entries) for suite, entries in selected]
     for (suite, entries), (here, needs) in zip(selected, runnable, strict=True):
         found = _measured(suite, entries, here, needs, results, rerun)
         yield found
@@ -46,7 +45,7 @@ def run(
             return
 
 
-def asked(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
+def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
     """The suites in `files`, each with a name of its own.  Raises `ConfigError`."""
     if evidence not in (MEASURED, SIMULATED):
         raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
@@ -75,7 +74,7 @@ def _writable(results: Path) -> None:
 
 def _measured(
     suite: Suite, entries: list[Entry], here: list[Entry], needs: dict[str, str], results: Path, rerun: bool
-) -> Ended:
+) -> RunEnd:
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:
         tasks = plan.tasks(suite, here, store, rerun=rerun)
@@ -88,27 +87,27 @@ def _measured(
             except DiskFull as error:
                 failure = str(error)
         summary = summarise(suite, entries, store, ran=todo, needs=needs)
-    return ended(summary, failure=failure, signal=interrupt.signal)
+    return run_end(summary, failure=failure, signal=interrupt.signal)
 
 
-def _here(suite: Suite, entries: list[Entry]) -> tuple[list[Entry], dict[str, str]]:
+def _runnable(suite: Suite, entries: list[Entry]) -> tuple[list[Entry], dict[str, str]]:
     """What this machine can run of `entries`, and by name what each lacks.  `ConfigError` if it can run nothing."""
-    needs = {entry.experiment.name: lacking(entry) for entry in entries}
+    needs = {entry.experiment.name: missing_requirement(entry) for entry in entries}
     here = [entry for entry in entries if not needs[entry.experiment.name]]
     if not here:
         raise _nothing_here(suite, entries, needs)
     return here, needs
 
 
-def lacking(entry: Entry) -> str:
+def missing_requirement(entry: Entry) -> str:
     """What keeps an experiment from being measured on this machine, and that it can be simulated instead.
 
     What is to run out of memory is started, however large it is: that it does is its result.
     """
     experiment = entry.experiment
-    needs = launch.needs(experiment)
-    if not needs and launch.DEVICES[experiment.system] == "cpu" and entry.expect != "oom":
-        needs = room.too_large(experiment)
+    needs = local_capacity.missing_requirement(experiment)
+    if not needs and local_capacity.DEVICES[experiment.system] == "cpu" and entry.expect != "oom":
+        needs = local_capacity.memory_shortage(experiment)
     hint = f"; `--evidence {SIMULATED}` traces it here" if not simulated.needs(experiment) else ""
     return needs and needs + hint
 

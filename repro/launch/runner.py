@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
+import shutil
+import socket
 import time
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -11,21 +16,20 @@ from typing import Protocol
 from repro.config import Experiment
 from repro.emulate.network import NoNetwork
 from repro.launch import plan, supervise
-from repro.launch.beacon import Position
+from repro.launch.heartbeat import Position
 from repro.launch.job import Job
-from repro.launch.local.launch import LocalLaunch
-from repro.launch.locks import Locks
+from repro.launch.local_launch import LocalLaunch
 from repro.launch.plan import Task
 from repro.launch.progress import Progress
-from repro.launch.rank.program import TARGET
+from repro.launch.rank.program import DEFAULT_TARGET
 from repro.launch.recorder import DiskFull, Recorder, Results
 from repro.results.store import DISK_FULL
 
-WAIT_S = 0.5
-"""How often a key is tried again that another `repro run` is working on."""
+LOCK_RETRY_INTERVAL_S = 0.5
+"""Interval between attempts to lock a key that another `repro run` holds, in seconds."""
 
 
-class Stop(Protocol):
+class StopRequest(Protocol):
     """True when nothing further is to be started and what runs is to end; `reason` then says who wants it."""
 
     @property
@@ -35,7 +39,7 @@ class Stop(Protocol):
     def __bool__(self) -> bool: ...
 
 
-class Launch(supervise.Launch, Protocol):
+class RecordedLaunch(supervise.WatchedLaunch, Protocol):
     """One started job, of which results can be had while it runs."""
 
     logs: Path
@@ -57,7 +61,7 @@ class Launcher(Protocol):
     def release(self) -> None:
         """Let others have them."""
 
-    def launch(self, job: Job, logs: Path) -> Launch:
+    def launch(self, job: Job, logs: Path) -> RecordedLaunch:
         """A launch of `job` that is not yet started."""
 
 
@@ -67,7 +71,7 @@ class LocalLauncher:
     def __init__(self, root: Path):
         self.logs = root / "logs"
         self.target = rank_target()
-        self._locks = Locks(root)
+        self._locks = ExperimentLocks(root)
 
     def take(self, keys: list[str]) -> bool:
         """Lock the keys."""
@@ -86,14 +90,20 @@ class LocalLauncher:
 
 def rank_target() -> str:
     """The function that a rank runs; tests put a stand-in here."""
-    return os.environ.get("REPRO_RANK_TARGET", TARGET)
+    return os.environ.get("REPRO_RANK_TARGET", DEFAULT_TARGET)
 
 
 class Runner:
     """Runs tasks one after another and records how each experiment ended."""
 
     def __init__(
-        self, recorder: Recorder, progress: Progress, interrupt: Stop, launcher: Launcher, *, rerun: bool
+        self,
+        recorder: Recorder,
+        progress: Progress,
+        interrupt: StopRequest,
+        launcher: Launcher,
+        *,
+        rerun: bool,
     ):
         self.recorder, self.progress, self.launcher = recorder, progress, launcher
         self.store = recorder.store
@@ -110,7 +120,7 @@ class Runner:
                     names = ", ".join(e.name for task in waiting for e in task.experiments)
                     self.progress.say(f"waiting for another `repro run` on this store: {names}")
                     told = True
-                time.sleep(WAIT_S)
+                time.sleep(LOCK_RETRY_INTERVAL_S)
 
     def _claim(self, task: Task) -> bool:
         """Run `task` under the locks of its keys; False if another process has one of them."""
@@ -124,7 +134,7 @@ class Runner:
             raise DiskFull(f"disk full: {error.filename or self.store.root}") from None
         try:
             # Another process may have finished it between our plan and our lock.
-            rest = [task] if self.rerun else plan.lacking(task, self.store)
+            rest = [task] if self.rerun else plan.missing_tasks(task, self.store)
             left = {experiment.name for part in rest for experiment in part.experiments}
             self.progress.elsewhere(len(task.experiments) - len(left))
             for part in rest:
@@ -196,7 +206,7 @@ class Runner:
 
 
 def _watched(
-    launch: Launch, interrupt: Stop, tick: Callable[[Position, list[float]], None]
+    launch: RecordedLaunch, interrupt: StopRequest, tick: Callable[[Position, list[float]], None]
 ) -> supervise.Ending:
     """Start a launch and see it to its end, which may be that there is no room for its logs, or no such network."""
     try:
@@ -226,3 +236,60 @@ def _blamed(job: Job, ending: supervise.Ending, finished: Container[int]) -> lis
     if ending.experiment < 0:  # the start failed, and would fail again for each of them
         return open_ones
     return [ending.experiment] if ending.experiment in open_ones else open_ones[:1]
+
+
+class ExperimentLocks:
+    """Locks on experiment keys, with which two `repro run` on one store share the work.
+
+    A lock is an `flock` on `root/locks/<key>`, which the kernel releases when its holder dies. The text of the file
+    names the folder with the holder's short-lived files. The next holder removes that folder after a kill.
+    """
+
+    def __init__(self, root: Path):
+        self._folder = root / "locks"
+        self._held: list[int] = []
+
+    def take(self, keys: list[str]) -> bool:
+        """Lock all `keys` without waiting; False, and none is held, if another process has one of them."""
+        assert not self._held, "one set of keys at a time"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for key in sorted(keys):
+            descriptor = os.open(self._folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                self.release()
+                return False
+            self._held.append(descriptor)
+            _remove_leftovers(descriptor)
+        return True
+
+    def remember(self, folder: Path) -> None:
+        """Write the folder of the holder's files into the locks, for the next holder after a kill."""
+        note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "folder": str(folder)})
+        for descriptor in self._held:
+            with contextlib.suppress(OSError):  # only tidiness is lost
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, note.encode(), 0)
+
+    def release(self) -> None:
+        """Release all keys."""
+        for descriptor in self._held:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+            os.close(descriptor)
+        self._held = []
+
+
+def _remove_leftovers(descriptor: int) -> None:
+    """Remove the files of a killed holder on this host."""
+    text = os.pread(descriptor, 4096, 0)
+    if not text:
+        return
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        note = json.loads(text)
+        folder = Path(note["folder"])
+        if note["host"] == socket.gethostname() and folder.name.startswith("repro-"):
+            shutil.rmtree(folder, ignore_errors=True)
+    os.ftruncate(descriptor, 0)

@@ -18,12 +18,12 @@ from repro.config import Experiment, systems
 from repro.config.errors import ConfigError
 from repro.config.suites import Entry, Suite
 from repro.config.system import Device, Link, Quantity, System
-from repro.launch.interrupt import Interrupt
-from repro.launch.locks import Locks
+from repro.launch.job import Interrupt
 from repro.launch.progress import Progress
-from repro.launch.rank.program import describe
+from repro.launch.rank.program import describe_error
 from repro.launch.recorder import DiskFull, Recorder
-from repro.launch.summary import Ended, ended, summarise
+from repro.launch.runner import ExperimentLocks
+from repro.launch.summary import RunEnd, run_end, summarise
 from repro.measure.local_system import load_system
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
@@ -31,19 +31,19 @@ from repro.results.store import DISK_FULL, Store
 from repro.simulate.record import facts, failed_record, simulated_record
 from repro.util.workers import WorkerDied, Workers
 
-WAIT_S = 0.5
+LOCK_RETRY_INTERVAL_S = 0.5
 """How often the store is tried again that another `repro run` is simulating for."""
 
 
 def run(
     selected: Sequence[tuple[Suite, list[Entry]]], results: Path, system: str, rerun: bool
-) -> Iterator[Ended]:
+) -> Iterator[RunEnd]:
     """Simulate what the store lacks of the entries of each suite, on the same worker processes.
 
     `system`: simulate all of them on this one.  Raises `ConfigError` before anything is simulated.
     """
     if system:
-        moves = [(suite, moved(entries, system)) for suite, entries in selected]
+        moves = [(suite, move_to_system(entries, system)) for suite, entries in selected]
         selected = [(replace(suite, entries=tuple(entries)), entries) for suite, entries in moves]
     prepared = [(suite, entries, *_prepared(suite, entries)) for suite, entries in selected]
     with Workers() as workers:
@@ -73,24 +73,24 @@ def _run(
     results: Path,
     rerun: bool,
     workers: Workers,
-) -> Ended:
+) -> RunEnd:
     can = [entry for entry in entries if not missing[entry.experiment.name]]
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:
-        todo = lacking(can, store, on, rerun)
+        todo = missing_entries(can, store, on, rerun)
         ran = {entry.experiment.name for entry in todo}
         with Progress(total=len(todo), known=len(can) - len(todo)) as progress:
             recorder = Recorder(suite, store, progress, SIMULATED)
             try:
                 recorder.adopt([entry for entry in can if entry not in todo])
                 with _alone(store, progress, interrupt, bool(todo)):
-                    left = todo if rerun else lacking(todo, store, on, rerun)
+                    left = todo if rerun else missing_entries(todo, store, on, rerun)
                     progress.elsewhere(len(todo) - len(left))
                     _simulate(left, on, recorder, interrupt, workers)
             except (DiskFull, WorkerDied) as error:
                 failure = str(error)
         summary = summarise(suite, entries, store, ran=ran, needs=missing, evidence=SIMULATED)
-    return ended(summary, failure=failure, signal=interrupt.signal)
+    return run_end(summary, failure=failure, signal=interrupt.signal)
 
 
 def needs(experiment: Experiment) -> str:
@@ -123,7 +123,9 @@ def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRec
         if simulation.time is not None:
             simulation = replace(simulation, time=curved(simulation.time))
     except Exception as error:  # an outcome, not the end of the suite
-        return failed_record(experiment, describe(error), suite=suite, wall_s=time.perf_counter() - began)
+        return failed_record(
+            experiment, describe_error(error), suite=suite, wall_s=time.perf_counter() - began
+        )
     spent_s = time.perf_counter() - began
     return simulated_record(experiment, simulation, system, suite=suite, wall_s=spent_s)
 
@@ -142,7 +144,7 @@ def _anywhere() -> System:
     )
 
 
-def moved(entries: list[Entry], system: str) -> list[Entry]:
+def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
     """`entries` on another system, under names that no claim mistakes for the suite's own.
 
     A file of `repro calibrate` for processors is this machine, whose links are emulated there too; any other has links.
@@ -159,7 +161,7 @@ def moved(entries: list[Entry], system: str) -> list[Entry]:
     return [replace(entry, experiment=move(entry.experiment), expect="") for entry in entries]
 
 
-def lacking(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
+def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
     """Entries without a conclusive record of today's system."""
     latest = by_key(store.records(), SIMULATED)
 
@@ -178,7 +180,7 @@ def _alone(store: Store, progress: Progress, interrupt: Interrupt, needed: bool)
     if not needed:
         yield
         return
-    locks = Locks(store.root)
+    locks = ExperimentLocks(store.root)
     told = False
     try:
         store.prepare()
@@ -188,7 +190,7 @@ def _alone(store: Store, progress: Progress, interrupt: Interrupt, needed: bool)
             if not told:
                 progress.say("waiting for another `repro run --evidence simulated` on this store")
                 told = True
-            time.sleep(WAIT_S)
+            time.sleep(LOCK_RETRY_INTERVAL_S)
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise

@@ -66,7 +66,7 @@ def summarise(
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunEnd:
     """How a run ended."""
 
     summary: dict[str, Any]
@@ -75,8 +75,8 @@ class Ended:
     """The command's exit code: 128 plus a signal's number; 1 if a result is not as expected; else 0."""
 
 
-def ended(summary: dict[str, Any], *, failure: str, signal: int) -> Ended:
+def run_end(summary: dict[str, Any], *, failure: str, signal: int) -> RunEnd:
     """The end of a run that `failure` stopped, or `signal`; empty and 0 for none."""
     summary["stopped"] = failure or (f"by signal {signal}" if signal else "")
     wrong = failure or any(row["expected"] is False for row in summary["experiments"])
-    return Ended(summary, 128 + signal if signal else int(bool(wrong)))
+    return RunEnd(summary, 128 + signal if signal else int(bool(wrong)))

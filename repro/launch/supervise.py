@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from repro.config.enums import Phase
-from repro.launch.beacon import Position
+from repro.launch.failures import classify_abort
+from repro.launch.heartbeat import Position
 from repro.launch.job import Job
-from repro.launch.last_words import of_an_abort
 
-POLL_S = 0.05
-SETTLE_S = 2.0
-"""How long the other ranks may still report after the first failure."""
-ECHO_S = 10.0
-"""The same while all that was seen are echoes: then a rank that knows the cause has yet to speak."""
-START_S = 120.0
-"""Until all ranks have begun, no hang is called sooner: a cold disk takes its time to load torch from."""
-STOP_S = 300.0
-"""How long ranks that were asked to stop may take for their step and for the checkpoint."""
+POLL_INTERVAL_S = 0.05
+FAILURE_GRACE_S = 2.0
+"""Time in which other ranks may report after the first failure, in seconds."""
+ECHO_GRACE_S = 10.0
+"""The same time in seconds, while every failure is an echo of a lost peer."""
+START_TIMEOUT_S = 120.0
+"""Minimum time before a hang is reported while ranks start, in seconds: a cold disk loads torch slowly."""
+STOP_TIMEOUT_S = 300.0
+"""Timeout of stopping ranks for their step and checkpoint, in seconds."""
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|remote process exited|socket closed"
     r"|nccl.*(remote|aborted)|read error.*closed|connectfullmesh|wait timeout",
@@ -39,8 +39,8 @@ _ECHO = re.compile(
 _SEVERITY = ("oom", "killed", "diverged", "error", "interrupted", "echo")
 
 
-class Launch(Protocol):
-    """What a launcher must offer so that its ranks can be watched."""
+class WatchedLaunch(Protocol):
+    """Interface of a launch whose ranks are watched."""
 
     world: int
     job: Job
@@ -79,10 +79,10 @@ class _Failure:
 
 
 def watch(
-    launch: Launch,
+    launch: WatchedLaunch,
     *,
     interrupted: Callable[[], str] = lambda: "",
-    stop_s: Callable[[], float] = lambda: STOP_S,
+    stop_s: Callable[[], float] = lambda: STOP_TIMEOUT_S,
     tick: Callable[[Position, list[float]], None] = lambda position, spent_s: None,
 ) -> Ending:
     """Wait for all ranks; kill and reap them if one fails, all stall, time is up or `interrupted()` says why.
@@ -100,13 +100,13 @@ def watch(
 
 
 class _Watcher:
-    def __init__(self, launch: Launch, stop_s: Callable[[], float]):
+    def __init__(self, launch: WatchedLaunch, stop_s: Callable[[], float]):
         self.launch, self.stop_s = launch, stop_s
         self.job = launch.job
         self.ranks = range(launch.world)
         self.spent = [0.0] * len(self.job.experiments)
         self.failures: list[_Failure] = []
-        self.kernel_kills = kernel_oom_kills()
+        self.kernel_kills = count_kernel_oom_kills()
         self.last_word = [0.0] * launch.world
         self.last_progress = time.monotonic()
         self.asked: float | None = None
@@ -135,7 +135,7 @@ class _Watcher:
                 if overdue is not None:
                     return overdue
             tick(self.launch.position(0), self.spent)
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def _stops(self, now: float, current: int) -> bool:
         """Whether to wait for the ranks, which were asked to end by themselves, with a checkpoint."""
@@ -174,16 +174,16 @@ class _Watcher:
             return _Failure("error", rank, now, f"rank {rank} ended with exit code {code} {position}{said}")
         name = signal_name(-code)
         reason = f"rank {rank} was killed by signal {-code} ({name}) {position}"
-        if -code == signal.SIGKILL and kernel_oom_kills() > self.kernel_kills:
+        if -code == signal.SIGKILL and count_kernel_oom_kills() > self.kernel_kills:
             return _Failure("oom", rank, now, f"{reason}: the kernel ran out of memory")
         if -code == signal.SIGABRT:
-            severity, why = of_an_abort(self.launch.error_text(rank))
+            severity, why = classify_abort(self.launch.error_text(rank))
             return _Failure(severity, rank, now, f"{reason}: {why[:300]}" if why else reason)
         return _Failure("killed", rank, now, reason)
 
     def _deadline(self) -> float:
         only_echoes = all(failure.severity == "echo" for failure in self.failures)
-        return self.failures[0].seen + (ECHO_S if only_echoes else SETTLE_S)
+        return self.failures[0].seen + (ECHO_GRACE_S if only_echoes else FAILURE_GRACE_S)
 
     def _judge(self) -> Ending:
         # Ranks still running now are killed by us in watch(), and so are no failures of their own.
@@ -199,7 +199,7 @@ class _Watcher:
         words = [position.seconds for position in positions]
         patience = limits.hang_s
         if not all(position.begun for position in positions):
-            patience = max(patience, START_S)
+            patience = max(patience, START_TIMEOUT_S)
         if words != self.last_word:
             self.last_word, self.last_progress = words, now
         if limits.timeout_s and self.spent[max(0, current)] > limits.timeout_s:
@@ -218,7 +218,7 @@ class _Watcher:
         if stopped:
             laggards, what = stopped, "is stopped (SIGSTOP or a debugger)"
         else:
-            laggards = behind(positions, self.job)
+            laggards = lagging_ranks(positions, self.job)
             what = "is behind" if len(laggards) < len(positions) else "is"
         others = [rank for rank in self.ranks if rank not in laggards]
         text = "; ".join(f"rank {rank} {what} {positions[rank]}" for rank in laggards[:4])
@@ -250,12 +250,11 @@ class _Watcher:
         return Ending(outcome, reason, self._current(), self.spent)
 
 
-def behind(positions: list[Position], job: Job) -> list[int]:
-    """The ranks that the others seem to wait for; all of them if none stands out.
+def lagging_ranks(positions: list[Position], job: Job) -> list[int]:
+    """Return the ranks that the other ranks wait for; all ranks if none stands out.
 
-    Those in the earliest step, and of these the ones that have issued fewer collectives than others of their
-    pipeline stage: ranks of one stage issue the same ones, different stages do not.  Who waits for another
-    stage is not what holds it up.
+    They are the ranks in the earliest step, and of these the ranks that have issued fewer collectives than others of
+    their pipeline stage. Ranks of one stage issue the same collectives; ranks of different stages do not.
     """
     earliest = min((p.experiment, p.step) for p in positions)
     slow = [rank for rank, p in enumerate(positions) if (p.experiment, p.step) == earliest]
@@ -280,8 +279,8 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def kernel_oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory: in our cgroup, or on the machine."""
+def count_kernel_oom_kills() -> int:
+    """Return the number of processes that the kernel killed for lack of memory, in this cgroup or on the machine."""
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
         group = next((line[3:] for line in groups if line.startswith("0::")), None)

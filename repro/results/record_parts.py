@@ -180,7 +180,7 @@ class RankResult(RecordPart):
     software: Software | None = None
     """Who executed it."""
     environment: dict[str, str] | None = None
-    """On a GPU, what of the process's environment its launcher did not know (`repro.launch.rank.gpu_settings`)."""
+    """On a GPU, what of the process's environment its launcher did not know (`repro.launch.rank.device_settings`)."""
     kernels: dict[str, list[str]] = field(default_factory=dict)
     """Operator -> `cuda` or `torch: why`, each once."""
     memory: RankMemory

@@ -9,7 +9,7 @@ import pytest
 
 from repro import cli
 from repro.config import ConfigError, Experiment, Layout, Model, Training, sizes
-from repro.launch.local.launch import most_ranks
+from repro.launch.local_capacity import max_ranks
 
 MOST = [limit for limit in vars(sizes).values() if isinstance(limit, sizes.Most)]
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "seq": 128}
@@ -79,10 +79,10 @@ def test_commands_refuse_it_on_one_line(arguments: list[str], capsys: pytest.Cap
 
 def test_processes_are_refused_before_they_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = tmp_path / "s.toml"
-    layout = f"layout.dp = {most_ranks().value + 1}"
+    layout = f"layout.dp = {max_ranks().value + 1}"
     suite.write_text(f'[suite]\nname = "s"\n[[experiment]]\nname = "a"\nmodel = "gpt2-tiny"\n{layout}\n')
     assert cli.main(["run", str(suite), "--results", str(tmp_path / "results")]) == 2
-    assert f"processes, and this machine takes {most_ranks().value} (16 a core" in capsys.readouterr().err
+    assert f"processes, and this machine takes {max_ranks().value} (16 a core" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -98,5 +98,5 @@ def test_ranks_by_hand_are_refused_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     option = [] if command[-1] == "--nodes" else ["--gpus"]
-    assert cli.main([*command, *option, str(most_ranks().value + 1)]) == 2
-    assert f"at most {most_ranks().value}" in capsys.readouterr().err
+    assert cli.main([*command, *option, str(max_ranks().value + 1)]) == 2
+    assert f"at most {max_ranks().value}" in capsys.readouterr().err

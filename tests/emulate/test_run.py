@@ -11,8 +11,8 @@ import pytest
 
 from repro.config import EmulatedNetwork, Experiment, Layout, Model, Training
 from repro.emulate import products
-from repro.launch.job import NETWORK, Job
-from repro.launch.local.launch import LocalLaunch, read_json
+from repro.launch.job import NETWORK_FILE, Job
+from repro.launch.local_launch import LocalLaunch, read_json
 from tests.emulate.on_networks import TOO_FAST, experiments, most_over_ledger, run, suite
 from tests.launch import runs
 
@@ -60,7 +60,7 @@ def test_links_are_as_fast_as_ranks_compute(tmp_path: Path, monkeypatch: pytest.
     launched = LocalLaunch(Job(experiments=[experiment]), tmp_path / "logs", target=runs.FAKE)
     try:
         launched.start()
-        facts = read_json(launched.folder / NETWORK)
+        facts = read_json(launched.folder / NETWORK_FILE)
     finally:
         launched.close(keep_logs=None)
     assert facts is not None

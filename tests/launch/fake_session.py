@@ -52,7 +52,7 @@ class _Ring:
 
 
 def run_rank(
-    job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Any
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: Any
 ) -> dict[str, dict[str, Any]]:
     """Pretend to train every experiment of the job."""
     faults = [fault.split(":") for fault in os.environ.get("FAKE_FAULT", "").split(",") if fault]
@@ -69,7 +69,7 @@ def run_rank(
     results = {}
     sequence = 0
     for index, experiment in enumerate(job.experiments):
-        beacon.phase(index, 0, "init")
+        heartbeat.phase(index, 0, "init")
         if log and rank == 0:
             with open(log, "a") as file:
                 file.write(experiment.name + "\n")
@@ -77,21 +77,21 @@ def run_rank(
             Path(f"{log}.pid-{os.getpid()}").touch()
         for step in range(experiment.training.steps):
             for phase in ("forward", "backward", "optimizer"):
-                beacon.phase(index, step, phase)
+                heartbeat.phase(index, step, phase)
                 while step and (hold / experiment.name).exists():
                     time.sleep(0.02)
                 if phase == "backward":
                     sequence += 1
-                    beacon.collective(sequence, "all_reduce", "dp")
+                    heartbeat.collective(sequence, "all_reduce", "dp")
                     for kind, name, who, when in faults:
                         if (name, int(who), int(when)) == (experiment.name, rank, step):
                             _misbehave(kind)
                     ring.wait()
             time.sleep(pace)
-        beacon.phase(index, experiment.training.steps, "done")
+        heartbeat.phase(index, experiment.training.steps, "done")
         results[experiment.key] = _result(experiment, rank, job.rounds)
         if not job.compare:
-            beacon.finished(index, results[experiment.key])
+            heartbeat.finished(index, results[experiment.key])
     return results
 
 

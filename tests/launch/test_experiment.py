@@ -17,7 +17,7 @@ from repro.config.enums import Phase
 from repro.engines.native.learning_rate import learning_rate
 from repro.launch.rank import experiment as experiment_module
 from repro.launch.rank.experiment import Diverged, Run, process_memory
-from repro.launch.rank.series import Series
+from repro.launch.rank.step_series import StepSeries
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StepClock
 from repro.measure.waiting import StageWaits
@@ -130,7 +130,7 @@ def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
         found = {"loss": loss, "gradient": gradient, "overflow": float(overflow)}
         return Norms(**{name: torch.tensor(value) for name, value in found.items()})
 
-    series = Series()
+    series = StepSeries()
     series.norms = [norms(1.0, 2.0, False)] + [norms(1.0, math.inf, True)] * 49 + [norms(3.0, 4.0, False)]
     series.scales = [torch.tensor(8.0)] * 2
     series.read(fp16=True)
@@ -148,7 +148,7 @@ def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
         ((1.0, math.inf, True), False, "gradient norm is inf at step 0"),
         ((math.inf, math.nan, False), True, "loss is inf at step 0"),
     ):
-        other = Series()
+        other = StepSeries()
         other.norms = [norms(*found)]
         with pytest.raises(Diverged, match=f"^{said}$"):
             other.read(fp16)

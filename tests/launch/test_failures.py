@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from repro.launch.failures import CLASSES, failure
+from repro.launch.failures import FAILURE_CLASSES, failure_class
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ from repro.launch.failures import CLASSES, failure
     ],
 )  # fmt: skip
 def test_classes_of_failures(outcome: str, reason: str, state: str, expected: str) -> None:
-    assert failure(outcome, reason, state) == expected
-    assert expected in ("", *CLASSES)
+    assert failure_class(outcome, reason, state) == expected
+    assert expected in ("", *FAILURE_CLASSES)

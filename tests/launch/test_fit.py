@@ -13,10 +13,9 @@ import torch
 from repro import cli
 from repro.config import ConfigError, Layout, Model
 from repro.launch import fit as measured
-from repro.launch.beacon import Beacon, Lookout
-from repro.launch.interrupt import Interrupt
-from repro.launch.job import Job
-from repro.launch.rank import trial
+from repro.launch.heartbeat import HeartbeatReader, HeartbeatWriter
+from repro.launch.job import Interrupt, Job
+from repro.launch.rank import session
 from repro.launch.supervise import Ending
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
@@ -69,15 +68,15 @@ def test_the_largest_that_fits_this_machine(capsys: pytest.CaptureFixture[str]) 
 def test_one_rank_of_many_holds_what_that_rank_would(layout: Layout, tmp_path: Path) -> None:
     """Real allocations of one process equal the simulated ones of its role; nobody answers its messages."""
     experiment = tiny(layout, MODEL)
-    Lookout(tmp_path / "beacon", 1)
-    beacon = Beacon(tmp_path / "beacon", 0)
+    HeartbeatReader(tmp_path / "heartbeat", 1)
+    heartbeat = HeartbeatWriter(tmp_path / "heartbeat", 0)
     for stage in sorted({0, layout.pp - 1}):
         as_rank = meshes.groups(layout, "pp")[0][stage]
         name = "all" if layout.pp == 1 else "first" if stage == 0 else "last"
         expected = measure(trace(experiment, PipelineRole(name, stage, 1)).events)
         tracker = MemoryTracker()
         with tracker:
-            trial._try(experiment, as_rank, 0, torch.device("cpu"), beacon)
+            session._run_trial(experiment, as_rank, 0, torch.device("cpu"), heartbeat)
         assert tracker.most["parameters"] == expected.most["parameters"]
         assert tracker.most["optimizer"] == expected.most["optimizer"]
         assert tracker.peak["total"] == pytest.approx(expected.peak_bytes, rel=0.01)
@@ -92,9 +91,9 @@ def asked(system: str = "local", gpus: int = 1, **keys: Any) -> Asked:
 
 def test_a_process_may_take_what_was_asked_for() -> None:
     """A processor has no context that takes a part of it."""
-    trials = measured.trials_of(asked(), None, SIZES, "layers", None, 1)
+    trials = measured.plan_trials(asked(), None, SIZES, "layers", None, 1)
     assert (trials.limit, trials.limit_bytes, trials.question.layout.world) == (60_000_000, 60_000_000, 1)
-    assert measured.trials_of(asked(), None, SIZES, "layers", 3, 4).question.layout.world == 4
+    assert measured.plan_trials(asked(), None, SIZES, "layers", 3, 4).question.layout.world == 4
 
 
 @pytest.mark.parametrize(
@@ -111,36 +110,38 @@ def test_a_process_may_take_what_was_asked_for() -> None:
 )
 def test_what_cannot_be_tried_is_said(wrong: Asked, as_rank: int | None, of: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        measured.trials_of(wrong, None, SIZES, "layers", as_rank, of)
+        measured.plan_trials(wrong, None, SIZES, "layers", as_rank, of)
 
 
 def test_as_many_processes_as_there_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured.launch, "cuda_devices", lambda: 2)
-    monkeypatch.setattr(measured.launch, "usable_cores", lambda: 1)
-    most = measured.launch.most_ranks().value
+    monkeypatch.setattr(measured.local_capacity, "count_cuda_devices", lambda: 2)
+    monkeypatch.setattr(measured.local_capacity, "usable_cores", lambda: 1)
+    most = measured.local_capacity.max_ranks().value
     assert (
-        measured.trials_of(asked("local-gpu", 2), None, SIZES, "layers", None, 1).question.layout.world == 2
+        measured.plan_trials(asked("local-gpu", 2), None, SIZES, "layers", None, 1).question.layout.world == 2
     )
     with pytest.raises(
         ConfigError, match="gpus = 3: must be at most the 2 CUDA devices that are visible here"
     ):
-        measured.trials_of(asked("local-gpu", 3), None, SIZES, "layers", None, 1)
-    assert measured.trials_of(asked(gpus=most), None, SIZES, "layers", None, 1).question.layout.world == most
+        measured.plan_trials(asked("local-gpu", 3), None, SIZES, "layers", None, 1)
+    assert (
+        measured.plan_trials(asked(gpus=most), None, SIZES, "layers", None, 1).question.layout.world == most
+    )
     with pytest.raises(ConfigError, match=f"gpus = {most + 1}: must be at most {most}"):
-        measured.trials_of(asked(gpus=most + 1), None, SIZES, "layers", None, 1)
+        measured.plan_trials(asked(gpus=most + 1), None, SIZES, "layers", None, 1)
 
 
 @pytest.mark.parametrize(("as_rank", "of"), [(None, 1), (0, 4)])
 def test_a_trial_is_a_launch_of_its_own(
     monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int
 ) -> None:
-    trials = measured.trials_of(asked(), None, SIZES, "layers", as_rank, of)
+    trials = measured.plan_trials(asked(), None, SIZES, "layers", as_rank, of)
     jobs: list[Job] = []
     end = Ending("ok", "", 0, [1.0])
     memories: list[dict[str, Any]] = [{"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}}]
 
     def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[Ending, list[dict[str, Any]]]:
-        assert target == trial.TARGET
+        assert target == measured.TARGET
         jobs.append(job)
         return end, [{"memory": memory} for memory in memories]
 
@@ -176,7 +177,7 @@ def test_a_trial_is_a_launch_of_its_own(
 def test_the_search_begins_where_the_simulation_says(
     monkeypatch: pytest.MonkeyPatch, as_rank: int | None, evidence: str
 ) -> None:
-    trials = measured.trials_of(asked(), None, SIZES, "layers", as_rank, 4 if as_rank else 1)
+    trials = measured.plan_trials(asked(), None, SIZES, "layers", as_rank, 4 if as_rank else 1)
     guess = SimpleNamespace(largest=Trial(3, "ok", 1), first_failing=Trial(4, "oom", None))
     begun: list[Any] = []
     answer: Any = object()
@@ -226,4 +227,4 @@ TORCH = (
     ],
 )  # fmt: skip
 def test_what_ran_out(reason: str, device: str, expected: str) -> None:
-    assert measured.kind(reason, device, 32 * GIB) == expected
+    assert measured.memory_failure_kind(reason, device, 32 * GIB) == expected

@@ -16,10 +16,9 @@ from repro import engines
 from repro.config import EmulatedNetwork, Experiment, Layout
 from repro.config.sizes import RANKS_PER_CORE
 from repro.emulate import ability
-from repro.launch import rank_process, stacks
+from repro.launch import local_capacity, local_launch, rank_process
 from repro.launch.job import Job
-from repro.launch.local import launch
-from repro.launch.local.launch import LocalLaunch
+from repro.launch.local_launch import LocalLaunch
 from tests.clock import Clock
 from tests.training import TINY
 
@@ -29,12 +28,12 @@ def experiment(world: int, system: str = "local", **keys: Any) -> Experiment:
 
 
 def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "cuda_devices", lambda: 2)
-    monkeypatch.setattr(launch, "usable_cores", lambda: 2)
+    monkeypatch.setattr(local_capacity, "count_cuda_devices", lambda: 2)
+    monkeypatch.setattr(local_capacity, "usable_cores", lambda: 2)
     monkeypatch.setattr(engines, "missing", lambda engine: "" if engine == "native" else f"engine {engine}")
     monkeypatch.setattr(ability, "missing", lambda: "namespaces")
     most, why = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
-    needs = launch.needs
+    needs = local_capacity.missing_requirement
     assert needs(experiment(2, "dgx2")) == "2 GPUs of system dgx2"
     assert [needs(experiment(world, "local-gpu")) for world in (2, 3)] == [
         *("", "3 GPUs of system local-gpu, and 2 are visible here")
@@ -49,7 +48,7 @@ def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_devices_are_those_that_a_rank_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, count in (("", 0), ("-1", 0), ("0", 1), ("3, 5,", 2), ("GPU-1,GPU-2,GPU-3", 3)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert launch.cuda_devices() == count
+        assert local_capacity.count_cuda_devices() == count
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
     def absent() -> None:
@@ -57,9 +56,9 @@ def test_devices_are_those_that_a_rank_would_see(monkeypatch: pytest.MonkeyPatch
 
     driver = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 4, NVMLError=RuntimeError)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    assert launch.cuda_devices() == 4
+    assert local_capacity.count_cuda_devices() == 4
     driver.nvmlInit = absent
-    assert launch.cuda_devices() == 0
+    assert local_capacity.count_cuda_devices() == 0
 
 
 def test_a_rank_of_one_machine_and_of_an_emulated_node_knows_its_place(
@@ -67,13 +66,15 @@ def test_a_rank_of_one_machine_and_of_an_emulated_node_knows_its_place(
 ) -> None:
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(local_launch.os, "sched_getaffinity", lambda pid: set(range(8)))
     before = dict(os.environ)
     place = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     own = {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo", **place}
-    assert launch.environment(2, 3) == before | own
-    assert launch.environment(2, 3, limited=True) == before | own | {"MALLOC_MMAP_THRESHOLD_": "262144"}
-    assert launch._on_node(2, 5) == {
+    assert local_launch.rank_environment(2, 3) == before | own
+    assert local_launch.rank_environment(2, 3, limited=True) == before | own | {
+        "MALLOC_MMAP_THRESHOLD_": "262144"
+    }
+    assert local_launch._on_node(2, 5) == {
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
         "LOCAL_RANK": "1",
@@ -85,17 +86,17 @@ class Ranks(LocalLaunch):
     """Three ranks that were never started: the second has ended, the third is stopped."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(launch, "work_parent", lambda: folder)
+        monkeypatch.setattr(local_launch, "scratch_parent", lambda: folder)
         super().__init__(Job(experiments=[experiment(3)]), folder / "logs")
         self.logs.mkdir()
-        self.clock, self.writes_at = Clock(asleep=self._written).rules(monkeypatch, launch), 0
+        self.clock, self.writes_at = Clock(asleep=self._written).rules(monkeypatch, local_launch), 0
         self.signals: list[int] = []
         for rank in range(3):
-            rank_process.errors_file(self.logs, rank).write_text("a former one (most recent call first)\n")
+            rank_process.error_log_path(self.logs, rank).write_text("a former one (most recent call first)\n")
 
     def _written(self) -> None:
         if len(self.clock.slept) == self.writes_at:
-            with rank_process.errors_file(self.logs, 0).open("a") as file:
+            with rank_process.error_log_path(self.logs, 0).open("a") as file:
                 file.write("File x (most recent call first)\n")
 
     def _signal(self, number: int) -> None:
@@ -114,10 +115,14 @@ def test_stacks_are_waited_for_of_those_who_could_write_them(
     ranks = Ranks(tmp_path, monkeypatch)
     ranks.writes_at = 3
     ranks.dump_stacks()
-    assert (ranks.signals, len(ranks.clock.slept)) == ([stacks.SIGNAL], 3)
+    assert (ranks.signals, len(ranks.clock.slept)) == ([rank_process.STACKS_SIGNAL], 3)
     ranks.writes_at, ranks.clock.now = 0, 200.0
     ranks.dump_stacks()
-    assert stacks.WAIT_S <= ranks.clock.now - 200.0 < stacks.WAIT_S + 2 * launch.LOOK_S
+    assert (
+        rank_process.STACKS_TIMEOUT_S
+        <= ranks.clock.now - 200.0
+        < rank_process.STACKS_TIMEOUT_S + 2 * local_launch.STACKS_POLL_INTERVAL_S
+    )
     ranks.close(keep_logs=None)
     assert ranks.signals[-1] == signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
@@ -135,8 +140,10 @@ def test_a_report_and_results_are_files_of_the_launch(
     assert ranks.report(0) == {"rank": 0, "outcome": "ok"}
     assert ranks.results(1) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
     assert Job.load(ranks.folder / "job.json") == replace(ranks.job)
-    rank_process.errors_file(ranks.logs, 0).write_text("x" * 2 * rank_process.ERROR_BYTES + "the end")
-    assert ranks.error_text(0) == "x" * (rank_process.ERROR_BYTES - 7) + "the end"
+    rank_process.error_log_path(ranks.logs, 0).write_text(
+        "x" * 2 * rank_process.MAX_ERROR_LOG_BYTES + "the end"
+    )
+    assert ranks.error_text(0) == "x" * (rank_process.MAX_ERROR_LOG_BYTES - 7) + "the end"
     ranks.ask_to_stop()
     assert (ranks.folder / "stop").exists()
     ranks.close(keep_logs=ranks.logs)

@@ -14,18 +14,18 @@ import pytest
 from repro.config import Layout
 from repro.config.experiment import Limits
 from repro.launch.job import Job
-from repro.launch.local.launch import LocalLaunch
-from repro.launch.rank import memory_limit
-from repro.launch.rank.memory_limit import data_bytes
+from repro.launch.local_launch import LocalLaunch
+from repro.launch.rank import device_settings
+from repro.launch.rank.device_settings import data_segment_bytes
 from repro.launch.supervise import watch
 from tests.engines.needs import needs
 from tests.training import smallest, tiny
 
 
 def test_the_data_segment_is_counted_in_bytes() -> None:
-    before = data_bytes()
+    before = data_segment_bytes()
     with mmap.mmap(-1, 1 << 26, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
-        grown = data_bytes() - before
+        grown = data_segment_bytes() - before
     assert 1 << 26 <= grown < (1 << 26) + (1 << 20)
     assert before % mmap.PAGESIZE == 0
 
@@ -35,7 +35,7 @@ def test_a_group_needs_room_for_three_stacks(monkeypatch: pytest.MonkeyPatch, li
     """As large as the limit on stacks, or two MiB without one (pthread_create(3))."""
     groups = SimpleNamespace(_new_process_group_helper=lambda *arguments: "made")
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", groups)
-    monkeypatch.setattr(memory_limit.resource, "getrlimit", lambda kind: (limit, limit))
+    monkeypatch.setattr(device_settings.resource, "getrlimit", lambda kind: (limit, limit))
     asked: list[int] = []
 
     def room(descriptor: int, size: int, flags: int) -> SimpleNamespace:
@@ -44,8 +44,8 @@ def test_a_group_needs_room_for_three_stacks(monkeypatch: pytest.MonkeyPatch, li
             raise OSError(12, "Cannot allocate memory")
         return SimpleNamespace(close=lambda: None)
 
-    monkeypatch.setattr(memory_limit.mmap, "mmap", room)
-    memory_limit._look_for_room_before_groups()
+    monkeypatch.setattr(device_settings.mmap, "mmap", room)
+    device_settings._check_memory_before_groups()
     assert groups._new_process_group_helper() == "made"
     with pytest.raises(MemoryError, match=f"{3 * each} bytes for the threads of a process group"):
         groups._new_process_group_helper()

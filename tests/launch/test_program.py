@@ -13,11 +13,10 @@ import pytest
 
 from repro import engines
 from repro.config import Experiment, Layout, Limits
-from repro.launch import stacks
-from repro.launch.beacon import Lookout
-from repro.launch.interrupt import Stopped
-from repro.launch.job import Job
-from repro.launch.rank import gpu_settings, program
+from repro.launch import rank_process
+from repro.launch.heartbeat import HeartbeatReader
+from repro.launch.job import Job, Stopped
+from repro.launch.rank import device_settings, program
 from tests.training import TINY
 
 
@@ -38,7 +37,7 @@ class Ran:
         self.raises: BaseException | None = None
         self.job = Job(experiments=[experiment("a", 1, memory), experiment("b", 2, memory)])
         self.job.save(folder / "job.json")
-        Lookout(folder / "beacon", 2)
+        HeartbeatReader(folder / "heartbeat", 2)
         target: Any = ModuleType("a_target")
         target.run, target.Diverged = self._run, Nan
         monkeypatch.setitem(sys.modules, "a_target", target)
@@ -51,7 +50,7 @@ class Ran:
 
     def _run(self, job: Job, **asked: Any) -> dict[str, dict[str, Any]]:
         self.asked = {**asked, "folder": job.folder}
-        asked["beacon"].finished(0, {"early": True})
+        asked["heartbeat"].finished(0, {"early": True})
         if self.raises is not None:
             raise self.raises
         return {e.key: {"of": e.name} for e in job.experiments}
@@ -69,10 +68,10 @@ def test_a_rank_hands_in_all_its_results(tmp_path: Path, monkeypatch: pytest.Mon
     rank = Ran(tmp_path, monkeypatch)
     assert rank.main() == (0, {"rank": 1, "outcome": "ok", "reason": ""})
     assert rank.finished() == {"finished-0-1.json": {"of": "a"}, "finished-1-1.json": {"of": "b"}}
-    del rank.asked["beacon"]
+    del rank.asked["heartbeat"]
     asked = {"rank": 1, "world": 2, "device": "cpu", "rendezvous": "file:///x", "folder": str(tmp_path)}
     assert rank.asked == asked
-    register = (stacks.SIGNAL, {"all_threads": True})
+    register = (rank_process.STACKS_SIGNAL, {"all_threads": True})
     assert rank.calls == [("parent", 99), register, ("limit", 0, "cpu"), "lift"]
 
 
@@ -87,7 +86,9 @@ def test_on_a_gpu_its_settings_are_there_before_torch(
 ) -> None:
     rank = Ran(tmp_path, monkeypatch, memory=10**6)
     monkeypatch.setattr(
-        gpu_settings, "apply", lambda experiments: rank.calls.append([e.name for e in experiments])
+        device_settings,
+        "apply_gpu_environment",
+        lambda experiments: rank.calls.append([e.name for e in experiments]),
     )
     rank.main("--device", "cuda")
     assert rank.calls[2:] == [["a", "b"], ("load", "native", "cuda"), ("limit", 10**6, "cuda"), "lift"]
@@ -114,7 +115,7 @@ def test_what_is_raised_is_said(
 ) -> None:
     rank = Ran(tmp_path, monkeypatch)
     rank.raises = raised
-    assert rank.main() == (program.EXIT[outcome], {"rank": 1, "outcome": outcome, "reason": reason})
+    assert rank.main() == (program.EXIT_CODES[outcome], {"rank": 1, "outcome": outcome, "reason": reason})
     assert rank.finished() == {"finished-0-1.json": {"early": True}}, "what was handed in early stays"
     assert rank.calls[-1] == "lift"
     assert ("Traceback" in capsys.readouterr().err) == (outcome != "interrupted")
@@ -136,22 +137,24 @@ def test_a_failure_is_said_before_the_failed_step_is_freed(
 
     rank = Ran(tmp_path, monkeypatch)
     monkeypatch.setattr(sys.modules["a_target"], "run", run)
-    assert rank.main()[0] == program.EXIT["error"]
+    assert rank.main()[0] == program.EXIT_CODES["error"]
     assert said == [True]
 
 
 def test_every_outcome_has_an_exit_code_of_its_own() -> None:
     """None is 2, which is argparse's."""
-    codes = set(program.EXIT.values())
-    assert len(codes) == len(program.EXIT)
-    assert program.EXIT["ok"] == 0
+    codes = set(program.EXIT_CODES.values())
+    assert len(codes) == len(program.EXIT_CODES)
+    assert program.EXIT_CODES["ok"] == 0
     assert not codes & {2, *range(126, 256)}
 
 
 def test_only_errors_of_allocators_are_of_memory() -> None:
     for text in ("CUDA out of memory", "not enough memory: you tried", "Cannot allocate memory"):
-        assert program.classify(RuntimeError(text)) == program.classify(OSError(12, text)) == "oom"
-        assert program.classify(KeyError(text)) == "error"
-    assert program.classify(RuntimeError("shape mismatch")) == "error"
-    assert program.classify(Nan(), Nan) == "diverged"
-    assert program.classify(Nan()) == "error"
+        assert (
+            program.classify_error(RuntimeError(text)) == program.classify_error(OSError(12, text)) == "oom"
+        )
+        assert program.classify_error(KeyError(text)) == "error"
+    assert program.classify_error(RuntimeError("shape mismatch")) == "error"
+    assert program.classify_error(Nan(), Nan) == "diverged"
+    assert program.classify_error(Nan()) == "error"

@@ -11,9 +11,9 @@ from rich.console import Console
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.enums import Phase
 from repro.launch import progress
-from repro.launch.beacon import Position
+from repro.launch.heartbeat import Position
 from repro.launch.job import Job
-from repro.launch.steps import Course
+from repro.launch.progress import JobStepCounters
 from tests.clock import Clock
 
 TINY = Model(name="tiny", layers=2, hidden=8, heads=2, vocab=16, seq=4)
@@ -31,10 +31,10 @@ def at(experiment: int, step: int, phase: Phase = Phase.FORWARD) -> Position:
 
 def test_a_rate_leaves_out_the_start_and_the_first_step() -> None:
     clock = Clock()
-    course = Course(job("a"), clock.monotonic)
+    course = JobStepCounters(job("a"), clock.monotonic)
     for now, step in ((50.0, 0), (90.0, 1), (92.0, 2), (94.0, 3)):
         clock.now = now
-        steps = course.tick(at(0, step))
+        steps = course.update(at(0, step))
     assert (steps.done, steps.total) == (3, 12)
     assert steps.rate == pytest.approx(0.5)
     assert course.left_s(steps) == pytest.approx(9 / 0.5)
@@ -42,37 +42,37 @@ def test_a_rate_leaves_out_the_start_and_the_first_step() -> None:
 
 def test_a_resumed_run_counts_no_steps_of_the_former() -> None:
     clock = Clock()
-    course = Course(job("a"), clock.monotonic)
+    course = JobStepCounters(job("a"), clock.monotonic)
     for now, step in ((1.0, 8), (2.0, 9), (6.0, 10)):
         clock.now = now
-        steps = course.tick(at(0, step))
+        steps = course.update(at(0, step))
     assert steps.rate == pytest.approx(1 / 4)
     assert course.left_s(steps) == pytest.approx(8.0)
 
 
 def test_what_takes_turns_has_the_time_of_its_own_turns_and_ends_with_the_others() -> None:
     clock = Clock()
-    course = Course(job("a", "b", compare=True, rounds=2), clock.monotonic)
+    course = JobStepCounters(job("a", "b", compare=True, rounds=2), clock.monotonic)
     seen = ((0, 0, 0.0), (0, 1, 1.0), (1, 0, 1.0), (1, 1, 4.0), (0, 2, 5.0), (0, 3, 6.0), (1, 2, 9.0))
     for experiment, step, now in seen:
         clock.now = now
-        steps = course.tick(at(experiment, step))
+        steps = course.update(at(experiment, step))
     a, b = course.steps
     assert (a.rate, b.rate) == (pytest.approx(1.0), pytest.approx(1 / 3))
     assert course.left_s(steps) == course.left_s(a) == pytest.approx(9 * 1 + 10 * 3)
 
 
 def test_turns_that_begin_anew_repeat_their_untimed_steps() -> None:
-    course = Course(job("a", "b", compare=True, rounds=2, apart=True))
+    course = JobStepCounters(job("a", "b", compare=True, rounds=2, apart=True))
     for step in (0, 7, 0, 7):
-        steps = course.tick(at(0, step))
+        steps = course.update(at(0, step))
     assert (steps.done, steps.total) == (14, 14)
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(1000.0).rules(monkeypatch, progress)
-    monkeypatch.setattr(progress, "Course", lambda job: Course(job, clock.monotonic))
+    monkeypatch.setattr(progress, "JobStepCounters", lambda job: JobStepCounters(job, clock.monotonic))
     return clock
 
 

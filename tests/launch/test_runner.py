@@ -14,9 +14,8 @@ from repro.config.enums import Phase
 from repro.config.suites import Comparison
 from repro.emulate.network import NoNetwork
 from repro.launch import runner, supervise
-from repro.launch.beacon import Position
-from repro.launch.interrupt import Interrupt
-from repro.launch.job import Job
+from repro.launch.heartbeat import Position
+from repro.launch.job import Interrupt, Job
 from repro.launch.plan import Task
 from repro.launch.recorder import DiskFull
 from repro.launch.runner import Runner
@@ -201,7 +200,7 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
     monkeypatch.setattr(Runner, "_run", run)
     clock = Clock(asleep=asleep).rules(monkeypatch, runner)
     monkeypatch.setattr(
-        runner.plan, "lacking", lambda task, store: [] if task.experiments[0] is A else [task]
+        runner.plan, "missing_tasks", lambda task, store: [] if task.experiments[0] is A else [task]
     )
     shared: Any = Shared()
     anyone: Any = told
@@ -210,7 +209,7 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
     assert told.said == [
         *("0 elsewhere", "waiting for another `repro run` on this store: a, c", "1 elsewhere"),
     ]
-    assert clock.slept == [runner.WAIT_S] * 4
+    assert clock.slept == [runner.LOCK_RETRY_INTERVAL_S] * 4
     assert (shared.held, len(prepared)) == (None, 3 + 2 + 2 + 1)
     interrupt.signal = 0
     Runner(anyone, anyone, interrupt, shared, rerun=True).run([Task(experiments=(A,))])

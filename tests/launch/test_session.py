@@ -25,7 +25,7 @@ PAIR = [
 
 
 class Silent:
-    """A beacon of which only what is handed in is looked at."""
+    """A heartbeat of which only what is handed in is looked at."""
 
     def __init__(self) -> None:
         self.handed: dict[int, dict[str, Any]] = {}
@@ -39,9 +39,9 @@ class Silent:
 def compared(experiments: list[Experiment], apart: bool) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     job = Job(experiments=experiments, rounds=3, compare=True, apart=apart)
-    beacon: Any = Silent()
-    results = session.run_rank(job, rank=0, world=1, device="cpu", rendezvous="", beacon=beacon)
-    assert beacon.handed == {index: results[one.key] for index, one in enumerate(experiments)}
+    heartbeat: Any = Silent()
+    results = session.run_rank(job, rank=0, world=1, device="cpu", rendezvous="", heartbeat=heartbeat)
+    assert heartbeat.handed == {index: results[one.key] for index, one in enumerate(experiments)}
     return results
 
 
@@ -102,8 +102,8 @@ def test_our_groups_are_connected_on_a_gpu_and_a_librarys_are_its_own(
 
     monkeypatch.setattr(session, "connect_communicators", connect)
     gpu = torch.device("cuda", 5)
-    assert session.mesh_of(PAIR[0], gpu).beside_torch == {"start": 5}
+    assert session.make_mesh(PAIR[0], gpu).beside_torch == {"start": 5}
     assert len(met) == 1
-    assert not session.mesh_of(PAIR[0], torch.device("cpu")).beside_torch
-    assert not session.mesh_of(replace(PAIR[0], engine="torch"), gpu).beside_torch
+    assert not session.make_mesh(PAIR[0], torch.device("cpu")).beside_torch
+    assert not session.make_mesh(replace(PAIR[0], engine="torch"), gpu).beside_torch
     assert len(met) == 1

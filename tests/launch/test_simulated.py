@@ -14,7 +14,7 @@ from repro.config import ConfigError, OperatorSet, suites, systems
 from repro.config.quantity import Quantity
 from repro.launch import run as measured
 from repro.launch import simulated
-from repro.launch.interrupt import Interrupt
+from repro.launch.job import Interrupt
 from repro.launch.progress import Progress
 from repro.launch.recorder import Recorder
 from repro.results.schema import SIMULATED

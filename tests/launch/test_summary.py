@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from repro.config import suites
-from repro.launch.summary import ended, summarise
+from repro.launch.summary import run_end, summarise
 from repro.results.schema import ComparisonRecord, Side
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
@@ -63,5 +63,5 @@ def test_every_selected_experiment_has_its_row(tmp_path: Path) -> None:
     ],
 )
 def test_how_a_run_ended(expected: list[Any], failure: str, signal: int, stopped: str, code: int) -> None:
-    end = ended({"experiments": [{"expected": one} for one in expected]}, failure=failure, signal=signal)
+    end = run_end({"experiments": [{"expected": one} for one in expected]}, failure=failure, signal=signal)
     assert (end.summary["stopped"], end.code) == (stopped, code)

@@ -12,9 +12,9 @@ import pytest
 
 from repro.config import Experiment, Layout, Training
 from repro.launch import supervise
-from repro.launch.beacon import Position
+from repro.launch.heartbeat import Position
 from repro.launch.job import Job
-from repro.launch.local.launch import LocalLaunch, environment
+from repro.launch.local_launch import LocalLaunch, rank_environment
 from repro.launch.rank import program as rank_program
 from repro.launch.supervise import Ending, signal_name, watch
 from tests.clock import Clock
@@ -158,9 +158,9 @@ def test_an_echo_without_a_cause_is_all_that_is_known() -> None:
 @pytest.mark.parametrize(
     ("reports", "settled_s"),
     [
-        ({0: ECHO, 1: ECHO}, supervise.ECHO_S),  # the third rank may know why
-        ({0: ECHO, 1: ("error", "ValueError: no")}, supervise.SETTLE_S),
-        ({0: ("error", "ValueError: no"), 1: ECHO}, supervise.SETTLE_S),
+        ({0: ECHO, 1: ECHO}, supervise.ECHO_GRACE_S),  # the third rank may know why
+        ({0: ECHO, 1: ("error", "ValueError: no")}, supervise.FAILURE_GRACE_S),
+        ({0: ("error", "ValueError: no"), 1: ECHO}, supervise.FAILURE_GRACE_S),
     ],
 )
 def test_a_cause_that_is_known_is_not_waited_for(
@@ -168,7 +168,7 @@ def test_a_cause_that_is_known_is_not_waited_for(
 ) -> None:
     clock = Clock().rules(monkeypatch, supervise)
     assert watch(Scripted([1, 1, None], reports)).outcome == "error"
-    assert clock.now - 100 == pytest.approx(settled_s, abs=2 * supervise.POLL_S)
+    assert clock.now - 100 == pytest.approx(settled_s, abs=2 * supervise.POLL_INTERVAL_S)
 
 
 def test_a_hang_names_the_rank_with_the_smallest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_stages_are_not_compared_by_their_collectives(
     places: list[tuple[int, str, int]], expected: list[int]
 ) -> None:
     positions = [Position(0, step, phase, sequence, "send", "pp", 1.0) for step, phase, sequence in places]
-    assert supervise.behind(positions, Job(experiments=[PIPELINE])) == expected
+    assert supervise.lagging_ranks(positions, Job(experiments=[PIPELINE])) == expected
 
 
 def test_interrupted_says_where_it_was() -> None:
@@ -251,11 +251,11 @@ def test_the_start_may_take_longer_than_a_step(monkeypatch: pytest.MonkeyPatch) 
 def test_cores_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
-    assert environment(0, 1)["OMP_NUM_THREADS"] == str(cores)
-    assert environment(0, 1000)["OMP_NUM_THREADS"] == "1"
+    assert rank_environment(0, 1)["OMP_NUM_THREADS"] == str(cores)
+    assert rank_environment(0, 1000)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert environment(1, 2)["OMP_NUM_THREADS"] == "7"
-    assert environment(1, 2)["RANK"] == "1"
+    assert rank_environment(1, 2)["OMP_NUM_THREADS"] == "7"
+    assert rank_environment(1, 2)["RANK"] == "1"
 
 
 def test_out_of_memory_has_many_voices() -> None:
@@ -272,9 +272,9 @@ def test_out_of_memory_has_many_voices() -> None:
         RuntimeError("std::bad_alloc"),
         OSError(12, "Cannot allocate memory"),
     ]
-    assert {rank_program.classify(voice) for voice in voices} == {"oom"}
-    assert rank_program.classify(ValueError("out of memory is not what this is")) == "error"
-    assert rank_program.classify(FloatingPointError("nan")) == "diverged"
+    assert {rank_program.classify_error(voice) for voice in voices} == {"oom"}
+    assert rank_program.classify_error(ValueError("out of memory is not what this is")) == "error"
+    assert rank_program.classify_error(FloatingPointError("nan")) == "diverged"
 
 
 def test_job_survives_its_file(tmp_path: Path) -> None:

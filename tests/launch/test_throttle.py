@@ -9,7 +9,7 @@ import time
 import pytest
 
 from repro.launch.rank import throttle as module
-from repro.launch.rank.throttle import CATCH_UP_S, TICK_S, Throttle
+from repro.launch.rank.throttle import MAX_CATCH_UP_S, TIMER_INTERVAL_S, Throttle
 from repro.parallel.transports import Work
 from tests.clock import Clock
 
@@ -40,7 +40,7 @@ def test_a_thread_computes_for_its_share_of_the_time_whether_it_waited_before_or
     finally:
         throttle.stop()
     # What it was kept from its core for it may make up for, and the kernel's timer comes late.
-    assert computed < SHARE * spent + 4 * SHARE * CATCH_UP_S + TICK_S
+    assert computed < SHARE * spent + 4 * SHARE * MAX_CATCH_UP_S + TIMER_INTERVAL_S
 
 
 class Clocks(Clock):
@@ -99,7 +99,7 @@ def test_it_sleeps_for_what_its_share_leaves_to_others(monkeypatch: pytest.Monke
     clocks.longer = 0.0
     assert settles(0.1) == pytest.approx([0.285]), "what it slept too long it gets back"
     assert settles(0.1, kept=10.0) == []
-    assert settles(0.1) == pytest.approx([0.3 - CATCH_UP_S]), "and of what it was kept from this at most"
+    assert settles(0.1) == pytest.approx([0.3 - MAX_CATCH_UP_S]), "and of what it was kept from this at most"
 
 
 def test_the_timer_is_of_processor_time_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,10 @@ def test_the_timer_is_of_processor_time_and_stops(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module.signal, "setitimer", lambda *given: asked.append(given))
     throttle = Throttle(SHARE)
     throttle.start()
-    assert asked == [(signal.SIGVTALRM, throttle._tick), (signal.ITIMER_VIRTUAL, TICK_S, TICK_S)]
+    assert asked == [
+        (signal.SIGVTALRM, throttle._tick),
+        (signal.ITIMER_VIRTUAL, TIMER_INTERVAL_S, TIMER_INTERVAL_S),
+    ]
     throttle.stop()
     assert asked[2:] == [(signal.ITIMER_VIRTUAL, 0), (signal.SIGVTALRM, signal.SIG_IGN)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from repro.launch import supervise
-from repro.launch.beacon import Position
+from repro.launch.heartbeat import Position
 from repro.launch.job import Job
 from repro.launch.supervise import Ending, watch
 from tests.clock import Clock
@@ -22,7 +22,7 @@ AT = "at step 5, forward, after all_gather #{} on tp"
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(supervise, "POLL_S", TICK)  # sums of it are exact
+    monkeypatch.setattr(supervise, "POLL_INTERVAL_S", TICK)  # sums of it are exact
     return Clock().rules(monkeypatch, supervise)
 
 
@@ -45,7 +45,7 @@ class Elsewhere(Scripted):
     ("phase", "limits", "after", "said"),
     [
         ("forward", {"hang_s": 2.0}, 2.0, "no progress for 2 s (limits.hang_s): rank 0 is " + AT.format(40)),
-        ("start", {"hang_s": 2.0}, supervise.START_S, "no progress for 120 s: rank 0 is at start-up"),
+        ("start", {"hang_s": 2.0}, supervise.START_TIMEOUT_S, "no progress for 120 s: rank 0 is at start-up"),
         ("start", {"hang_s": 200.0}, 200.0, "no progress for 200 s (limits.hang_s): rank 0 is at start-up"),
         (
             "forward",
@@ -78,8 +78,8 @@ def test_every_word_of_any_rank_is_progress(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("codes", "reports", "after"),
     [
-        ([1, None], {0: ("error", "Connection closed by peer")}, supervise.ECHO_S + TICK),
-        ([1, None], {0: ("error", "ValueError")}, supervise.SETTLE_S + TICK),
+        ([1, None], {0: ("error", "Connection closed by peer")}, supervise.ECHO_GRACE_S + TICK),
+        ([1, None], {0: ("error", "ValueError")}, supervise.FAILURE_GRACE_S + TICK),
         ([1, 1], {0: ("error", "Connection closed by peer"), 1: ("error", "broken pipe")}, 0.0),
         ([1, 0], {0: ("error", "ValueError")}, 0.0),
     ],
@@ -166,7 +166,7 @@ def test_what_is_said_of_a_rank_that_could_not_say_it(
     reports: dict[int, tuple[str, str]],
 ) -> None:
     said = iter(kills)
-    monkeypatch.setattr(supervise, "kernel_oom_kills", lambda: next(said))
+    monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda: next(said))
     assert watch(Scripted([code], reports, text)) == Ending(outcome, reason, 0, [0.0])
 
 
@@ -188,7 +188,7 @@ def test_the_kernel_counts_for_the_group_and_else_for_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervise, "Path", lambda name: tmp_path / name.lstrip("/"))
-    assert supervise.kernel_oom_kills() == 0
+    assert supervise.count_kernel_oom_kills() == 0
 
     def write(name: str, text: str) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -196,12 +196,12 @@ def test_the_kernel_counts_for_the_group_and_else_for_the_machine(
 
     write("proc/self/cgroup", "12:memory:/x\n1:name=systemd:/z\n")
     write("proc/vmstat", "nr_free 7\noom_kill 9\n")
-    assert supervise.kernel_oom_kills() == 9, "groups of the first version have no such count"
+    assert supervise.count_kernel_oom_kills() == 9, "groups of the first version have no such count"
     write("proc/self/cgroup", "12:memory:/x\n0::/a/b\n")
-    assert supervise.kernel_oom_kills() == 9
+    assert supervise.count_kernel_oom_kills() == 9
     write("sys/fs/cgroup/a/b/memory.events", "low 1\noom 6\noom_kill 5\n")
-    assert supervise.kernel_oom_kills() == 5
+    assert supervise.count_kernel_oom_kills() == 5
     write("sys/fs/cgroup/a/b/memory.events", "low 1\n")
-    assert supervise.kernel_oom_kills() == 9
+    assert supervise.count_kernel_oom_kills() == 9
     write("proc/vmstat", "no number of words\n")
-    assert supervise.kernel_oom_kills() == 0
+    assert supervise.count_kernel_oom_kills() == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from repro.launch.failures import failure
+from repro.launch.failures import failure_class
 from tests.launch.held_session import HELD as STEP
 from tests.records import latest
 from tests.slurm_lab.bench import HELD, Bench, case, ranks
@@ -259,9 +259,9 @@ def test_slurmd_killed_and_a_node_set_down(lab: Lab, tmp_path: Path) -> None:
     assert dead not in bench.latest()["b"]["provenance"]["slurm"]["nodes"]
     for record in bench.records():
         if record["outcome"] != "ok":  # if SLURM left it the time to write
-            assert failure(record["outcome"], record["reason"]) in ("node-failure", "lost-node"), record[
-                "reason"
-            ]
+            assert failure_class(record["outcome"], record["reason"]) in ("node-failure", "lost-node"), (
+                record["reason"]
+            )
     for name in "bd":
         assert bench.outcomes(name)[-1] == "ok"
         assert bench.outcomes(name).count("ok") == 1

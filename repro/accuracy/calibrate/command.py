@@ -15,8 +15,7 @@ from repro.config.errors import ConfigError, require
 from repro.config.files import check_writable
 from repro.config.suites import load
 from repro.config.systems.load import names, parse
-from repro.launch.interrupt import Interrupt
-from repro.launch.job import Job
+from repro.launch.job import Interrupt, Job
 from repro.util import files
 
 

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import at_most
 from repro.config.systems.load import HERE
-from repro.launch.interrupt import Interrupt
-from repro.launch.job import Job
-from repro.launch.local import launch
-from repro.launch.local.once import run_once
+from repro.launch import local_capacity
+from repro.launch.job import Interrupt, Job
+from repro.launch.local_launch import run_once
 from repro.measure.local_system import discover, load_system
 from repro.util.resources import usable_cores
 
@@ -47,20 +46,19 @@ class Here:
         Raises `ConfigError`.
         """
         self.target = target
-        if system not in launch.DEVICES:
-            expected = (
-                f"one of {', '.join(launch.DEVICES)}: what can be measured is the machine at hand, or with "
-            )
+        if system not in local_capacity.DEVICES:
+            known = ", ".join(local_capacity.DEVICES)
+            expected = f"one of {known}: what can be measured is the machine at hand, or with "
             raise ConfigError("--system", system, f"{expected}--profile a cluster")
         require(gpus >= 0, "--gpus", gpus, "a number of ranks, 1 or more")
-        self.system, on_cpu = system, launch.DEVICES[system] == "cpu"
-        visible = 0 if on_cpu else launch.cuda_devices()
+        self.system, on_cpu = system, local_capacity.DEVICES[system] == "cpu"
+        visible = 0 if on_cpu else local_capacity.count_cuda_devices()
         if not on_cpu and visible == 0:
             raise ConfigError("--system", system, "a machine with CUDA devices; none is visible here")
         if not on_cpu and gpus > visible:
             raise ConfigError("--gpus", gpus, f"at most the {visible} CUDA devices that are visible here")
         if on_cpu:
-            at_most("--gpus", gpus, launch.most_ranks())
+            at_most("--gpus", gpus, local_capacity.max_ranks())
         self.ranks = gpus or (min(RANKS_ON_CORES, usable_cores()) if on_cpu else visible)
         self.per_node = self.ranks
         self.precision = "fp32" if on_cpu else discover().best_precision
@@ -97,7 +95,7 @@ class Nodes:
         errand.check_place(self.site, self.folder)
         self.system, self.nodes, self.per_node = system, nodes, per_node or most
         self.ranks = nodes * self.per_node
-        on_cpu = launch.DEVICES.get(system) == "cpu"
+        on_cpu = local_capacity.DEVICES.get(system) == "cpu"
         # What a site's "local-gpu" is cannot be known here; every GPU has fp16.
         self.precision = (
             "fp32" if on_cpu else "fp16" if system in HERE else load_system(system).best_precision

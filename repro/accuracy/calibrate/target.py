@@ -19,9 +19,9 @@ from repro.accuracy.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.emulate import products
-from repro.launch.beacon import Beacon
+from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import Job
-from repro.launch.rank.device import own_device
+from repro.launch.rank.device_settings import rank_device
 from repro.launch.rank.session import process_group
 from repro.measure.local_system import has_nvlink
 from repro.measure.provenance import cpu, gpus, memory, versions
@@ -39,24 +39,31 @@ MOST_CALLS, QUICK_CALLS = 6, 3
 
 
 def run_rank(
-    job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
     """Measure on this rank.  The first experiment's result holds everything; the others are only traced."""
-    return _measure(job, rank, world, device, rendezvous, beacon, collectives=True)
+    return _measure(job, rank, world, device, rendezvous, heartbeat, collectives=True)
 
 
 def run_rank_of_twin(
-    job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
     """As `run_rank`, but of what ranks send each other only single messages and the ring of all of them, which says
     what messages cost the cores: the links of a twin are emulated."""
-    return _measure(job, rank, world, device, rendezvous, beacon, collectives=False)
+    return _measure(job, rank, world, device, rendezvous, heartbeat, collectives=False)
 
 
 def _measure(
-    job: Job, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon, *, collectives: bool
+    job: Job,
+    rank: int,
+    world: int,
+    device: str,
+    rendezvous: str,
+    heartbeat: HeartbeatWriter,
+    *,
+    collectives: bool,
 ) -> dict[str, dict[str, Any]]:
-    place = own_device(device)
+    place = rank_device(device)
     quick = job.experiments[0].training.steps == QUICK_REPEATS
     cores, carrying = usable_cores(), 0
     with process_group(rank, world, place, rendezvous):
@@ -75,7 +82,7 @@ def _measure(
         def beat() -> None:
             nonlocal count
             count += 1
-            beacon.phase(0, count, Phase.MEASURE)
+            heartbeat.phase(0, count, Phase.MEASURE)
 
         beat()
         result: dict[str, Any] = {

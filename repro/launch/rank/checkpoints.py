@@ -22,7 +22,7 @@ from repro.config import ConfigError, Experiment
 from repro.engines.native.checkpoint import files, index, state
 from repro.engines.native.checkpoint.index import Index
 from repro.engines.native.engine import NativeEngine
-from repro.launch.job import STOP, Job
+from repro.launch.job import STOP_FILE, Job
 from repro.parallel.comm import MAX
 from repro.parallel.mesh import Mesh
 from repro.util.files import write_json
@@ -53,7 +53,7 @@ class CheckpointPlace:
             return None
         if not job.checkpoints:
             raise ConfigError("checkpoint_every", every, "0 where nothing is stored")
-        return CheckpointPlace(Path(job.checkpoints), Path(job.folder) / STOP)
+        return CheckpointPlace(Path(job.checkpoints), Path(job.folder) / STOP_FILE)
 
 
 class CheckpointManager:

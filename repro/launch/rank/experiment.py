@@ -15,13 +15,13 @@ from repro.config.engines import NATIVE
 from repro.config.enums import MODEL_STATES, STEP_PHASES, Category, Phase
 from repro.engines import build_engine
 from repro.engines.native.engine import NativeEngine
-from repro.launch.interrupt import Stopped
-from repro.launch.rank import gpu_settings
+from repro.launch.job import Stopped
+from repro.launch.rank import device_settings
 from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
+from repro.launch.rank.device_settings import deterministic_algorithms
+from repro.launch.rank.emulated_network import EmulatedNetworkRank
 from repro.launch.rank.inputs import Inputs
-from repro.launch.rank.on_network import OnNetwork
-from repro.launch.rank.repeatable import deterministic
-from repro.launch.rank.series import Diverged, Series
+from repro.launch.rank.step_series import Diverged, StepSeries
 from repro.measure.collectives import CollectiveWatch
 from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker
@@ -49,7 +49,7 @@ class Run:
         device: torch.device,
         report: Report,
         checkpoints: CheckpointPlace | None = None,
-        network: OnNetwork | None = None,
+        network: EmulatedNetworkRank | None = None,
         *,
         watched: bool = True,
     ):
@@ -59,7 +59,7 @@ class Run:
         """
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
         self.index = 0
-        self.series = Series()
+        self.series = StepSeries()
         self.rounds: list[list[float]] = []
         self.phase_rows: list[dict[str, float]] = []
         self.clock = StepClock(device)
@@ -248,7 +248,7 @@ class Run:
         scale = self.engine.loss_scale()
         if scale is not None:
             self.series.scales.append(scale.clone())
-        with deterministic(self.experiment.training.deterministic), self.kernels.counting():
+        with deterministic_algorithms(self.experiment.training.deterministic), self.kernels.counting():
             self.series.norms.append(self.engine.step(micro_batches, phase))
         self.index += 1
         if self.left and self.inputs.early:
@@ -279,7 +279,7 @@ class Run:
             phase_seconds={p: sum(row[p] for row in self.phase_rows) / timed for p in phases},
             pipeline=self._pipeline(),
             software=asdict(self.engine.about()),
-            environment=gpu_settings.in_force() if self.device.type == "cuda" else None,
+            environment=device_settings.current_gpu_environment() if self.device.type == "cuda" else None,
             kernels=self.kernels.as_dict(),
             memory=replace(
                 self.memory,

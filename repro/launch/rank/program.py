@@ -1,7 +1,7 @@
 """One rank: `python -m repro.launch.rank.program JOB.json --rank R ...`, started by a launcher, never by hand.
 
 Whatever happens, the rank leaves a result file that says what and why, unless it is killed outright;
-then its beacon says where.  The process needs torch and the standard library only.
+then its heartbeat says where.  The process needs torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from repro import engines
-from repro.launch import stacks
-from repro.launch.beacon import Beacon
-from repro.launch.interrupt import Stopped
-from repro.launch.job import Job
-from repro.launch.rank import gpu_settings
-from repro.launch.rank.memory_limit import lift_memory_limit, limit_memory
+from repro.launch import rank_process
+from repro.launch.heartbeat import HeartbeatWriter
+from repro.launch.job import Job, Stopped
+from repro.launch.rank import device_settings
+from repro.launch.rank.device_settings import lift_memory_limit, limit_memory
 from repro.util.files import write_json
 from repro.util.processes import die_with_parent
 
-TARGET = "repro.launch.rank.session:run_rank"
-EXIT = {"ok": 0, "error": 1, "oom": 3, "diverged": 4, "interrupted": 5}
+DEFAULT_TARGET = "repro.launch.rank.session:run_rank"
+EXIT_CODES = {"ok": 0, "error": 1, "oom": 3, "diverged": 4, "interrupted": 5}
 _NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc",
     re.IGNORECASE,
@@ -40,18 +39,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     die_with_parent(options.parent)
     faulthandler.enable()
-    faulthandler.register(stacks.SIGNAL, all_threads=True)  # a hang leaves its stacks in the log
+    faulthandler.register(rank_process.STACKS_SIGNAL, all_threads=True)  # a hang leaves its stacks in the log
     job = replace(Job.load(options.job), folder=str(options.folder))
     folder = options.folder
 
     def keep(index: int, result: dict[str, Any]) -> None:
-        write_json(finished_file(folder, index, options.rank), result)
+        write_json(result_path(folder, index, options.rank), result)
 
-    beacon = Beacon(folder / "beacon", options.rank, keep)
+    heartbeat = HeartbeatWriter(folder / "heartbeat", options.rank, keep)
     outcome, reason = "ok", ""
     diverged: type[BaseException] = FloatingPointError
     if options.device == "cuda":
-        gpu_settings.apply(job.experiments)
+        device_settings.apply_gpu_environment(job.experiments)
     try:
         module_name, function = options.target.split(":")
         module = importlib.import_module(module_name)
@@ -66,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             world=job.world,
             device=options.device,
             rendezvous=options.rendezvous,
-            beacon=beacon,
+            heartbeat=heartbeat,
         )
         lift_memory_limit()
         for index, experiment in enumerate(job.experiments):
@@ -74,21 +73,21 @@ def main(arguments: list[str] | None = None) -> int:
         _say(folder, options.rank, outcome, reason)
     except Exception as error:
         lift_memory_limit()
-        outcome = classify(error, diverged)
-        reason = str(error) if outcome == "interrupted" else describe(error)
+        outcome = classify_error(error, diverged)
+        reason = str(error) if outcome == "interrupted" else describe_error(error)
         # First of all: what follows frees the tensors of the step that failed, which may wait for peers, or be
         # ended by NCCL's watchdog.
         _say(folder, options.rank, outcome, reason)
         if outcome != "interrupted":
             traceback.print_exc()
-    return EXIT[outcome]
+    return EXIT_CODES[outcome]
 
 
 def _say(folder: Path, rank: int, outcome: str, reason: str) -> None:
-    write_json(rank_file(folder, rank), {"rank": rank, "outcome": outcome, "reason": reason})
+    write_json(rank_report_path(folder, rank), {"rank": rank, "outcome": outcome, "reason": reason})
 
 
-def classify(error: BaseException, diverged: type[BaseException] = FloatingPointError) -> str:
+def classify_error(error: BaseException, diverged: type[BaseException] = FloatingPointError) -> str:
     """`oom`, `diverged`, `interrupted` or `error`."""
     if isinstance(error, Stopped):
         return "interrupted"
@@ -103,18 +102,18 @@ def classify(error: BaseException, diverged: type[BaseException] = FloatingPoint
     return "error"
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """One line that says what was raised."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 
 
-def rank_file(folder: Path, rank: int) -> Path:
+def rank_report_path(folder: Path, rank: int) -> Path:
     """The file in which `rank` says how it ended."""
     return folder / f"rank-{rank}.json"
 
 
-def finished_file(folder: Path, index: int, rank: int) -> Path:
+def result_path(folder: Path, index: int, rank: int) -> Path:
     """The file that holds `rank`'s result of the job's experiment `index`."""
     return folder / f"finished-{index}-{rank}.json"
 
@@ -125,9 +124,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rendezvous", required=True, help="URL for torch.distributed, e.g. file:///path")
-    parser.add_argument("--folder", type=Path, required=True, help="where beacon and result files are")
+    parser.add_argument("--folder", type=Path, required=True, help="where heartbeat and result files are")
     parser.add_argument("--parent", type=int, default=0, help="process to die with; 0: none")
-    parser.add_argument("--target", default=TARGET, help=argparse.SUPPRESS)
+    parser.add_argument("--target", default=DEFAULT_TARGET, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""What one rank of a job does: join the others, run the experiments, hand in what was seen."""
+"""The work of one rank of a job: join the process group, run the experiments, and return the results."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from repro.config import Experiment
 from repro.config.engines import NATIVE
 from repro.config.enums import Phase
 from repro.engines import load
-from repro.launch.beacon import Beacon
+from repro.engines.native.engine import NativeEngine
+from repro.engines.native.part import MicroBatch
+from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import Job
 from repro.launch.rank.checkpoints import CheckpointPlace
-from repro.launch.rank.device import own_device
-from repro.launch.rank.experiment import Diverged, Run
-from repro.launch.rank.on_network import OnNetwork
+from repro.launch.rank.device_settings import rank_device
+from repro.launch.rank.emulated_network import EmulatedNetworkRank
+from repro.launch.rank.experiment import Diverged, Run, process_memory
+from repro.model.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh, connect_communicators
+from repro.simulate.trace.roles import shortened
 
 __all__ = ["Diverged", "run_rank"]
 
-NEVER = timedelta(days=7)
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Collectives do not time out by themselves: the launcher sees a hang sooner and says where it is."""
 
 
@@ -44,12 +48,14 @@ def process_group(rank: int, world: int, device: torch.device, rendezvous: str) 
         yield
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=NEVER)
+    dist.init_process_group(
+        backend, init_method=rendezvous, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT
+    )
     yield
     dist.destroy_process_group()
 
 
-def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
+def make_mesh(experiment: Experiment, device: torch.device) -> Mesh:
     """This rank's groups for one experiment, connected; engines that are libraries connect groups of their own."""
     layout = experiment.layout
     mesh = meshes.single() if layout.world == 1 else meshes.distributed(layout, device.type)
@@ -59,29 +65,36 @@ def mesh_of(experiment: Experiment, device: torch.device) -> Mesh:
 
 
 def run_rank(
-    job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
     """Run the job's experiments on this rank; a `RankResult` per experiment key.
 
     Compared experiments take turns in rounds (A B A B ...), so that what disturbs the machine disturbs
     both; others run one after the other.  Compared `apart`, each turn builds its experiment anew.
     """
-    place = own_device(device)
-    with process_group(rank, world, place, rendezvous), OnNetwork.of(job, rank) as network:
+    place = rank_device(device)
+    with process_group(rank, world, place, rendezvous), EmulatedNetworkRank.of(job, rank) as network:
         if job.compare:
-            return (_compare_apart if job.apart else _compare)(job, place, beacon, network)
+            return (_compare_apart if job.apart else _compare)(job, place, heartbeat, network)
         results = {}
         for index, experiment in enumerate(job.experiments):
-            results[experiment.key] = _alone(job, index, place, beacon, network)
+            results[experiment.key] = _alone(job, index, place, heartbeat, network)
         return results
 
 
-def _joined(experiment: Experiment, device: torch.device, beacon: Beacon, network: OnNetwork | None) -> Mesh:
-    """This rank's groups for one experiment: the beacon hears of each collective, before which a rank is throttled."""
-    mesh = mesh_of(experiment, device)
+def _joined(
+    experiment: Experiment,
+    device: torch.device,
+    heartbeat: HeartbeatWriter,
+    network: EmulatedNetworkRank | None,
+) -> Mesh:
+    """Return this rank's groups for one experiment. Each collective is throttled and reported to the heartbeat."""
+    mesh = make_mesh(experiment, device)
     if network is not None:
         mesh.ledger.observers.append(lambda *_: network.throttle.settle())
-    mesh.ledger.observers.append(lambda sequence, op, group, purpose: beacon.collective(sequence, op, group))
+    mesh.ledger.observers.append(
+        lambda sequence, op, group, purpose: heartbeat.collective(sequence, op, group)
+    )
     return mesh
 
 
@@ -89,19 +102,19 @@ def _start(
     job: Job,
     index: int,
     device: torch.device,
-    beacon: Beacon,
-    network: OnNetwork | None,
+    heartbeat: HeartbeatWriter,
+    network: EmulatedNetworkRank | None,
     mesh: Mesh | None = None,
     *,
     watched: bool = True,
 ) -> Run:
     experiment = job.experiments[index]
-    mesh = mesh or _joined(experiment, device, beacon, network)
+    mesh = mesh or _joined(experiment, device, heartbeat, network)
 
     def report(step: int, phase: Phase) -> None:
         if network is not None:
             network.throttle.settle()
-        beacon.phase(index, step, phase)
+        heartbeat.phase(index, step, phase)
 
     if device.type == "cuda":
         # What an earlier experiment has left with the caching allocator is not this one's.
@@ -113,9 +126,13 @@ def _start(
 
 
 def _alone(
-    job: Job, index: int, device: torch.device, beacon: Beacon, network: OnNetwork | None
+    job: Job,
+    index: int,
+    device: torch.device,
+    heartbeat: HeartbeatWriter,
+    network: EmulatedNetworkRank | None,
 ) -> dict[str, Any]:
-    run = _start(job, index, device, beacon, network)
+    run = _start(job, index, device, heartbeat, network)
     try:
         run.prelude()
         run.steps(run.left)
@@ -123,15 +140,15 @@ def _alone(
         result = run.result("diverged", str(error)).as_dict()
     else:
         result = run.result().as_dict()
-    beacon.phase(index, run.experiment.training.steps, Phase.DONE)
-    beacon.finished(index, result)
+    heartbeat.phase(index, run.experiment.training.steps, Phase.DONE)
+    heartbeat.finished(index, result)
     return result
 
 
 def _compare(
-    job: Job, device: torch.device, beacon: Beacon, network: OnNetwork | None
+    job: Job, device: torch.device, heartbeat: HeartbeatWriter, network: EmulatedNetworkRank | None
 ) -> dict[str, dict[str, Any]]:
-    runs = [_start(job, i, device, beacon, network) for i in range(len(job.experiments))]
+    runs = [_start(job, i, device, heartbeat, network) for i in range(len(job.experiments))]
     diverged: dict[int, str] = {}
 
     def attempt(i: int, steps: int | None) -> None:
@@ -150,8 +167,8 @@ def _compare(
     results = {}
     for i, (run, experiment) in enumerate(zip(runs, job.experiments, strict=True)):
         result = (run.result("diverged", diverged[i]) if i in diverged else run.result()).as_dict()
-        beacon.phase(i, experiment.training.steps, Phase.DONE)
-        beacon.finished(i, result)
+        heartbeat.phase(i, experiment.training.steps, Phase.DONE)
+        heartbeat.finished(i, result)
         results[experiment.key] = result
     return results
 
@@ -163,14 +180,14 @@ def _steps_of(job: Job, experiment: Experiment, turn: int) -> int:
 
 
 def _compare_apart(
-    job: Job, device: torch.device, beacon: Beacon, network: OnNetwork | None
+    job: Job, device: torch.device, heartbeat: HeartbeatWriter, network: EmulatedNetworkRank | None
 ) -> dict[str, dict[str, Any]]:
     """Turns of which each begins at the first step, with its untimed steps, and leaves nothing but its times.
 
     Of experiments whose states fill a device, two cannot take turns and both stay.  Losses and memory are those
     of the last turn, times those of all; the groups stay, since making them again would cost every turn.
     """
-    meshes = [_joined(experiment, device, beacon, network) for experiment in job.experiments]
+    meshes = [_joined(experiment, device, heartbeat, network) for experiment in job.experiments]
     rounds: list[list[list[float]]] = [[] for _ in meshes]
     rows: list[list[dict[str, float]]] = [[] for _ in meshes]
     results: dict[str, dict[str, Any]] = {}
@@ -181,7 +198,7 @@ def _compare_apart(
         for i, experiment in enumerate(job.experiments):
             if experiment.key in results:
                 continue  # it has diverged
-            run = _start(job, i, device, beacon, network, meshes[i], watched=turn == job.rounds - 1)
+            run = _start(job, i, device, heartbeat, network, meshes[i], watched=turn == job.rounds - 1)
             diverged = ""
             try:
                 run.prelude()
@@ -195,6 +212,53 @@ def _compare_apart(
             del run
             gc.collect()
     for i, experiment in enumerate(job.experiments):
-        beacon.phase(i, experiment.training.steps, Phase.DONE)
-        beacon.finished(i, results[experiment.key])
+        heartbeat.phase(i, experiment.training.steps, Phase.DONE)
+        heartbeat.finished(i, results[experiment.key])
     return results
+
+
+TRIAL_STEPS = 2
+"""Steps of a memory trial. The second step has every allocation of an ordinary step."""
+
+
+def run_memory_trial(
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
+) -> dict[str, dict[str, Any]]:
+    """Run the memory trial of each experiment on this rank; return `{"memory", "parameters"}` per key, in bytes.
+
+    This is the target of `repro fit --measure`. A trial consists of initialisation and two training steps. With
+    `job.as_rank`, the process allocates the memory of that rank of the layout, and its collectives carry no data.
+    """
+    place = rank_device(device)
+    found = {}
+    with process_group(rank, world, place, rendezvous):
+        for index, experiment in enumerate(job.experiments):
+            found[experiment.key] = _run_trial(experiment, job.as_rank, index, place, heartbeat)
+    return found
+
+
+def _run_trial(
+    experiment: Experiment, as_rank: int, index: int, device: torch.device, heartbeat: HeartbeatWriter
+) -> dict[str, Any]:
+    if as_rank >= 0:
+        mesh = meshes.shape_only(experiment.layout, as_rank)
+        # As in a trace: memory is that of all micro-batches after a few of them.
+        experiment = replace(experiment, layout=shortened(experiment.layout, mesh.pp.rank))
+        mesh = meshes.shape_only(experiment.layout, as_rank)
+    else:
+        mesh = make_mesh(experiment, device)
+    mesh.ledger.observers.append(
+        lambda sequence, op, group, purpose: heartbeat.collective(sequence, op, group)
+    )
+    heartbeat.phase(index, 0, Phase.INIT)
+    engine = NativeEngine(experiment, mesh, device)
+    layout, step = experiment.layout, 0
+    tokens = torch.randint(experiment.model.vocab, (layout.micro_batch, experiment.seq), device=device)
+    for step in range(TRIAL_STEPS):
+        batches = [MicroBatch(tokens, tokens, Place(step, k)) for k in range(layout.accumulation)]
+        engine.step(batches, lambda phase, step=step: heartbeat.phase(index, step, phase))  # type: ignore[misc]
+        engine.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    heartbeat.phase(index, TRIAL_STEPS, Phase.DONE)
+    return {"memory": process_memory(device, mesh).as_dict(), "parameters": engine.local_parameters()}

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from repro.parallel import transports
 
-CATCH_UP_S = 0.02
+MAX_CATCH_UP_S = 0.02
 """What a rank that was kept from its core may make up for later, at most."""
-TICK_S = 4e-3
+TIMER_INTERVAL_S = 4e-3
 
 
 class Throttle:
@@ -47,7 +47,7 @@ class Throttle:
         for kind, wait in self._waits:
             kind.wait = self._settled(wait)  # type: ignore[method-assign]
         signal.signal(signal.SIGVTALRM, self._tick)
-        signal.setitimer(signal.ITIMER_VIRTUAL, TICK_S, TICK_S)
+        signal.setitimer(signal.ITIMER_VIRTUAL, TIMER_INTERVAL_S, TIMER_INTERVAL_S)
         self._look()
 
     def stop(self) -> None:
@@ -69,7 +69,7 @@ class Throttle:
             began = time.perf_counter()
             time.sleep(self._ahead)
             self._ahead -= time.perf_counter() - began
-        self._ahead = max(self._ahead, -CATCH_UP_S)
+        self._ahead = max(self._ahead, -MAX_CATCH_UP_S)
         self._look()
         self._settling = False
 

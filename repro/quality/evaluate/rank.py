@@ -10,10 +10,10 @@ import torch
 
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.launch.beacon import Beacon
+from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import Job
-from repro.launch.rank.device import own_device
-from repro.launch.rank.session import mesh_of, process_group
+from repro.launch.rank.device_settings import rank_device
+from repro.launch.rank.session import make_mesh, process_group
 from repro.parallel.mesh import Mesh
 from repro.quality.evaluate.scorer import Scorer, Scores
 from repro.quality.evaluate.texts import Samples
@@ -26,22 +26,22 @@ Row = tuple[int, float, bool, bool]
 
 
 def run_rank(
-    job: Job, *, rank: int, world: int, device: str, rendezvous: str, beacon: Beacon
+    job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
     """Score on this rank what `job.task` names; `{"samples"}` by experiment key, empty but on one rank a replica."""
-    place, experiment = own_device(device), job.experiments[0]
-    beacon.phase(0, 0, Phase.INIT)
+    place, experiment = rank_device(device), job.experiments[0]
+    heartbeat.phase(0, 0, Phase.INIT)
     with process_group(rank, world, place, rendezvous):
-        mesh = mesh_of(experiment, place)
+        mesh = make_mesh(experiment, place)
         mesh.ledger.observers.append(
-            lambda sequence, op, group, purpose: beacon.collective(sequence, op, group)
+            lambda sequence, op, group, purpose: heartbeat.collective(sequence, op, group)
         )
         source = open_weights(Path(job.task["weights"]), experiment.model)
         samples = Samples.load(Path(job.task["samples"]))
         forbidden = job.task["forbidden"]
-        progress: Callable[[int], None] = lambda step: beacon.phase(0, step, Phase.FORWARD)
+        progress: Callable[[int], None] = lambda step: heartbeat.phase(0, step, Phase.FORWARD)
         rows = score(experiment, mesh, place, source, samples, forbidden, progress)
-    beacon.phase(0, 0, Phase.DONE)
+    heartbeat.phase(0, 0, Phase.DONE)
     return {experiment.key: {"samples": rows}}
 
 

@@ -19,10 +19,9 @@ from typing import Any
 
 from repro.config import ConfigError, Experiment, Layout, Limits, models
 from repro.config.errors import require
-from repro.launch.interrupt import Interrupt
-from repro.launch.job import Job
-from repro.launch.local import launch
-from repro.launch.local.once import run_once
+from repro.launch import local_capacity
+from repro.launch.job import Interrupt, Job
+from repro.launch.local_launch import run_once
 from repro.measure.provenance import provenance
 from repro.quality.evaluate import protocols, texts
 from repro.quality.evaluate.protocols import GPT2, LAMBADA, Protocol
@@ -134,11 +133,14 @@ def _experiment(question: Question, source: Source) -> Experiment:
         system=question.system,
         limits=LIMITS,
     )
-    known = " or ".join(launch.DEVICES)
+    known = " or ".join(local_capacity.DEVICES)
     require(
-        question.system in launch.DEVICES, "--system", question.system, f"{known}: it runs on this machine"
+        question.system in local_capacity.DEVICES,
+        "--system",
+        question.system,
+        f"{known}: it runs on this machine",
     )
-    if lacking := launch.needs(experiment):
+    if lacking := local_capacity.missing_requirement(experiment):
         raise ConfigError("tp x pp x dp", layout.world, says=f"needs {lacking}")
     return experiment
 

@@ -15,7 +15,7 @@ from repro.config.sizes import at_most
 from repro.emulate import ability, standing
 from repro.emulate.network import NoNetwork
 from repro.emulate.standing import Standing
-from repro.launch.local.launch import most_ranks
+from repro.launch.local_capacity import max_ranks
 from repro.util.console import print_json
 
 EXIT_CODE_WITHOUT_LAB = 3
@@ -31,7 +31,7 @@ def check_lab() -> int:
 def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
     """Make the network of an experiment, or the one that is asked.  Raises `ConfigError`."""
     network = _network_of(suite, experiment) if suite is not None else build(EmulatedNetwork, dict(asked))
-    at_most("nodes x ranks_per_node", network.world, most_ranks())
+    at_most("nodes x ranks_per_node", network.world, max_ranks())
     if lacking := ability.missing():
         raise ConfigError("lab", says=f"missing: {lacking}")
     try:

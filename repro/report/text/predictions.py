@@ -108,11 +108,11 @@ def print_measured_fit(
     asked: Asked, model: str, sizes: dict[str, int], search: str, as_rank: int | None, of: int, json: bool
 ) -> int:
     """Try sizes on real devices; 1 if nothing fits or a trial fails, 130 if interrupted."""
-    from repro.launch.fit import trials_of
-    from repro.launch.interrupt import Interrupt
+    from repro.launch.fit import plan_trials
+    from repro.launch.job import Interrupt
     from repro.report.text.fit_and_plan import print_fit_table
 
-    trials = trials_of(asked, models.load(model) if model else None, sizes, search, as_rank, of)
+    trials = plan_trials(asked, models.load(model) if model else None, sizes, search, as_rank, of)
     began = time.perf_counter()
     with Interrupt() as interrupt:
         answer = trials.run(interrupt)

@@ -17,7 +17,7 @@ from repro.util.console import WIDE, print_json, stdout
 from repro.util.table import table
 
 if TYPE_CHECKING:
-    from repro.launch.outlook import Outlook
+    from repro.launch.preview import ExperimentPreview
 
 
 def print_run(
@@ -71,9 +71,9 @@ def print_dry_run(
     suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
 ) -> int:
     """Print every selected experiment and what would become of it; always 0.  Raises `ConfigError`."""
-    from repro.launch.outlook import ELSEWHERE, KNOWN, TO_RUN, outlook
+    from repro.launch.preview import ELSEWHERE, KNOWN, TO_RUN, preview_run
 
-    found = outlook(suites, only, results, rerun, evidence, system)
+    found = preview_run(suites, only, results, rerun, evidence, system)
     if json:
         print_json([asdict(each) for each in found])
         return 0
@@ -95,8 +95,8 @@ def print_dry_run(
     return 0
 
 
-def _duration_cells(each: Outlook) -> tuple[str, str, str]:
-    from repro.launch.outlook import ELSEWHERE
+def _duration_cells(each: ExperimentPreview) -> tuple[str, str, str]:
+    from repro.launch.preview import ELSEWHERE
 
     if each.state == ELSEWHERE:
         return "", "", ""

@@ -97,7 +97,7 @@ def emulated(machine: System, network: EmulatedNetwork) -> System:
 
 
 def scaled(network: EmulatedNetwork, machine: System) -> EmulatedNetwork:
-    """`network` where ranks compute as those of `machine`, as `repro.launch.local` makes it there.
+    """`network` where ranks compute as those of `machine`, as `repro.launch.local_launch` starts it there.
 
     Raises `ConfigError` if the rates hold for a rate of compute and the machine's file does not say its own.
     """

@@ -23,10 +23,9 @@ from repro.config.errors import ConfigError
 from repro.config.links import OPERATIONS
 from repro.config.timing import EXCHANGE, MESSAGE
 from repro.emulate.products import PRODUCTS
-from repro.launch.beacon import Beacon, Lookout
-from repro.launch.interrupt import Interrupt
-from repro.launch.job import Job
-from repro.launch.local import launch
+from repro.launch import local_capacity
+from repro.launch.heartbeat import HeartbeatReader, HeartbeatWriter
+from repro.launch.job import Interrupt, Job
 from repro.report.text import calibrate as view
 from repro.simulate.time.emulated import CARRYING
 from repro.simulate.trace.roles import roles, trace
@@ -112,10 +111,10 @@ def test_one_rank_has_no_collectives(
 
     def measure(self: Here, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         first = job.experiments[0]
-        Lookout(tmp_path / "beacon", 1)
-        beacon = Beacon(tmp_path / "beacon", 0)
+        HeartbeatReader(tmp_path / "heartbeat", 1)
+        heartbeat = HeartbeatWriter(tmp_path / "heartbeat", 0)
         found = run_rank(
-            Job(experiments=[first]), rank=0, world=1, device="cpu", rendezvous="", beacon=beacon
+            Job(experiments=[first]), rank=0, world=1, device="cpu", rendezvous="", heartbeat=heartbeat
         )
         return {"outcome": "ok", "results": [found[first.key]], "load": 0.0}
 
@@ -184,7 +183,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "cuda_devices", lambda: 0)
+    monkeypatch.setattr(local_capacity, "count_cuda_devices", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM here
     lab = 'system = "local"\n[slurm]\ntasks_per_node = 2\n'
     Path("lab.toml").write_text(lab)

@@ -9,7 +9,7 @@ import pytest
 
 from repro.claims.formulas import gpt_params
 from repro.config import Experiment
-from repro.launch.outlook import outlook
+from repro.launch.preview import preview_run
 from repro.results.schema import MEASURED, SIMULATED
 from repro.results.store import Store
 from tests import committed
@@ -101,7 +101,7 @@ def test_yuans_layout_is_the_one_that_its_rate_is_predicted_for() -> None:
 def test_a_dry_run_says_what_recipes_hold_and_of_how_much(tmp_path: Path) -> None:
     """Model states where nothing was traced: 16 bytes of a rank's parameters, and 4 + 12/64 under ZeRO 1 of 64."""
     asked = ([SUITE_FOLDER / "quality.toml"], ["quality-*"], tmp_path, False, MEASURED, "")
-    found = {row.name: row.memory for row in outlook(*asked)}
+    found = {row.name: row.memory for row in preview_run(*asked)}
     width, stage = 16384, 2 * 12 * 16384**2
     wanted = {
         "quality-355m": 16 * gpt_params(24, 1024),
@@ -120,14 +120,14 @@ def test_a_dry_run_says_what_recipes_hold_and_of_how_much(tmp_path: Path) -> Non
 def test_a_dry_run_says_what_does_not_fit_and_what_was_traced(tmp_path: Path) -> None:
     entry = committed.suite(SUITE_FOLDER / "turing_nlg.toml").entry("megatron-mp4")
     asked = ([SUITE_FOLDER / "turing_nlg.toml"], ["megatron-mp4"], tmp_path, False, MEASURED, "")
-    (row,) = outlook(*asked)
+    (row,) = preview_run(*asked)
     assert row.memory.endswith("GB of 32.7 GB: does not fit")
     record = changed(
         made_up("megatron-mp4", suite="turing_nlg"), key=entry.experiment.key, evidence=SIMULATED
     )
     with Store(tmp_path) as store:
         store.append(changed(record, metrics={"memory.peak_bytes": 20e9, "memory.reserved_bytes": 21e9}))
-    (row,) = outlook(*asked)
+    (row,) = preview_run(*asked)
     assert row.memory == "21 GB of 32.7 GB, traced: fits"
 
 

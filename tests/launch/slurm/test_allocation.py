@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from repro.launch.failures import failure
+from repro.launch.failures import failure_class
 from tests.launch.held_session import HELD
 from tests.launch.runs import experiments, fill, run, small_disk, wait_for, write_suite
 from tests.launch.slurm.allocations import PROFILE, Job, Submission
@@ -59,7 +59,7 @@ class Hold:
 
 def classes(submission: Submission) -> dict[str, str]:
     outcomes, reasons = submission.outcomes(), submission.reasons()
-    return {name: failure(outcome, reasons[name]) for name, outcome in outcomes.items()}
+    return {name: failure_class(outcome, reasons[name]) for name, outcome in outcomes.items()}
 
 
 def gone(ranks: dict[int, psutil.Process]) -> bool:

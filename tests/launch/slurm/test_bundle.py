@@ -11,7 +11,7 @@ import pytest
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
 from repro.config.suites import Comparison
-from repro.launch.beacon import Position
+from repro.launch.heartbeat import Position
 from repro.launch.job import Job
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation import bundle

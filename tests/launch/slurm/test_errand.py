@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from repro.config import ConfigError, Experiment, Layout
-from repro.launch.interrupt import Interrupt
-from repro.launch.job import Job
+from repro.launch.job import Interrupt, Job
 from repro.launch.slurm.allocation import errand as far
 from repro.launch.slurm.allocation.nodes import NodeReport
 from repro.launch.slurm.allocation.stop import REQUEUE, Stop

@@ -12,8 +12,8 @@ import pytest
 
 from repro.config import Experiment, Layout
 from repro.config.enums import Phase
-from repro.launch import stacks
-from repro.launch.beacon import Position
+from repro.launch import rank_process
+from repro.launch.heartbeat import Position
 from repro.launch.job import Job
 from repro.launch.slurm.allocation import launch, rank_child
 from repro.launch.slurm.allocation.connection import ENDED, Message
@@ -256,8 +256,8 @@ def test_stacks_are_waited_for_as_long_as_they_may_come(started: Started, clock:
     started.hears(0, "ended", code=0, report=None, errors="")
     started.hears(1, "position", at=place(1.0), age=0.0, stopped=True)
     started.dump_stacks()
-    assert started.step.signals == [stacks.SIGNAL]
-    assert 0 <= clock.now - 100 - (stacks.WAIT_S + rank_child.LOOK_S) < 2 * launch.LOOK_S
+    assert started.step.signals == [rank_process.STACKS_SIGNAL]
+    assert 0 <= clock.now - 100 - (rank_process.STACKS_TIMEOUT_S + rank_child.LOOK_S) < 2 * launch.LOOK_S
     started.hears(2, "stacks")
     clock.now = 200.0
     started.dump_stacks()

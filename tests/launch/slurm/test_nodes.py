@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from repro.config import systems
-from repro.launch.rank.device import cuda_index
+from repro.launch.rank.device_settings import cuda_device_index
 from repro.launch.slurm.allocation import nodes, topology
 from repro.launch.slurm.allocation.nodes import differs, mismatch
 from repro.util.resources import usable_cores
@@ -117,10 +117,10 @@ def test_a_task_of_an_allocation_looks_at_its_gpus(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_ranks_gpu() -> None:
-    assert [cuda_index(local, 8) for local in (0, 7)] == [0, 7]
-    assert cuda_index(5, 1) == 0
+    assert [cuda_device_index(local, 8) for local in (0, 7)] == [0, 7]
+    assert cuda_device_index(5, 1) == 0
     with pytest.raises(RuntimeError, match="no GPU for local rank 4: 4 visible"):
-        cuda_index(4, 4)
+        cuda_device_index(4, 4)
 
 
 def test_a_task_sees_the_gpus_that_cuda_would_show_it(monkeypatch: pytest.MonkeyPatch) -> None:

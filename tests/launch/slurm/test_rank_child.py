@@ -16,9 +16,9 @@ import pytest
 
 from repro.config import Experiment, Layout
 from repro.config.enums import Phase
-from repro.launch import stacks
-from repro.launch.beacon import Beacon
-from repro.launch.job import STOP, Job
+from repro.launch import rank_process
+from repro.launch.heartbeat import HeartbeatWriter
+from repro.launch.job import STOP_FILE, Job
 from repro.launch.slurm.allocation import rank_child
 from repro.launch.slurm.allocation.rank_child import LOOK_S, RankProcess
 from tests.training import TINY
@@ -56,8 +56,8 @@ class Rank(RankProcess):
             self.commands.append((command, how))
             return self.child
 
-        monkeypatch.setattr(rank_child, "work_parent", lambda: self.work)
-        monkeypatch.setattr(rank_child, "kernel_oom_kills", lambda: self.kernel)
+        monkeypatch.setattr(rank_child, "scratch_parent", lambda: self.work)
+        monkeypatch.setattr(rank_child, "count_kernel_oom_kills", lambda: self.kernel)
         monkeypatch.setattr(rank_child, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
         monkeypatch.setattr(rank_child.os, "killpg", lambda pid, number: self.signals.append((pid, number)))
         monkeypatch.setattr(rank_child.rank_process, "is_stopped", lambda pid: self.halted)
@@ -87,14 +87,14 @@ def test_where_it_is_is_news_now_and_then_and_when_it_begins_another_experiment(
     assert {key: command[command.index(key) + 1] for key in words} == words
     assert (how["env"], how["start_new_session"], how["stdin"]) == ({"RANK": "1"}, True, subprocess.DEVNULL)
     assert (how["stdout"].name, how["stderr"].name) == (f"{rank.logs}/rank-1.out", f"{rank.logs}/rank-1.err")
-    beacon = Beacon(folder / "beacon", 1)
+    heartbeat = HeartbeatWriter(folder / "heartbeat", 1)
     assert rank.said(50.0) == [], "it has said nothing yet"
     assert rank.said(50.0 + LOOK_S - 0.125) == []
-    beacon.phase(0, 3, Phase.FORWARD)
+    heartbeat.phase(0, 3, Phase.FORWARD)
     (place,) = rank.said(50.0 + LOOK_S - 0.125)
     assert place["at"][:3] == [0, 3, "forward"]
     assert place["stopped"] is False
-    beacon.phase(0, 4, Phase.FORWARD)
+    heartbeat.phase(0, 4, Phase.FORWARD)
     assert rank.said(50.0 + LOOK_S) == []
     (place,) = rank.said(50.0 + 2 * LOOK_S - 0.125)
     assert (place["at"][1], place["age"]) == (4, pytest.approx(50.0 + 2 * LOOK_S - 0.125 - place["at"][-1]))
@@ -149,7 +149,7 @@ def test_its_stacks_are_asked_for_and_seen(rank: Rank) -> None:
     errors.write_text("old (most recent call first)\n")
     rank.said(50.0)
     rank.dump_stacks()
-    assert rank.signals == [(4711, stacks.SIGNAL)]
+    assert rank.signals == [(4711, rank_process.STACKS_SIGNAL)]
     assert rank.said(50.1) == []
     errors.write_text(errors.read_text() * 2)
     assert (rank.said(50.2), rank.said(50.3)) == ([{"say": "stacks"}], [])
@@ -159,12 +159,12 @@ def test_the_wish_to_stop_is_passed_on(rank: Rank) -> None:
     rank.start({})
     (folder,) = rank.work.iterdir()
     rank.said(50.0)
-    assert not (folder / STOP).exists()
-    (rank.logs / STOP).touch()
+    assert not (folder / STOP_FILE).exists()
+    (rank.logs / STOP_FILE).touch()
     rank.said(50.5)
-    assert not (folder / STOP).exists(), "a shared folder is looked at once a second"
+    assert not (folder / STOP_FILE).exists(), "a shared folder is looked at once a second"
     rank.said(51.0)
-    assert (folder / STOP).exists()
+    assert (folder / STOP_FILE).exists()
 
 
 def test_what_keeps_it_from_starting_is_the_news(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_it_leaves_nothing(rank: Rank) -> None:
 
 
 def test_folders_of_killed_tasks_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_child, "work_parent", lambda: tmp_path)
+    monkeypatch.setattr(rank_child, "scratch_parent", lambda: tmp_path)
     dead = tmp_path / f"{rank_child.FOLDER}dead"
     dead.mkdir()
     (dead / rank_child.LOCK).touch()

@@ -114,7 +114,7 @@ def test_a_task_passes_on_what_it_sees_and_ends_as_its_rank(
             assert seconds == task.POLL_S
             self.waits += 1
             if self.waits == 1:
-                for number in (task.stacks.SIGNAL, signal.SIGTERM):
+                for number in (task.rank_process.STACKS_SIGNAL, signal.SIGTERM):
                     handlers[number](number, None)
             self.open = self.waits < 4
 

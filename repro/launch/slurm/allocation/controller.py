@@ -12,7 +12,7 @@ from pathlib import Path
 
 from repro.config import ConfigError, systems
 from repro.launch.failures import LOST_NODE
-from repro.launch.local.launch import read_json
+from repro.launch.local_launch import read_json
 from repro.launch.plan import Task
 from repro.launch.recorder import Recorder
 from repro.launch.runner import Runner, rank_target

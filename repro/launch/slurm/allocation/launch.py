@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from repro.config.enums import Phase
-from repro.launch import stacks
-from repro.launch.beacon import Position
+from repro.launch import rank_process
 from repro.launch.failures import LOST_NODE
-from repro.launch.job import STOP, Job
-from repro.launch.local.launch import DEVICES
+from repro.launch.heartbeat import Position
+from repro.launch.job import STOP_FILE, Job
+from repro.launch.local_capacity import DEVICES
 from repro.launch.slurm.allocation import rank_child, task
 from repro.launch.slurm.allocation.connection import ENDED, Listener, Message
 from repro.launch.slurm.allocation.srun_step import Allocation, Step
@@ -153,10 +153,10 @@ class ClusterLaunch:
     def dump_stacks(self) -> None:
         """Have every rank write its Python stacks to its log, and hear of it; where all of them are goes beside."""
         if self._step is not None:
-            self._step.signal(stacks.SIGNAL)
+            self._step.signal(rank_process.STACKS_SIGNAL)
         lines = [f"rank {rank} on {self._nodes[rank]}: {self.position(rank)}" for rank in range(self.world)]
         (self.logs / "positions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        end = time.monotonic() + stacks.WAIT_S + rank_child.LOOK_S
+        end = time.monotonic() + rank_process.STACKS_TIMEOUT_S + rank_child.LOOK_S
         while time.monotonic() < end:
             self._look()
             if all(seen.dumped or seen.stopped or seen.code is not None for seen in self._ranks):
@@ -167,7 +167,7 @@ class ClusterLaunch:
         """Have the ranks write a checkpoint after the step that they are in, and end."""
         self._asked_to_stop = True
         with contextlib.suppress(OSError):  # then they are killed, and go on from their last checkpoint
-            (self.logs / STOP).touch()
+            (self.logs / STOP_FILE).touch()
 
     def kill(self) -> None:
         """Kill what still runs and wait until it has ended, or only a lost node's can be left."""

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from repro.launch import rank_process, stacks
-from repro.launch.beacon import Lookout
-from repro.launch.job import STOP, Job
-from repro.launch.local.launch import read_json, work_parent
+from repro.launch import rank_process
+from repro.launch.heartbeat import HeartbeatReader
+from repro.launch.job import STOP_FILE, Job
+from repro.launch.local_launch import read_json, scratch_parent
 from repro.launch.rank import program as rank_program
 from repro.launch.slurm.allocation.connection import Message
 from repro.launch.slurm.allocation.stop import blocked
-from repro.launch.supervise import kernel_oom_kills
+from repro.launch.supervise import count_kernel_oom_kills
 
 FOLDER, LOCK, JOB = "repro-rank-", "lock", "job.json"
 LOOK_S = 1.0
@@ -38,7 +38,7 @@ class RankProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._lock = -1
-        self._lookout: Lookout | None = None
+        self._heartbeats: HeartbeatReader | None = None
         self._said = self._looked = 0.0
         self._stopped = False
         self._experiment = -1
@@ -47,7 +47,7 @@ class RankProcess:
         self._failure: Message | None = None
         self._stacks_before: int | None = None
         """Stacks that its log had when they were asked for; None if nobody waits for them."""
-        self._oom_kills = kernel_oom_kills()
+        self._oom_kills = count_kernel_oom_kills()
 
     def start(self, environment: dict[str, str]) -> None:
         """Start it; what keeps it from starting is the first `news`."""
@@ -66,8 +66,8 @@ class RankProcess:
         self._experiments = len(Job.load(self._logs / JOB).experiments)
         self._folder, self._lock = own_folder()
         shutil.copyfile(self._logs / JOB, self._folder / JOB)
-        self._lookout = Lookout(self._folder / "beacon", self._world)
-        command = rank_process.command(
+        self._heartbeats = HeartbeatReader(self._folder / "heartbeat", self._world)
+        command = rank_process.rank_command(
             self._folder, self.number, device=self._device, rendezvous=self._rendezvous, target=self._target
         )
         stem = self._logs / f"rank-{self.number}"
@@ -94,7 +94,10 @@ class RankProcess:
             if now - self._looked >= LOOK_S or self._place() != self._experiment:
                 yield from self._position(now)
             yield from self._results()
-            if self._stacks_before is not None and stacks.count(self._errors_file) > self._stacks_before:
+            if (
+                self._stacks_before is not None
+                and rank_process.count_stacks(self._errors_file) > self._stacks_before
+            ):
                 self._stacks_before = None
                 yield {"say": "stacks"}
             return
@@ -105,21 +108,21 @@ class RankProcess:
 
     def _pass_on_stop(self) -> None:
         """Ranks follow rank 0, whose task is on the controller's node and sees at once what is written there."""
-        if self._folder is not None and (self._logs / STOP).exists():
+        if self._folder is not None and (self._logs / STOP_FILE).exists():
             with contextlib.suppress(OSError):  # then it is killed, and goes on from its last checkpoint
-                (self._folder / STOP).touch()
+                (self._folder / STOP_FILE).touch()
 
     def _place(self) -> int:
         """The experiment that the rank is in: -1 before the first."""
-        assert self._lookout is not None
-        position = self._lookout.position(self.number)
+        assert self._heartbeats is not None
+        position = self._heartbeats.position(self.number)
         return position.experiment if position.begun else -1
 
     def _position(self, now: float) -> Iterator[Message]:
         self._looked = now
-        if self._lookout is None:
+        if self._heartbeats is None:
             return
-        position = self._lookout.position(self.number)
+        position = self._heartbeats.position(self.number)
         stopped = self._process is not None and rank_process.is_stopped(self._process.pid)
         if position.seconds == self._said and stopped == self._stopped:
             return
@@ -132,7 +135,7 @@ class RankProcess:
         if self._folder is None:
             return
         while self._next < self._experiments:
-            result = read_json(rank_program.finished_file(self._folder, self._next, self.number))
+            result = read_json(rank_program.result_path(self._folder, self._next, self.number))
             if result is not None:
                 yield {"say": "result", "index": self._next, "result": result}
             elif not last:
@@ -141,16 +144,16 @@ class RankProcess:
 
     def _ended(self, code: int) -> Message:
         assert self._folder is not None
-        report: dict[str, Any] | None = read_json(rank_program.rank_file(self._folder, self.number))
-        if report is None and code == -signal.SIGKILL and kernel_oom_kills() > self._oom_kills:
+        report: dict[str, Any] | None = read_json(rank_program.rank_report_path(self._folder, self.number))
+        if report is None and code == -signal.SIGKILL and count_kernel_oom_kills() > self._oom_kills:
             reason = "killed by the kernel, which ran out of memory"
             report = {"rank": self.number, "outcome": "oom", "reason": reason}
-        errors = rank_process.errors(self._logs, self.number)
+        errors = rank_process.read_error_log(self._logs, self.number)
         return {"say": "ended", "code": code, "report": report, "errors": errors}
 
     @property
     def _errors_file(self) -> Path:
-        return rank_process.errors_file(self._logs, self.number)
+        return rank_process.error_log_path(self._logs, self.number)
 
     def _signal(self, number: int) -> None:
         """Send a signal to the rank and its children."""
@@ -160,8 +163,8 @@ class RankProcess:
 
     def dump_stacks(self) -> None:
         """Have the rank write its stacks to its log; `news` says when they are there."""
-        self._stacks_before = stacks.count(self._errors_file)
-        self._signal(stacks.SIGNAL)
+        self._stacks_before = rank_process.count_stacks(self._errors_file)
+        self._signal(rank_process.STACKS_SIGNAL)
 
     def close(self) -> None:
         """Kill the rank and remove its files on this node."""
@@ -169,9 +172,9 @@ class RankProcess:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10.0)
-        if self._lookout is not None:
-            self._lookout.close()
-            self._lookout = None
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+            self._heartbeats = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
@@ -180,7 +183,7 @@ class RankProcess:
 
 def own_folder() -> tuple[Path, int]:
     """A folder in this node's memory and the lock that keeps it; those of tasks that were killed are removed."""
-    for path in work_parent().glob(f"{FOLDER}*/{LOCK}"):
+    for path in scratch_parent().glob(f"{FOLDER}*/{LOCK}"):
         with contextlib.suppress(OSError):  # somebody else's, or in use
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -188,7 +191,7 @@ def own_folder() -> tuple[Path, int]:
                 shutil.rmtree(path.parent, ignore_errors=True)
             finally:
                 os.close(descriptor)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=work_parent()))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=scratch_parent()))
     partial = folder / f"{LOCK}.partial"
     lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from repro.launch import stacks
+from repro.launch import rank_process
 from repro.launch.slurm.allocation.connection import Connection
 from repro.launch.slurm.allocation.rank_child import RankProcess
 from repro.launch.slurm.allocation.stop import SIGNALS
@@ -81,7 +81,7 @@ def environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict
     defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     chosen: dict[str, str] = {}
     if launch.limited:
-        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)  # as repro.launch.local.launch.environment
+        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)  # as repro.launch.local_launch.rank_environment
     if "SLURM_CPUS_PER_TASK" in os.environ:
         chosen |= threads
     else:
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
     def note(number: int, frame: FrameType | None) -> None:
         seen.append(number)
 
-    for sort in (*SIGNALS, stacks.SIGNAL):
+    for sort in (*SIGNALS, rank_process.STACKS_SIGNAL):
         signal.signal(sort, note)
     launch = TaskLaunch.load(folder)
     os.umask(launch.umask)
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
                 return process.code if process.code >= 0 else 128 - process.code
             while seen:
                 number = seen.pop(0)
-                if number == stacks.SIGNAL:
+                if number == rank_process.STACKS_SIGNAL:
                     process.dump_stacks()
                 else:
                     connection.send({"say": "signal", "number": int(number)})

@@ -164,7 +164,9 @@ def _abandoned(path: Path) -> bool:
         old = time.time() - path.stat().st_mtime > _LOCK_S
     except (OSError, ValueError):
         return False
-    return old or (note.get("host") == socket.gethostname() and not rank_process.state(note.get("pid", 0)))
+    return old or (
+        note.get("host") == socket.gethostname() and not rank_process.process_state(note.get("pid", 0))
+    )
 
 
 def _bad(path: Path, error: Exception) -> ConfigError:

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from repro.config import Experiment
-from repro.launch.failures import failure
+from repro.launch.failures import failure_class
 from repro.launch.slurm.allocation.work import Bundle
 from repro.launch.slurm.following.registry import Registry, Submission
 from repro.launch.slurm.site.scheduler import JobState, Scheduler
@@ -59,7 +59,7 @@ class CaseState:
     @property
     def failure(self) -> str:
         """The class of what went wrong; empty if nothing did, or not yet."""
-        return failure(self.outcome, self.detail, self.job_state) if self.outcome else ""
+        return failure_class(self.outcome, self.detail, self.job_state) if self.outcome else ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON data."""

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import ConfigError
-from repro.launch.interrupt import Interrupt
-from repro.launch.job import Job
+from repro.launch.job import Interrupt, Job
 from repro.launch.slurm.allocation.errand import ANSWER, JOB, Errand
 from repro.launch.slurm.site.profile import Profile
 from repro.launch.slurm.site.scheduler import JobState, Scheduler, SchedulerError

@@ -132,7 +132,7 @@ def _needs(experiment: Experiment) -> str:
 
 def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list[Entry]]:
     """The entries of other systems on this one; comparisons go by names, so both sides move."""
-    from repro.launch.simulated import moved
+    from repro.launch.simulated import move_to_system
 
     if system in HERE:
         expected = "a profile of a system with GPUs: the published sizes are not for processor cores"
@@ -141,7 +141,7 @@ def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list
     names: dict[str, str] = {}
     for entry in entries:
         own = entry.experiment.system in (system, *HERE)
-        new = entry if own else moved([entry], system)[0]
+        new = entry if own else move_to_system([entry], system)[0]
         names[entry.experiment.name] = new.experiment.name
         result.append(new)
     comparisons = tuple(

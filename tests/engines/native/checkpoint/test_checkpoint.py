@@ -17,9 +17,9 @@ from repro.config import Experiment, Layout
 from repro.engines.native.checkpoint import files, index
 from repro.engines.native.checkpoint.region import Rectangle, matrix_rows
 from repro.engines.native.checkpoint.state import STATES
-from repro.launch.interrupt import Stopped
+from repro.launch.job import Stopped
 from repro.launch.rank.checkpoints import ABOUT
-from repro.launch.rank.gpu_settings import REPEATABLE
+from repro.launch.rank.device_settings import DETERMINISTIC_ENVIRONMENT
 from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
 from tests.launch.runs import fill, small_disk
 from tests.parallel.test_architectures import FAMILIES
@@ -145,7 +145,7 @@ def test_on_a_gpu_that_needs_deterministic_algorithms(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which every operator of the step has."""
-    for name, value in REPEATABLE.items():
+    for name, value in DETERMINISTIC_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     layout = replace(LAYOUTS["dp1"], precision=precision)
     there = lambda function, *arguments: function(*arguments, device="cuda")

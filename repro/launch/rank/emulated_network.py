@@ -14,19 +14,19 @@ import torch.distributed as dist
 from repro.config import EmulatedNetwork
 from repro.config.network import core_share
 from repro.emulate import products
-from repro.launch.job import NETWORK, Job
+from repro.launch.job import NETWORK_FILE, Job
 from repro.launch.rank.throttle import Throttle
 from repro.results.record_parts import RankOnNetwork
 from repro.util import heap
 from repro.util.cores import DividedCores, computing
 
-COMPUTE_S = 0.6
-ATTEMPTS = 15
-SPREAD = 0.25
+RATE_PROBE_S = 0.6
+MAX_RATE_ATTEMPTS = 15
+MAX_RATE_SPREAD = 0.25
 """Ranks that compute at rates further apart than this fraction of their mean are no equal devices."""
 
 
-class OnNetwork:
+class EmulatedNetworkRank:
     """What one rank sees of its network, from joining the others to its result."""
 
     def __init__(self, network: EmulatedNetwork, facts: Path, rank: int):
@@ -50,12 +50,12 @@ class OnNetwork:
 
     @staticmethod
     @contextmanager
-    def of(job: Job, rank: int) -> Iterator[OnNetwork | None]:
+    def of(job: Job, rank: int) -> Iterator[EmulatedNetworkRank | None]:
         """While it is open, this rank is held to its share of a core; None for a job on the machine's own network."""
         if job.network is None:
             yield None
             return
-        seen = OnNetwork(job.network, Path(job.folder) / NETWORK, rank)
+        seen = EmulatedNetworkRank(job.network, Path(job.folder) / NETWORK_FILE, rank)
         try:
             yield seen
         finally:
@@ -98,14 +98,14 @@ def _counters(file: str, interface: str) -> list[int]:
 
 def _equal_rates(world: int, throttle: Throttle) -> list[float]:
     """The compute rates of all ranks.  Raises `RuntimeError` if they are too far apart."""
-    for _ in range(ATTEMPTS):  # what else runs here may disturb one of them
+    for _ in range(MAX_RATE_ATTEMPTS):  # what else runs here may disturb one of them
         rates = _compute_rates(world, throttle)
         apart = (max(rates) - min(rates)) * len(rates) / sum(rates)
-        if apart <= SPREAD:
+        if apart <= MAX_RATE_SPREAD:
             return rates
     raise RuntimeError(
         f"the ranks' compute rates, {min(rates) / 1e9:.3g} to {max(rates) / 1e9:.3g} GFLOP/s, are "
-        f"{apart:.0%} of their mean apart and not {SPREAD:.0%} at most: something else computes here"
+        f"{apart:.0%} of their mean apart and not {MAX_RATE_SPREAD:.0%} at most: something else computes here"
     )
 
 
@@ -113,7 +113,7 @@ def _compute_rates(world: int, throttle: Throttle) -> list[float]:
     """FLOP/s of matrix products on every rank, all at once."""
     dist.barrier()
     began = time.perf_counter()
-    done = products.flop_in(COMPUTE_S, time.perf_counter)
+    done = products.flop_in(RATE_PROBE_S, time.perf_counter)
     throttle.settle()
     rate = done / (time.perf_counter() - began)
     rates = [torch.zeros(1, dtype=torch.float64) for _ in range(world)]

@@ -11,8 +11,8 @@ import torch
 from repro.config import Layout
 from repro.config.enums import Phase
 from repro.kernels.cuda.program import SOURCES
+from repro.launch.rank.device_settings import deterministic_algorithms
 from repro.launch.rank.experiment import Run
-from repro.launch.rank.repeatable import deterministic
 from repro.parallel import mesh as meshes
 from tests.training import tiny
 
@@ -40,7 +40,7 @@ def test_settings_are_as_they_were_afterwards_whatever_happens() -> None:
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with pytest.raises(RuntimeError, match="of the step, False"), deterministic(True):
+        with pytest.raises(RuntimeError, match="of the step, False"), deterministic_algorithms(True):
             raise RuntimeError(f"of the step, {torch.is_deterministic_algorithms_warn_only_enabled()}")
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:

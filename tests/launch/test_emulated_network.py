@@ -13,8 +13,8 @@ import torch
 
 from repro.config import EmulatedNetwork
 from repro.config.network import CORES_SHARE
-from repro.launch.rank import on_network
-from repro.launch.rank.on_network import OnNetwork
+from repro.launch.rank import emulated_network
+from repro.launch.rank.emulated_network import EmulatedNetworkRank
 from tests.clock import Clock
 
 NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=2, between=1e6)
@@ -25,10 +25,14 @@ def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the launcher knows of the network, in whose place the ranks' rates are."""
     path = tmp_path / "network.json"
     path.write_text(json.dumps({"nodes": [11, 12], "cores": 2}))
-    monkeypatch.setattr(on_network, "_compute_rates", lambda world, throttle: [1e9, 2e9, 3e9, 4e9][:world])
-    monkeypatch.setattr(on_network, "SPREAD", 1.2)
-    monkeypatch.setattr(on_network.DividedCores, "divide", lambda self: None)  # of the tests' own process
-    monkeypatch.setattr(on_network.heap, "keep_freed", lambda: None)
+    monkeypatch.setattr(
+        emulated_network, "_compute_rates", lambda world, throttle: [1e9, 2e9, 3e9, 4e9][:world]
+    )
+    monkeypatch.setattr(emulated_network, "MAX_RATE_SPREAD", 1.2)
+    monkeypatch.setattr(
+        emulated_network.DividedCores, "divide", lambda self: None
+    )  # of the tests' own process
+    monkeypatch.setattr(emulated_network.heap, "keep_freed", lambda: None)
     return path
 
 
@@ -38,7 +42,7 @@ def test_bytes_are_a_steps_and_a_nodes_first_rank_speaks_for_it(facts: Path) -> 
         (1, [10, 20], (None, None), False),
         (2, [10, 20, 30, 40], (15, 20), False),
     ):
-        seen = OnNetwork(NETWORK, facts, rank)
+        seen = EmulatedNetworkRank(NETWORK, facts, rank)
         seen.throttle.stop()
         said = seen.report(grown, steps=2)
         assert (said.sent_bytes, said.received_bytes) == (5, 10)
@@ -61,7 +65,7 @@ def test_bytes_are_counted_where_they_leave_a_rank_and_its_node(
     facts: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, rank: int, files: list[str]
 ) -> None:
     links = {"between": 1e6} if nodes > 1 else {"within": 1e6}
-    seen = OnNetwork(EmulatedNetwork(nodes=nodes, ranks_per_node=2, **links), facts, rank)
+    seen = EmulatedNetworkRank(EmulatedNetwork(nodes=nodes, ranks_per_node=2, **links), facts, rank)
     seen.throttle.stop()
     read: list[str] = []
 
@@ -76,20 +80,20 @@ def test_bytes_are_counted_where_they_leave_a_rank_and_its_node(
             )
             return "Inter-| Receive | Transmit\n    lo: 1 1 1 1 1 1 1 1 1 1\n" + own
 
-    monkeypatch.setattr(on_network, "Path", File)
+    monkeypatch.setattr(emulated_network, "Path", File)
     assert seen.counters() == [20, 10, 40, 30][: 2 * len(files)]
     assert read == files
     with pytest.raises(OSError, match="/proc/self/net/dev has no interface eth1"):
-        on_network._counters("/proc/self/net/dev", "eth1")
+        emulated_network._counters("/proc/self/net/dev", "eth1")
 
 
 def test_rates_are_of_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is held to its share has the time of that too."""
-    clock = Clock().rules(monkeypatch, on_network)
+    clock = Clock().rules(monkeypatch, emulated_network)
     done: list[Any] = []
 
     def flop_in(seconds: float, timer: Any) -> float:
-        assert (seconds, timer) == (on_network.COMPUTE_S, clock.perf_counter)
+        assert (seconds, timer) == (emulated_network.RATE_PROBE_S, clock.perf_counter)
         done.append("computed")
         clock.now += 0.5
         return 8e9
@@ -101,11 +105,11 @@ def test_rates_are_of_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         for rank, rate in enumerate(rates):
             rate.copy_(mine * (1 + rank))
 
-    monkeypatch.setattr(on_network.products, "flop_in", flop_in)
-    monkeypatch.setattr(on_network.dist, "barrier", lambda: done.append("all there"))
-    monkeypatch.setattr(on_network.dist, "all_gather", all_gather)
+    monkeypatch.setattr(emulated_network.products, "flop_in", flop_in)
+    monkeypatch.setattr(emulated_network.dist, "barrier", lambda: done.append("all there"))
+    monkeypatch.setattr(emulated_network.dist, "all_gather", all_gather)
     throttle: Any = SimpleNamespace(settle=settle)
-    assert on_network._compute_rates(3, throttle) == [4e9, 8e9, 12e9]
+    assert emulated_network._compute_rates(3, throttle) == [4e9, 8e9, 12e9]
     assert done == ["all there", "computed"]
 
 
@@ -114,20 +118,20 @@ def test_ranks_have_some_attempts_to_be_equal(monkeypatch: pytest.MonkeyPatch) -
 
     def rates(world: int, throttle: object) -> list[float]:
         tries.append(world)
-        return [1.0, 1.0] if len(tries) == on_network.ATTEMPTS else [1.0, 2.0]
+        return [1.0, 1.0] if len(tries) == emulated_network.MAX_RATE_ATTEMPTS else [1.0, 2.0]
 
-    monkeypatch.setattr(on_network, "_compute_rates", rates)
+    monkeypatch.setattr(emulated_network, "_compute_rates", rates)
     nobody: Any = None
-    assert on_network._equal_rates(2, nobody) == [1.0, 1.0]
-    assert len(tries) == on_network.ATTEMPTS
+    assert emulated_network._equal_rates(2, nobody) == [1.0, 1.0]
+    assert len(tries) == emulated_network.MAX_RATE_ATTEMPTS
     with pytest.raises(RuntimeError):
-        on_network._equal_rates(2, nobody)
-    assert len(tries) == 2 * on_network.ATTEMPTS
+        emulated_network._equal_rates(2, nobody)
+    assert len(tries) == 2 * emulated_network.MAX_RATE_ATTEMPTS
 
 
 def test_ranks_of_unequal_rates_are_refused(facts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest and the slowest are three apart, the mean is two and a half."""
-    monkeypatch.setattr(on_network, "SPREAD", 1.19)
+    monkeypatch.setattr(emulated_network, "MAX_RATE_SPREAD", 1.19)
     with pytest.raises(RuntimeError, match=r"1 to 4 GFLOP/s, are 120% of their mean apart and not 119% at"):
-        OnNetwork(NETWORK, facts, 0)
+        EmulatedNetworkRank(NETWORK, facts, 0)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0), "the timer would kill the process at its end"

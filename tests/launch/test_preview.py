@@ -11,7 +11,7 @@ import pytest
 from repro import cli, engines
 from repro.config import ConfigError
 from repro.config.suites import load, packaged
-from repro.launch.outlook import outlook
+from repro.launch.preview import preview_run
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.records import changed, made_up
@@ -64,7 +64,8 @@ def test_all_that_is_foreseen_of_each(tmp_path: Path) -> None:
 
     def seen(evidence: str, system: str = "", rerun: bool = False) -> list[tuple[object, ...]]:
         return [
-            astuple(row)[1:7] for row in outlook([suite], [], tmp_path / "results", rerun, evidence, system)
+            astuple(row)[1:7]
+            for row in preview_run([suite], [], tmp_path / "results", rerun, evidence, system)
         ]
 
     hint = "needs 16 GPUs of system dgx2; `--evidence simulated` traces it here"

@@ -14,60 +14,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from repro import engines
-from repro.config import Experiment
-from repro.config.sizes import RANKS_PER_CORE, Most
-from repro.emulate import ability, products
+from repro.emulate import products
 from repro.emulate.network import RunningNetwork
-from repro.launch import rank_process, stacks
-from repro.launch.beacon import Lookout, Position
-from repro.launch.job import NETWORK, STOP, Job
+from repro.launch import rank_process, supervise
+from repro.launch.heartbeat import HeartbeatReader, Position
+from repro.launch.job import NETWORK_FILE, STOP_FILE, Interrupt, Job
+from repro.launch.local_capacity import DEVICES
 from repro.launch.rank import program as rank_program
 from repro.util.files import write_json
-from repro.util.resources import usable_cores
 
-DEVICES = {"local": "cpu", "local-gpu": "cuda"}
-"""Systems that this launcher knows: the processor cores or the CUDA devices of the machine at hand."""
-REAP_S = 10.0
-LOOK_S = 0.05
+REAP_TIMEOUT_S = 10.0
+STACKS_POLL_INTERVAL_S = 0.05
 
 
-def needs(experiment: Experiment) -> str:
-    """What `experiment` needs and this machine has not, for a person; empty if it can run here."""
-    world = experiment.layout.world
-    if experiment.system not in DEVICES:
-        return f"{world} GPUs of system {experiment.system}"
-    if DEVICES[experiment.system] == "cuda" and world > cuda_devices():
-        return f"{world} GPUs of system {experiment.system}, and {cuda_devices()} are visible here"
-    if DEVICES[experiment.system] == "cpu" and world > most_ranks().value:
-        return f"{world} processes, and this machine takes {most_ranks().value} ({most_ranks().why})"
-    if lacking := engines.missing(experiment.engine):
-        return lacking
-    return ability.missing() if experiment.network is not None else ""
-
-
-def most_ranks() -> Most:
-    """Ranks that this machine's processor cores take at once."""
-    cores = usable_cores()
-    return Most(RANKS_PER_CORE.value * cores, f"{RANKS_PER_CORE.value} a core: {RANKS_PER_CORE.why}")
-
-
-def cuda_devices() -> int:
-    """Number of CUDA devices that a rank would see, asked of the driver and not of torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return 0
-
-
-def work_parent() -> Path:
-    """Where the short-lived files of a launch go: shared memory, so that a beacon never waits for a disk."""
+def scratch_parent() -> Path:
+    """Return the parent of a launch's short-lived files: shared memory, so that a heartbeat never waits for a disk."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
@@ -78,13 +39,13 @@ class LocalLaunch:
     Start it from the main thread: the kernel ties a rank's life to the *thread* that started it.
     """
 
-    def __init__(self, job: Job, logs: Path, *, target: str = rank_program.TARGET):
+    def __init__(self, job: Job, logs: Path, *, target: str = rank_program.DEFAULT_TARGET):
         self.job = job
         self.world = job.world
         self.logs = logs
-        self.folder = Path(tempfile.mkdtemp(prefix="repro-", dir=work_parent()))
+        self.folder = Path(tempfile.mkdtemp(prefix="repro-", dir=scratch_parent()))
         job.save(self.folder / "job.json")
-        self._lookout = Lookout(self.folder / "beacon", self.world)
+        self._heartbeats = HeartbeatReader(self.folder / "heartbeat", self.world)
         self._target = target
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._network: RunningNetwork | None = None
@@ -98,14 +59,14 @@ class LocalLaunch:
             if network.flops_per_s:
                 network = network.scaled(products.of_a_rank(self.world))
             self._network = RunningNetwork(network)
-            write_json(self.folder / NETWORK, asdict(self._network.facts))
+            write_json(self.folder / NETWORK_FILE, asdict(self._network.facts))
         device = DEVICES[self.job.experiments[0].system]
         for rank in range(self.world):
             rendezvous = f"file://{self.folder}/rendezvous"
-            command = rank_process.command(
+            command = rank_process.rank_command(
                 self.folder, rank, device=device, rendezvous=rendezvous, target=self._target
             )
-            own = environment(rank, self.world, limited=bool(self.job.memory_bytes))
+            own = rank_environment(rank, self.world, limited=bool(self.job.memory_bytes))
             if self._network is not None:
                 command = self._network.facts.command(rank, command)
                 own |= _on_node(self._network.network.ranks_per_node, rank)
@@ -125,8 +86,8 @@ class LocalLaunch:
         return self._ranks[rank].poll()
 
     def position(self, rank: int) -> Position:
-        """What `rank`'s beacon says."""
-        return self._lookout.position(rank)
+        """What `rank`'s heartbeat says."""
+        return self._heartbeats.position(rank)
 
     def stopped(self, rank: int) -> bool:
         """Whether `rank` is stopped by a signal or a debugger."""
@@ -134,51 +95,51 @@ class LocalLaunch:
 
     def report(self, rank: int) -> dict[str, Any] | None:
         """How `rank` says it ended: `{"rank", "outcome", "reason"}`; None if it could not say."""
-        return read_json(rank_program.rank_file(self.folder, rank))
+        return read_json(rank_program.rank_report_path(self.folder, rank))
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
         """All ranks' results of the job's experiment `index`; None unless every rank finished it."""
-        found = [
-            read_json(rank_program.finished_file(self.folder, index, rank)) for rank in range(self.world)
-        ]
+        found = [read_json(rank_program.result_path(self.folder, index, rank)) for rank in range(self.world)]
         complete = [result for result in found if result is not None]
         return complete if len(complete) == self.world else None
 
     def error_text(self, rank: int) -> str:
         """The end of what `rank` wrote to standard error."""
-        return rank_process.errors(self.logs, rank)
+        return rank_process.read_error_log(self.logs, rank)
 
     def dump_stacks(self) -> None:
         """Ask every running rank to write its Python stacks to its log, and see it done."""
-        logs = {rank: rank_process.errors_file(self.logs, rank) for rank in range(self.world)}
-        before = {rank: stacks.count(log) for rank, log in logs.items()}
-        self._signal(stacks.SIGNAL)
-        end = time.monotonic() + stacks.WAIT_S
+        logs = {rank: rank_process.error_log_path(self.logs, rank) for rank in range(self.world)}
+        before = {rank: rank_process.count_stacks(log) for rank, log in logs.items()}
+        self._signal(rank_process.STACKS_SIGNAL)
+        end = time.monotonic() + rank_process.STACKS_TIMEOUT_S
         waiting = list(logs)
         while waiting and time.monotonic() < end:
-            time.sleep(LOOK_S)
-            waiting = [r for r in waiting if stacks.count(logs[r]) == before[r] and self._could_write(r)]
+            time.sleep(STACKS_POLL_INTERVAL_S)
+            waiting = [
+                r for r in waiting if rank_process.count_stacks(logs[r]) == before[r] and self._could_write(r)
+            ]
 
     def _could_write(self, rank: int) -> bool:
         return self.poll(rank) is None and not self.stopped(rank)
 
     def ask_to_stop(self) -> None:
         """Have the ranks write a checkpoint after the step that they are in, and end."""
-        (self.folder / STOP).touch()
+        (self.folder / STOP_FILE).touch()
 
     def kill(self) -> None:
         """Kill what still runs, with its children, and reap it."""
         self._signal(signal.SIGKILL)
         for process in self._ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(REAP_S)
+                process.wait(REAP_TIMEOUT_S)
 
     def close(self, *, keep_logs: Path | None) -> None:
         """Remove the launch's files; the logs move to `keep_logs` where something failed."""
         self.kill()
         if self._network is not None:
             self._network.close()
-        self._lookout.close()
+        self._heartbeats.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         if keep_logs is None:
             shutil.rmtree(self.logs, ignore_errors=True)
@@ -196,8 +157,8 @@ class LocalLaunch:
         return open(self.logs / f"rank-{rank}.{stream}", "wb")
 
 
-def environment(rank: int, world: int, *, limited: bool = False) -> dict[str, str]:
-    """Environment of one rank: the user's own, with the cores shared out among the ranks.
+def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[str, str]:
+    """Return the environment of one rank: the user's own, with the cores divided among the ranks.
 
     Under a memory limit, tensors' freed memory goes back to the kernel at once: glibc would keep blocks of up
     to 32 MB in its heap, and the limit would hit on what has long been freed.
@@ -229,3 +190,19 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     document: dict[str, Any] = json.loads(text)
     return document
+
+
+def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[supervise.Ending, list[dict[str, Any]]]:
+    """Run `job` and return its end and the results of its first experiment per rank; no results if a rank lacks one.
+
+    All files of the launch are removed.  `target`: function of a rank, `module:function`.  An interrupt ends the job.
+    """
+    logs = Path(tempfile.mkdtemp(prefix="repro-once-"))
+    launch = LocalLaunch(job, logs / "logs", target=target)
+    try:
+        launch.start()
+        ending = supervise.watch(launch, interrupted=lambda: interrupt.reason)
+        return ending, launch.results(0) or []
+    finally:
+        launch.close(keep_logs=None)
+        shutil.rmtree(logs, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""What `repro run` would do, where, and how long it took last time: nothing is started and nothing is written.
+"""Preview of `repro run`: experiments, their location and their last duration. Nothing is started or written.
 
-How long a step takes here is known from records alone: nothing predicts cores that nobody calibrated.
+The duration of a step on this machine comes from records alone, because its cores are not calibrated.
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ from repro.config.suites import Entry, Suite
 from repro.config.systems import HERE
 from repro.config.systems import load as load_system
 from repro.launch import plan, simulated
-from repro.launch.local.launch import DEVICES
-from repro.launch.run import asked, lacking
+from repro.launch.local_capacity import DEVICES
+from repro.launch.run import load_suites, missing_requirement
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import Store
 from repro.simulate.plan.closed_form import stage_parameters, state_bytes
 from repro.util import units
 
-Took: TypeAlias = dict[tuple[str, str], float]
-"""Seconds by suite and name."""
+Durations: TypeAlias = dict[tuple[str, str], float]
+"""Durations in seconds by suite and name."""
 Traced: TypeAlias = dict[str, ExperimentRecord]
 """The newest simulation by key."""
 TO_RUN, KNOWN, ELSEWHERE = "to run", "in the store", "not here"
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What would become of one experiment."""
+class ExperimentPreview:
+    """Preview of one experiment."""
 
     suite: str
     name: str
     state: str
     """`TO_RUN`, `KNOWN` or `ELSEWHERE`."""
     where: str
-    """The processes, or what is lacking."""
+    """Processes of the experiment, or its missing requirement."""
     steps: int
-    """That it takes."""
+    """Number of training steps."""
     last_s: float | None
-    """Seconds that the newest record of this name took; None without one, and then nothing says how long it takes."""
+    """Duration of the newest record of this name, in seconds; None without a record."""
     limit_s: float
-    """Seconds after which a launch is stopped; 0: never."""
+    """Timeout of the launch, in seconds; 0 disables it."""
     memory: str = ""
-    """What a device of another system has to hold of it, and whether that fits; empty for the machine at hand."""
+    """Memory per device of another system, and whether it fits; empty for the local machine."""
 
 
-def outlook(
+def preview_run(
     suites: Sequence[Path], only: list[str], results: Path, rerun: bool, evidence: str, system: str
-) -> list[Outlook]:
-    """Every selected experiment, in the order of the files.  Raises `ConfigError`."""
+) -> list[ExperimentPreview]:
+    """Return a preview of every selected experiment, in the order of the files.  Raises `ConfigError`."""
     store = Store(results)
-    found: list[Outlook] = []
-    took = _took(store, evidence)
+    found: list[ExperimentPreview] = []
+    took = _last_durations(store, evidence)
     traced = by_key(store.records(), SIMULATED)
-    for suite in asked(suites, evidence, system):
+    for suite in load_suites(suites, evidence, system):
         entries = plan.select(suite, only)
         if evidence == SIMULATED:
             if system:
-                entries = simulated.moved(entries, system)
+                entries = simulated.move_to_system(entries, system)
             found += _simulated(suite, entries, store, rerun, took, traced)
         else:
             found += _measured(suite, entries, store, rerun, took, traced)
@@ -70,9 +70,9 @@ def outlook(
 
 
 def _measured(
-    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Took, traced: Traced
-) -> Iterable[Outlook]:
-    without = {entry.experiment.name: lacking(entry) for entry in entries}
+    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Durations, traced: Traced
+) -> Iterable[ExperimentPreview]:
+    without = {entry.experiment.name: missing_requirement(entry) for entry in entries}
     here = [entry for entry in entries if not without[entry.experiment.name]]
     todo = {e.name for task in plan.tasks(suite, here, store, rerun=rerun) for e in task.experiments}
     for entry in entries:
@@ -80,10 +80,14 @@ def _measured(
         steps = entry.experiment.training.steps
         if without[name]:
             memory = _memory(entry.experiment, traced)
-            yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", steps, None, limit_s, memory)
+            yield ExperimentPreview(
+                suite.name, name, ELSEWHERE, f"needs {without[name]}", steps, None, limit_s, memory
+            )
         else:
             state, last_s = TO_RUN if name in todo else KNOWN, took.get((suite.name, name))
-            yield Outlook(suite.name, name, state, _processes(entry.experiment), steps, last_s, limit_s)
+            yield ExperimentPreview(
+                suite.name, name, state, _processes(entry.experiment), steps, last_s, limit_s
+            )
 
 
 def _processes(experiment: Experiment) -> str:
@@ -93,25 +97,25 @@ def _processes(experiment: Experiment) -> str:
 
 
 def _simulated(
-    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Took, traced: Traced
-) -> Iterable[Outlook]:
+    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Durations, traced: Traced
+) -> Iterable[ExperimentPreview]:
     without = {entry.experiment.name: simulated.needs(entry.experiment) for entry in entries}
     can = [entry for entry in entries if not without[entry.experiment.name]]
     on = {entry.experiment.name: simulated.system_of(entry.experiment) for entry in can}
-    todo = {entry.experiment.name for entry in simulated.lacking(can, store, on, rerun)}
+    todo = {entry.experiment.name for entry in simulated.missing_entries(can, store, on, rerun)}
     for entry in entries:
         name, ranks = entry.experiment.name, entry.experiment.layout.world
         if without[name]:
-            yield Outlook(suite.name, name, ELSEWHERE, f"needs {without[name]}", 1, None, 0.0)
+            yield ExperimentPreview(suite.name, name, ELSEWHERE, f"needs {without[name]}", 1, None, 0.0)
         else:
             state = TO_RUN if name in todo else KNOWN
             where = f"{words.counted(ranks, 'rank')} of {entry.experiment.system}, traced here"
             memory, last_s = _memory(entry.experiment, traced), took.get((suite.name, name))
-            yield Outlook(suite.name, name, state, where, 1, last_s, 0.0, memory)
+            yield ExperimentPreview(suite.name, name, state, where, 1, last_s, 0.0, memory)
 
 
 def _memory(experiment: Experiment, traced: Traced) -> str:
-    """Traced where the store has it; else model states in closed form, which is the least that it takes."""
+    """Describe the traced memory of a device; without a trace, the model states in closed form as a lower bound."""
     if experiment.system in HERE:
         return ""
     system = load_system(experiment.system)
@@ -129,7 +133,7 @@ def _memory(experiment: Experiment, traced: Traced) -> str:
     return f"states {units.size(states)} {of}{fits}"
 
 
-def _took(store: Store, evidence: str) -> Took:
-    """Of the newest record of each experiment of a kind of evidence."""
+def _last_durations(store: Store, evidence: str) -> Durations:
+    """Return the durations of the newest records of one kind of evidence."""
     records = (r for r in store.records() if isinstance(r, ExperimentRecord) and r.evidence == evidence)
     return {(record.suite, record.name): record.wall_s for record in records if record.wall_s}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.launch.interrupt import Interrupt
+from repro.launch.job import Interrupt
 from repro.util.workers import Workers
 from tests.launch.runs import wait_for
 

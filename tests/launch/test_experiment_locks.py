@@ -6,11 +6,11 @@ import os
 import stat
 from pathlib import Path
 
-from repro.launch.locks import Locks
+from repro.launch.runner import ExperimentLocks
 
 
 def test_a_key_is_held_until_it_is_let_go_of(tmp_path: Path) -> None:
-    mine, theirs, third = (Locks(tmp_path) for _ in range(3))
+    mine, theirs, third = (ExperimentLocks(tmp_path) for _ in range(3))
     assert mine.take(["a", "b"])
     assert not theirs.take(["b", "0"])
     assert third.take(["0"]), "who does not get all of them holds none"
@@ -23,7 +23,7 @@ def test_a_key_is_held_until_it_is_let_go_of(tmp_path: Path) -> None:
 def test_others_of_the_store_may_look_at_a_lock(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        assert Locks(tmp_path / "new" / "store").take(["a"])
+        assert ExperimentLocks(tmp_path / "new" / "store").take(["a"])
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "new" / "store" / "locks" / "a").stat().st_mode) == 0o644
@@ -33,7 +33,7 @@ def test_who_takes_a_key_of_a_killed_run_removes_its_files(tmp_path: Path) -> No
     for name, swept in (("repro-x", True), ("home", False)):
         folder = tmp_path / name
         folder.mkdir()
-        killed, heir = Locks(tmp_path), Locks(tmp_path)
+        killed, heir = ExperimentLocks(tmp_path), ExperimentLocks(tmp_path)
         assert killed.take(["a"])
         killed.remember(folder)
         note = (tmp_path / "locks" / "a").read_bytes()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from repro.parallel.zero.optimizer import Norms
 
-SKIPPED_IN_A_ROW = 50
+MAX_CONSECUTIVE_SKIPPED_STEPS = 50
 """Consecutive skipped steps after which fp16 training counts as diverged."""
 
 
@@ -19,7 +19,7 @@ class Diverged(FloatingPointError):
 
 
 @dataclass
-class Series:
+class StepSeries:
     """What every step leaves behind: device tensors until they are read."""
 
     norms: list[Norms] = field(default_factory=list)
@@ -37,8 +37,12 @@ class Series:
                 step = len(self.loss)
                 if fp16 and overflow:
                     self.skipped.append(step)
-                    if self.skipped[-SKIPPED_IN_A_ROW:] == list(range(step - SKIPPED_IN_A_ROW + 1, step + 1)):
-                        raise Diverged(f"{SKIPPED_IN_A_ROW} steps in a row overflowed, up to step {step}")
+                    if self.skipped[-MAX_CONSECUTIVE_SKIPPED_STEPS:] == list(
+                        range(step - MAX_CONSECUTIVE_SKIPPED_STEPS + 1, step + 1)
+                    ):
+                        raise Diverged(
+                            f"{MAX_CONSECUTIVE_SKIPPED_STEPS} steps in a row overflowed, up to step {step}"
+                        )
                 elif not math.isfinite(loss) or not math.isfinite(gradient):
                     what = "loss" if not math.isfinite(loss) else "gradient norm"
                     value = loss if what == "loss" else gradient

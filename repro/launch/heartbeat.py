@@ -1,7 +1,7 @@
-"""Where every rank is, in shared memory: a rank writes in about a microsecond, the launcher reads at will.
+"""Heartbeats of ranks: the position of every rank in shared memory, written by the rank and read by its launcher.
 
-One file holds a slot per rank, mapped by all.  Nothing is locked: each field has one writer, and a read
-that meets a write is at worst one event old.  When a rank is killed or stops, its slot still says where.
+One file holds a slot per rank. A write takes about a microsecond and needs no lock, because each field has one writer.
+The slot of a killed or stopped rank still names its last position.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SLOT = 128
 
 
 class Position(NamedTuple):
-    """What a rank said last."""
+    """Last reported position of a rank."""
 
     experiment: int
     step: int
@@ -34,7 +34,7 @@ class Position(NamedTuple):
     op: str
     group: str
     seconds: float
-    """`time.monotonic()` of its last word; 0.0 if it has said nothing."""
+    """`time.monotonic()` of the last report; 0.0 before the first."""
 
     @property
     def begun(self) -> bool:
@@ -48,8 +48,8 @@ class Position(NamedTuple):
         return f"{place}, after {self.op} #{self.sequence} on {self.group}" if self.op else place
 
 
-class Beacon:
-    """The writing side, one per rank; the rank's code calls it on every phase and every collective."""
+class HeartbeatWriter:
+    """Writer of one rank's slot. The rank calls it at every phase and every collective."""
 
     def __init__(self, path: Path, rank: int, keep: Callable[[int, dict[str, Any]], None] | None = None):
         self._map = _open(path)
@@ -58,23 +58,23 @@ class Beacon:
         self._keep = keep
 
     def phase(self, experiment_index: int, step: int, phase: Phase) -> None:
-        """The rank enters `phase` of `step` of an experiment of its job."""
+        """Write that the rank enters `phase` of `step` of an experiment of its job."""
         _PHASE.pack_into(self._map, self._phase_at, experiment_index, _NUMBER[phase], step, time.monotonic())
 
     def collective(self, sequence: int, op: str, group: str) -> None:
-        """The rank issues its `sequence`-th collective: `op` over `group`."""
+        """Write that the rank issues its collective number `sequence`: `op` over `group`."""
         _COLLECTIVE.pack_into(
             self._map, self._collective_at, sequence, time.monotonic(), op.encode(), group.encode()
         )
 
     def finished(self, experiment_index: int, result: dict[str, Any]) -> None:
-        """Hand in one experiment's `RankResult` early: a later failure in the job then cannot lose it."""
+        """Store the `RankResult` of one experiment before the job ends, so that a later failure cannot lose it."""
         if self._keep is not None:
             self._keep(experiment_index, result)
 
 
-class Lookout:
-    """The reading side: all ranks of one launch."""
+class HeartbeatReader:
+    """Reader of the slots of all ranks of one launch."""
 
     def __init__(self, path: Path, world: int):
         with open(path, "wb") as file:
@@ -82,7 +82,7 @@ class Lookout:
         self._map = _open(path)
 
     def position(self, rank: int) -> Position:
-        """Where `rank` is."""
+        """Return the position of `rank`."""
         experiment, number, step, said = _PHASE.unpack_from(self._map, rank * _SLOT)
         sequence, issued, op, group = _COLLECTIVE.unpack_from(self._map, rank * _SLOT + _PHASE.size)
         return Position(
