@@ -1,8 +1,8 @@
 """Run a part of the tests with each Python version that pyproject.toml names and this machine has.
 
 `make test-pythons` and continuous integration run this module. Each version gets an environment with the core of the
-suite (no extra), the fast tests of `TESTS`, and one training of two processes. The version of the current environment
-is left out, because `make test` runs all tests with it.
+suite, in which one training of two processes runs, and then the extras that the fast tests of `TESTS` need. The version
+of the current environment is left out, because `make test` runs all tests with it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ENVIRONMENTS = ROOT / "build" / "pythons"
 TESTS = ("tests/config", "tests/cli", "tests/claims")
 TEST_PACKAGES = re.compile(r"pytest|hypothesis")
 """Requirements of the test extra that these tests need."""
+CORE, EXTRAS = ".", ".[lab,report,slurm]"
 CLASSIFIER = "Programming Language :: Python :: "
 
 
@@ -60,17 +61,18 @@ def find_uv() -> str:
 
 
 def commands(uv: str, interpreter: str, environment: Path) -> Iterator[list[str | Path]]:
-    """Yield the commands that check one version: installation, tests, a training of two processes."""
+    """Yield the commands that check one version: core, a training of two processes, extras, tests."""
     extra = read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]["test"]
     packages = [requirement for requirement in extra if TEST_PACKAGES.match(requirement)]
     python, suite = environment / "bin" / "python", environment / "suite.toml"
+    install = [uv, "pip", "install", "--quiet", "--python", python, "-c", "constraints-cpu.txt"]
     yield [uv, "venv", "--quiet", "--clear", "--python", interpreter, environment]
-    core = ["-c", "constraints-cpu.txt", "-e", ".", *packages]
-    yield [uv, "pip", "install", "--quiet", "--python", python, *core]
-    yield [python, "-m", "pytest", *TESTS]
+    yield [*install, "-e", CORE]
     yield [environment / "bin" / "repro", "init", suite]
     results = environment / "results"
     yield [environment / "bin" / "repro", "run", suite, "--only", "plain", "--results", results]
+    yield [*install, "-e", EXTRAS, *packages]
+    yield [python, "-m", "pytest", *TESTS]
 
 
 def check_version(uv: str, version: str, interpreter: str) -> str:
