@@ -28,7 +28,7 @@ from repro.measure.local_system import load_system
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import DISK_FULL, Store
-from repro.simulate.record import facts, failed_record, simulated_record
+from repro.simulate.record import failed_record, simulated_record, simulation_facts
 from repro.util.workers import WorkerDied, Workers
 
 LOCK_RETRY_INTERVAL_S = 0.5
@@ -105,15 +105,15 @@ def system_of(experiment: Experiment) -> System:
     system = systems.load(experiment.system)
     if experiment.network is None:
         return system
-    from repro.simulate.time.emulated import emulated
+    from repro.simulate.time.emulated import emulated_system
 
-    return emulated(system, experiment.network)
+    return emulated_system(system, experiment.network)
 
 
 def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
     """Simulate one experiment; its record, whatever happens."""
     from repro.simulate.step import simulate
-    from repro.simulate.time.curves import curved
+    from repro.simulate.time.predict import with_curves
 
     began = time.perf_counter()
     try:
@@ -121,7 +121,7 @@ def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRec
         here = experiment.network is not None  # where gloo's messages have buffers of their own
         simulation = simulate(experiment, system, memory_limit=limit, gloo=here, time=True, interval=True)
         if simulation.time is not None:
-            simulation = replace(simulation, time=curved(simulation.time))
+            simulation = replace(simulation, time=with_curves(simulation.time))
     except Exception as error:  # an outcome, not the end of the suite
         return failed_record(
             experiment, describe_error(error), suite=suite, wall_s=time.perf_counter() - began
@@ -149,10 +149,10 @@ def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
 
     A file of `repro calibrate` for processors is this machine, whose links are emulated there too; any other has links.
     """
-    from repro.simulate.time.emulated import INSIDE
+    from repro.simulate.time.emulated import PROCESS_LINK
 
     loaded = load_system(system)
-    of_ours = INSIDE in loaded.links
+    of_ours = PROCESS_LINK in loaded.links
 
     def move(experiment: Experiment) -> Experiment:
         name = f"{experiment.name}@{loaded.name}"
@@ -169,7 +169,7 @@ def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], r
         record = latest.get(experiment.key)
         if record is None or not record.conclusive:
             return False
-        return record.simulated_on == facts(on[experiment.name], experiment.layout.kernels)
+        return record.simulated_on == simulation_facts(on[experiment.name], experiment.layout.kernels)
 
     return [entry for entry in entries if rerun or not known(entry.experiment)]
 

@@ -144,7 +144,7 @@ class StepSeries(RecordPart):
     pipeline: list[dict[str, Any]] | None = None
     """By rank: a `StageReport`; empty without a pipeline."""
     memory: dict[str, Any] | None = None
-    """Of a simulation, over the step on its fullest role (`repro.simulate.memory.timeline`)."""
+    """Of a simulation, over the step on its fullest role (`repro.simulate.memory.live_bytes`)."""
     seconds: dict[str, dict[str, float]] | None = None
     """Of a simulation: the slowest stage's, `busy` by kind of operator, `exposed` by kind of communication."""
 

@@ -65,7 +65,7 @@ def simulated_record(
         comm=traffic[0],
         comm_per_layer=per_layer,
         roles=[_role(experiment, role) for role in roles],
-        simulated_on=facts(system, experiment.layout.kernels),
+        simulated_on=simulation_facts(system, experiment.layout.kernels),
         interval=simulation.time.interval if simulation.time is not None else None,
     )
 
@@ -77,10 +77,9 @@ def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: fl
     )
 
 
-def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
+def simulation_facts(system: System, kernels: OperatorSet) -> SimulatedOn:
     """What a simulation takes from a system, and from the generation of its `kernels`."""
-    from repro.simulate.time.calibration_points import calibration_point_of
-    from repro.simulate.time.uncertain import uncertain
+    from repro.simulate.time.calibration import calibration_point_of, uncertain_numbers
 
     point = calibration_point_of(kernels, system)
     run = point and (
@@ -88,7 +87,7 @@ def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
         point.experiment(models.load(point.model)).key,
         systems.load(point.system),
     )
-    numbers = REVISION, system, run, {one: one.around for one in uncertain(system, point)}
+    numbers = REVISION, system, run, {one: one.around for one in uncertain_numbers(system, point)}
     return SimulatedOn(
         system=system.name,
         memory_bytes=system.device.memory_bytes.value,
@@ -134,17 +133,19 @@ def _time(experiment: Experiment, simulation: Simulation) -> Metrics:
 
 
 def _series(experiment: Experiment, simulation: Simulation, system: System) -> StepSeries:
-    from repro.simulate.memory.timeline import over_step
+    from repro.simulate.memory.live_bytes import live_bytes_over_step
     from repro.simulate.time.device import DeviceCost
 
     prediction, fullest = simulation.time, simulation.roles.index(simulation.fullest)
     traced = simulation.traces[fullest]
     if prediction is None:  # no peak, no bandwidth: operators by the bytes that they move
-        return StepSeries(memory=over_step(traced, lambda operator: operator.read + operator.written))
+        return StepSeries(
+            memory=live_bytes_over_step(traced, lambda operator: operator.read + operator.written)
+        )
     cost = DeviceCost(system, experiment.layout.precision, prediction.kernels, experiment.layout.world)
     found = prediction.as_dict()
     return StepSeries(
-        memory=over_step(traced, cost.seconds),
+        memory=live_bytes_over_step(traced, cost.seconds),
         seconds={"busy": found["compute_by_kind"], "exposed": found["exposed_by_kind"]},
     )
 

@@ -326,7 +326,7 @@ def test_a_calibrated_value_is_shown_and_judged_by_nothing_simulated() -> None:
 
 
 def test_every_generation_is_calibrated_by_rows_that_say_so() -> None:
-    from repro.simulate.time.calibration_points import calibration_points
+    from repro.simulate.time.calibration import calibration_points
 
     marked = {(row.calibrates, claim.id) for claim in LEDGER.claims for row in claim.rows if row.calibrates}
     assert marked == {(known.name, known.claim) for known in calibration_points()}

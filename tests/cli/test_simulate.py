@@ -9,7 +9,7 @@ import pytest
 
 from repro import cli
 from repro.config import systems
-from repro.simulate.time.basis import BOUND, PUBLISHED
+from repro.simulate.time.calibration import PUBLISHED_POINT, UPPER_BOUND
 from tests.cli.predictions import FIT, GPT2, run
 from tests.config.system_texts import NODES, PROVENANCE
 
@@ -133,7 +133,11 @@ def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_m
 
 @pytest.mark.parametrize(
     ("system", "kernels", "basis"),
-    [("dgx-h100", "unfused", BOUND), ("dgx2", "softmax", PUBLISHED), ("dgx-h100", "fused", PUBLISHED)],
+    [
+        ("dgx-h100", "unfused", UPPER_BOUND),
+        ("dgx2", "softmax", PUBLISHED_POINT),
+        ("dgx-h100", "fused", PUBLISHED_POINT),
+    ],
 )
 def test_a_prediction_says_what_it_rests_on(
     capsys: pytest.CaptureFixture[str], tiny_model: str, system: str, kernels: str, basis: str
@@ -151,7 +155,7 @@ def test_a_prediction_says_what_it_rests_on(
         assert "MFU" in said
         assert f"on: {basis}; " in said
     line = next(line for line in table.splitlines() if line.startswith("2 x 1 x 2"))
-    bound = basis == BOUND
+    bound = basis == UPPER_BOUND
     assert ("at least" in page, "≥" in line, "≤" in line) == (bound, bound, bound)
     assert step["interval"]["low_s"] < step["step_s"]
     assert ("by the best values of what is not known" in " ".join(page.split())) == bound

@@ -64,10 +64,10 @@ from repro.model.data import open_stream  # noqa: E402
 from repro.parallel import mesh as meshes  # noqa: E402
 from repro.parallel import tensor  # noqa: E402
 from repro.parallel.transports import NoTransport, Work  # noqa: E402
-from repro.simulate.trace.lines import innermost  # noqa: E402
+from repro.simulate.trace.recorder import innermost_line  # noqa: E402
 from tests.training import TINY, tiny  # noqa: E402
 
-line = innermost(("repro",))
+line = innermost_line(("repro",))
 
 
 class Nothing:

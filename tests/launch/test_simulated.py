@@ -20,8 +20,8 @@ from repro.launch.recorder import Recorder
 from repro.results.schema import SIMULATED
 from repro.results.store import Store
 from repro.simulate import record
-from repro.simulate.record import facts
-from repro.simulate.time import calibration_points
+from repro.simulate.record import simulation_facts
+from repro.simulate.time import calibration
 from repro.util import workers
 from tests.launch.runs import experiments, write_suite
 from tests.launch.runs import run as run_process
@@ -173,21 +173,21 @@ def test_a_corrected_generation_makes_its_own_records_stale_and_no_others(
     monkeypatch: pytest.MonkeyPatch, corrected: dict[str, Any]
 ) -> None:
     selene = systems.load("selene")
-    before = {kernels: facts(selene, kernels) for kernels in OperatorSet}
+    before = {kernels: simulation_facts(selene, kernels) for kernels in OperatorSet}
     points = tuple(
         replace(point, **corrected) if point.layout.kernels is OperatorSet.FUSED else point
-        for point in calibration_points.calibration_points()
+        for point in calibration.calibration_points()
     )
-    monkeypatch.setattr(calibration_points, "calibration_points", lambda: points)
-    stale = {kernels for kernels in OperatorSet if facts(selene, kernels) != before[kernels]}
+    monkeypatch.setattr(calibration, "calibration_points", lambda: points)
+    stale = {kernels for kernels in OperatorSet if simulation_facts(selene, kernels) != before[kernels]}
     assert stale == {OperatorSet.FUSED}
 
 
 def test_a_revision_of_what_steps_take_makes_every_record_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     selene = systems.load("selene")
-    before = facts(selene, OperatorSet.SOFTMAX)
+    before = simulation_facts(selene, OperatorSet.SOFTMAX)
     monkeypatch.setattr(record, "REVISION", record.REVISION + 1)
-    assert facts(selene, OperatorSet.SOFTMAX) != before
+    assert simulation_facts(selene, OperatorSet.SOFTMAX) != before
 
 
 def test_one_that_fails_is_an_outcome(

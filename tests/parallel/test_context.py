@@ -14,7 +14,7 @@ from repro.config import ConfigError, Experiment, Layout
 from repro.config.enums import Category
 from repro.parallel import mesh as meshes
 from repro.parallel.context import chunks, positions
-from repro.simulate.memory.live import measure
+from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import roles, trace
@@ -140,7 +140,7 @@ def test_activations_are_those_of_a_shorter_sequence() -> None:
 
     def kept(layout: Layout, seq: int) -> int:
         experiment = tiny(layout, model, seq=seq)
-        return measure(trace(experiment, roles(experiment)[0]).events).most[Category.ACTIVATIONS]
+        return measure_live_bytes(trace(experiment, roles(experiment)[0]).events).most[Category.ACTIVATIONS]
 
     whole_keys = 2 * 256 * model.key_heads * model.head_width * 4
     shorter, shared = kept(Layout(), 64), kept(Layout(cp=4), 256)

@@ -15,7 +15,7 @@ from repro.engines.native.engine import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.partition import ALIGNMENT
-from repro.simulate.memory.live import LiveBytes
+from repro.simulate.memory.live_bytes import LiveBytes
 from repro.simulate.trace.roles import roles, trace
 from tests.launch.runs import wait_for
 from tests.pool import RankPool

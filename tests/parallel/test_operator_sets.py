@@ -15,7 +15,7 @@ from repro.engines.native.engine import NativeEngine
 from repro.model.operator_sets import WeightDropout, past
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Work
-from repro.simulate.memory.live import Memory, measure
+from repro.simulate.memory.live_bytes import RoleMemory, measure_live_bytes
 from repro.simulate.trace.events import Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import Trace, roles, trace
 from tests.parallel.test_parity import BATCH, alone, assert_same, run
@@ -164,11 +164,11 @@ def test_what_a_layout_cannot_ask() -> None:
     Layout(overlap=False)
 
 
-def traced(kernels: str, training: dict[str, float] | None = None, **keys: Any) -> tuple[Trace, Memory]:
+def traced(kernels: str, training: dict[str, float] | None = None, **keys: Any) -> tuple[Trace, RoleMemory]:
     layout = Layout(micro_batch=2, precision="fp16", kernels=kernels, **keys)
     experiment = tiny(layout, LONG, **(training or {}))
     found = trace(experiment, roles(experiment)[0])
-    return found, measure(found.events)
+    return found, measure_live_bytes(found.events)
 
 
 EXPECTED = {

@@ -17,7 +17,7 @@ from repro.engines.native.engine import NativeEngine
 from repro.engines.native.learning_rate import learning_rate
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import divisor_for
-from repro.simulate.memory.live import LiveBytes
+from repro.simulate.memory.live_bytes import LiveBytes
 from repro.simulate.trace.events import Operator, PhaseStart
 from repro.simulate.trace.roles import roles, trace
 from tests.training import TINY, micro_batches, tiny

@@ -26,8 +26,8 @@ from repro.report.figures.style import Drawing, look
 from repro.report.figures.values import View
 from repro.results.schema import ExperimentRecord
 from repro.simulate.record import failed_record
-from repro.simulate.time.account import TRANSFER
-from repro.simulate.time.basis import BOUND
+from repro.simulate.time.breakdown import STAGE_SEND
+from repro.simulate.time.calibration import UPPER_BOUND
 from tests.records import changed
 
 GB = 10**9
@@ -130,7 +130,7 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
     }
     kinds = {
         "busy": {"matmul": 30.0, "elementwise": 9.0, "host": 1.0, "optimizer": 1.0},
-        "exposed": {"all-reduce of block (tp)": 3.0, "all-reduce of gradients (dp)": 0.6, TRANSFER: 0.4},
+        "exposed": {"all-reduce of block (tp)": 3.0, "all-reduce of gradients (dp)": 0.6, STAGE_SEND: 0.4},
     }
     fine = changed(plain, series={"seconds": kinds})
     found = breakdown.parts(fine)
@@ -141,7 +141,7 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
     with look():
         drawing = breakdown.draw(view, [fine])
     assert words(drawing) == ["46.20 s", "50.00 s"]
-    assert drawing.caption.endswith(f"Times rest on: {BOUND} (1)."), (
+    assert drawing.caption.endswith(f"Times rest on: {UPPER_BOUND} (1)."), (
         "made up for a machine that nobody calibrated"
     )
     assert "repro run suites/megatron_2021.toml --evidence simulated" in drawing.missing

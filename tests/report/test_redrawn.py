@@ -22,7 +22,7 @@ from repro.report.figures.style import Drawing, canvas, look
 from repro.report.figures.values import Ours, Value, View
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.record import failed_record
-from repro.simulate.time.basis import PUBLISHED
+from repro.simulate.time.calibration import PUBLISHED_POINT
 from tests import committed
 from tests.records import changed
 
@@ -152,7 +152,7 @@ def test_ours_are_the_judges_values_and_their_records_are_named(full: list[Drawi
 def test_a_figure_of_rates_says_what_they_rest_on_and_one_of_bytes_does_not(full: list[Drawing]) -> None:
     drawing = by_id(full, "zero-fig2")
     rates, speed_ups = (heights(drawing, hatched=True, axes=axes) for axes in (0, 2))
-    assert f"Times rest on: {PUBLISHED} ({len(rates) + len(speed_ups)})." in drawing.caption
+    assert f"Times rest on: {PUBLISHED_POINT} ({len(rates) + len(speed_ups)})." in drawing.caption
     assert "Times rest on" not in by_id(full, "zero-fig7").caption
 
 

@@ -18,7 +18,7 @@ from repro.results.select import select
 from repro.results.store import Store
 from repro.results.tables import experiment_frame
 from repro.simulate.record import failed_record
-from repro.simulate.time.basis import BASES, PUBLISHED
+from repro.simulate.time.calibration import BASES, PUBLISHED_POINT
 
 ONE = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16")
 
@@ -53,7 +53,7 @@ def test_rows(traced: list[ExperimentRecord]) -> None:
     assert row["limit"] == "83.7 GB"
     assert row["between"] == "0 B", "two GPUs of one node"
     assert (row["step"], row["rests_on"]) != ("–", "")
-    assert row["rests_on"] == PUBLISHED, "fused kernels on an A100"
+    assert row["rests_on"] == PUBLISHED_POINT, "fused kernels on an A100"
     tight = simulated_row(traced[1])
     assert (tight["step"], tight["rests_on"]) == ("–", ""), "what does not fit takes no time"
     assert tight["layout"] == "tp 2 x pp 2, fp32, 1f1b, recomputation, P_a, scatter/gather, micro-batch 1"
@@ -74,7 +74,7 @@ def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
     assert "middle &lt;stage&gt;: out of memory, 8.60 GB requested of 32.3 GB" in page
     assert "without a conclusive result: smoke/deep (error)" in page
     line = page.partition('id="sim-smoke.states-z1-dp2"')[2].partition("</tr>")[0]
-    assert PUBLISHED in line
+    assert PUBLISHED_POINT in line
     for basis, meaning in BASES.items():
         assert f"<em>{basis}</em>, {meaning.partition('`')[0]}" in page
 

@@ -37,8 +37,8 @@ from repro.report.text import validate
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from repro.simulate.record import failed_record
-from repro.simulate.time.basis import BASES, PUBLISHED
-from repro.simulate.time.basis import BOUND as UPPER_BOUND
+from repro.simulate.time.calibration import BASES, PUBLISHED_POINT
+from repro.simulate.time.calibration import UPPER_BOUND as UPPER_BOUND
 from tests import committed
 from tests.records import changed
 
@@ -82,13 +82,13 @@ def test_one_run_counts_once_in_its_family() -> None:
 def test_a_point_rests_on_the_weaker_of_its_runs() -> None:
     """Published points are under Megatron-LM's kernels on a V100, and nothing is under the fused ones there."""
     megatron, zero = (record("zero_throughput", f"fig2-8b-{name}", 40e12) for name in ("megatron", "zero"))
-    assert {point.rests_on for point in found(megatron, zero)} == {PUBLISHED}
+    assert {point.rests_on for point in found(megatron, zero)} == {PUBLISHED_POINT}
     assert zero.experiment.layout.kernels == "unfused"
     layout = {**zero.conditions["layout"], "kernels": "fused"}
     seen = found(megatron, changed(zero, experiment={**zero.conditions, "layout": layout}))
     bases = {(point.kind, point.runs): point.rests_on for point in seen}
     assert bases[RATE, (zero.at,)] == UPPER_BOUND
-    assert bases[RATE, (megatron.at,)] == PUBLISHED
+    assert bases[RATE, (megatron.at,)] == PUBLISHED_POINT
     assert {basis for (kind, _), basis in bases.items() if kind == RATIO} == {UPPER_BOUND}
 
 
@@ -182,7 +182,7 @@ def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "Calibration: left out" in text
     speed_up = next(line for line in text.splitlines() if "8B: speed-up" in line)
     assert speed_up.split()[-1] == "published"
-    assert BASES[PUBLISHED] in " ".join(text.split())
+    assert BASES[PUBLISHED_POINT] in " ".join(text.split())
     assert BASES[UPPER_BOUND] not in " ".join(text.split()), "nothing here rests on it"
     assert picture.read_text().startswith("<svg")
     assert main(["validate", "--results", str(store), "--json"]) == 0

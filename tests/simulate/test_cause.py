@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, Model, systems
-from repro.simulate.memory.replay import replay
+from repro.simulate.memory.allocator import replay
 from repro.simulate.record import simulated_record
 from repro.simulate.step import Simulation, simulate
 

@@ -16,7 +16,7 @@ from repro.config.system import Quantity, System
 from repro.config.systems import load
 from repro.parallel import mesh
 from repro.simulate.placement import GROUPS, Placement
-from repro.simulate.time.rings import GroupsOnNodes
+from repro.simulate.time.interconnect import GroupsOnNodes
 
 
 def on(system: str | System, **layout: Any) -> Placement:

@@ -15,7 +15,7 @@ from repro.engines.native.engine import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.model.states import states_bytes
 from repro.parallel import mesh as meshes
-from repro.simulate.memory.live import measure
+from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.roles import roles, trace
 from tests.parallel.test_architectures import FAMILIES
 from tests.pool import RankPool
@@ -130,7 +130,7 @@ def agree(request: pytest.FixtureRequest, experiment: Experiment) -> None:
     found = pool.run(really, experiment)
     for role in roles(experiment):
         traced = trace(experiment, role, gloo=True)
-        memory = measure(traced.events)
+        memory = measure_live_bytes(traced.events)
         messages: dict[tuple[str, str, str], list[int]] = {}
         for times, message in traced.messages():
             row = messages.setdefault((message.op, message.group, message.purpose), [0, 0, 0])

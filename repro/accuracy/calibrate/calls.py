@@ -20,7 +20,7 @@ from repro.config import Experiment
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import roles, trace
-from repro.simulate.trace.shapes import call_of
+from repro.simulate.trace.shapes import call_key
 
 ATTENTION = "aten._scaled_dot_product_flash_attention"
 
@@ -71,7 +71,7 @@ class CallRecorder(TraceRecorder):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        key = call_of(func, args, kwargs)
+        key = call_key(func, args, kwargs)
         if key in self.calls:
             return super().__torch_dispatch__(func, types, args, kwargs)
         shapes = _map(args, _shape_of), _map(kwargs, _shape_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from repro.config import Layout
-from repro.simulate.time.measured_collectives import GroupSpan
+from repro.simulate.time.network import GroupSpan
 
 if TYPE_CHECKING:
     from repro.parallel.comm import Group

@@ -29,7 +29,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 from repro.parallel.gloo_ring import ranks_per_node
 from repro.parallel.ledger import EXCHANGED, messages_of
-from repro.simulate.time.emulated import RING
+from repro.simulate.time.emulated import RING_COLLECTIVE
 from repro.util import heap
 from repro.util.cores import DividedCores, computing
 from repro.util.resources import usable_cores
@@ -122,10 +122,10 @@ def _measure(
                 chains,
                 payloads,
                 beat,
-                COLLECTIVES if collectives else (RING,),
+                COLLECTIVES if collectives else (RING_COLLECTIVE,),
             )
             if not collectives:  # what is measured of these has it
-                result["message_s"] = bench.message_s(RING, whole)
+                result["message_s"] = bench.message_s(RING_COLLECTIVE, whole)
                 exchanged = [bench.message_s(op, whole) for op in EXCHANGED]
                 result["exchange_s"] = statistics.fmean(exchanged) / messages_of(EXCHANGED[0], whole.size)
                 beat()
@@ -135,7 +135,7 @@ def _measure(
                 if largest is not None:
                     result["overlap"][where] = {
                         op: bench.overlap_cost(op, payloads[-1] // 4, largest, beat)
-                        for op in (OVERLAPPED if collectives else (RING,))
+                        for op in (OVERLAPPED if collectives else (RING_COLLECTIVE,))
                     }
             result["links_s"] = time.perf_counter() - began
         if device == "cuda":

@@ -19,7 +19,7 @@ from repro.emulate.frames import payload_share
 from repro.measure.local_system import load_system
 from repro.model import flops, parameters
 from repro.simulate.placement import BETWEEN_NODES, Placement
-from repro.simulate.time.emulated import emulated, products_of
+from repro.simulate.time.emulated import emulated_system, product_rate
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import KINDS, OPTIMIZER
@@ -124,7 +124,7 @@ def derive(originals: Sequence[Experiment], machine: System, choice: Choice) -> 
             nodes=shape.nodes, ranks_per_node=shape.per_node, between=1e12 if shape.nodes > 1 else 0.0
         )
         twin = replace(twin, network=open_)
-        members.append(Member(original, system, shape, twin, emulated(machine, open_)))
+        members.append(Member(original, system, shape, twin, emulated_system(machine, open_)))
         scales.append(scale_of(original, twin))
     rate = geometric_mean([useful_rate(m.after) / useful_rate(m.before) for m in members])
     scales = [replace(scale, rate=rate) for scale in scales]
@@ -133,10 +133,10 @@ def derive(originals: Sequence[Experiment], machine: System, choice: Choice) -> 
     found, unlimited = [], []
     for member, network in zip(members, wanted, strict=True):
         network, said = possible(network, machine)
-        network = replace(network, flops_per_s=products_of(machine))
+        network = replace(network, flops_per_s=product_rate(machine))
         unlimited += [text for text in said if text not in unlimited]
         twin = replace(member.twin, network=network)
-        found.append(replace(member, twin=twin, machine=emulated(machine, network)))
+        found.append(replace(member, twin=twin, machine=emulated_system(machine, network)))
     return Twin(found, scales, unlimited)
 
 

@@ -10,7 +10,7 @@ from repro.config.layout import ELEMENT_BYTES
 from repro.config.system import System
 from repro.config.twin import RATIO
 from repro.simulate.placement import BETWEEN_NODES, GROUPS
-from repro.simulate.time.emulated import said
+from repro.simulate.time.emulated import sourced_quantity
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction
 from repro.simulate.time.program import OPTIMIZER, OTHER
@@ -155,7 +155,7 @@ def latency_share(prediction: Prediction) -> float:
 
 def without_latency(system: System) -> System:
     """`system` whose messages cost nothing but their bytes."""
-    zero = said(0.0, "left out")
+    zero = sourced_quantity(0.0, "left out")
     links = {
         name: replace(link, latency_s=zero, start_s=zero, chunk_s=zero, hop=None)
         for name, link in system.links.items()
@@ -165,7 +165,7 @@ def without_latency(system: System) -> System:
 
 def without_jitter(system: System) -> System:
     """`system` whose ranks take the same at every moment, and so wait for none that is late."""
-    time = replace(system.device.time, jitter_s=said(0.0, "left out"))
+    time = replace(system.device.time, jitter_s=sourced_quantity(0.0, "left out"))
     return replace(system, device=replace(system.device, time=time))
 
 

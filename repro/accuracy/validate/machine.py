@@ -29,7 +29,7 @@ class Pair:
     measured: float
     predicted: float
     rests_on: str
-    """One of `repro.simulate.time.basis.BASES`."""
+    """One of `repro.simulate.time.calibration.BASES`."""
 
     @property
     def error(self) -> float:
@@ -54,7 +54,7 @@ class MachineErrors:
 
 def compare(records: Iterable[Record], system: System) -> MachineErrors:
     """Predict on `system` every experiment that was measured on the machine at hand and ended ok."""
-    from repro.simulate.time.emulated import emulated
+    from repro.simulate.time.emulated import emulated_system
     from repro.simulate.time.predict import predict
     from repro.simulate.trace.roles import trace_roles
 
@@ -70,7 +70,7 @@ def compare(records: Iterable[Record], system: System) -> MachineErrors:
         try:
             on = system
             if experiment.network and record.network:
-                on = emulated(system, record.network.made(experiment.network))
+                on = emulated_system(system, record.network.made(experiment.network))
             prediction = predict(experiment, on, trace_roles(experiment, gloo=gloo))
         except ConfigError as error:
             missing[name] = str(error)

@@ -20,7 +20,7 @@ from repro.claims.verdicts import ClaimResult, Finding, RowResult
 from repro.results.metrics import DEVICE_FLOPS_PER_S
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.results.select import select
-from repro.simulate.time.basis import of_record, weakest
+from repro.simulate.time.calibration import basis_of_record, weakest_basis
 
 RATE, RATIO = "rate", "ratio"
 TIMED = ("step_seconds", "samples_per_s", "tokens_per_s", "flops_per_s")
@@ -71,7 +71,7 @@ class Point:
     device_flops: float
     """Predicted FLOP/s of one device of a rate's run; 0 for ratios."""
     rests_on: str = ""
-    """One of `repro.simulate.time.basis.BASES`: of a ratio the weaker of its runs'."""
+    """One of `repro.simulate.time.calibration.BASES`: of a ratio the weaker of its runs'."""
     left_out: str = ""
     """Why it enters no statistics; empty if it does."""
     note: str = ""
@@ -223,7 +223,7 @@ def _point(
         runs=runs,
         certainty=row.row.certainty,
         device_flops=float(record.metrics.get(DEVICE_FLOPS_PER_S, 0)) if record and kind == RATE else 0.0,
-        rests_on=weakest(of_record(seen[run]) for run in runs if run in seen),
+        rests_on=weakest_basis(basis_of_record(seen[run]) for run in runs if run in seen),
         left_out=left_out,
         note=row.row.note,
     )

@@ -19,8 +19,7 @@ from repro.measure.local_system import load_system
 from repro.results.interval import Sensitivity
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import select
-from repro.simulate.time.calibration_points import calibration_point_of, calibration_points
-from repro.simulate.time.uncertain import uncertain
+from repro.simulate.time.calibration import calibration_point_of, calibration_points, uncertain_numbers
 
 SHOWN = 5
 SETTLES = 0.5
@@ -163,7 +162,7 @@ def _moves(record: ExperimentRecord) -> list[Sensitivity]:
 
 def _sources(name: str, kernels: OperatorSet) -> dict[str, str]:
     system = load_system(name)
-    return {one.key: one.source for one in uncertain(system, calibration_point_of(kernels, system))}
+    return {one.key: one.source for one in uncertain_numbers(system, calibration_point_of(kernels, system))}
 
 
 _POINTS = {one.key: point for point in calibration_points() for one in point.unknowns}

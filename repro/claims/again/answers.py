@@ -24,7 +24,7 @@ from repro.config.system import System
 from repro.results.metrics import SPEED
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.results.select import select
-from repro.simulate.time.basis import of_record, weakest
+from repro.simulate.time.calibration import basis_of_record, weakest_basis
 
 SUITE = "again"
 PREDICTIONS = (
@@ -46,7 +46,7 @@ class Answer:
     word: str = ""
     """What the value means, and in brackets what else it would mean in the interval."""
     rests_on: str = ""
-    """One of `repro.simulate.time.basis.BASES`, of what times the value is made of."""
+    """One of `repro.simulate.time.calibration.BASES`, of what times the value is made of."""
     lacks: str = ""
     """Why there is no value."""
     unrecorded: bool = False
@@ -138,7 +138,7 @@ def _answer(
         low=None if spread is None else spread.low,
         high=None if spread is None else spread.high,
         word=_words(question, value / size, spread),
-        rests_on=weakest(map(of_record, timed)),
+        rests_on=weakest_basis(map(basis_of_record, timed)),
     )
 
 

@@ -21,7 +21,7 @@ import typer
 from repro.cli.commands.options import counted
 from repro.config.errors import ConfigError
 from repro.config.layout import Layout
-from repro.simulate.plan.asked import Asked
+from repro.simulate.plan.candidates import LayoutQuery
 
 PANEL = "Layout"
 NO_OPTIONS = ("dp", "offload_optimizer")
@@ -134,7 +134,7 @@ def question_options(command: Callable[..., int]) -> Callable[..., int]:
     def with_options(**values: Any) -> int:
         given = {parameter.name: values.pop(parameter.name) for parameter in QUESTION}
         layout = {key: given.pop(key) for key in LAYOUT}
-        asked = Asked(layout={k: v for k, v in layout.items() if v is not None}, **given)
+        asked = LayoutQuery(layout={k: v for k, v in layout.items() if v is not None}, **given)
         try:
             return command(**values, asked=asked)
         except ConfigError as error:

@@ -12,7 +12,7 @@ import typer
 from repro.cli.commands.layout_options import PANEL, question_options
 from repro.cli.commands.options import Json, Ledger, ModelName, StoredResults, counted, writable
 from repro.config.errors import require
-from repro.simulate.plan.asked import SHOWN, Asked
+from repro.simulate.plan.candidates import DEFAULT_PLAN_ROWS, LayoutQuery
 
 app = typer.Typer()
 
@@ -23,7 +23,7 @@ app = typer.Typer()
 @question_options
 def simulate(
     model: ModelName,
-    asked: Asked,
+    asked: LayoutQuery,
     timeline: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
@@ -46,7 +46,7 @@ def simulate(
 @app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --zero 1 --micro-batch 8 --recompute")
 @question_options
 def fit(
-    asked: Asked,
+    asked: LayoutQuery,
     model: Annotated[str, typer.Option("--model", help="Take sizes from this model.", metavar="M")] = "",
     hidden: Annotated[
         int,
@@ -98,7 +98,7 @@ def fit(
 @question_options
 def plan(
     model: ModelName,
-    asked: Asked,
+    asked: LayoutQuery,
     dp: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(
@@ -110,7 +110,9 @@ def plan(
     ] = None,
     top: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help=f"Print the best N; without: {SHOWN}, and all with --json.", metavar="N"),
+        typer.Option(
+            help=f"Print the best N; without: {DEFAULT_PLAN_ROWS}, and all with --json.", metavar="N"
+        ),
     ] = None,
     as_map: Annotated[
         bool,

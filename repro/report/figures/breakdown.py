@@ -24,7 +24,7 @@ from repro.report.figures.style import (
 )
 from repro.report.figures.values import View
 from repro.results.schema import SIMULATED
-from repro.simulate.time.basis import counted, of_record
+from repro.simulate.time.calibration import basis_of_record, count_bases
 from repro.util import units
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def draw(view: View, simulated: list[Record]) -> Drawing:
     caption = (
         "Simulated, not measured: the slowest stage's seconds. Waits are communication that nothing hides; the "
         "bubble is waiting for other stages to compute. No source prints parts; Yuan's step is published. "
-        f"Claims: yuan-step-time, yuan-bubble. {counted(map(of_record, shown))}"
+        f"Claims: yuan-step-time, yuan-bubble. {count_bases(map(basis_of_record, shown))}"
     )
     return Drawing(ID, TITLE, caption.rstrip(), tuple(r.at for r in shown), missing, figure, SIMULATED)
 

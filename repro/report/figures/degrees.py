@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from repro.report.figures.style import BLUE, MUTED, ORANGE, VERMILION, Drawing, Record, canvas, needed, quiet
 from repro.report.figures.values import View
 from repro.results.schema import SIMULATED
-from repro.simulate.time.basis import counted, of_record
+from repro.simulate.time.calibration import basis_of_record, count_bases
 from repro.util import units
 
 if TYPE_CHECKING:
@@ -153,5 +153,5 @@ def _caption(found: Found) -> str:
         f"Simulated, not measured: {record.experiment.model.name} at micro-batch {layout.micro_batch}, "
         "activations recomputed. What the fullest GPU gives to the allocator and to what it cannot see; where the step "
         "does not fit, what is live. TF: predicted TFLOP/s per GPU. Claims: tnlg-mp16-to-4, tnlg-256-vs-1024. "
-        f"{counted(map(of_record, found.values()))}"
+        f"{count_bases(map(basis_of_record, found.values()))}"
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from repro.config.words import counted as so_many
 from repro.report.figures.style import BLUE, GREY, INK, MUTED, Drawing, Record, canvas, quiet
 from repro.results.metrics import STEP_SECONDS
-from repro.simulate.time.basis import counted, of_record
+from repro.simulate.time.calibration import basis_of_record, count_bases
 from repro.util import units
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def draw(experiments: list[Record], simulated: list[Record]) -> Drawing:
     newest, timed = _newest(simulated, STEP_SECONDS), found[STEP_SECONDS]
     caption = (
         "Measured by the processes of this store's machine, predicted from the trace of the same step. Bands: 10 and "
-        f"25 %. {'; '.join(parts)}. {counted(of_record(newest[name]) for name, _, _ in timed)}"
+        f"25 %. {'; '.join(parts)}. {count_bases(basis_of_record(newest[name]) for name, _, _ in timed)}"
     )
     return Drawing(ID, TITLE, caption.rstrip(), tuple(sorted(shown)), missing, figure)
 

@@ -13,7 +13,7 @@ from repro.report.figures.redrawn_entries import FigureEntry, PanelEntry, Series
 from repro.report.figures.style import BLUE, GREEN, GREY, INK, ORANGE, Drawing, quiet
 from repro.report.figures.values import Value, View
 from repro.results.schema import SIMULATED
-from repro.simulate.time.basis import counted
+from repro.simulate.time.calibration import count_bases
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -227,7 +227,7 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
     lacking = len(printed) - len(compared)
     if printed and lacking:
         parts.append(f"{lacking} of {len(printed)} published values have nothing of ours beside them.")
-    bases = counted(ours.rests_on for value in values for ours in value.ours if ours is value.predicted)
+    bases = count_bases(ours.rests_on for value in values for ours in value.ours if ours is value.predicted)
     parts += [bases] if bases else []
     parts.append(_claims(entry))
     return " ".join(parts)

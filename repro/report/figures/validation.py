@@ -37,7 +37,7 @@ from repro.report.figures.style import (
     legend_above,
 )
 from repro.results.schema import SIMULATED
-from repro.simulate.time.basis import counted
+from repro.simulate.time.calibration import count_bases
 from repro.util import units
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ LONG = 40
 
 def draw(found: Sequence[Point]) -> Drawing:
     """Rates in TFLOP/s per GPU on the left, ratios on the right; only points that count."""
-    counted = [point for point in found if not point.left_out]
-    rates = [point for point in counted if point.kind == RATE and point.device_flops]
-    ratios = [point for point in counted if point.kind == RATIO]
+    judged = [point for point in found if not point.left_out]
+    rates = [point for point in judged if point.kind == RATE and point.device_flops]
+    ratios = [point for point in judged if point.kind == RATIO]
     if not rates:
         return Drawing(
             ID, TITLE, "Nothing that was published in time is predicted.", (), RUN, evidence=SIMULATED
@@ -95,7 +95,7 @@ def draw(found: Sequence[Point]) -> Drawing:
         ID,
         TITLE,
         _caption(found),
-        tuple(sorted({run for p in counted for run in p.runs})),
+        tuple(sorted({run for p in judged for run in p.runs})),
         "",
         figure,
         SIMULATED,
@@ -179,5 +179,5 @@ def _caption(found: Sequence[Point]) -> str:
         "Simulated, not measured: each dot is a run that a source published, predicted from its model, layout, batch, "
         "software and machine; upright lines are the 90 % intervals that unknown inputs leave. Bands: 10 and 25 %. "
         "Points that calibrate the time model are left out, and so are "
-        f"bounds and means. {counted(point.rests_on for point in found if not point.left_out)} {'; '.join(parts)}."
+        f"bounds and means. {count_bases(point.rests_on for point in found if not point.left_out)} {'; '.join(parts)}."
     )

@@ -22,7 +22,7 @@ from repro.report import verdicts
 from repro.report.evidence import JudgedStore
 from repro.report.origins import Machines
 from repro.report.page.record_tables import identity, measured_row, simulated_row
-from repro.simulate.time.basis import BASES, of_record
+from repro.simulate.time.calibration import BASES, basis_of_record
 from repro.util import units
 from repro.util.units import NOTHING, interval
 
@@ -195,7 +195,7 @@ def _line(entry: dict[str, Any], known: dict[str, ExperimentRecord], machines: M
     return {
         **entry,
         "outcome": record.outcome,
-        "rests_on": of_record(record),
+        "rests_on": basis_of_record(record),
         "machine": machines.number(record),
         **identity(record),
     }

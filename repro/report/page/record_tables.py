@@ -9,7 +9,7 @@ from repro.report.verdicts import anchor
 from repro.results.metrics import STEP_SECONDS
 from repro.results.record_parts import SimulatedRole
 from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record
-from repro.simulate.time.basis import of_record
+from repro.simulate.time.calibration import basis_of_record
 from repro.util import units
 
 
@@ -54,7 +54,7 @@ def identity(record: Record) -> dict[str, str]:
 def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
     """One line of the table of simulated experiments, every number as text."""
     metrics, experiment = record.metrics, record.experiment
-    values, basis = experiment.layout, of_record(record)
+    values, basis = experiment.layout, basis_of_record(record)
     fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
     return {
         "name": record.name,

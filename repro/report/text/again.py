@@ -13,7 +13,7 @@ from repro.claims.reader import load
 from repro.config.errors import ConfigError
 from repro.measure.local_system import load_system
 from repro.results.store import read
-from repro.simulate.time.basis import SHORT, counted
+from repro.simulate.time.calibration import BASIS_LABELS, count_bases
 from repro.util import table as render
 from repro.util.console import WIDE, print_json, stdout
 from repro.util.units import NOTHING
@@ -78,10 +78,10 @@ def print_answers(found: Sequence[Answer], system: str, console: Console) -> Non
             answer.published,
             answer.text or NOTHING,
             answer.word or answer.lacks,
-            SHORT[answer.rests_on],
+            BASIS_LABELS[answer.rests_on],
         )
     console.print(grid)
     console.print()
     console.print(PREDICTIONS)
-    if rests_on := counted(answer.rests_on for answer in found):
+    if rests_on := count_bases(answer.rests_on for answer in found):
         console.print(rests_on)

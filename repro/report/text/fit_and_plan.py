@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from repro.config import words
 from repro.config.attention import unfused
-from repro.simulate.plan.terms import FRAGMENTATION, TERMS
-from repro.simulate.time.basis import BOUND, said
+from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
+from repro.simulate.time.calibration import UPPER_BOUND, describe_basis
 from repro.util import units
 from repro.util.console import stdout
 from repro.util.table import MIN_TABLE_COLUMNS, bar, table
@@ -18,8 +18,8 @@ from repro.util.units import gb
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from repro.simulate.plan.candidates import Request
-    from repro.simulate.plan.fit import Question
+    from repro.simulate.plan.candidates import PlanRequest
+    from repro.simulate.plan.fit import FitQuestion
     from repro.simulate.plan.plan import Plan
     from repro.simulate.plan.rows import PlanRow
 
@@ -31,12 +31,12 @@ MIN_WIDE_TABLE_COLUMNS = 96
 
 def bound_marks(console: Console, basis: str) -> tuple[str, str]:
     """Return the marks of a time and of a rate that are bounds; empty marks for other bases."""
-    if basis != BOUND:
+    if basis != UPPER_BOUND:
         return "", ""
     return ("≥", "≤") if console.encoding.startswith("utf") else (">=", "<=")
 
 
-def print_fit_table(question: Question, document: dict[str, Any]) -> None:
+def print_fit_table(question: FitQuestion, document: dict[str, Any]) -> None:
     """Print the largest that fits beside the first that does not."""
     console = stdout()
     sizes = document["sizes"]
@@ -102,16 +102,16 @@ def _tried(console: Console, document: dict[str, Any]) -> None:
     console.print(f"\nTried {unit}: {tried}; {how}.")
 
 
-def print_layouts(request: Request, plan: Plan, top: int) -> None:
+def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
     """Print the first `top` layouts, and what rules the others out."""
-    from repro.simulate.plan.plan import COMPARED
-    from repro.simulate.plan.rows import NO_TIMES, OK, RULE, unknown
+    from repro.simulate.plan.plan import COMPARED_ROWS
+    from repro.simulate.plan.rows import IDEAL_ORDER_RULE, OK, TIME_ORDER_RULE, unknown_rates
 
     console = stdout()
     rows = plan.rows
     fits = [row for row in rows if row.outcome == OK]
     left = sum(row.open for row in fits)
-    slower = f"; {left} cannot be among the first {max(top, COMPARED)} and are left open" if left else ""
+    slower = f"; {left} cannot be among the first {max(top, COMPARED_ROWS)} and are left open" if left else ""
     console.print(
         f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}, global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
@@ -127,11 +127,12 @@ def print_layouts(request: Request, plan: Plan, top: int) -> None:
         if not plan.no_time:
             _print_undecided(console, [row for row in fits if row.interval is not None], top)
             _basis(console, request, shown[0])
-        text = f"s: {NO_TIMES if plan.no_time else RULE}.  *: the whole step was traced, GB are reserved; else live "
+        rule = IDEAL_ORDER_RULE if plan.no_time else TIME_ORDER_RULE
+        text = f"s: {rule}.  *: the whole step was traced, GB are reserved; else live "
         text += "bytes, traffic and time of a few layers, extended in straight lines."
         if plan.no_time:
             text += f"  No times: {plan.no_time}."
-            missing = unknown(request, rows[0].layout.precision)
+            missing = unknown_rates(request, rows[0].layout.precision)
             text += f"  Counted as no time: {', '.join(missing)}." if missing else ""
         console.print(textwrap.fill(text, console.width), style="dim", markup=False)
     else:
@@ -139,15 +140,15 @@ def print_layouts(request: Request, plan: Plan, top: int) -> None:
     _print_ruled_out(console, [row for row in rows if row.outcome != OK])
 
 
-def _basis(console: Console, request: Request, row: PlanRow) -> None:
+def _basis(console: Console, request: PlanRequest, row: PlanRow) -> None:
     """What the times of every row rest on: their kernels and the system are the same."""
-    rests = said(row.layout.kernels, request.system)
-    style = "bold" if row.time["rests_on"] == BOUND else ""
+    rests = describe_basis(row.layout.kernels, request.system)
+    style = "bold" if row.time["rests_on"] == UPPER_BOUND else ""
     console.print("\n" + textwrap.fill(f"Times rest on: {rests}.", console.width), style=style, markup=False)
 
 
-def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, timed: bool) -> None:
-    from repro.simulate.plan.rows import FULL, training
+def _layouts(console: Console, request: PlanRequest, rows: Sequence[PlanRow], *, timed: bool) -> None:
+    from repro.simulate.plan.rows import FULL, training_cost
 
     trained = timed and request.tokens > 0
     columns = ["GB\na GPU", "step\ns"]
@@ -194,7 +195,7 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
             cells += [gb(sum(links.values()) - between), gb(between)]
             cells += [f"{100 * row.bubble:.0f}" if layout.pp > 1 else "-"]
         if trained:
-            whole = training(request, row) or {}
+            whole = training_cost(request, row) or {}
             cells += [f"{least}{whole['days']:,.1f}"]
             cells += [least + units.number(whole["cost"] / 1e6)] if "cost" in whole else []
         made.add_row(
@@ -228,7 +229,7 @@ def _ends(found: dict[str, Any] | None) -> str:
 
 def _print_undecided(console: Console, rows: Sequence[PlanRow], top: int) -> None:
     """Say where the order of `rows`, `top` of them shown, is not decided, since numbers of the system are not known."""
-    from repro.simulate.plan.undecided import PART
+    from repro.simulate.plan.rows import MIN_TIE_SHARE
 
     if len(rows) < 2:
         return
@@ -241,14 +242,15 @@ def _print_undecided(console: Console, rows: Sequence[PlanRow], top: int) -> Non
             text += f"  {hidden} of those that may be are not shown: --top {max(faster)}."
     else:
         text = f"The first is faster than each of the {len(rows) - 1} after it in "
-        text += f"{100 * (1 - PART):.0f} % or more {draws}."
+        text += f"{100 * (1 - MIN_TIE_SHARE):.0f} % or more {draws}."
     told = [
         f"{place} than {one.than} ({units.percent(one.part)}, {' or '.join(one.by[:2])})"
         for place, one in pairs
         if place <= top and one.than in (1, place - 1)
     ]
     if told:
-        text += f"  A later row is faster than one before it in more than {100 * PART:.0f} % {draws}, with that part "
+        share = f"{100 * MIN_TIE_SHARE:.0f} %"
+        text += f"  A later row is faster than one before it in more than {share} {draws}, with that part "
         text += f"and what decides: {', '.join(told)}."
     console.print("\n" + textwrap.fill(text, console.width, break_on_hyphens=False), markup=False)
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from repro.simulate.plan.candidates import Request
-    from repro.simulate.plan.grid import Cell
+    from repro.simulate.plan.candidates import PlanRequest
+    from repro.simulate.plan.plan import MapCell
 
 FITS_ALL_STYLE, FITS_LARGER_STYLE, FITS_NONE_STYLE = "bold green", "yellow", "red"
 
 
-def print_plan_map(request: Request, cells: Sequence[Cell], limits: Sequence[int]) -> None:
+def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Sequence[int]) -> None:
     """Print the map of every (tp, pp) that any layout has, and what rules out those that do not fit."""
     console = stdout()
     limits = sorted(limits)
@@ -50,7 +50,7 @@ def print_plan_map(request: Request, cells: Sequence[Cell], limits: Sequence[int
         _print_limit(console, there, limit)
 
 
-def _cell_text(cell: Cell | None, limits: Sequence[int]) -> Text:
+def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> Text:
     """`21.20*` over `fits 40 GB`: what the cell needs, and the least memory that is enough."""
     from rich.text import Text
 
@@ -68,14 +68,14 @@ def _cell_text(cell: Cell | None, limits: Sequence[int]) -> Text:
     return Text(f"{number}\ndoes not fit", style=FITS_NONE_STYLE)
 
 
-def most_informative_row(cell: Cell) -> PlanRow:
+def most_informative_row(cell: MapCell) -> PlanRow:
     """Return the row of a full trace that fits, else the row with the largest memory."""
     rows = [cell.rows[limit] for limit in sorted(cell.rows)]
     full = [row for row in rows if row.evidence == FULL and row.outcome == OK]
     return full[0] if full else rows[-1]
 
 
-def _print_limit(console: Console, cells: Sequence[Cell], limit: int) -> None:
+def _print_limit(console: Console, cells: Sequence[MapCell], limit: int) -> None:
     """One line per term: the cells in which it is too much."""
     by_term: dict[str, list[str]] = {}
     for cell in cells:

@@ -15,7 +15,7 @@ from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
 from repro.results.store import read
 from repro.results.tables import ComparableResults, comparable_results, comparison_row, experiment_row
-from repro.simulate.time.basis import BOUND, SHORT, of_record
+from repro.simulate.time.calibration import BASIS_LABELS, UPPER_BOUND, basis_of_record
 from repro.util import files, units
 from repro.util.console import WIDE, print_json, stdout
 from repro.util.table import MIN_TABLE_COLUMNS, sparkline, table
@@ -135,9 +135,9 @@ def _experiments(console: Console, group: ComparableResults) -> None:
 def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[list[Column]]]:
     """The experiment's name, and blocks of columns that stay together."""
     rows = [experiment_row(record) for record in group.records]
-    bases = [of_record(record) for record in group.records]
+    bases = [basis_of_record(record) for record in group.records]
     least, most = (
-        [mark if basis == BOUND else "" for basis in bases]
+        [mark if basis == UPPER_BOUND else "" for basis in bases]
         for mark in (("≥", "≤") if console.encoding.startswith("utf") else (">=", "<="))
     )
     many = {
@@ -179,7 +179,7 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
             Column("tokens\n/s", _numbers([row.get("tokens_per_s") for row in rows], 1.0, most)),
             Column(f"{flops}\na rank", _numbers(rates, flop, most)),
             Column("MFU\n%", _numbers([row.get("mfu") for row in rows], 0.01, most)),
-            Column("speed\nrests on", [SHORT[basis] for basis in bases], left=True),
+            Column("speed\nrests on", [BASIS_LABELS[basis] for basis in bases], left=True),
         ],
         [
             *(Column(f"{word}\n{gb}", _numbers(values, byte)) for word, values in held.items()),
@@ -227,7 +227,7 @@ def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
         "experiments": [
             {
                 **experiment_row(record),
-                "rests_on": of_record(record) or None,
+                "rests_on": basis_of_record(record) or None,
                 "loss": record.series.loss or [],
             }
             for group in found

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from repro.config import words
 from repro.config.attention import unfused
 from repro.config.system import System
-from repro.simulate.plan.terms import TERMS
-from repro.simulate.time.basis import BOUND, said
+from repro.simulate.plan.closed_form import TERMS
+from repro.simulate.time.calibration import UPPER_BOUND, describe_basis
 from repro.util import units
 from repro.util.console import stdout
 from repro.util.table import BAR, bar, table
@@ -140,9 +140,9 @@ def print_step_time(
         console.print(f"\nNo time is predicted: {no_time}", markup=False)
         return
     step, basis = time["step_s"], time["rests_on"]
-    least, most = ("at least ", "at most ") if basis == BOUND else ("", "")
+    least, most = ("at least ", "at most ") if basis == UPPER_BOUND else ("", "")
     mfu = "" if time["mfu"] is None else f"; MFU {most}{units.percent(time['mfu'])}"
-    less = basis == BOUND and time["interval"] is not None and time["interval"]["low_s"] < step
+    less = basis == UPPER_BOUND and time["interval"] is not None and time["interval"]["low_s"] < step
     by = " by the best values of what is not known for certain" if less else ""
     console.print(
         f"\n[bold]A step takes {least}{units.seconds(step)}[/]{by}: {most}{units.number(time['samples_per_s'])} "
@@ -168,7 +168,7 @@ def print_step_time(
         console.print("Waited for: " + ", ".join(named))
     if time["hidden_s"] >= step / 1000:
         console.print(f"Hidden under computation: {units.seconds(time['hidden_s'])} of communication")
-    rests = said(simulation.experiment.layout.kernels, simulation.time.system)
+    rests = describe_basis(simulation.experiment.layout.kernels, simulation.time.system)
     console.print(f"It rests on: {rests}.", markup=False)
     if time["generation"]:
         console.print(_slower(simulation.time.kernels))

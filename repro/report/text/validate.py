@@ -21,7 +21,7 @@ from repro.accuracy.validate.published import (
     points,
 )
 from repro.config.errors import ConfigError
-from repro.simulate.time.basis import BASES, SHORT
+from repro.simulate.time.calibration import BASES, BASIS_LABELS
 from repro.util import files, units
 from repro.util.console import WIDE, print_json, stdout
 from repro.util.table import table
@@ -198,7 +198,7 @@ def _table(title: str, group: Sequence[Point], console: Console) -> None:
             _ends(point.wider),
             point.unit,
             Text(units.percent(point.error, sign=True) + "  other side of 1" * side, style=style),
-            SHORT[point.rests_on],
+            BASIS_LABELS[point.rests_on],
         )
     console.print()
     console.print(Text(title, style="bold cyan"))
@@ -228,7 +228,7 @@ def _statistics(found: Sequence[Point], console: Console) -> None:
     used = {point.rests_on for point in found}
     for basis, meaning in BASES.items():
         if basis in used:
-            console.print(f"rests on {SHORT[basis]}: {meaning}.", style="dim", markup=False)
+            console.print(f"rests on {BASIS_LABELS[basis]}: {meaning}.", style="dim", markup=False)
     console.print()
     console.print(Text("Error of predicted rates", style="bold cyan"))
     console.print(grid)
@@ -266,7 +266,7 @@ def print_machine_errors(machine: MachineErrors, console: Console) -> None:
     for pair in machine.pairs:
         times = units.seconds(pair.measured), units.seconds(pair.predicted)
         error = units.percent(pair.error, sign=True)
-        grid.add_row(pair.name, pair.layout, *times, error, SHORT[pair.rests_on])
+        grid.add_row(pair.name, pair.layout, *times, error, BASIS_LABELS[pair.rests_on])
     console.print(grid)
     if machine.pairs:
         console.print(f"{len(machine.pairs)} runs, median |error| {units.percent(machine.median)}.")

@@ -27,9 +27,9 @@ from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build, in_flight
 from repro.parallel.transports import Transport
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Timed, Wait
-from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, nothing
-from repro.simulate.trace.repeat import Repeats, recordings_of
-from repro.simulate.trace.transport import GlooShapes, NoData, Recorded
+from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, no_action
+from repro.simulate.trace.repeat import BlockRepeater, recordings_of
+from repro.simulate.trace.transport import GlooBufferTransport, NoDataTransport, RecordedTransport
 from repro.util.garbage import uncollected
 
 ORDINARY = 1
@@ -163,7 +163,7 @@ def trace(
     `recorder`: a new one that keeps more than events, with `repeat` off.  `repeat`: see `.repeat`; the events are
     the same without.
     """
-    _settle()
+    _import_shape_functions()
     began = time.perf_counter()
     whole = experiment.layout.accumulation
     layout = shortened(experiment.layout, role.stage)
@@ -173,7 +173,9 @@ def trace(
 
     def transport_of(ranks: tuple[int, ...]) -> Transport:
         real = gloo and rank in ranks
-        return Recorded(GlooShapes(len(ranks), ranks.index(rank)) if real else NoData(), recorder)
+        return RecordedTransport(
+            GlooBufferTransport(len(ranks), ranks.index(rank)) if real else NoDataTransport(), recorder
+        )
 
     mesh = meshes.build(layout, rank, transport_of, RecordingLedger(recorder.events))
     device = torch.device("meta")
@@ -181,9 +183,9 @@ def trace(
         engine = NativeEngine(short, mesh, device)
         pipeline = engine.pipeline
         recorder.under_way = lambda: (
-            (pipeline.current.micro_batch, pipeline.position) if pipeline.current else nothing()
+            (pipeline.current.micro_batch, pipeline.position) if pipeline.current else no_action()
         )
-        repeats = Repeats(recorder, pipeline, recordings_of(short, gloo), recomputed=layout.recompute)
+        repeats = BlockRepeater(recorder, pipeline, recordings_of(short, gloo), recomputed=layout.recompute)
         for part in engine.parts if repeat else ():
             repeats.attach(part)
         tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
@@ -195,7 +197,7 @@ def trace(
         stop = len(recorder.events)
         engine.synchronize()
     # What holds itself through a tensor the collector cannot see: parameters their hooks, storages the recorder.
-    recorder.under_way = nothing
+    recorder.under_way = no_action
     repeats.detach()
     for part in engine.parts:
         part.sharded.remove_hooks()
@@ -218,7 +220,7 @@ def trace_roles(experiment: Experiment, *, gloo: bool = False) -> list[Trace]:
 
 
 @cache
-def _settle() -> None:
+def _import_shape_functions() -> None:
     """Import now what torch's shape functions import when first called, which would keep tensors alive.
 
     What is imported by then is not looked through by the collections that every trace begins with.

@@ -13,11 +13,11 @@ T = TypeVar("T")
 UNKNOWN = object()
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 """Operands that are what they say."""
-Call = tuple[object, ...]
+CallKey = tuple[object, ...]
 """An operator, and all of its operands that what it returns and costs can depend on."""
 
 
-def by_operator(said: Callable[[Any], T]) -> Callable[[Any], T]:
+def cached_by_operator(said: Callable[[Any], T]) -> Callable[[Any], T]:
     """`functools.cache` for what is said of an operator: by its identity, since its hash is a function in Python."""
     known: dict[int, T] = {}
 
@@ -30,15 +30,15 @@ def by_operator(said: Callable[[Any], T]) -> Callable[[Any], T]:
     return found
 
 
-class Shapes:
+class ShapeCache:
     """Calls operators, or makes what an earlier call with operands of the same shapes returned."""
 
     def __init__(self) -> None:
-        self._known: dict[Call, Any] = {}
+        self._known: dict[CallKey, Any] = {}
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Call | None) -> Any:
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: CallKey | None) -> Any:
         """`func(*args, **kwargs)` of an operator that is no view.  `key`: `call_of` it."""
-        out = written_to(func, kwargs)
+        out = output_argument(func, kwargs)
         if out is not None:
             return out
         if _in_place(func):
@@ -55,26 +55,26 @@ class Shapes:
         return found
 
 
-def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKey | None:
     """What calls that are alike share; None if an operand is of a kind that is not known here."""
     operands = [_described(value) for value in (*args, *kwargs.values())]
     return None if UNKNOWN in operands else (id(func), len(args), tuple(kwargs), *operands)
 
 
-def written_to(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
+def output_argument(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that the caller gives an operator to write its one result to, under whatever name; None without."""
     name = _out_argument(func)
     return None if name is None else kwargs.get(name)
 
 
-@by_operator
+@cached_by_operator
 def _out_argument(func: Any) -> str | None:
     """`out` of most operators, `grad_input` of some."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     return names[0] if len(names) == 1 else None
 
 
-@by_operator
+@cached_by_operator
 def _in_place(func: Any) -> bool:
     """It writes its first argument, which is all that it returns, and leaves its size alone."""
     schema = func._schema

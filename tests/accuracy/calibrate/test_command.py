@@ -27,7 +27,7 @@ from repro.launch import local_capacity
 from repro.launch.heartbeat import HeartbeatReader, HeartbeatWriter
 from repro.launch.job import Interrupt, Job
 from repro.report.text import calibrate as view
-from repro.simulate.time.emulated import CARRYING
+from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 from repro.simulate.trace.roles import roles, trace
 from tests.accuracy.calibrate.small_cache import CACHE
 from tests.training import tiny
@@ -251,7 +251,7 @@ model = "own"
     assert system.ranks_per_core == 2
     assert system.provenance is not None
     assert 0.1 < float(system.provenance.facts[STEP]) < 10, "the step's own operators"
-    assert system.provenance.facts[CARRYING] == 1, "the one core that there is"
+    assert system.provenance.facts[MESSAGE_CORES_FACT] == 1, "the one core that there is"
     assert system.device.operators[MESSAGE].fixed_s > 0
     assert system.device.operators[EXCHANGE].fixed_s > 0
     assert 0 <= system.timing.spread < 1

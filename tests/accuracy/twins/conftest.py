@@ -11,7 +11,7 @@ from repro.accuracy.twins.originals import named
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config.system import System
 from repro.config.systems.load import parse
-from repro.simulate.time.emulated import CARRYING
+from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 
 RANKS = 16
 LOWBW = ["deepspeed_lowbw/lowbw-megatron"]
@@ -35,7 +35,7 @@ def tables() -> dict[str, Any]:
             "ranks": RANKS,
             "repeats": 1,
             "cores": 1,
-            "facts": {CARRYING: 1},
+            "facts": {MESSAGE_CORES_FACT: 1},
         },
         "device": {
             "name": "a processor",

@@ -23,8 +23,8 @@ from repro.config.system import System
 from repro.config.systems.load import parse
 from repro.config.twin import RATIO
 from repro.emulate.frames import payload_share
-from repro.simulate.time.basis import CALIBRATED, PUBLISHED
-from repro.simulate.time.emulated import emulated
+from repro.simulate.time.calibration import CALIBRATED, PUBLISHED_POINT
+from repro.simulate.time.emulated import emulated_system
 from repro.simulate.time.network import Network
 from tests.accuracy.twins.conftest import LOWBW, tables
 
@@ -167,12 +167,12 @@ def test_which_experiments_are_compared(catalogue: SuiteCatalogue) -> None:
 
 def test_a_file_of_other_ranks_is_refused(machine: System) -> None:
     with pytest.raises(ConfigError, match="--gpus 8"):
-        emulated(machine, EmulatedNetwork(nodes=2, ranks_per_node=4, between=1e7))
+        emulated_system(machine, EmulatedNetwork(nodes=2, ranks_per_node=4, between=1e7))
 
 
 def test_an_emulated_network_is_what_its_buckets_let_through(machine: System, lowbw: Twin) -> None:
     network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
-    system = emulated(machine, network)
+    system = emulated_system(machine, network)
     layouts = [member.twin.layout for member in lowbw.members]
     rates = [Network(system, layout).bus_bandwidth("dp") / payload_share(network) for layout in layouts]
     assert rates == [pytest.approx(2e6), pytest.approx(8e6)], "four groups share a node's link, or one has it"
@@ -182,12 +182,12 @@ def test_an_emulated_network_is_what_its_buckets_let_through(machine: System, lo
 def test_a_step_of_a_ring_takes_its_link_or_the_cores(machine: System, lowbw: Twin) -> None:
     """Sixteen messages share two cores; behind a slow link the second of two segments takes its half of that."""
     network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
-    system, layout = emulated(machine, network), lowbw.members[0].twin.layout
+    system, layout = emulated_system(machine, network), lowbw.members[0].twin.layout
     over_nodes = Network(system, layout)
     small, large = (over_nodes.seconds("all_reduce", "dp", size) for size in (8, 40_000_000))
     assert small == pytest.approx(6 * 2e-3, rel=1e-2), "gloo has rings alone: six messages, no tree"
     assert large == pytest.approx(6 * (10e6 / (2e6 * payload_share(network)) + 2e-3 / 2), rel=1e-6)
-    fast = Network(emulated(machine, EmulatedNetwork(nodes=1, ranks_per_node=16)), layout)
+    fast = Network(emulated_system(machine, EmulatedNetwork(nodes=1, ranks_per_node=16)), layout)
     assert fast.seconds("all_reduce", "tp", 1_000_000) == pytest.approx(6 * 2.5e-3, rel=1e-2)
 
 
@@ -195,7 +195,9 @@ def test_a_file_without_a_ring_of_all_ranks_is_refused() -> None:
     found = tables()
     del found["links"]["memory"]["collectives"]
     with pytest.raises(ConfigError, match="calibrate anew"):
-        emulated(parse(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16))
+        emulated_system(
+            parse(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16)
+        )
 
 
 def test_the_suite_is_the_twin(
@@ -235,9 +237,9 @@ def test_both_sides_say_what_they_rest_on(tmp_path: Path, capsys: pytest.Capture
     assert main(asked) == 0
     (line, *_) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("which rests on"))
     assert line.removeprefix("which rests on").split("  ")[-1].strip() == CALIBRATED
-    assert PUBLISHED in line
+    assert PUBLISHED_POINT in line
     assert main([*asked, "--json"]) == 0
     members = [member for each in json.loads(capsys.readouterr().out) for member in each["members"]]
     assert [member["rests_on"] for member in members] == [
-        {"original": PUBLISHED, "twin": CALIBRATED} for _ in members
+        {"original": PUBLISHED_POINT, "twin": CALIBRATED} for _ in members
     ]

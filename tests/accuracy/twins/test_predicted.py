@@ -21,7 +21,7 @@ from repro.launch import simulated
 from repro.results.metrics import STEP_SECONDS
 from repro.results.record_parts import NetworkReport, RankOnNetwork
 from repro.results.store import read
-from repro.simulate.time.emulated import CARRYING, emulated
+from repro.simulate.time.emulated import MESSAGE_CORES_FACT, emulated_system
 from repro.simulate.time.network import Network
 from tests.accuracy.twins.conftest import tables
 from tests.records import latest, made_up
@@ -43,7 +43,7 @@ def test_a_rank_begins_as_many_messages_as_its_transport(
 ) -> None:
     between = 8e6 if nodes > 1 else 0.0
     network = EmulatedNetwork(nodes=nodes, ranks_per_node=16 // nodes, between=between, within=20e6)
-    assert Network(emulated(machine, network), layout).messages(op, "dp") == messages
+    assert Network(emulated_system(machine, network), layout).messages(op, "dp") == messages
 
 
 @pytest.mark.slow
@@ -77,24 +77,26 @@ def test_links_are_as_fast_as_a_run_here_would_make_them() -> None:
     here = calibrated(**{PRODUCTS: 10e9})
     written = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=2e7, flops_per_s=5e9)
     as_run = EmulatedNetwork(nodes=4, ranks_per_node=4, between=16e6, within=4e7)
-    assert emulated(here, written).links == emulated(here, as_run).links
+    assert emulated_system(here, written).links == emulated_system(here, as_run).links
 
 
 def test_a_file_that_does_not_say_how_fast_ranks_compute_cannot_scale_links() -> None:
     network = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7, flops_per_s=5e9)
     with pytest.raises(ConfigError, match=f"{PRODUCTS}.*calibrate anew"):
-        emulated(calibrated(), network)
+        emulated_system(calibrated(), network)
 
 
 def test_a_rank_has_its_share_of_a_core() -> None:
-    found = emulated(calibrated(), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
+    found = emulated_system(calibrated(), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
     for name, rate in calibrated().device.operators.items():
         assert found.device.operators[name] == rate.slowed(1 / CORES_SHARE)
 
 
 def test_a_file_of_ranks_on_all_cores_is_not_of_ranks_that_leave_half_of_them_to_messages() -> None:
     with pytest.raises(ConfigError, match="half of the cores: repro calibrate --suite"):
-        emulated(calibrated(**{CARRYING: 0}), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
+        emulated_system(
+            calibrated(**{MESSAGE_CORES_FACT: 0}), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7)
+        )
 
 
 def test_a_run_is_predicted_on_the_links_that_it_had() -> None:

@@ -20,8 +20,12 @@ from repro.measure.local_system import load_system
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
-from repro.simulate.time.calibration_points import calibration_point_of, calibration_points
-from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
+from repro.simulate.time.calibration import (
+    UNCALIBRATED_KERNELS,
+    calibration_point_of,
+    calibration_points,
+    uncertain_numbers,
+)
 from tests.accuracy.validate.steps import RINGS, judged, on
 from tests.claims.test_judge import HEAD
 from tests.claims.test_possible import rate
@@ -112,7 +116,7 @@ def test_every_unknown_has_what_measures_it_and_the_fact_is_written() -> None:
         ranks = [rank("nvlink" in system.links)] * 4
         written = document.tables("local-gpu", "fp16", ranks, repeats=3, load=0.0, quick=False)
         for kernels in OperatorSet:
-            for one in uncertain(system, calibration_point_of(kernels, system)):
+            for one in uncertain_numbers(system, calibration_point_of(kernels, system)):
                 seen[one.key] = how = measurement(one.key, name)
                 assert how.how, one.key
                 assert bool(how.command) == bool(how.fact), one.key
@@ -121,7 +125,7 @@ def test_every_unknown_has_what_measures_it_and_the_fact_is_written() -> None:
                     assert part in at, f"{one.key} of {name}: {how.fact} is not in the document"
                     at = at[part]
     rates = {point.rate.key for point in calibration_points()}
-    assert {RINGS, PACE, UNCALIBRATED.key} <= set(seen)
+    assert {RINGS, PACE, UNCALIBRATED_KERNELS.key} <= set(seen)
     runs_of_others = {"device.time.spread"} | rates & set(seen)
     assert {key for key, how in seen.items() if not how.command} == runs_of_others != {"device.time.spread"}
     assert "--system dgx2 --profile" in measurement(RINGS, "dgx2").command

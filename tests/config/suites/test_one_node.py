@@ -10,8 +10,8 @@ import pytest
 from repro.claims.reader import load as load_ledger
 from repro.config import systems
 from repro.model.parameters import total
-from repro.simulate.time.calibration_points import calibration_points
-from repro.simulate.time.device import MODELLED
+from repro.simulate.time.calibration import calibration_points
+from repro.simulate.time.device import MODELLED_KERNELS
 from repro.simulate.time.predict import predict
 from repro.simulate.trace.roles import trace_roles
 from tests import committed
@@ -95,7 +95,7 @@ def test_what_is_held_back_is_near_and_was_far_without_a_generation() -> None:
             system = systems.load(experiment.system)
             found, bound = (
                 predict(experiment, system, traces),
-                predict(experiment, system, traces, kernels=MODELLED),
+                predict(experiment, system, traces, kernels=MODELLED_KERNELS),
             )
             errors[experiment.name] = found.flops_per_device / row.printed.value / 1e12 - 1
             bounds[experiment.name] = bound.flops_per_device / row.printed.value / 1e12 - 1

@@ -10,7 +10,7 @@ from repro.claims.reader import load as load_ledger
 from repro.config import Experiment
 from repro.model import flops
 from repro.model.parameters import total
-from repro.simulate.time.calibration_points import calibration_points
+from repro.simulate.time.calibration import calibration_points
 from tests import committed
 
 ENTRIES = committed.suite(Path(__file__).parents[3] / "suites/today.toml").entries

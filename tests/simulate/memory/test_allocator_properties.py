@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory
+from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory, replay
 from repro.simulate.memory.pools import (
     LARGE_SEGMENT,
     MIB,
@@ -18,7 +18,6 @@ from repro.simulate.memory.pools import (
     SMALL_SEGMENT,
     round_up,
 )
-from repro.simulate.memory.replay import replay
 from repro.simulate.trace.events import Alloc, Event, Free
 
 SIZES = st.one_of(

@@ -20,8 +20,7 @@ from repro.config.timing import Provenance
 from repro.measure.local_system import discover
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import GROUPS
-from repro.simulate.time.measured_collectives import interpolate
-from repro.simulate.time.network import Network
+from repro.simulate.time.network import Network, interpolate
 from tests.simulate.time.networks import networks, number, payloads, with_link
 
 GB = 1e9

@@ -16,9 +16,9 @@ from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.systems.unknowns import with_values
 from repro.parallel.pipeline.schedule import FORWARD, Action, bubble, build
-from repro.simulate.time import perfetto
-from repro.simulate.time.account import TRANSFER
-from repro.simulate.time.device import MODELLED, DeviceCost
+from repro.simulate.time import breakdown
+from repro.simulate.time.breakdown import STAGE_SEND
+from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram
 from repro.simulate.time.schedule import Timeline, schedule
@@ -79,7 +79,7 @@ def faster(system: System, link: float, memory: float, peak: float) -> System:
 
 
 def predicted(name: str, system: System, **options: Any) -> Prediction:
-    return predict(experiment(name), system, traces(name), kernels=MODELLED, **options)
+    return predict(experiment(name), system, traces(name), kernels=MODELLED_KERNELS, **options)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -127,12 +127,12 @@ def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> 
         def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
             return 0.0
 
-    from repro.simulate.time.program import program
+    from repro.simulate.time.program import compile_program
 
     layout, system = LAYOUTS[name], base_system()
     cost = DeviceCost(system, layout.precision)
     made = [
-        program(traced, layout.accumulation, cost, lambda message: 0.0, lambda op, group: 1)
+        compile_program(traced, layout.accumulation, cost, lambda message: 0.0, lambda op, group: 1)
         for traced in traces(name)
     ]
     if layout.pp > 1:
@@ -165,7 +165,9 @@ def test_twice_the_layers_take_about_twice_as_long() -> None:
     for name in ("one", "dp-z2"):
         seconds = [
             predict(
-                experiment(name, replace(MODEL, layers=layers, vocab=64)), base_system(), kernels=MODELLED
+                experiment(name, replace(MODEL, layers=layers, vocab=64)),
+                base_system(),
+                kernels=MODELLED_KERNELS,
             ).step_s
             for layers in (12, 24)
         ]
@@ -238,7 +240,7 @@ def test_messages_that_fit_under_the_next_action_cost_only_the_way_through() -> 
     blocking = pipeline(replace(layout, overlap=False), 0.25)
     assert blocking.step_s > slow
     assert sum(blocking.stages[1].exposed.values()) >= 16 * 0.25
-    assert blocking.stages[0].communication[TRANSFER] == pytest.approx(2 * 16 * 0.25)  # out and in
+    assert blocking.stages[0].communication[STAGE_SEND] == pytest.approx(2 * 16 * 0.25)  # out and in
 
 
 def test_without_overlap_messages_that_leave_together_share_the_way_out() -> None:
@@ -293,7 +295,7 @@ def test_stages_that_exchange_never_wait_for_ever_and_are_never_faster(
 
 def test_a_drawing_has_a_row_for_each_stream(tmp_path: Any) -> None:
     found = predicted("dp-z2", base_system(), record=True)
-    events = perfetto.events(found.timeline.spans, [0])
+    events = breakdown.trace_events(found.timeline.spans, [0])
     rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"compute", "dp"} <= rows
     spans = [event for event in events if event["ph"] == "X"]
@@ -304,7 +306,7 @@ def test_a_drawing_has_a_row_for_each_stream(tmp_path: Any) -> None:
     for row in by_row.values():  # a stream does one thing at a time
         row.sort()
         assert all(later[0] >= earlier[1] - 1e-6 for earlier, later in pairwise(row))
-    perfetto.write(tmp_path / "timeline.json", found.timeline.spans, [0])
+    breakdown.write_chrome_trace(tmp_path / "timeline.json", found.timeline.spans, [0])
     assert (tmp_path / "timeline.json").stat().st_size > 1000
 
 

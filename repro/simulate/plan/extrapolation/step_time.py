@@ -1,11 +1,10 @@
-"""Seconds of a step from a family's shallow traces: small schedules, extended along straight lines.
+"""Step time extrapolated linearly from small schedules of a family's shallow traces.
 
-A pipeline of equal stages takes one more turn of its slowest stage for every further micro-batch, and one more
-forward and backward pass for every further stage; each further layer lengthens both alike.  So a few stages,
-micro-batches and layers are scheduled, on the links that the whole layout has, and lines drawn through them:
-T = T0 + (m - m0) dT/dm + (p - p0) dT/dp, of two depths each.  A micro-batch's operators are those of the
-narrowest and the widest traced, with shapes, FLOP and bytes in between, so that products keep their own tiles
-and waves.  Within a few percent of what the whole step's schedule says (tests/simulate/test_steptime.py).
+A pipeline of equal stages takes one more turn of its slowest stage for every further micro-batch, and one more forward
+and backward pass for every further stage; each further layer lengthens both alike. A few stages, micro-batches and
+layers are scheduled on the links of the whole layout, and lines drawn through them: T = T0 + (m - m0) dT/dm + (p - p0)
+dT/dp, of two depths each. A micro-batch's operators are interpolated between the narrowest and the widest trace. The
+error against the whole schedule is a few percent (tests/simulate/test_steptime.py).
 """
 
 from __future__ import annotations
@@ -23,36 +22,33 @@ from repro.model import flops
 from repro.parallel.pipeline.schedule import FORWARD, Action
 from repro.results.interval import StepInterval
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
-from repro.simulate.plan.rates import Rates, groups_of
-from repro.simulate.plan.shallow import LayoutFamily
-from repro.simulate.plan.widen import widened
-from repro.simulate.time import calibration_points
-from repro.simulate.time.account import OnlyTheEnd, StageTime
-from repro.simulate.time.basis import rests_on
-from repro.simulate.time.device import MODELLED
-from repro.simulate.time.interval import all_cases, at, of_seconds
-from repro.simulate.time.network import Network
-from repro.simulate.time.predict import Prediction
-from repro.simulate.time.program import OperatorCost, StageProgram, program
+from repro.simulate.plan.extrapolation.linear import widen_traces
+from repro.simulate.plan.extrapolation.lower_bound import SystemRates, network_layout
+from repro.simulate.plan.extrapolation.shallow_traces import LayoutFamily
+from repro.simulate.time import calibration
+from repro.simulate.time.breakdown import NoBreakdown, StageTime
+from repro.simulate.time.calibration import prediction_basis, uncertain_numbers
+from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost, SeveralDevices
+from repro.simulate.time.network import Network, SeveralNetworks
+from repro.simulate.time.predict import Prediction, all_cases, interval_of_seconds, systems_and_kernels
+from repro.simulate.time.program import StageProgram, compile_program
 from repro.simulate.time.schedule import Timeline, schedule
-from repro.simulate.time.several import SeveralDevices, SeveralNetworks
-from repro.simulate.time.uncertain import uncertain
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
 from repro.simulate.trace.roles import ORDINARY, Trace
 from repro.util.garbage import uncollected
 
-STAGES = 4
+SCHEDULED_STAGES = 4
 """A deeper pipeline is scheduled with so many stages and one more."""
 Networks = Network | SeveralNetworks
-Point = tuple[int, int]
+ScheduleSize = tuple[int, int]
 """Stages and micro-batches of a schedule."""
 
 
-class Times:
+class StepTimes:
     """Predicts layouts of one model and system; keeps what they share."""
 
     def __init__(self, model: Model, seq: int, system: System):
-        self.model, self.seq, self.system, self.rates = model, seq, system, Rates(system)
+        self.model, self.seq, self.system, self.rates = model, seq, system, SystemRates(system)
         self._widened: dict[tuple[str, int], tuple[Trace, Trace]] = {}
         """Of the last family, few and more layers: role, samples."""
         self._cases: dict[tuple[str, str], tuple[list[System], SeveralDevices]] = {}
@@ -88,29 +84,29 @@ class Times:
         self, layout: Layout, families: dict[str, LayoutFamily], step_s: float
     ) -> StepInterval | None:
         """What a step that takes `step_s` may take instead; None where nothing is unknown.  `ConfigError` as `of`."""
-        generation = calibration_points.calibration_point_of(layout.kernels, self.system)
-        found = uncertain(self.system, generation)
+        generation = calibration.calibration_point_of(layout.kernels, self.system)
+        found = uncertain_numbers(self.system, generation)
         if not found:
             return None
         key = layout.precision, layout.kernels
         if key not in self._cases:
-            systems, kernels = at(self.system, generation, (Case(), *all_cases(found)))
+            systems, kernels = systems_and_kernels(self.system, generation, (Case(), *all_cases(found)))
             self._cases[key] = systems, SeveralDevices(systems, layout.precision, kernels, layout.world)
         systems, cost = self._cases[key]
-        network = SeveralNetworks(systems, groups_of(layout))
+        network = SeveralNetworks(systems, network_layout(layout))
         seconds = network.lanes(0.0)
-        for weight, _, timeline in self._timelines(layout, families, cost, network, account=OnlyTheEnd):
+        for weight, _, timeline in self._timelines(layout, families, cost, network, account=NoBreakdown):
             seconds = seconds + weight * timeline.step_s
-        return of_seconds(found, (seconds[1:] * (step_s / seconds[0])).tolist())
+        return interval_of_seconds(found, (seconds[1:] * (step_s / seconds[0])).tolist())
 
     def _timelines(
         self,
         layout: Layout,
         families: dict[str, LayoutFamily],
-        cost: OperatorCost,
+        cost: DeviceCost,
         network: Networks,
         account: type[StageTime] = StageTime,
-    ) -> Iterator[tuple[float, Point, Timeline]]:
+    ) -> Iterator[tuple[float, ScheduleSize, Timeline]]:
         """The small schedules whose weighted sum is the step's: the weight of each, its size and its events."""
         layers = self.model.layers // (layout.pp * layout.chunks)
         base = next(iter(families.values()))
@@ -119,7 +115,7 @@ class Times:
         for deep, weight in ((False, 1 - part), (True, part)):
             if weight:
                 programs = self._programs(layout, families, deep, cost, network)
-                for point, share in points(layout).items():
+                for point, share in schedule_points(layout).items():
                     yield weight * share, point, self._scheduled(layout, point, programs, network, account)
 
     def _programs(
@@ -127,7 +123,7 @@ class Times:
         layout: Layout,
         families: dict[str, LayoutFamily],
         deep: bool,
-        cost: OperatorCost,
+        cost: DeviceCost,
         network: Networks,
     ) -> dict[str, StageProgram]:
         found = {}
@@ -136,38 +132,38 @@ class Times:
                 continue
             key = name, layout.micro_batch
             if key not in self._widened:
-                self._widened[key] = widened(family, layout.micro_batch)
+                self._widened[key] = widen_traces(family, layout.micro_batch)
             traced = self._widened[key][deep]
             shards = family.base.layout.dp / layout.dp if layout.zero else 1.0
             traced = replace(traced, events=list(_resharded(traced.events, shards)))
             seconds = _seconds(network, layout, shards)
-            found[name] = program(traced, traced.layout.accumulation, cost, seconds, network.messages)
+            found[name] = compile_program(traced, traced.layout.accumulation, cost, seconds, network.messages)
         return found
 
     def _scheduled(
         self,
         layout: Layout,
-        point: Point,
+        point: ScheduleSize,
         programs: dict[str, StageProgram],
         network: Networks,
         account: type[StageTime],
     ) -> Timeline:
         stages, micro_batches = point
-        small = _with(layout, stages, micro_batches)
-        names = _names(stages)
-        by_name = {name: _of(programs[name], micro_batches) for name in dict.fromkeys(names)}
+        small = _resized(layout, stages, micro_batches)
+        names = _stage_roles(stages)
+        by_name = {name: _program_for(programs[name], micro_batches) for name in dict.fromkeys(names)}
         return schedule(
             small,
             [by_name[name] for name in names],
-            network if stages == layout.pp else _Edges(network, stages),
+            network if stages == layout.pp else _MeanStageEdges(network, stages),
             overlap_cost=network.overlap_cost,
             ranks_per_core=self.system.ranks_per_core,
             account=account,
         )
 
-    def _document(self, layout: Layout, point: Point, timeline: Timeline) -> dict[str, Any]:
+    def _document(self, layout: Layout, point: ScheduleSize, timeline: Timeline) -> dict[str, Any]:
         stages, micro_batches = point
-        small = _with(layout, stages, micro_batches)
+        small = _resized(layout, stages, micro_batches)
         sizes = replace(self.model, layers=stages * layout.chunks)
         experiment = Experiment(
             name="shallow",
@@ -176,7 +172,7 @@ class Times:
             training=Training(seq=self.seq),
             system=self.system.name,
         )
-        return Prediction(experiment, self.system, timeline, [], None, MODELLED).as_dict()
+        return Prediction(experiment, self.system, timeline, [], None, MODELLED_KERNELS).as_dict()
 
     def _sum(self, layout: Layout, parts: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
         found: dict[str, Any] = dict(parts[0][1])
@@ -190,12 +186,12 @@ class Times:
             elif key.endswith("_s"):
                 found[key] = max(0.0, sum(weight * part[key] for weight, part in parts))
         work = flops.hardware_flops(self.model, self.seq, layout.global_batch, layout.recompute)
-        generation = calibration_points.calibration_point_of(layout.kernels, self.system)
+        generation = calibration.calibration_point_of(layout.kernels, self.system)
         found["samples_per_s"] = layout.global_batch / found["step_s"]
         found["flops_per_device"] = work / found["step_s"] / layout.world
         rate = flops.model_flops(self.model, self.seq, layout.global_batch) / found["step_s"]
         found["mfu"] = flops.utilisation(rate, layout.world, self.system, layout.precision)
-        found["rests_on"] = rests_on(layout.kernels, self.system)
+        found["rests_on"] = prediction_basis(layout.kernels, self.system)
         found["generation"] = generation.name if generation is not None else ""
         kernels = self.rates.cost(layout).kernels
         found["factor"], found["product_factor"] = kernels.others, kernels.products
@@ -210,7 +206,7 @@ def times_of(
     families: Sequence[tuple[Sequence[Layout], dict[str, LayoutFamily]]],
 ) -> list[list[dict[str, Any] | str]]:
     """`Times.family` of several families, which share their networks; runs in a worker."""
-    times = Times(model, seq, system)
+    times = StepTimes(model, seq, system)
     return [times.family(layouts, traced) for layouts, traced in families]
 
 
@@ -222,21 +218,21 @@ def intervals_of(
     asked: Sequence[tuple[Layout, dict[str, LayoutFamily], float]],
 ) -> list[StepInterval | None]:
     """`Times.interval` of layouts of any family with the seconds of their steps; runs in a worker."""
-    times, found = Times(model, seq, system), []
+    times, found = StepTimes(model, seq, system), []
     for layout, families, step_s in asked:
         times.forget()
         found.append(times.interval(layout, families, step_s))
     return found
 
 
-def points(layout: Layout) -> dict[Point, float]:
+def schedule_points(layout: Layout) -> dict[ScheduleSize, float]:
     """The schedules from which `layout`'s follows, and the weight of each in the sum."""
     pp, m = layout.pp, layout.accumulation
-    if pp > STAGES + 1:
-        few, more = (STAGES, 2 * STAGES), (STAGES, 3 * STAGES)
-        longer = STAGES + 1, 2 * (STAGES + 1)
+    if pp > SCHEDULED_STAGES + 1:
+        few, more = (SCHEDULED_STAGES, 2 * SCHEDULED_STAGES), (SCHEDULED_STAGES, 3 * SCHEDULED_STAGES)
+        longer = SCHEDULED_STAGES + 1, 2 * (SCHEDULED_STAGES + 1)
         turns = (m - few[1]) / (more[1] - few[1])
-        stages = float(pp - STAGES)
+        stages = float(pp - SCHEDULED_STAGES)
         turns -= stages * (longer[1] - few[1]) / (more[1] - few[1])  # `longer` has more micro-batches as well
         return {few: 1 - turns - stages, more: turns, longer: stages}
     few, more = (pp, max(3, 2 * pp)), (pp, max(3, 2 * pp) + pp)
@@ -246,17 +242,17 @@ def points(layout: Layout) -> dict[Point, float]:
     return {few: 1 - turns, more: turns}
 
 
-def _names(stages: int) -> list[str]:
+def _stage_roles(stages: int) -> list[str]:
     return [ALL] if stages == 1 else [FIRST, *[MIDDLE] * (stages - 2), LAST]
 
 
-def _with(layout: Layout, stages: int, micro_batches: int) -> Layout:
+def _resized(layout: Layout, stages: int, micro_batches: int) -> Layout:
     """`layout` with another number of stages and micro-batches."""
     batch = micro_batches * layout.micro_batch * layout.dp
     return replace(layout, pp=stages, global_batch=batch, stage_layers=())
 
 
-def _of(traced: StageProgram, micro_batches: int) -> StageProgram:
+def _program_for(traced: StageProgram, micro_batches: int) -> StageProgram:
     """`traced`, whose first, ordinary and last micro-batch stand for all, for another number of them."""
     last = traced.micro_batches - 1
     segments = {}
@@ -274,7 +270,7 @@ def _of(traced: StageProgram, micro_batches: int) -> StageProgram:
     return StageProgram(segments, traced.tail, micro_batches, micro_batches - 1)
 
 
-class _Edges:
+class _MeanStageEdges:
     """Messages between the stages of a shortened pipeline: the whole one's mean between neighbours."""
 
     def __init__(self, network: Networks, stages: int):

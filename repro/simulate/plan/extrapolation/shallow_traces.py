@@ -1,8 +1,8 @@
-"""Traces of a few layers, and what of them a deeper model under the same strategy needs.
+"""Traces of a few layers, from which the deeper models of a family of layouts are extrapolated.
 
-All layers of a GPT are alike, so memory and traffic are straight lines in the number of layers, in the
-micro-batches that a stage keeps, and (but for what does not depend on it) in the size of a micro-batch.  A
-family of layouts is traced at the few points that these lines take; `repro.simulate.plan.estimate` draws them.
+All layers of a GPT are alike. Memory and traffic are therefore linear in the number of layers, in the micro-batches
+that a stage retains, and nearly so in the size of a micro-batch. A family is traced at the few points that these lines
+need.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.config.attention import has_fused_softmax
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
-from repro.simulate.plan.least import Work
+from repro.simulate.plan.extrapolation.lower_bound import MinimumWork
 from repro.simulate.trace.events import Alloc, Event, Message, Operator, PhaseStart, Wait
 from repro.util.carried import Carried
 from repro.util.garbage import uncollected
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from repro.simulate.trace.roles import Trace
 
 DEVICE_KEPT = ("activations", "checkpoints")
-KEPT = (*DEVICE_KEPT, "host")
+RETAINED_CATEGORIES = (*DEVICE_KEPT, "host")
 """Categories that hold something for every layer and micro-batch in flight."""
-WEIGHTS = (0, 1, 16)
+PEAK_WEIGHTS = (0, 1, 16)
 """A phase's peak may be at another moment in a deeper model, one at which more is kept for the backward pass.
 So as many moments are noted: where all live bytes, and once and 16 times more those kept, are most."""
-ENDS, BETWEEN = (ALL, FIRST, LAST), (MIDDLE,)
+END_ROLES, MIDDLE_ROLES = (ALL, FIRST, LAST), (MIDDLE,)
 """Roles that are not between others, and the one that is."""
-Row = tuple[str, str, str]
+MessageKind = tuple[str, str, str]
 """Operation, group and purpose of messages."""
 
 
@@ -50,7 +50,7 @@ class ShallowProfile:
     """By phase: what is live by category, at the moments of the phase that could be its peak (`WEIGHTS`)."""
     most: dict[str, int]
     """The most of each category at any moment."""
-    rows: dict[Row, tuple[int, int]]
+    rows: dict[MessageKind, tuple[int, int]]
     """Payload of the messages: of all micro-batches traced, and of one more."""
     micro_batches: int
     """Of these, how many were traced."""
@@ -74,7 +74,7 @@ class LayoutFamily:
     longer: ShallowProfile
     """With more micro-batches in flight (or `base`); of the stages in the middle, whose memory nobody asks for
     since the first one keeps more, `base`."""
-    work: Work
+    work: MinimumWork
     """Of a micro-batch, at least."""
 
 
@@ -121,13 +121,17 @@ def trace_family(
         return found
 
     few, many = _depths(layout)
-    narrow = _shallow(layout, 3 if names == BETWEEN else layout.pp, narrowest)
+    narrow = _shallow(layout, 3 if names == MIDDLE_ROLES else layout.pp, narrowest)
     base, deeper = profiles(narrow, few, names), profiles(narrow, many, names)
     wider = profiles(_shallow(layout, narrow.pp, widest), few, names) if widest > narrowest else base
     longer = dict(base)
     if narrow.pp == 2:
         three = _shallow(layout, 3, narrowest)
-        others = [name for name in base if kept(three, _stage(three, name)) != base[name].in_flight]
+        others = [
+            name
+            for name in base
+            if micro_batches_in_flight(three, _stage(three, name)) != base[name].in_flight
+        ]
         longer |= profiles(three, few, others)
     return {
         name: LayoutFamily(
@@ -135,7 +139,7 @@ def trace_family(
             deeper[name],
             wider[name],
             longer[name],
-            Work.of_traces(base[name].timed, deeper[name].timed, wider[name].timed, (few, many)),
+            MinimumWork.of_traces(base[name].timed, deeper[name].timed, wider[name].timed, (few, many)),
         )
         for name in base
     }, made
@@ -148,7 +152,7 @@ def _depths(layout: Layout) -> tuple[int, int]:
     return (1, 2) if layout.pp > 1 else (2, 4)
 
 
-def kept(layout: Layout, stage: int) -> int:
+def micro_batches_in_flight(layout: Layout, stage: int) -> int:
     """Micro-batches (times chunks) in flight on a stage."""
     if layout.schedule == "interleaved":
         return _in_flight(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
@@ -181,7 +185,7 @@ def _profiles(experiment: Experiment, layers: int, names: Sequence[str]) -> dict
 def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> ShallowProfile:
     from repro.simulate.trace.roles import ORDINARY
 
-    rows: dict[Row, tuple[int, int]] = {}
+    rows: dict[MessageKind, tuple[int, int]] = {}
     ordinary = 0
     for event in traced.step:
         if isinstance(event, PhaseStart):
@@ -193,7 +197,7 @@ def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> ShallowP
     live, most = _moments(traced.events)
     return ShallowProfile(
         layers=layers,
-        in_flight=kept(layout, stage),
+        in_flight=micro_batches_in_flight(layout, stage),
         layout=layout,
         parameters=traced.parameters,
         live=live,
@@ -219,7 +223,7 @@ def _timed(traced: Trace) -> Trace:
 
 def _moments(events: Iterable[Event]) -> tuple[dict[str, tuple[dict[str, int], ...]], dict[str, int]]:
     """By phase, what is live when live bytes, weighted as in `WEIGHTS`, are most; and the most of each category."""
-    from repro.simulate.memory.live import LiveBytes
+    from repro.simulate.memory.live_bytes import LiveBytes
 
     live, phase = LiveBytes(), ""
     found: dict[str, list[dict[str, int]]] = {}
@@ -228,15 +232,15 @@ def _moments(events: Iterable[Event]) -> tuple[dict[str, tuple[dict[str, int], .
         live.see(event)
         if isinstance(event, PhaseStart):
             phase = event.name
-            most.setdefault(phase, [-1] * len(WEIGHTS))
-            found.setdefault(phase, [{}] * len(WEIGHTS))
+            most.setdefault(phase, [-1] * len(PEAK_WEIGHTS))
+            found.setdefault(phase, [{}] * len(PEAK_WEIGHTS))
         elif not isinstance(event, Alloc):
             continue
-        kept, now = 0, None
+        retained, now = 0, None
         for category in DEVICE_KEPT:
-            kept += live.now[category]
-        for i, weight in enumerate(WEIGHTS):
-            if live.total + weight * kept > most[phase][i]:
+            retained += live.now[category]
+        for i, weight in enumerate(PEAK_WEIGHTS):
+            if live.total + weight * retained > most[phase][i]:
                 now = now or dict(live.now)
-                most[phase][i], found[phase][i] = live.total + weight * kept, now
+                most[phase][i], found[phase][i] = live.total + weight * retained, now
     return {phase: tuple(moments) for phase, moments in found.items()}, live.most

@@ -1,34 +1,41 @@
-"""Generations of software: the efficiency of their kernels, each from one published point (`calibration_points.toml`).
+"""Calibration points of software generations, their unknowns, and the basis of a predicted time.
 
-The model of a device says what shapes, arithmetic and bandwidth allow; what a generation's kernels take
-beyond that is one factor, published seconds over modelled seconds of one step.
+The device model gives the time that shapes, arithmetic and bandwidth allow. A calibration point gives one factor for a
+generation's kernels: published seconds over modelled seconds of one step (`calibration_points.toml`). This module does
+not import torch.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from repro.config import Experiment, Layout, Model, OperatorSet, Training
+from repro.config.errors import ConfigError
 from repro.config.files import build, read_toml
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.config.systems.unknowns import Unknown, unknown
+from repro.config.systems.unknowns import Unknown, unknown, unknowns
+from repro.measure.local_system import load_system
+from repro.results.metrics import STEP_SECONDS
+from repro.results.schema import SIMULATED, ExperimentRecord
 
-ALIKE = Quantity(
+EQUAL_PRODUCTS_SHARE = Quantity(
     value=1,
     low=0,
     source="a published rate is of all kernels together: products are as far from the model of their device as "
     "the others (assumed); low: a product takes what it takes alone, and the others all that is left (assumed)",
 )
-STREAMING = Quantity(
+DEFAULT_PASSES = Quantity(
     value=1,
     high=1.31,
     source="as kernels that scale a vector (te42kyfo/gpu-benches, docs/time.md), where this software's were not "
     "measured; high: those of Megatron-LM on an A100, if Adam's are as slow as copies",
 )
-FILE = Path(__file__).with_name("calibration_points.toml")
+CALIBRATION_FILE = Path(__file__).with_name("calibration_points.toml")
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,10 @@ class CalibrationPoint:
     """The most."""
     dropout: float = 0.0
     """Of hidden states and of attention weights."""
-    products: Quantity = ALIKE
+    products: Quantity = EQUAL_PRODUCTS_SHARE
     """What matrix products take beyond the model, over what other kernels do, each of its own seconds; 0: they take
     what they take alone."""
-    passes: Quantity = STREAMING
+    passes: Quantity = DEFAULT_PASSES
     """Seconds of passes over parameters and gradients over what their bytes ask for; measured, not from the point."""
     operator_s: Quantity | None = None
     """Seconds of the host for an operator of a layer, its modules and their backward passes included; None: the
@@ -113,7 +120,10 @@ class CalibrationPoint:
 @cache
 def calibration_points() -> tuple[CalibrationPoint, ...]:
     """All of them, as the file has them, those of one card last: the last that fits a device holds."""
-    found = [build(CalibrationPoint, entry, file=FILE.name) for entry in read_toml(FILE)["generation"]]
+    found = [
+        build(CalibrationPoint, entry, file=CALIBRATION_FILE.name)
+        for entry in read_toml(CALIBRATION_FILE)["generation"]
+    ]
     return tuple(sorted(found, key=lambda point: len(point.card)))
 
 
@@ -133,3 +143,80 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> CalibrationPoi
     }
     other = {OperatorSet.UNFUSED: OperatorSet.SOFTMAX, OperatorSet.SOFTMAX: OperatorSet.UNFUSED}.get(kernels)
     return points.get(kernels) or (points.get(other) if other else None)
+
+
+TIMING_KEY_PREFIXES = ("device.", "links.")
+"""Beginnings of the keys that time depends on."""
+UNCALIBRATED_KERNELS = unknown(
+    "kernels",
+    Quantity(
+        value=1,
+        low=0.99,
+        high=1.6,
+        source="no run calibrates these kernels on this device, and they take what shapes and bandwidth allow; low: "
+        "the least that one of the generations takes which a published point calibrates; high: the most",
+    ),
+)
+"""Seconds of kernels without a published point over the modelled ones."""
+
+
+def uncertain_numbers(system: System, generation: CalibrationPoint | None) -> list[Unknown]:
+    """What the time of a step on `system` depends on and nobody knows for certain."""
+    found = [one for one in unknowns(system) if one.key.startswith(TIMING_KEY_PREFIXES)]
+    if system.device.operators:
+        return found
+    return [*found, *((UNCALIBRATED_KERNELS,) if generation is None else generation.unknowns)]
+
+
+CALIBRATED = "calibrated"
+PUBLISHED_POINT = "published point"
+UPPER_BOUND = "upper bound"
+BASES = {
+    CALIBRATED: "operators and messages as `repro calibrate` measured them on such a machine",
+    PUBLISHED_POINT: "kernels as much slower than shapes and bandwidth allow as in one published run of one GPU "
+    "or node",
+    UPPER_BOUND: "no run calibrates these kernels on this device; they take what shapes and bandwidth allow, and real "
+    "ones take longer: a rate at most, a time and a cost at least",
+}
+"""What each of them means, the firmest first."""
+BASIS_LABELS = {CALIBRATED: "calibrated", PUBLISHED_POINT: "published", UPPER_BOUND: "bound", "": "–"}
+"""One word each, for a column; of what is not predicted, nothing."""
+
+
+def prediction_basis(kernels: OperatorSet, system: System) -> str:
+    """Which of `BASES` a prediction with these kernels on `system` has."""
+    if system.device.operators:
+        return CALIBRATED
+    return UPPER_BOUND if calibration_point_of(kernels, system) is None else PUBLISHED_POINT
+
+
+def describe_basis(kernels: OperatorSet, system: System) -> str:
+    """`rests_on` for people: what it means, and the published point with its source and what the trace lacks of it."""
+    basis = prediction_basis(kernels, system)
+    point = calibration_point_of(kernels, system)
+    if point is None:
+        return f"{basis}; {BASES[basis]}"
+    note = f"; {point.note}" if point.note else ""
+    return f"{basis}; {BASES[basis]}: {point.name} ({point.source}){note}"
+
+
+def basis_of_record(record: ExperimentRecord) -> str:
+    """`rests_on` of a record's predicted speed; empty where it has none, or where the system's file has gone."""
+    if record.evidence != SIMULATED or record.outcome != "ok" or STEP_SECONDS not in record.metrics:
+        return ""
+    try:
+        return prediction_basis(record.experiment.layout.kernels, load_system(record.experiment.system))
+    except ConfigError:
+        return ""
+
+
+def weakest_basis(bases: Iterable[str]) -> str:
+    """The one of `BASES` on which all of what is made of several predictions can rest; empty for none."""
+    return max(filter(None, bases), key=list(BASES).index, default="")
+
+
+def count_bases(bases: Iterable[str]) -> str:
+    """How many predictions rest on what: `Times rest on: published point (7), upper bound (1).`; empty for none."""
+    found = Counter(filter(None, bases))
+    parts = ", ".join(f"{basis} ({found[basis]})" for basis in BASES if found[basis])
+    return f"Times rest on: {parts}." if parts else ""
