@@ -419,7 +419,7 @@ def test_every_supported_python_is_tested(
 
 
 def test_a_python_that_does_not_start_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pyenv's, whose PATH has each version that it knows and starts only the selected one."""
+    """pyenv puts a shim of every installed version on PATH, and only the shim of the selected version starts."""
     monkeypatch.setenv("PATH", str(script(tmp_path / "bin/python3.10", "exit 127").parent))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
     assert supported_pythons.find_interpreter("3.10") == ""
@@ -429,7 +429,7 @@ def test_a_python_that_does_not_start_is_not_taken(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_an_environment_works_in_a_folder_with_umlauts_without_utf8(copy: Path, tmp_path: Path) -> None:
-    """Also where a user starts its python, in a locale that has no such letters and without the mode of UTF-8."""
+    """A user starts its python in a locale without umlauts and without UTF-8 mode."""
     folder = tmp_path / "übung"
     shutil.copytree(copy, folder, ignore=shutil.ignore_patterns("übung"))
     made = make(folder, ".venv/bin/python", f"PYTHON={sys.executable}")

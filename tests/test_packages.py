@@ -32,7 +32,7 @@ PACKAGES = (
 )
 """All packages in order of dependency. A package imports only from packages before it, lazy imports included."""
 MAX_PACKAGES = 16
-"""Maximum number of packages below `repro/`; `kernels/` lies beside it."""
+"""Maximum number of packages in `repro/`; `kernels/` is not counted."""
 MAX_SENTENCES = 3
 SENTENCE_END = re.compile(r"(?<!\bsec)[.?!](?:\s|$)")
 

@@ -7,6 +7,7 @@ around it are the device's own clock.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,9 +73,7 @@ def median_seconds(clock: Clock, calls: list[Callable[[], Any]], rounds: int, wa
         before = clock.now()
         clock.run(calls[i % len(calls)])
         times.append(clock.now() - before)
-    ordered = sorted(times[warm:])
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return statistics.median(times[warm:])
 
 
 def copy_bandwidth(clock: Clock, device: torch.device, size: int = 2**29, rounds: int = 20) -> float:

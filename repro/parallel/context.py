@@ -94,10 +94,10 @@ def _gather(k: Tensor, v: Tensor, cp: Group) -> Tensor:
     parts = storage.empty(cp.size * packed.numel(), k, Category.COMMUNICATION)
     cp.all_gather(parts, packed.view(-1), PURPOSE).wait()
     early, late = parts.view(cp.size, 2, 2, b, c, n, d).permute(1, 2, 3, 0, 4, 5, 6).unbind(0)
-    whole = torch.empty(2, b, 2 * cp.size, c, n, d, dtype=k.dtype, device=k.device)
-    whole[:, :, : cp.size].copy_(early)
-    whole[:, :, cp.size :].copy_(late.flip(2))
-    return whole.flatten(2, 3)
+    gathered = torch.empty(2, b, 2 * cp.size, c, n, d, dtype=k.dtype, device=k.device)
+    gathered[:, :, : cp.size].copy_(early)
+    gathered[:, :, cp.size :].copy_(late.flip(2))
+    return gathered.flatten(2, 3)
 
 
 def _scatter(gradients: tuple[Tensor, Tensor], s: int, cp: Group) -> tuple[Tensor, ...]:
@@ -121,10 +121,10 @@ class _Keys(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, cp: Group) -> tuple[Tensor, ...]:
-        whole = _gather(k, v, cp)
-        ctx.cp, ctx.s = cp, whole.shape[2]
+        gathered = _gather(k, v, cp)
+        ctx.cp, ctx.s = cp, gathered.shape[2]
         ends = (at.stop for at in chunks(cp.rank, cp.size, ctx.s))
-        return tuple(x[:, :end].transpose(1, 2) for end in ends for x in whole.unbind(0))
+        return tuple(x[:, :end].transpose(1, 2) for end in ends for x in gathered.unbind(0))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -31,13 +31,13 @@ def gather_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
     work = tp.all_gather(parts.view(-1), x.contiguous().view(-1), purpose)
     if b == 1:
         return parts.view(1, tp.size * s, h), work
-    whole = torch.empty((b, tp.size, s, h), dtype=x.dtype, device=x.device)
+    gathered = torch.empty((b, tp.size, s, h), dtype=x.dtype, device=x.device)
 
     def finish() -> None:
         work.wait()
-        whole.copy_(parts.transpose(0, 1))
+        gathered.copy_(parts.transpose(0, 1))
 
-    return whole.view(b, tp.size * s, h), Work(finish=finish)
+    return gathered.view(b, tp.size * s, h), Work(finish=finish)
 
 
 def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:

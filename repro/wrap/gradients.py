@@ -57,8 +57,8 @@ class ShardedGradient(Tensor):
         if isinstance(first, ShardedGradient):
             if func in NORM_FUNCTIONS:
                 order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else 2))
-                whole = all(kwargs[k] in (None, False) for k in kwargs.keys() - {"ord", "p"})
-                if whole and len(args) < 3:
+                is_total_norm = all(kwargs[k] in (None, False) for k in kwargs.keys() - {"ord", "p"})
+                if is_total_norm and len(args) < 3:
                     return first.norms.compute(order)[first.number]
             elif name in ELEMENTWISE_FUNCTIONS and not _has_tensors([*args[1:], *kwargs.values()]):
                 first.norms.prepare_change()

@@ -26,14 +26,14 @@ class WrappedModule(ShardedModule):
         Parameters are what the optimizer updates, so fp32 in bf16 training: a module in bf16 rounds them as it
         loads them, and a wrapped one goes on as if nothing had happened.
         """
-        whole: dict[int, Tensor] = {}
+        full: dict[int, Tensor] = {}
         for flat in self._flats():
-            values = _whole(flat)
+            values = _gathered_values(flat)
             for slot, parameter in zip(flat.plan.slots, flat.parameters, strict=True):
-                whole[id(parameter)] = values[slot.start : slot.stop].clone().view(parameter.size())
-        states = self._copied(whole)
+                full[id(parameter)] = values[slot.start : slot.stop].clone().view(parameter.size())
+        states = self._copied(full)
         for key, value in states.items():
-            states[key] = whole.get(id(value), value)
+            states[key] = full.get(id(value), value)
         return states
 
     def shard_state_dict(self) -> dict[str, Any]:
@@ -147,14 +147,14 @@ def _values(flat: FlatParameters) -> Tensor:
     return flat.master if isinstance(flat, Bucket) else flat.shard
 
 
-def _whole(flat: FlatParameters) -> Tensor:
+def _gathered_values(flat: FlatParameters) -> Tensor:
     """The values of all ranks' shards [padded]."""
     mine = _values(flat)
     if mine.numel() == flat.plan.padded:
         return mine
-    whole = mine.new_empty(flat.plan.padded)
-    flat.group.all_gather(whole, mine, purpose="parameters").wait()
-    return whole
+    gathered = mine.new_empty(flat.plan.padded)
+    flat.group.all_gather(gathered, mine, purpose="parameters").wait()
+    return gathered
 
 
 @torch.no_grad()

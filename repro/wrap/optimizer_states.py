@@ -111,7 +111,7 @@ class OptimizerStates:
         numbers = {i: n for n, i in enumerate(i for indices in self._groups for i in indices)}
         state: dict[int, dict[str, Any]] = {}
         for i in sorted(i for i in known if known[i]):
-            whole = state[numbers[i]] = dict(known[i])
+            full = state[numbers[i]] = dict(known[i])
             for key, dtype in known[i].items():
                 if isinstance(dtype, torch.dtype):
                     flat = torch.zeros(sharded.shapes[i].numel(), dtype=dtype, device=sharded.sharding.device)
@@ -119,7 +119,7 @@ class OptimizerStates:
                         flat[pieces[i].first : pieces[i].last] = states[i][key]
                     if sharded.sharding.stage:
                         group.all_reduce(flat, purpose="optimizer states").wait()
-                    whole[key] = flat.view(sharded.shapes[i])
+                    full[key] = flat.view(sharded.shapes[i])
         settings = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         first = 0
         for indices, setting in zip(self._groups, settings, strict=True):

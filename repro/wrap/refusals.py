@@ -95,14 +95,14 @@ def _treats_elements_alone(optimizer: optim.Optimizer, group: dict[str, Any]) ->
     """Whether a matrix that two ranks have pieces of is updated as on one, tried with a small one."""
     start = torch.linspace(-1.0, 2.0, 24, device=group["params"][0].device)
     try:
-        whole = _updated(optimizer, group, start.view(4, 6), slice(0, 24))
+        full = _updated(optimizer, group, start.view(4, 6), slice(0, 24))
         parts = [_updated(optimizer, group, start[here], here) for here in (slice(0, 9), slice(9, 24))]
     except Exception as error:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} cannot update a piece of a matrix ({error}), of which a rank has "
             "pieces; use one that updates each element by itself, such as AdamW"
         ) from error
-    return torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-6)
+    return torch.allclose(full, torch.cat(parts), rtol=1e-4, atol=1e-6)
 
 
 def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, here: slice) -> Tensor:

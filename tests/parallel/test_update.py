@@ -76,7 +76,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     for bucket in made.buckets:
         bucket.master.fill_(1.0)
         bucket.gradient_shard.zero_()
-    made.optimizer.update(made.gradients.gradients, torch.tensor(0.1), None, None)
+    made.optimizer.update(made.gradients.shards, torch.tensor(0.1), None, None)
     values = made.full_parameters()
     matrices = {"tokens", "positions", "qkv", "out", "up", "down"}
     for name, value in values.items():
@@ -100,7 +100,7 @@ def test_a_skipped_step_changes_nothing_and_does_not_count() -> None:
     before = bucket.master.clone()
     for skip, steps in ((SKIPPED, 0), (NOT, 1), (SKIPPED, 1), (SKIPPED, 1)):
         bucket.gradient_shard.fill_(2.0)
-        made.optimizer.update(made.gradients.gradients, torch.tensor(0.1), None, skip)
+        made.optimizer.update(made.gradients.shards, torch.tensor(0.1), None, skip)
         assert float(made.optimizer.step_count) == steps
         first, second = made.optimizer.moments[0]
         assert float(first[0]) == pytest.approx(0.2 * steps)
@@ -109,7 +109,7 @@ def test_a_skipped_step_changes_nothing_and_does_not_count() -> None:
     expected = before[0] - 0.1 * 2.0 / (2.0 + 1e-3)
     assert float(bucket.master[0]) == pytest.approx(float(expected), abs=1e-7)
     bucket.gradient_shard.fill_(2.0)
-    made.optimizer.update(made.gradients.gradients, torch.tensor(0.1), None, None)
+    made.optimizer.update(made.gradients.shards, torch.tensor(0.1), None, None)
     assert float(made.optimizer.step_count) == 2
 
 
@@ -130,7 +130,7 @@ def updated(kernels: OperatorSet, precision: str, gradient: float) -> list[torch
         given = torch.empty_like(bucket.master).normal_(generator=chance)
         bucket.gradient_shard.copy_(given * gradient * scale)
     made._update(torch.tensor(1.0), lambda phase: None)
-    assert all(s is b.gradient_shard for s, b in zip(made.gradients.gradients, made.buckets, strict=True))
+    assert all(s is b.gradient_shard for s, b in zip(made.gradients.shards, made.buckets, strict=True))
     for bucket in made.buckets:
         assert torch.equal(bucket.shard, bucket.master.to(bucket.shard.dtype))
     states = zip(made.buckets, made.optimizer.moments, strict=True)

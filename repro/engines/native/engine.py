@@ -86,7 +86,7 @@ class NativeEngine:
         norms = self.gradients.agree(loss, scale, observe)
         carried = None if self.layout.kernels.in_passes else scale
         self.optimizer.update(
-            self.gradients.gradients,
+            self.gradients.shards,
             learning_rate(self.training, self.optimizer.step_count),
             divisor_for(norms.gradient, self.training.clip, carried),
             None if scaler is None else norms.overflow,

@@ -132,9 +132,9 @@ class Boundary:
         buffer, work = self._posted.popleft()
         work.wait()
         if self.split:
-            whole = self._buffer(1)
-            self.tp.all_gather(whole, buffer, purpose="boundary").wait()
-            buffer = whole
+            gathered = self._buffer(1)
+            self.tp.all_gather(gathered, buffer, purpose="boundary").wait()
+            buffer = gathered
         # From here on it is an activation like any other, or the gradient of one.
         return storage.mark(buffer, Category.ACTIVATIONS).view(self.shape)
 

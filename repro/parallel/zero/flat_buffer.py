@@ -105,8 +105,7 @@ class Bucket(FlatParameters):
         """The optimizer's shard as runs of one tag."""
         if self.stage:
             return self.plan.ranges(self.part)
-        whole = BucketPlan(self.plan.slots, 1)
-        return whole.ranges(0)
+        return BucketPlan(self.plan.slots, 1).ranges(0)
 
     def adopt_writes(self) -> None:
         """Let master weights follow what somebody has written to the parameters since the last step (stages 0 to 2)."""
@@ -144,13 +143,13 @@ class Bucket(FlatParameters):
             copy = storage.empty(self.plan.padded, full, Category.COMMUNICATION)
         if copy is not None:
             full = copy.copy_(full)
-        whole = self.stage == 0 or self.all_reduce_first
+        is_all_reduced = self.stage == 0 or self.all_reduce_first
         add = add and self.stage >= 2
-        output = full if whole else self.gradient_shard
+        output = full if is_all_reduced else self.gradient_shard
         fused = self.fused and self.group.size > 1
         if fused:
             work = reduce_fused(full, output, self.group, add=add)
-        elif whole:
+        elif is_all_reduced:
             work = self.group.all_reduce(full, purpose="gradients")
         else:
             if add:

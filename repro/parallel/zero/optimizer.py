@@ -53,7 +53,7 @@ class GradientShards:
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, operators: OperatorSet = OperatorSet.FUSED):
         self.buckets, self.mesh, self.operators = list(buckets), mesh, operators
-        self.gradients = [bucket.gradient_shard for bucket in self.buckets]
+        self.shards = [bucket.gradient_shard for bucket in self.buckets]
         """Gradients for the optimizer, by bucket. In passes, they are fp32 and unscaled from `agree` to `release`."""
         self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
@@ -79,13 +79,13 @@ class GradientShards:
 
     def release(self) -> None:
         """Free the fp32 copies of the gradients after the update."""
-        self.gradients = [bucket.gradient_shard for bucket in self.buckets]
+        self.shards = [bucket.gradient_shard for bucket in self.buckets]
 
     def _widen(self, scale: Tensor | None) -> None:
         """Convert the gradients to fp32 and divide them by the loss scale, in two passes."""
-        self.gradients = [gradient.float() for gradient in self.gradients]
+        self.shards = [gradient.float() for gradient in self.shards]
         if scale is not None:
-            torch._foreach_mul_(self.gradients, 1.0 / scale)
+            torch._foreach_mul_(self.shards, 1.0 / scale)
 
     def agree(
         self, loss: Tensor, scale: Tensor | None, observe: Callable[[Phase], None] = lambda phase: None
@@ -106,7 +106,7 @@ class GradientShards:
             scale = None
         counted = [
             gradient[start:stop]
-            for gradient, runs in zip(self.gradients, self._counted, strict=True)
+            for gradient, runs in zip(self.shards, self._counted, strict=True)
             for start, stop in runs
         ]
         if counted:

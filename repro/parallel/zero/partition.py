@@ -144,8 +144,8 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
         if not has_forward(known[name]):
             kind = type(known[name]).__name__
             raise ValueError(f"blocks: {name!r}: {kind} has no forward of its own; name modules inside it")
-    whole = GatherUnit("", (ModuleUse(""), *map(ModuleUse, _only_children(module))))
-    return [*(GatherUnit(name, (ModuleUse(name),)) for name in names if name), whole]
+    rest = GatherUnit("", (ModuleUse(""), *map(ModuleUse, _only_children(module))))
+    return [*(GatherUnit(name, (ModuleUse(name),)) for name in names if name), rest]
 
 
 def _only_children(module: nn.Module) -> list[str]:

@@ -125,10 +125,10 @@ class ActivationCheckpoints:
             saved.kept = None
             return part
         if self.parts > 1:
-            whole = torch.empty(part.numel() * self.parts, dtype=part.dtype, device=part.device)
-            self.tp.all_gather(whole, part, purpose="checkpoints").wait()
+            gathered = torch.empty(part.numel() * self.parts, dtype=part.dtype, device=part.device)
+            self.tp.all_gather(gathered, part, purpose="checkpoints").wait()
             saved.drop()
-            part = whole
+            part = gathered
         return part[: saved.shape.numel()].view(saved.shape)
 
     def free(self, saved: ActivationCheckpoint) -> None:
