@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from repro import cli
-from repro.launch.slurm.following.states import CaseState
+from repro.launch.slurm.monitoring.case_states import CaseState
 from repro.report.text.status import _show
 from repro.util.console import stdout
 from tests.cli.samples import EXEMPT, SAMPLES, cases

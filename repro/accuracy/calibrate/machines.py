@@ -34,7 +34,7 @@ class Machine(Protocol):
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         """`outcome`, `reason`, `results` of the ranks, `load` before they began, and `place`, of an
-        allocation what `repro.launch.slurm.allocation.nodes.place` says."""
+        allocation what `repro.launch.slurm.allocation.nodes.slurm_provenance` says."""
 
 
 class Here:
@@ -80,10 +80,10 @@ class Nodes:
 
         Raises `ConfigError`.
         """
-        from repro.launch.slurm.site import profile
-        from repro.launch.slurm.submission import errand
+        from repro.launch.slurm import profile
+        from repro.launch.slurm.submission import profile_check
 
-        self.site = profile.load(profile_file)
+        self.site = profile.load_profile(profile_file)
         expected = f"{self.site.system}, which the nodes of {profile_file} are"
         require(system == self.site.system, "--system", system, expected)
         most = self.site.ranks_per_node
@@ -92,7 +92,7 @@ class Nodes:
             0 <= per_node <= most, "--gpus", per_node, f"1 to {most}, the ranks of a node by {profile_file}"
         )
         self.folder = output.absolute().parent
-        errand.check_place(self.site, self.folder)
+        profile_check.require_shared_folder(self.site, self.folder, option="--output", noun="file")
         self.system, self.nodes, self.per_node = system, nodes, per_node or most
         self.ranks = nodes * self.per_node
         on_cpu = local_capacity.DEVICES.get(system) == "cpu"
@@ -103,8 +103,8 @@ class Nodes:
         self._check_partition()
 
     def _check_partition(self) -> None:
-        from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError, check_partition
-        from repro.launch.slurm.submission import check
+        from repro.launch.slurm.scheduler import Scheduler, SchedulerError, check_partition
+        from repro.launch.slurm.submission import profile_check
 
         file = self.site.file
         try:
@@ -112,32 +112,31 @@ class Nodes:
         except SchedulerError as error:
             raise ConfigError("--profile", file, says=f"SLURM does not answer: {error}") from None
         partition = check_partition(known, self.site.slurm.partition, file=file, where="slurm")
-        check.fits(self.site, partition)
+        profile_check.require_node_resources(self.site, partition)
         expected = f"at most {partition.nodes}, what partition {partition.name} has"
         require(self.nodes <= partition.nodes, "--nodes", self.nodes, expected)
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         """See `Machine`."""
-        from repro.launch.slurm.site.limits import minutes
-        from repro.launch.slurm.site.scheduler import SchedulerError
-        from repro.launch.slurm.submission import errand
-        from repro.launch.slurm.submission.pack import Array, ArrayShape
+        from repro.launch.slurm.scheduler import SchedulerError, parse_time_limit
+        from repro.launch.slurm.submission import submit
+        from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
 
         slurm = self.site.slurm
         shape = ArrayShape(
             nodes=self.nodes,
             tasks_per_node=self.per_node,
-            time_min=minutes(slurm.time_limit),
+            time_min=parse_time_limit(slurm.time_limit),
             partition=slurm.partition,
         )
-        array = Array(shape=shape, bundles=())
+        array = JobArray(shape=shape, bundles=())
         folder = Path(tempfile.mkdtemp(prefix=".repro-calibrate-", dir=self.folder))
         answer: dict[str, Any] = {"outcome": "error"}
         try:
-            number = errand.submit(folder, job, self.site, array, "repro-calibrate", target=TARGET)
+            number = submit.submit_job(folder, job, self.site, array, "repro-calibrate", target=TARGET)
             if not quiet:
                 print(f"job {number}: {self.nodes} nodes x {self.per_node} ranks", file=sys.stderr)
-            answer = errand.wait(number, folder, interrupt, quiet=quiet)
+            answer = submit.wait_for_answer(number, folder, interrupt, quiet=quiet)
         except SchedulerError as error:
             answer |= {"reason": f"sbatch failed: {error}", "results": []}
         finally:

@@ -1,5 +1,5 @@
-"""Suites on a SLURM cluster: `site` describes it, `submission` submits, `allocation` runs in a job, and `following`
-reports.
+"""Suites on a SLURM cluster.
 
-These packages import each other in one direction: `submission`, `following`, `allocation`, `site`.
+`profile` describes a site, and `scheduler` queries SLURM. `submission` submits job arrays, `allocation` runs in a job,
+and `monitoring` reports. The import order is `submission`, `monitoring`, `allocation`, `profile`, `scheduler`.
 """

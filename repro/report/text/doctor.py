@@ -79,11 +79,11 @@ def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool) -
 
     `nodes`: also start a short job on that many nodes and look around there.  Raises `ConfigError` for a bad profile.
     """
-    from repro.launch.slurm.site.profile import load
-    from repro.launch.slurm.submission.doctor import examine
+    from repro.launch.slurm.profile import load_profile
+    from repro.launch.slurm.submission.profile_check import examine_profile
 
     hint = "" if nodes else "--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder."
-    checks = list(examine(load(profile), results.absolute(), nodes))
+    checks = list(examine_profile(load_profile(profile), results.absolute(), nodes))
     return _print_checks(checks, json=json, undone="submitted", hint=hint)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro.config import ConfigError
-from repro.launch.slurm.following.registry import Registry
-from repro.launch.slurm.following.states import (
+from repro.launch.slurm.monitoring.case_states import (
     CANCELLED,
     DONE,
     FAILED,
@@ -21,9 +20,11 @@ from repro.launch.slurm.following.states import (
     RUNNING,
     STATES,
     CaseState,
+    read_case_states,
+    status_exit_code,
 )
-from repro.launch.slurm.following.status import code, read
-from repro.launch.slurm.site.scheduler import SchedulerError
+from repro.launch.slurm.monitoring.registry import Registry
+from repro.launch.slurm.scheduler import SchedulerError
 from repro.results.store import Store
 from repro.util.console import stdout
 from repro.util.table import table
@@ -54,14 +55,14 @@ def print_status(results: Path, watch: bool, every: bool, json: bool) -> int:
     try:
         if watch and not json:
             return _watch(registry, store, every)
-        cases, warnings = read(registry, store, every)
+        cases, warnings = read_case_states(registry, store, every)
     except SchedulerError as error:
         raise ConfigError("SLURM", says=f"does not answer: {error}") from None
     if json:
         print(jsonlib.dumps({"cases": [case.as_dict() for case in cases], "warnings": warnings}))
     else:
         _show(cases, warnings, stdout())
-    return code(cases)
+    return status_exit_code(cases)
 
 
 def _show(cases: list[CaseState], warnings: list[str], console: Console) -> None:
@@ -109,21 +110,21 @@ def _watch(registry: Registry, store: Store, every: bool) -> int:
     from rich.text import Text
 
     console = stdout()
-    cases, warnings = read(registry, store, every)
+    cases, warnings = read_case_states(registry, store, every)
     note = ""
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             shown = _table([case for case in cases if case.state != DONE] or cases)
             live.update(Group(shown, Text(f"{_totals(cases)}{note}", style="dim italic")), refresh=True)
-            if not note and code(cases) != 3:
+            if not note and status_exit_code(cases) != 3:
                 break
             time.sleep(REFRESH_S)
             try:
-                cases, warnings = read(registry, store, every)
+                cases, warnings = read_case_states(registry, store, every)
                 note = ""
             except SchedulerError as error:
                 note = (
                     note or f"; as of {time.strftime('%H:%M:%S')}, since when SLURM does not answer: {error}"
                 )
     _show(cases, warnings, console)
-    return code(cases)
+    return status_exit_code(cases)

@@ -18,8 +18,8 @@ from submitit.core.utils import DelayedSubmission
 
 from repro.config import suites
 from repro.launch.plan import Task
-from repro.launch.slurm.allocation.entry import RunBundle
-from repro.launch.slurm.allocation.work import Bundle, SubmissionWork
+from repro.launch.slurm.allocation.bundle import Bundle, SubmissionWork
+from repro.launch.slurm.allocation.controller import RunBundle
 from tests.launch.runs import FAKE, ROOT, wait_for
 from tests.launch.slurm import fake_srun
 from tests.records import lines

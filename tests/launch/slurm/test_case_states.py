@@ -8,10 +8,9 @@ from datetime import datetime, timezone
 import pytest
 
 from repro import cli
-from repro.launch.slurm.following.registry import Submission
-from repro.launch.slurm.following.states import CaseState, meaning
-from repro.launch.slurm.following.status import code
-from repro.launch.slurm.site.scheduler import JobState
+from repro.launch.slurm.monitoring.case_states import CaseState, outcome_without_record, status_exit_code
+from repro.launch.slurm.monitoring.registry import Submission
+from repro.launch.slurm.scheduler import JobState
 from repro.results.store import Store
 from tests.launch.slurm.submitted import ThreeCases
 from tests.records import latest
@@ -84,7 +83,7 @@ def test_a_preempted_case_is_requeued_and_says_why(
 def test_all_that_slurm_says_of_an_end_is_in_the_reason(
     job: JobState | None, expected: tuple[str, str]
 ) -> None:
-    assert meaning(job) == expected
+    assert outcome_without_record(job) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_all_that_slurm_says_of_an_end_is_in_the_reason(
 )
 def test_the_exit_code_says_whether_it_is_over(states: list[str], expected: int) -> None:
     words = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
-    assert code([CaseState(**words, state=state) for state in states]) == expected
+    assert status_exit_code([CaseState(**words, state=state) for state in states]) == expected
 
 
 def test_a_job_that_nobody_knows_is_lost(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from repro.config import suites
 from repro.launch import plan
-from repro.launch.slurm.allocation.work import SubmissionWork
-from repro.launch.slurm.site import profile
-from repro.launch.slurm.submission.pack import arrays, nodes_for
+from repro.launch.slurm import profile
+from repro.launch.slurm.allocation.bundle import SubmissionWork
+from repro.launch.slurm.submission.job_array import count_nodes, pack_arrays
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 
 
 @given(st.integers(1, 3072), st.integers(1, 16), st.integers(0, 8))
 def test_ranks_are_spread_evenly_over_the_fewest_nodes(world: int, per_node: int, at_least: int) -> None:
-    nodes = nodes_for(world, per_node, at_least)
+    nodes = count_nodes(world, per_node, at_least)
     assert world % nodes == 0
     assert world // nodes <= per_node
     assert nodes >= min(at_least, world)
@@ -33,7 +33,7 @@ def test_one_array_for_each_shape_and_work_comes_back_as_it_was_written(tmp_path
     site = tmp_path / "site.toml"
     site.write_text('[slurm]\ntasks_per_node = 2\ncases_per_job = 2\n[[case]]\nmatch = "c"\nnodes = 2\n')
     tasks = plan.tasks(suite, list(suite.entries), Store(tmp_path / "results"), rerun=False)
-    found = arrays(tasks, profile.load(site))
+    found = pack_arrays(tasks, profile.load_profile(site))
     shapes = {
         (array.shape.nodes, array.shape.tasks_per_node): [
             [e.name for e in bundle.experiments] for bundle in array.bundles

@@ -1,4 +1,4 @@
-"""Where every case of every submission stands, from what SLURM says, what jobs wrote, and what is in the store."""
+"""States of all submitted cases, from SLURM, from the files of their jobs, and from the store."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from repro.config import Experiment
 from repro.launch.failures import failure_class
-from repro.launch.slurm.allocation.work import Bundle
-from repro.launch.slurm.following.registry import Registry, Submission
-from repro.launch.slurm.site.scheduler import JobState, Scheduler
+from repro.launch.slurm.allocation.bundle import Bundle
+from repro.launch.slurm.monitoring.registry import Registry, Submission
+from repro.launch.slurm.scheduler import JobState, Scheduler
 from repro.results.schema import ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import Store
@@ -66,7 +66,7 @@ class CaseState:
         return asdict(self) | {"failure": self.failure}
 
 
-def meaning(job: JobState | None) -> tuple[str, str]:
+def outcome_without_record(job: JobState | None) -> tuple[str, str]:
     """Outcome and reason of a case that left no record, from how its job ended."""
     if job is None:
         return "error", "lost: SLURM does not know the job any more and it left no record"
@@ -81,7 +81,7 @@ def meaning(job: JobState | None) -> tuple[str, str]:
     return outcome, ", ".join(parts)
 
 
-class Survey:
+class CaseSurvey:
     """Every case's state, read once."""
 
     def __init__(self, registry: Registry, store: Store, scheduler: Scheduler):
@@ -143,7 +143,7 @@ def _case(
         return replace(base, state=FAILED, detail=own.reason, outcome=own.outcome)
     if job is not None and job.live:
         return _live(base, job, said)
-    outcome, reason = meaning(job)
+    outcome, reason = outcome_without_record(job)
     if own is not None and stopped and own.reason != reason:  # it said so itself, and did not start again
         reason = f"{own.reason}; {reason}" if job is not None else own.reason
         outcome = own.outcome
@@ -171,9 +171,30 @@ def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:
 def _is_later(record: ExperimentRecord, submission: Submission) -> bool:
     """Whether the record was appended after the submission; clocks of a login and a compute node may differ."""
     if submission.newest_record is None:
-        return _at(record.written) >= _at(submission.created)
+        return _parse_time(record.written) >= _parse_time(submission.created)
     return record.order > submission.newest_record
 
 
-def _at(text: str) -> datetime:
+def _parse_time(text: str) -> datetime:
     return datetime.fromisoformat(text)
+
+
+def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
+    """States of the cases, and what the site could not tell.
+
+    Of a case that was submitted more than once the last submission counts, unless `every`.  Raises
+    `SchedulerError`.
+    """
+    scheduler = Scheduler()
+    cases = CaseSurvey(registry, store, scheduler).cases()
+    if not every:
+        cases = list({case.key: case for case in cases}.values())
+    return cases, list(dict.fromkeys(scheduler.warnings))
+
+
+def status_exit_code(cases: list[CaseState]) -> int:
+    """The command's exit code."""
+    states = {case.state for case in cases}
+    if states & {PENDING, RUNNING, REQUEUED}:
+        return 3
+    return 1 if states - {DONE} else 0

@@ -19,8 +19,8 @@ from repro.config.enums import Phase
 from repro.launch import rank_process
 from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import STOP_FILE, Job
-from repro.launch.slurm.allocation import rank_child
-from repro.launch.slurm.allocation.rank_child import LOOK_S, RankProcess
+from repro.launch.slurm.allocation import task
+from repro.launch.slurm.allocation.task import POSITION_INTERVAL_S, RankProcess
 from tests.training import TINY
 
 EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "ab"]
@@ -47,7 +47,7 @@ class Rank(RankProcess):
         self.logs, self.work, self.signals = folder / "logs", folder / "work", []
         for made in (self.logs, self.work):
             made.mkdir()
-        Job(experiments=EXPERIMENTS).save(self.logs / rank_child.JOB)
+        Job(experiments=EXPERIMENTS).save(self.logs / task.JOB_FILE)
         self.child = Process()
         self.kernel, self.halted = 3, False
         self.commands: list[tuple[list[str], dict[str, Any]]] = []
@@ -56,11 +56,11 @@ class Rank(RankProcess):
             self.commands.append((command, how))
             return self.child
 
-        monkeypatch.setattr(rank_child, "scratch_parent", lambda: self.work)
-        monkeypatch.setattr(rank_child, "count_kernel_oom_kills", lambda: self.kernel)
-        monkeypatch.setattr(rank_child, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
-        monkeypatch.setattr(rank_child.os, "killpg", lambda pid, number: self.signals.append((pid, number)))
-        monkeypatch.setattr(rank_child.rank_process, "is_stopped", lambda pid: self.halted)
+        monkeypatch.setattr(task, "scratch_parent", lambda: self.work)
+        monkeypatch.setattr(task, "count_kernel_oom_kills", lambda: self.kernel)
+        monkeypatch.setattr(task, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+        monkeypatch.setattr(task.os, "killpg", lambda pid, number: self.signals.append((pid, number)))
+        monkeypatch.setattr(task.rank_process, "is_stopped", lambda pid: self.halted)
         super().__init__("tcp://n1:5", "cpu", "x:y", self.logs, 1, 2)
 
     def said(self, now: float) -> list[dict[str, Any]]:
@@ -89,15 +89,18 @@ def test_where_it_is_is_news_now_and_then_and_when_it_begins_another_experiment(
     assert (how["stdout"].name, how["stderr"].name) == (f"{rank.logs}/rank-1.out", f"{rank.logs}/rank-1.err")
     heartbeat = HeartbeatWriter(folder / "heartbeat", 1)
     assert rank.said(50.0) == [], "it has said nothing yet"
-    assert rank.said(50.0 + LOOK_S - 0.125) == []
+    assert rank.said(50.0 + POSITION_INTERVAL_S - 0.125) == []
     heartbeat.phase(0, 3, Phase.FORWARD)
-    (place,) = rank.said(50.0 + LOOK_S - 0.125)
+    (place,) = rank.said(50.0 + POSITION_INTERVAL_S - 0.125)
     assert place["at"][:3] == [0, 3, "forward"]
     assert place["stopped"] is False
     heartbeat.phase(0, 4, Phase.FORWARD)
-    assert rank.said(50.0 + LOOK_S) == []
-    (place,) = rank.said(50.0 + 2 * LOOK_S - 0.125)
-    assert (place["at"][1], place["age"]) == (4, pytest.approx(50.0 + 2 * LOOK_S - 0.125 - place["at"][-1]))
+    assert rank.said(50.0 + POSITION_INTERVAL_S) == []
+    (place,) = rank.said(50.0 + 2 * POSITION_INTERVAL_S - 0.125)
+    assert (place["at"][1], place["age"]) == (
+        4,
+        pytest.approx(50.0 + 2 * POSITION_INTERVAL_S - 0.125 - place["at"][-1]),
+    )
     rank.halted = True
     (place,) = rank.said(60.0)
     assert place["stopped"] is True
@@ -171,7 +174,7 @@ def test_what_keeps_it_from_starting_is_the_news(rank: Rank, monkeypatch: pytest
     def full() -> tuple[Path, int]:
         raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x")
 
-    monkeypatch.setattr(rank_child, "own_folder", full)
+    monkeypatch.setattr(task, "claim_rank_folder", full)
     rank.start({})
     reason = "not started: OSError: [Errno 28] No space left on device: '/dev/shm/x'"
     assert rank.said(50.0) == [
@@ -198,12 +201,12 @@ def test_it_leaves_nothing(rank: Rank) -> None:
 
 
 def test_folders_of_killed_tasks_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_child, "scratch_parent", lambda: tmp_path)
-    dead = tmp_path / f"{rank_child.FOLDER}dead"
+    monkeypatch.setattr(task, "scratch_parent", lambda: tmp_path)
+    dead = tmp_path / f"{task.RANK_FOLDER_PREFIX}dead"
     dead.mkdir()
-    (dead / rank_child.LOCK).touch()
-    first, _ = rank_child.own_folder()
-    second, _ = rank_child.own_folder()
+    (dead / task.LOCK_FILE).touch()
+    first, _ = task.claim_rank_folder()
+    second, _ = task.claim_rank_folder()
     assert not dead.exists()
     assert first.exists()
     assert second.exists()

@@ -1,4 +1,4 @@
-"""What a family of transformers' models says of itself, and what several of them need to say it."""
+"""The interface of a family of transformers' models, and conversions that several families share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from repro.config import ConfigError, Model
 from repro.quality.weights.rows import Counterpart, Stretch, same
+from repro.quality.weights.source import TOKENS
 
 HEAD = "head.output"
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu-erf"}
-"""Their names of our two: the tanh approximation, and the exact one."""
+"""Our names (tanh approximation and exact) by their names."""
 TO_GELUS = {"gelu": "gelu_new", "gelu-erf": "gelu"}
 NEVER = re.compile(r"(?!)")
 Config = Mapping[str, Any]
@@ -20,32 +21,36 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """Models of one kind.  Names of tensors are without `prefix`, which old files lack."""
+    """Family of models.  Names of tensors are without `prefix`, which old files lack."""
 
     name: str
-    """For a person."""
+    """Name in messages."""
     types: tuple[str, ...]
     """`model_type` of what is read; the first one is written."""
     architecture: str
-    """The class of transformers."""
+    """Class in transformers."""
     prefix: str
     head: str
-    """The logits' matrix, which has no prefix and which files may have although it is the embedding."""
+    """Name of the output matrix, without prefix; files of tied models may contain it too."""
     fixed: Config
-    """What our GPT has no other value for; left out, a key has this one."""
+    """Keys with one value that our GPT supports; it is also the default of the key."""
+    tokens: str
+    """Name of the token embedding."""
+    norms: Mapping[str, str]
+    """Norms outside layers: their names to ours."""
     sizes: Callable[[Config], dict[str, Any]]
-    """Keys of our model from theirs; raises `KeyError` for one that is missing."""
+    """Conversion of their configuration to keys of our model; raises `KeyError` for a missing key."""
     layer: Callable[[Model, int], Iterator[Counterpart]]
-    """The tensors of layer i."""
-    ends: Callable[[Model], Iterator[Counterpart]]
-    """Those outside layers, but for the head."""
+    """Tensors of layer i."""
     configuration: Callable[[Model], dict[str, Any]]
-    """Keys of theirs from our model, but for the vocabulary and what is `fixed`."""
+    """Conversion of our model to their configuration, without the vocabulary and the `fixed` keys."""
+    positions: str = ""
+    """Name of the position embedding; empty without one."""
     passed_over: re.Pattern[str] = NEVER
-    """Tensors that are no weights: masks and wavelengths in old files."""
+    """Names of tensors that are not weights: masks and wavelengths in old files."""
 
     def model(self, config: Config, name: str) -> Model:
-        """Ours of their configuration.  Raises `ConfigError` where our GPT has no such layer."""
+        """Return our model of a configuration.  Raises `ConfigError` for a layer that our GPT lacks."""
         for key, right in self.fixed.items():
             value = config.get(key, right)
             if value != right:
@@ -59,15 +64,19 @@ class Family:
             raise ConfigError("sizes", says=f"must be whole numbers: {error}") from None
 
     def counterparts(self, model: Model) -> Iterator[Counterpart]:
-        """All of a model's tensors."""
-        yield from self.ends(model)
+        """Yield all tensors of a model."""
+        yield same(self.tokens, TOKENS, model.vocab, model.hidden)
+        if self.positions:
+            yield same(self.positions, "embed.positions", model.seq, model.hidden)
+        for theirs, ours in self.norms.items():
+            yield from norm(theirs, ours, model)
         for i in range(model.layers):
             yield from self.layer(model, i)
         if not model.tied:
             yield same(self.head, HEAD, model.vocab, model.hidden)
 
     def document(self, model: Model, vocab: int) -> dict[str, Any]:
-        """`config.json` of a model."""
+        """Return the content of `config.json` for a model."""
         return {
             "architectures": [self.architecture],
             "model_type": self.types[0],
@@ -83,7 +92,7 @@ class Family:
 
 
 def norm(theirs: str, ours: str, model: Model) -> Iterator[Counterpart]:
-    """A norm's weight, and its bias if it has one."""
+    """Yield the weight of a norm, and its bias if it has one."""
     yield same(f"{theirs}.weight", ours, model.hidden)
     if model.norm == "layer":
         yield same(f"{theirs}.bias", f"{ours}_bias", model.hidden)
@@ -92,7 +101,7 @@ def norm(theirs: str, ours: str, model: Model) -> Iterator[Counterpart]:
 def linear(
     theirs: str, inputs: int, stretches: Callable[[str], tuple[Stretch, ...]], *, biased: bool
 ) -> Iterator[Counterpart]:
-    """A matrix [out, in] and its bias; `stretches` of the ending that biases have in our names, or of none."""
+    """Yield a matrix [out, in] and its bias. `stretches` maps the ending of our names, empty or `_bias`, to rows."""
     of_weight = stretches("")
     rows = sum(stretch.rows for stretch in of_weight)
     yield Counterpart(f"{theirs}.weight", (rows, inputs), of_weight)
@@ -101,12 +110,12 @@ def linear(
 
 
 def whole(ours: str, rows: int, first: int = 0) -> Callable[[str], tuple[Stretch, ...]]:
-    """One stretch of a parameter, for `linear`."""
+    """Return the `stretches` of one parameter for `linear`."""
     return lambda ending: (Stretch(ours + ending, first, rows),)
 
 
 def by_group(block: str, model: Model) -> Callable[[str], tuple[Stretch, ...]]:
-    """Query, key and value in one matrix: for each head of keys its queries, itself and its value."""
+    """Return the `stretches` of a fused matrix that stores queries, key and value of each key head together."""
     width, keys = model.head_width, model.key_heads
     queries = model.heads // keys * width
 
@@ -124,20 +133,27 @@ def by_group(block: str, model: Model) -> Callable[[str], tuple[Stretch, ...]]:
     return stretches
 
 
-def projections(theirs: str, i: int, model: Model, attention: str, *, biased: bool) -> Iterator[Counterpart]:
-    """Layer i's four matrices where they are called as in Megatron-LM: in `attention`, then in `mlp`, of `theirs`."""
-    ours, h, f = f"blocks.{i}", model.hidden, model.ffn_width
+def fused_layer(
+    model: Model, i: int, *, stem: str, attention: str, norms: tuple[str, ...]
+) -> Iterator[Counterpart]:
+    """Yield the tensors of layer i where its four matrices have the names of Megatron-LM.
+
+    `norms` are the names of the norms of attention and of the MLP; with one name, the MLP has no norm.
+    """
+    theirs, ours, h, f = f"{stem}.{i}", f"blocks.{i}", model.hidden, model.ffn_width
+    for name, part in zip(norms, ("attention", "mlp"), strict=False):
+        yield from norm(f"{theirs}.{name}", f"{ours}.{part}.norm", model)
     for name, inputs, stretches in (
         (f"{attention}.query_key_value", h, by_group(f"{ours}.attention", model)),
         (f"{attention}.dense", model.heads * model.head_width, whole(f"{ours}.attention.out", h)),
         ("mlp.dense_h_to_4h", h, whole(f"{ours}.mlp.up", f)),
         ("mlp.dense_4h_to_h", f, whole(f"{ours}.mlp.down", h)),
     ):
-        yield from linear(f"{theirs}.{name}", inputs, stretches, biased=biased)
+        yield from linear(f"{theirs}.{name}", inputs, stretches, biased=model.biases == "all")
 
 
 def first_of(config: Config, *keys: str) -> Any:
-    """The value of the first key that is there and says something; raises `KeyError` of the first."""
+    """Return the value of the first key that is not None; raises `KeyError` of the first key."""
     for key in keys:
         if config.get(key) is not None:
             return config[key]
@@ -145,7 +161,7 @@ def first_of(config: Config, *keys: str) -> Any:
 
 
 def rotary(config: Config) -> dict[str, Any]:
-    """Their rotary positions as ours; of a later transformers in a table, of an earlier one beside it."""
+    """Return our keys of rotary positions; newer versions of transformers store theirs in a table."""
     told = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = told.get("rope_type", told.get("type", "default"))
     if kind != "default":
@@ -156,7 +172,7 @@ def rotary(config: Config) -> dict[str, Any]:
 
 
 def gelu(config: Config, key: str, default: str) -> str:
-    """Our name of their GELU."""
+    """Return our name of their GELU."""
     value = config.get(key, default)
     if value not in GELUS:
         raise ConfigError(key, value, f"one of {', '.join(GELUS)}, which our GPT has")

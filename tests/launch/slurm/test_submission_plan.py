@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from repro.config.suites import load
-from repro.launch.slurm.site import profile
-from repro.launch.slurm.submission import dryrun
-from repro.launch.slurm.submission.intent import Intent, intend
+from repro.launch.slurm import profile
+from repro.launch.slurm.submission import submission_plan
+from repro.launch.slurm.submission.submission_plan import SubmissionPlan, plan_submission
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.records import made_up
@@ -22,19 +22,21 @@ BODY += experiments("far", "further", extra=FAR)
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `sbatch` gets has tests of its own."""
-    monkeypatch.setattr(dryrun, "_text", lambda intent, results, place, array: f"SCRIPT {place}")
+    monkeypatch.setattr(submission_plan, "_text", lambda planned, results, place, array: f"SCRIPT {place}")
 
 
-def intended(folder: Path, site: Path, *only: str) -> Intent:
+def intended(folder: Path, site: Path, *only: str) -> SubmissionPlan:
     suite = write_suite(folder, BODY)
     keys = {entry.experiment.name: entry.experiment.key for entry in load(suite).entries}
     with Store(folder / "results") as store:
         store.append(made_up("known", key=keys["known"]))
-        return intend(suite, profile.load(site), store, only=list(only), running={keys["runs"]: "12_3"})
+        return plan_submission(
+            suite, profile.load_profile(site), store, only=list(only), running={keys["runs"]: "12_3"}
+        )
 
 
 def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dryrun.show(intended(tmp_path, site), tmp_path, json=False)
+    submission_plan.print_dry_run(intended(tmp_path, site), tmp_path, json=False)
     assert capsys.readouterr().out.splitlines() == [
         "# array 0: 1 case in 1 job of 2 nodes x 2 ranks, 00:30:00 each, partition debug",
         "#   c4",
@@ -50,7 +52,7 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "3 cases in 2 job arrays; at most 4 core-hours",
         "nothing was submitted (--dry-run)",
     ]
-    dryrun.show(intended(tmp_path, site, "known", "far"), tmp_path, json=False)
+    submission_plan.print_dry_run(intended(tmp_path, site, "known", "far"), tmp_path, json=False)
     assert capsys.readouterr().out.splitlines() == [
         "1 in the store already (--rerun runs them again)",
         "1 not for nodes of local: far needs 16 devices of system dgx2",
@@ -58,7 +60,7 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "nothing was submitted (--dry-run)",
     ]
     site.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\ntime_limit = "90"\n')
-    dryrun.show(intended(tmp_path, site, "further"), tmp_path, json=False)
+    submission_plan.print_dry_run(intended(tmp_path, site, "further"), tmp_path, json=False)
     assert capsys.readouterr().out.splitlines() == [
         "# array 0: 1 case in 1 job of 1 node x 16 ranks, 01:30:00 each",
         "#   further",
@@ -72,7 +74,7 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_the_same_as_data(site: Path, tmp_path: Path) -> None:
     site.write_text("price_per_gpu_hour = 0.5\n" + site.read_text())
     shape = {"tasks_per_node": 2, "time_limit_s": 1800.0, "partition": "debug"}
-    assert dryrun.document(intended(tmp_path, site), tmp_path) == {
+    assert submission_plan.dry_run_document(intended(tmp_path, site), tmp_path) == {
         "arrays": [
             {"nodes": 2, **shape, "bundles": [["c4"]], "script": "SCRIPT 0"},
             {"nodes": 1, **shape, "bundles": [["a"], ["b"]], "script": "SCRIPT 1"},

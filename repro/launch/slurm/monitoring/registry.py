@@ -20,15 +20,15 @@ from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.launch import rank_process
-from repro.launch.slurm.allocation.work import SubmissionWork
+from repro.launch.slurm.allocation.bundle import SubmissionWork
 from repro.util.files import write_json
 
-FILE = "submission.json"
-_LOCK_S = 600.0
+SUBMISSION_FILE = "submission.json"
+_LOCK_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submitted:
+class SubmittedArray:
     """One job array as SLURM knows it."""
 
     bundles: list[int]
@@ -63,7 +63,7 @@ class Submission:
     system: str
     newest_record: int | None = None
     """`order` of the newest record in the store at creation; None in submissions of versions without the field."""
-    arrays: list[Submitted] = field(default_factory=list)
+    arrays: list[SubmittedArray] = field(default_factory=list)
 
     def jobs(self) -> dict[int, str]:
         """SLURM's id of every bundle; empty for one that was never submitted."""
@@ -98,11 +98,11 @@ class Registry:
         """Store `submission`; its folder exists afterwards."""
         folder = self.path(submission)
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / FILE, asdict(submission))
+        write_json(folder / SUBMISSION_FILE, asdict(submission))
 
     def all(self) -> list[Submission]:
         """Every submission, oldest first.  Raises `ConfigError` for a file that is none."""
-        return [self._read(path) for path in sorted(self.folder.glob(f"*/{FILE}"))]
+        return [self._read(path) for path in sorted(self.folder.glob(f"*/{SUBMISSION_FILE}"))]
 
     def work(self, submission: Submission) -> SubmissionWork:
         """What `submission` has to do.  Raises `ConfigError` if the file is gone or torn."""
@@ -152,7 +152,7 @@ class Registry:
     def _read(self, path: Path) -> Submission:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            arrays = [Submitted(**row) for row in document.pop("arrays")]
+            arrays = [SubmittedArray(**row) for row in document.pop("arrays")]
             return Submission(**document, arrays=arrays)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise _bad(path, error) from None
@@ -161,7 +161,7 @@ class Registry:
 def _abandoned(path: Path) -> bool:
     try:
         note = json.loads(path.read_text(encoding="utf-8") or "{}")
-        old = time.time() - path.stat().st_mtime > _LOCK_S
+        old = time.time() - path.stat().st_mtime > _LOCK_TIMEOUT_S
     except (OSError, ValueError):
         return False
     return old or (

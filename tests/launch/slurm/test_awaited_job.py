@@ -12,13 +12,14 @@ import pytest
 
 from repro.config import ConfigError, Experiment, Layout
 from repro.launch.job import Interrupt, Job
-from repro.launch.slurm.allocation import errand as far
+from repro.launch.slurm import profile
+from repro.launch.slurm.allocation import controller as far
 from repro.launch.slurm.allocation.nodes import NodeReport
-from repro.launch.slurm.allocation.stop import REQUEUE, Stop
-from repro.launch.slurm.site import profile
-from repro.launch.slurm.site.scheduler import JobState, SchedulerError
-from repro.launch.slurm.submission import errand
-from repro.launch.slurm.submission.pack import Array, ArrayShape
+from repro.launch.slurm.allocation.stop import REQUEUE, AllocationStop
+from repro.launch.slurm.scheduler import JobState, SchedulerError
+from repro.launch.slurm.submission import submit
+from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
+from repro.launch.slurm.submission.profile_check import require_shared_folder
 from repro.launch.supervise import Ending
 from tests.launch.slurm.conftest import FakeSlurm
 from tests.training import TINY
@@ -47,17 +48,17 @@ class Answers:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errand, "POLL_S", 0.0)
-    monkeypatch.setattr(errand, "LATE_S", 0.01)
+    monkeypatch.setattr(submit, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(submit, "ANSWER_DELAY_S", 0.01)
 
 
 def wait(
     monkeypatch: pytest.MonkeyPatch, folder: Path, answers: Answers, signal: int = 0, quiet: bool = False
 ) -> dict[str, Any]:
-    monkeypatch.setattr(errand, "Scheduler", lambda: answers)
+    monkeypatch.setattr(submit, "Scheduler", lambda: answers)
     interrupt = Interrupt()
     interrupt.signal = signal
-    return errand.wait("7", folder, interrupt, quiet=quiet)
+    return submit.wait_for_answer("7", folder, interrupt, quiet=quiet)
 
 
 def failed(reason: str) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def failed(reason: str) -> dict[str, Any]:
 def test_each_state_is_said_once_and_the_answer_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: bool
 ) -> None:
-    (tmp_path / far.ANSWER).write_text('{"outcome": "ok"}')
+    (tmp_path / far.ANSWER_FILE).write_text('{"outcome": "ok"}')
     waits = JobState(state="PENDING", reason="Resources")
     hiccup = SchedulerError("squeue: timed out")
     answers = Answers(waits, waits, hiccup, RUNNING, JobState(state="COMPLETED"))
@@ -95,7 +96,7 @@ def test_a_job_without_an_answer_ended_in_its_last_words(
 
 
 def test_a_slurm_that_is_silent_for_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errand, "SILENCE_S", 0.01)
+    monkeypatch.setattr(submit, "SCHEDULER_TIMEOUT_S", 0.01)
     reason = "SLURM does not answer any more: squeue: down"
     assert wait(monkeypatch, tmp_path, Answers(RUNNING, SchedulerError("squeue: down"))) == failed(reason)
 
@@ -114,25 +115,25 @@ def test_it_is_submitted_once_and_never_requeued(slurm: FakeSlurm, site: Path, t
     folder = tmp_path / "errand"
     folder.mkdir()
     shape = ArrayShape(nodes=1, tasks_per_node=2, time_min=20, partition="debug")
-    array = Array(shape=shape, bundles=())
-    assert errand.submit(folder, JOB, profile.load(site), array, "mine", target="x:y") == "12"
+    array = JobArray(shape=shape, bundles=())
+    assert submit.submit_job(folder, JOB, profile.load_profile(site), array, "mine", target="x:y") == "12"
     script = slurm.state["scripts"]["12"].splitlines()
     assert "#SBATCH --no-requeue" in script
     assert "#SBATCH --requeue" not in script
     assert "#SBATCH --job-name=mine" in script
     assert (folder / "profile.toml").read_text() == site.read_text()
-    assert Job.load(folder / far.JOB) == JOB
+    assert Job.load(folder / far.JOB_FILE) == JOB
     slurm.set(refuse_after=1)
     with pytest.raises(SchedulerError, match="Invalid account"):
-        errand.submit(folder, JOB, profile.load(site), array, "mine", target="x:y")
+        submit.submit_job(folder, JOB, profile.load_profile(site), array, "mine", target="x:y")
 
 
 def test_its_answer_is_below_the_shared_folder(site: Path, tmp_path: Path) -> None:
-    errand.check_place(profile.load(site), Path("/elsewhere"))
+    require_shared_folder(profile.load_profile(site), Path("/elsewhere"), option="--output", noun="file")
     site.write_text(site.read_text() + f'[storage]\nshared = "{tmp_path}"\n')
-    errand.check_place(profile.load(site), tmp_path / "below")
+    require_shared_folder(profile.load_profile(site), tmp_path / "below", option="--output", noun="file")
     with pytest.raises(ConfigError, match=f"--output = '/elsewhere': must be a file below {tmp_path}"):
-        errand.check_place(profile.load(site), Path("/elsewhere"))
+        require_shared_folder(profile.load_profile(site), Path("/elsewhere"), option="--output", noun="file")
 
 
 class Launched:
@@ -159,24 +160,24 @@ class Launched:
 def test_the_far_side_says_where_it_ran_and_what_came_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, wrong: str, outcome: str
 ) -> None:
-    JOB.save(tmp_path / far.JOB)
+    JOB.save(tmp_path / far.JOB_FILE)
     reports = [NodeReport(node="n1", node_index=0, local=i, task=i, tasks=2) for i in range(2)]
     site = type("Allocation", (), {"site": None})
-    monkeypatch.setattr(far.controller, "allocated", lambda folder, environment: site)
-    monkeypatch.setattr(far.controller, "survey", lambda allocation, folder, stop: (reports, missing))
-    monkeypatch.setattr(far.controller, "wrong_hardware", lambda reports, site: wrong)
+    monkeypatch.setattr(far, "read_allocation", lambda folder, environment: site)
+    monkeypatch.setattr(far, "survey_nodes", lambda allocation, folder, stop: (reports, missing))
+    monkeypatch.setattr(far, "describe_wrong_hardware", lambda reports, site: wrong)
     monkeypatch.setattr(far, "ClusterLaunch", Launched)
     monkeypatch.setattr(far.supervise, "watch", lambda launch, interrupted: Ending(outcome, "why", 0, []))
-    stop = Stop("7")
+    stop = AllocationStop("7")
     monkeypatch.setattr(far.os, "getloadavg", lambda: (1.2345, 9.0, 9.0))
-    said = far._run(tmp_path, "x:y", stop, {"SLURM_JOB_ID": "7"})
+    said = far._run_awaited_job(tmp_path, "x:y", stop, {"SLURM_JOB_ID": "7"})
     assert said["load"] == 1.23
     if missing or wrong:
         assert (said["outcome"], said["reason"], said["results"]) == ("error", missing or wrong, [])
         assert ("place" in said) == (not missing)
         stop.note(REQUEUE, None)
-        monkeypatch.setattr("repro.launch.slurm.allocation.stop.meaning", lambda *_: "preempted")
-        again = far._run(tmp_path, "x:y", stop, {})["reason"]
+        monkeypatch.setattr("repro.launch.slurm.allocation.stop.stop_reason", lambda *_: "preempted")
+        again = far._run_awaited_job(tmp_path, "x:y", stop, {})["reason"]
         assert again == (wrong or "stopped by SLURM (SIGUSR2): preempted")
         return
     assert (said["outcome"], said["reason"], said["results"]) == (outcome, "why", [{"rank": 0}])
@@ -187,9 +188,11 @@ def test_the_far_side_says_where_it_ran_and_what_came_of_it(
 def test_the_answer_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handlers: dict[int, Any] = {}
     monkeypatch.setattr(far.signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(far, "_run", lambda *given: {"outcome": "hang", "asked": [str(given[0]), given[1]]})
-    assert far.Errand(str(tmp_path), "x:y")() == "hang"
-    answer = json.loads((tmp_path / far.ANSWER).read_text())
+    monkeypatch.setattr(
+        far, "_run_awaited_job", lambda *given: {"outcome": "hang", "asked": [str(given[0]), given[1]]}
+    )
+    assert far.RunAwaitedJob(str(tmp_path), "x:y")() == "hang"
+    answer = json.loads((tmp_path / far.ANSWER_FILE).read_text())
     assert answer == {"outcome": "hang", "asked": [str(tmp_path), "x:y"]}
     assert {REQUEUE, signal.SIGTERM} <= set(handlers)
 

@@ -15,7 +15,7 @@ from typing import Any
 from repro.config.errors import ConfigError, require
 from repro.config.files import build, read_toml
 from repro.config.suites.packaged import PROFILES
-from repro.launch.slurm.site.limits import minutes
+from repro.launch.slurm.scheduler import parse_time_limit
 
 REQUESTS = ("gpus-per-node", "gres", "none")
 
@@ -67,7 +67,7 @@ class Slurm:
         )
         for key, value in self._texts():
             require(value.isprintable(), key, value, "text of one line, as it becomes a line of the script")
-        minutes(self.time_limit)
+        parse_time_limit(self.time_limit)
         for key in ("gpus_per_node", "tasks_per_node", "cpus_per_task", "requeues"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
         for key in ("array_parallelism", "cases_per_job", "signal_delay_s"):
@@ -77,7 +77,7 @@ class Slurm:
     def leave_time(self, key: str, time_limit: str) -> None:
         """Raise `ConfigError` where a job of `time_limit`, named `key`, would be told to stop as soon as it starts."""
         expected = f"longer than signal_delay_s, {self.signal_delay_s} s: so long before its end a job is told to stop"
-        whole_min = min(minutes(time_limit), 1e9) // 1  # as sbatch is asked
+        whole_min = min(parse_time_limit(time_limit), 1e9) // 1  # as sbatch is asked
         require(60 * whole_min > self.signal_delay_s, key, time_limit, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
@@ -142,7 +142,7 @@ class CaseClass:
         require(self.nodes >= 0, "nodes", self.nodes, "0 or more")
         require(self.requeues is None or self.requeues >= 0, "requeues", self.requeues, "0 or more")
         if self.time_limit:
-            minutes(self.time_limit)
+            parse_time_limit(self.time_limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +181,18 @@ class Profile:
 
     @property
     def private(self) -> bool:
-        """Whether files are the user's only."""
+        """Whether only the user can read the files."""
         return self.storage.private
+
+    @property
+    def umask(self) -> int:
+        """File mode mask of a job's processes."""
+        return 0o077 if self.private else 0o022
+
+    @property
+    def gpu_type_prefix(self) -> str:
+        """Prefix of a GPU count in `sbatch` options: `v100:`, or empty for any type."""
+        return f"{self.slurm.gpu_type}:" if self.slurm.gpu_type else ""
 
     def class_of(self, name: str) -> CaseClass:
         """What the profile says of the experiment called `name`."""
@@ -190,13 +200,13 @@ class Profile:
         return next(found, CaseClass(match="*"))
 
 
-def load(path: Path) -> Profile:
+def load_profile(path: Path) -> Profile:
     """The profile in a `.toml` file, or the packaged one of this name.  Raises `ConfigError`."""
     path = PROFILES.find(path)
-    return parse(read_toml(path), file=str(path))
+    return parse_profile(read_toml(path), file=str(path))
 
 
-def parse(data: dict[str, Any], *, file: str) -> Profile:
+def parse_profile(data: dict[str, Any], *, file: str) -> Profile:
     """The profile in the tables of a file.  Raises `ConfigError`."""
     tables = dict(data)
     for key, cls in (("slurm", Slurm), ("environment", Environment), ("storage", Storage)):

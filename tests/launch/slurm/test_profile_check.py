@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.launch.slurm.site import profile
+from repro.launch.slurm import profile
 from repro.launch.slurm.submission import probe
 from tests.launch.slurm.conftest import FakeSlurm
 
@@ -117,20 +117,23 @@ def test_what_nodes_say_is_judged(
     path.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\n[environment]\ninterface = "ib0"\n')
     marker = tmp_path / ".probe-abc"
     marker.write_text("abc")
-    node = probe.look(marker)
+    node = probe.inspect_node(marker)
     assert node["folder"] == ""
     node |= {"host": "n1", "gpus": [{"name": "NVIDIA A100"}] * 8, "interfaces": {"lo": "127.0.0.1"}}
-    checks = {check.name: check for check in probe.judge(profile.load(path), [node])}
+    checks = {check.name: check for check in probe.check_nodes(profile.load_profile(path), [node])}
     assert checks["interface"].fatal
     assert checks["GPUs there"].fatal
     assert checks["GPUs there"].found == "n1: 8 x NVIDIA A100"
     node["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB", "compute_capability": "8.0"}] * 16
-    other = {check.name: check for check in probe.judge(profile.load(path), [node])}
+    other = {check.name: check for check in probe.check_nodes(profile.load_profile(path), [node])}
     assert other["GPUs there"].fatal
     assert other["GPUs there"].enables.startswith("dgx2 has NVIDIA V100 SXM3 32 GB: name another system")
     monkeypatch.setattr("sys.argv", ["probe", str(marker)])
     runpy.run_path(probe.__file__, run_name="__main__")
     assert json.loads(capsys.readouterr().out)["folder"] == ""
     marker.write_text("other")
-    blind = {check.name: check for check in probe.judge(profile.load(path), [probe.look(marker)])}
+    blind = {
+        check.name: check
+        for check in probe.check_nodes(profile.load_profile(path), [probe.inspect_node(marker)])
+    }
     assert blind["shared folder"].fatal
