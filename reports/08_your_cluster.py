@@ -26,7 +26,7 @@ import seaborn as sns
 from repro.config.words import layout
 from repro.report import evidence
 from repro.report.exports.compare import compare
-from repro.report.origins import Machines
+from repro.report.records import Machines
 
 RESULTS: Path | None = None
 BEFORE: Path | None = None

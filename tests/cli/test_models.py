@@ -9,7 +9,7 @@ import pytest
 from repro.config import ConfigError
 from repro.config.models import load, names
 from repro.model.parameters import total
-from repro.report.text.models import print_models
+from repro.report.text.models_and_systems import print_models
 
 
 def test_the_list_names_every_model_uncut_in_80_columns(

@@ -10,7 +10,7 @@ import pytest
 
 from repro import cli
 from repro.config.systems import load, names
-from repro.report.text.systems import print_systems
+from repro.report.text.models_and_systems import print_systems
 from tests.config.system_texts import PRODUCTS, PROVENANCE
 
 SHOWN = ("latency_s", "efficiency")

@@ -317,7 +317,7 @@ def test_files_are_the_packages_data() -> None:
 
 def test_listing_the_models_needs_no_heavy_import() -> None:
     code = (
-        "import sys; from repro.report.text.models import print_models; print_models(None, False);"
+        "import sys; from repro.report.text.models_and_systems import print_models; print_models(None, False);"
         "print([m for m in ('torch', 'numpy', 'pandas', 'pydantic') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from repro.config import ConfigError, models, systems
-from repro.report.evidence import VARIABLE, default
-from repro.report.exports import what_if
-from repro.report.exports.what_if import simulated_step
+from repro.report import evidence
+from repro.report.evidence import STORE_VARIABLE, default_store, simulated_step
 from repro.report.page import notebooks
 
 pytest.importorskip("jupytext", reason="jupytext reads the notebooks; it is in the extra test")
@@ -62,9 +61,9 @@ def test_runs_on_an_empty_store(path: Path, tmp_path: Path, monkeypatch: pytest.
     """The cells one after the other in this process, which costs no kernel; every step traced is a tiny one."""
     import matplotlib
 
-    monkeypatch.setattr(what_if, "simulated_step", tiny_step)
+    monkeypatch.setattr(evidence, "simulated_step", tiny_step)
 
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "results"))
+    monkeypatch.setenv(STORE_VARIABLE, str(tmp_path / "results"))
     monkeypatch.chdir(path.parent)
     with matplotlib.rc_context({"backend": "agg"}):
         scope: dict[str, Any] = {"__name__": "__main__"}
@@ -107,10 +106,10 @@ def test_without_notebooks_the_folder_is_named(tmp_path: Path) -> None:
 def test_the_store_is_found_from_the_folder_of_the_notebooks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(STORE_VARIABLE, raising=False)
     (tmp_path / "results" / "records").mkdir(parents=True)
     (tmp_path / "reports").mkdir()
     monkeypatch.chdir(tmp_path / "reports")
-    assert default() == tmp_path / "results"
-    monkeypatch.setenv(VARIABLE, os.fspath(tmp_path))
-    assert default() == tmp_path
+    assert default_store() == tmp_path / "results"
+    monkeypatch.setenv(STORE_VARIABLE, os.fspath(tmp_path))
+    assert default_store() == tmp_path

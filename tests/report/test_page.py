@@ -16,10 +16,10 @@ from repro.claims.judge import judge
 from repro.claims.table import table
 from repro.config import ConfigError
 from repro.report.evidence import JudgedStore
-from repro.report.figures import measured_states
-from repro.report.figures.style import GRID, INK, MUTED, on_page
+from repro.report.figures import model_states
+from repro.report.figures.style import GRID, INK, MUTED, adapt_to_page
 from repro.report.page.build import Report, build
-from repro.report.text.report import print_report as command
+from repro.report.page.build import print_report as command
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
 
@@ -141,7 +141,7 @@ def test_figures_take_ink_and_paper_from_the_page(text: str) -> None:
 
 
 def test_letters_in_a_coloured_field_stay_as_they_are() -> None:
-    assert on_page('<text style="fill: #ffffff"><use style="fill: #ffffff">') == (
+    assert adapt_to_page('<text style="fill: #ffffff"><use style="fill: #ffffff">') == (
         '<text style="fill: #ffffff"><use style="fill: var(--page)">'
     )
 
@@ -161,7 +161,7 @@ def test_empty_store_gives_the_ledger_and_says_what_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "repro.report.figures.draw_all", lambda measured, *of: [measured_states.draw(measured)]
+        "repro.report.figures.draw_all", lambda measured, *of: [model_states.draw_measured_states(measured)]
     )
     (tmp_path / "out" / "figures").mkdir(parents=True)
     stale = tmp_path / "out" / "figures" / "states.svg"

@@ -11,7 +11,9 @@ import pytest
 
 from repro.kernels.cuda import cache
 
-DRAW = "from repro.report.figures.style import canvas, look\nwith look():\n    canvas(3.0)"
+DRAW = (
+    "from repro.report.figures.style import figure_style, make_axes\nwith figure_style():\n    make_axes(3.0)"
+)
 EXECUTE = f"""
 import sys
 from pathlib import Path

@@ -12,7 +12,7 @@ from repro.config import Experiment, systems
 from repro.launch.simulated import attempt
 from repro.report.figures import draw_all
 from repro.report.page.build import build
-from repro.report.page.record_tables import simulated_row
+from repro.report.records import simulated_row
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select
 from repro.results.store import Store

@@ -12,8 +12,8 @@ from repro import cli
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config import PROTOCOL
 from repro.report import evidence
-from repro.report.figures import comparison, peak
-from repro.report.figures.style import look
+from repro.report.figures import comparisons, peak_memory
+from repro.report.figures.style import figure_style
 from repro.report.page import context
 from repro.report.page.build import build
 from repro.report.page.context import MOST
@@ -151,6 +151,6 @@ def test_a_large_store_has_a_page_of_a_sane_size(tmp_path: Path) -> None:
     )
     assert "that no claim and no figure reads are not listed here" in text
     assert "repro export --table experiments --format csv" in text
-    with look():
-        assert len(peak.draw(chosen.measured).records) == peak.MOST
-        assert len(comparison.draw(chosen.comparisons).records) == comparison.MOST
+    with figure_style():
+        assert len(peak_memory.draw_peaks(chosen.measured).records) == peak_memory.MAX_BARS
+        assert len(comparisons.draw_ratios(chosen.comparisons).records) == comparisons.MAX_COMPARISONS

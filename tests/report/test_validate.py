@@ -32,7 +32,7 @@ from repro.claims.judge import experiments_read, judge
 from repro.cli import main
 from repro.config.systems import load as load_system
 from repro.report.figures import draw_all, validation
-from repro.report.figures.style import look
+from repro.report.figures.style import figure_style
 from repro.report.text import validate
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
@@ -233,16 +233,16 @@ def test_the_picture_shows_what_counts() -> None:
     assert left.get_legend() is None, "a legend inside a panel would lie on what is named there"
     (legend,) = drawing.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [V100_MEGATRON, V100_ZERO]
-    with look():
+    with figure_style():
         assert troubles(drawing.figure) == []
-    assert validation.draw([]).missing == validation.RUN
+    assert validation.draw_validation([]).missing == validation.VALIDATION_COMMAND
 
 
 def test_every_family_is_named_inside_the_picture() -> None:
     (rate,) = counted(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
-    drawing = validation.draw([replace(rate, family=family) for family in FAMILIES])
+    drawing = validation.draw_validation([replace(rate, family=family) for family in FAMILIES])
     assert drawing.figure is not None
-    with look():
+    with figure_style():
         assert troubles(drawing.figure) == []
     (legend,) = drawing.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(FAMILIES)
@@ -252,7 +252,9 @@ def test_the_picture_has_an_upright_line_for_each_interval() -> None:
     """In TFLOP/s of a device, also of a step that was published in seconds, where the longest is the slowest."""
     (rate,) = counted(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
     (time,) = counted(record("yuan", "yuan-245b", 100e12, samples=3360 / 50)).values()
-    drawn = validation.draw([replace(rate, low=30.0, high=44.0), replace(time, low=40.0, high=80.0)])
+    drawn = validation.draw_validation(
+        [replace(rate, low=30.0, high=44.0), replace(time, low=40.0, high=80.0)]
+    )
     assert drawn.figure is not None
     upright = [
         sorted(line.get_ydata()) for line in drawn.figure.axes[0].lines if len(set(line.get_xdata())) == 1

@@ -48,7 +48,7 @@ def status(
     json: Json = False,
 ) -> int:
     """Show where every submitted case stands.  Exit code 3: something is open; 1: something failed."""
-    from repro.report.text.status import print_status
+    from repro.report.text.cluster import print_status
 
     return print_status(results, watch, every, json)
 

@@ -233,7 +233,7 @@ def calibrate(
     It takes some minutes, in which nothing else should run.  A file speaks for the number of ranks that it was
     measured with, on this machine or, with --profile, on nodes of a cluster.
     """
-    from repro.report.text.calibrate import print_calibration
+    from repro.report.text.machine import print_calibration
 
     return print_calibration(system, gpus, output, profile, nodes, quick, suite or [], json)
 
@@ -284,7 +284,7 @@ def validate(
         require(0 <= covered[0] <= covered[1] <= 100, "--covered", said, "two percentages, the least first")
         return print_coverage(results, covered, tuple(ledger or ()))
     if unknowns:
-        from repro.report.text.unknowns import print_unknowns
+        from repro.report.text.validate import print_unknowns
 
         require(svg is None and not system, "--unknowns", True, says="goes without --svg and --system")
         return print_unknowns(results, json, tuple(ledger or ()))

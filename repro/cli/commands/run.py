@@ -36,10 +36,10 @@ def run(
 ) -> int:
     """Run what the store lacks of suites on this machine and record how each experiment ended."""
     if dry_run:
-        from repro.report.text.run import print_dry_run
+        from repro.report.text.results import print_dry_run
 
         return print_dry_run(suites, only or [], results, rerun, json, evidence, system)
-    from repro.report.text.run import print_run
+    from repro.report.text.results import print_run
 
     return print_run(suites, only or [], results, rerun, json, evidence, system)
 
@@ -109,9 +109,9 @@ def doctor(
     right = "0 or more, with --profile: the nodes of its cluster"
     require(nodes == 0 or (nodes > 0 and profile is not None), "--nodes", nodes, right)
     if profile is not None:
-        from repro.report.text.doctor import print_cluster_checks
+        from repro.report.text.machine import print_cluster_checks
 
         return print_cluster_checks(profile, results, nodes, json)
-    from repro.report.text.doctor import print_machine_checks
+    from repro.report.text.machine import print_machine_checks
 
     return print_machine_checks(results, kernels, json)

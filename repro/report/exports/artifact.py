@@ -53,19 +53,19 @@ class GpuHours:
     most: float
 
 
-def command(output: Path | None, own: Sequence[Path] = ()) -> int:
+def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
     """Write the appendix to `output`, or print it; 0.  Raises `ConfigError`.
 
     `own`: ledger files whose claims are among the others.
     """
     if output is None:
-        sys.stdout.write(text(own))
+        sys.stdout.write(appendix(own))
         return 0
-    files.write(output, text(own))
+    files.write(output, appendix(own))
     return 0
 
 
-def text(own: Sequence[Path] = ()) -> str:
+def appendix(own: Sequence[Path] = ()) -> str:
     """The appendix as Markdown."""
     ledger, catalogue = load(own=tuple(own)), SuiteCatalogue()
     results = judge(ledger, [])
@@ -80,7 +80,7 @@ def text(own: Sequence[Path] = ()) -> str:
     return "\n".join(parts)
 
 
-def cost(found: EvidenceCommand, catalogue: SuiteCatalogue) -> GpuHours:
+def gpu_hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> GpuHours:
     """GPU-hours of a measured command, of all its experiments together."""
     known = catalogue.suites[found.suite]
     chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
@@ -174,7 +174,7 @@ def _note(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
 def _hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
     if found.suite not in catalogue.suites or not found.needs:
         return "none: processor cores"
-    price = cost(found, catalogue)
+    price = gpu_hours(found, catalogue)
     least = "?" if price.least is None else number(price.least)
     return f"{least} to {number(price.most)}"
 

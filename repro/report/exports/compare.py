@@ -8,15 +8,16 @@ shrugged off.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import by_key
 from repro.results.store import read
 from repro.util import units
+from repro.util.console import print_json
 
 WORSE, SAME, BETTER = "worse", "same", "better"
 
@@ -145,14 +146,14 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
             name=claim,
             before=old[claim],
             after=verdict,
-            judged=_judged(old[claim], verdict),
+            judged=_judge_verdicts(old[claim], verdict),
         )
         for claim, verdict in new.items()
         if verdict != old[claim]
     ]
 
 
-def _judged(old: str, new: str) -> str:
+def _judge_verdicts(old: str, new: str) -> str:
     """What was not run on one side is no judgement of it."""
     from repro.claims.verdicts import BAD, GOOD, POSSIBLE
 
@@ -164,3 +165,29 @@ def _judged(old: str, new: str) -> str:
 
 def _commit(record: Record) -> str:
     return str((record.provenance.get("git") or {}).get("commit") or "")
+
+
+def print_comparison(
+    first: str, second: str, results: Path, tolerance: float, json: bool, own: Sequence[Path] = ()
+) -> int:
+    """Print what differs; 1 if something is worse, else 0.  Raises `ConfigError`."""
+    require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
+    changes = changes_of(first, second, results, tolerance, own)
+    worse = sum(change.judged == WORSE for change in changes)
+    if json:
+        print_json({"changes": [asdict(change) for change in changes], "worse": worse})
+    else:
+        _print_changes(changes)
+    return 1 if worse else 0
+
+
+def _print_changes(changes: Sequence[Change]) -> None:
+    """What got worse first."""
+    order = (WORSE, BETTER, SAME)
+    for change in sorted(changes, key=lambda change: order.index(change.judged)):
+        if change.judged != SAME or change.kind == "speed":
+            times = f"{units.ratio(change.ratio, change.low, change.high)}  " if change.ratio else ""
+            what = f"{change.judged:<6} {change.kind:<8} {change.name}"
+            print(f"{what}: {times}{change.before} -> {change.after}")
+    counts = {judged: sum(change.judged == judged for change in changes) for judged in (WORSE, SAME, BETTER)}
+    print(", ".join(f"{count} {judged}" for judged, count in counts.items()))

@@ -20,7 +20,7 @@ FORMATS = ("csv", "parquet", "markdown", "latex")
 TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records", "unknowns")
 
 
-def command(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
+def write_table(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
     """Write one table; to standard output without `output`, but for parquet.  Raises `ConfigError`.
 
     `own`: ledger files whose claims are among the others.
@@ -64,16 +64,16 @@ def read(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
     return frames[table]()
 
 
-LONG = (
+LONG_COLUMNS = (
     *("source", "how", "title", "reason", "why", "given", "key", "written"),
     *(f"{kind}_{part}" for kind in KINDS for part in ("tolerance", "origin")),
 )
-"""Columns that a table for people does without."""
+"""Columns that Markdown tables leave out."""
 
 
 def _markdown(frame: pd.DataFrame) -> str:
     """For people and pull requests: what is long or empty is left out."""
-    shown = _filled(frame.drop(columns=[name for name in LONG if name in frame]))
+    shown = _filled(frame.drop(columns=[name for name in LONG_COLUMNS if name in frame]))
     cells = shown.map(lambda value: str(value).replace("|", "\\|") if isinstance(value, str) else value)
     return str(cells.to_markdown(index=False)) + "\n"
 

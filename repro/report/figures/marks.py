@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HATCH = {SIMULATED: "//////", "measured": "....."}
-GROUP = 0.84
+KIND_HATCHES = {SIMULATED: "//////", "measured": "....."}
+PLACE_WIDTH = 0.84
 """Width of all bars of a place."""
 
 
@@ -28,13 +28,13 @@ class BarPair:
     width: float
 
 
-def slot(place: int, series: float, count: int) -> BarPair:
+def bar_pair(place: int, series: float, count: int) -> BarPair:
     """Of series number `series` of `count` at `place`."""
-    width = GROUP / count
-    return BarPair(place - GROUP / 2 + (series + 0.5) * width, width * 0.94)
+    width = PLACE_WIDTH / count
+    return BarPair(place - PLACE_WIDTH / 2 + (series + 0.5) * width, width * 0.94)
 
 
-def bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
+def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
     """Published on the left, ours on the right; a dashed outline where a record is missing."""
     half = at.width / 2
     left, right = at.middle - half / 2, at.middle + half / 2
@@ -65,7 +65,7 @@ def bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> Non
         axes.scatter(right, analytic.value / size, s=26, marker="D", c=INK, lw=0, zorder=5)
 
 
-def points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
+def draw_points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
     """For a logarithmic axis: a disc and a square with a line between them."""
     quarter = at.width / 4
     left, right = at.middle - quarter, at.middle + quarter
@@ -96,7 +96,7 @@ def points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> N
         )
 
 
-def error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
+def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
     """Ours less published, relative, as a stem with its number; what was drawn, 0 where nothing can be."""
     ours, printed = value.predicted, value.published
     if printed is None:
@@ -131,7 +131,7 @@ def error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> flo
     return shown
 
 
-def legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, dots: bool) -> None:
+def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, dots: bool) -> None:
     """Series by colour, and what the fills and signs mean that occur.  `dots`: some panel has points."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
@@ -145,7 +145,7 @@ def legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, 
         handles.append(Patch(facecolor=MUTED, label="published"))
     kinds = {value.predicted.kind for value in values if value.predicted}
     handles += [
-        Patch(facecolor="white", edgecolor=MUTED, hatch=HATCH[kind], label=kind)
+        Patch(facecolor="white", edgecolor=MUTED, hatch=KIND_HATCHES[kind], label=kind)
         for kind in ("measured", SIMULATED)
         if kind in kinds
     ]
@@ -210,7 +210,7 @@ def _interval(axes: Axes, x: float, ours: Ours, size: float) -> None:
 
 
 def _fill(ours: Ours, colour: str) -> dict[str, Any]:
-    return {"facecolor": "white", "edgecolor": colour, "hatch": HATCH[ours.kind], "linewidth": 0.9}
+    return {"facecolor": "white", "edgecolor": colour, "hatch": KIND_HATCHES[ours.kind], "linewidth": 0.9}
 
 
 def _cross(axes: Axes, x: float, y: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from repro.report.page.context import context, render
 from repro.results.select import Selection, select
 from repro.results.store import MOST_REMARKS
 from repro.util import extras
+from repro.util.console import print_json
 from repro.util.files import replace as replace_file
 
 if TYPE_CHECKING:
@@ -101,10 +103,10 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         for ending in ("svg", "png"):
             (folder / f"{drawing.id}.{ending}").unlink(missing_ok=True)
     else:
-        text = style.svg(drawing)
+        text = style.to_svg(drawing)
         for path, content in (
             (folder / f"{drawing.id}.svg", text.encode()),
-            (folder / f"{drawing.id}.png", style.png(drawing)),
+            (folder / f"{drawing.id}.png", style.to_png(drawing)),
         ):
             replace_file(path, content)
             report.figures.append(path)
@@ -115,7 +117,7 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MOST_LINKS]},
         "more_records": max(0, len(drawing.records) - MOST_LINKS),
         "missing": drawing.missing,
-        "svg": style.on_page(text),
+        "svg": style.adapt_to_page(text),
     }
 
 
@@ -138,3 +140,29 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
         more = f" and {len(failed) - 6} more" if len(failed) > 6 else ""
         remarks.append(f"without a conclusive result: {names}{more}; the next `repro run` runs them again")
     return remarks
+
+
+def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Sequence[Path] = ()) -> int:
+    """Write the report on the store `results` to `out` and print where; 0, or 1 if a notebook failed.
+
+    `own`: ledger files whose claims are among the others.
+    """
+    from repro.report.page.notebooks import CellFailed
+
+    try:
+        written = build(results, out, notebooks=notebooks, own=own)
+    except CellFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if json:
+        print_json(written.as_dict())
+        return 0
+    for remark in written.remarks:
+        print(f"note: {remark}")
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in written.verdicts.items())
+    seen = f"{written.experiments} experiments, {written.simulated} simulated"
+    print(f"{written.claims} claims ({counts}); {seen}, {len(written.figures) // 2} figures")
+    if written.notebooks:
+        print(f"{len(written.notebooks)} notebooks: {written.notebooks[0].parent}")
+    print(f"report: {written.page}")
+    return 0

@@ -20,8 +20,7 @@ from repro.config.words import counted
 from repro.measure.provenance import program
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
-from repro.report.origins import Machines
-from repro.report.page.record_tables import identity, measured_row, simulated_row
+from repro.report.records import Machines, measured_row, record_identity, simulated_row
 from repro.simulate.time.calibration import BASES, basis_of_record
 from repro.util import units
 from repro.util.units import NOTHING, interval
@@ -197,7 +196,7 @@ def _line(entry: dict[str, Any], known: dict[str, ExperimentRecord], machines: M
         "outcome": record.outcome,
         "rests_on": basis_of_record(record),
         "machine": machines.number(record),
-        **identity(record),
+        **record_identity(record),
     }
 
 
@@ -210,5 +209,5 @@ def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
         "interval": interval(record.low, record.high),
         "rounds": record.rounds,
         "machine": machines.number(record),
-        **identity(record),
+        **record_identity(record),
     }

@@ -16,7 +16,7 @@ from typing import Any
 
 from repro.claims.run_commands import ROOT
 from repro.config.errors import ConfigError
-from repro.report.evidence import VARIABLE
+from repro.report.evidence import STORE_VARIABLE
 from repro.report.page.context import TEMPLATES, template
 
 FOLDER = ROOT / "reports"
@@ -96,7 +96,7 @@ async def execute(path: Path, results: Path) -> Any:
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(path.parent)}},
     )
-    environment = {**os.environ, VARIABLE: str(results), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    environment = {**os.environ, STORE_VARIABLE: str(results), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     try:
         await client.async_execute(env=environment)
     except CellExecutionError as error:

@@ -1,4 +1,4 @@
-"""What `repro fit` and `repro plan` print for people."""
+"""Output of `repro fit` and `repro plan`, and the map of `repro plan --map`: tp down, pp across."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from repro.config import words
 from repro.config.attention import unfused
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
+from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow
 from repro.simulate.time.calibration import UPPER_BOUND, describe_basis
 from repro.util import units
 from repro.util.console import stdout
@@ -17,11 +18,13 @@ from repro.util.units import gb
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from repro.simulate.plan.candidates import PlanRequest
     from repro.simulate.plan.fit import FitQuestion
-    from repro.simulate.plan.plan import Plan
+    from repro.simulate.plan.plan import MapCell, Plan
     from repro.simulate.plan.rows import PlanRow
+
 
 TIME_LOSS_COLUMNS = {"waits\n%": "exposed_s", "bubble\n%": "bubble_s"}
 """Columns for parts of the step time, with the keys of these times."""
@@ -64,22 +67,22 @@ def print_fit_table(question: FitQuestion, document: dict[str, Any]) -> None:
     failing = document["first_failing"]
     if failing is not None:
         console.print(
-            f"\nWhat is too much: [bold]{document['binding']}[/]{_why(document['binding'], failing)}"
+            f"\nWhat is too much: [bold]{document['binding']}[/]{_explain_binding_term(document['binding'], failing)}"
         )
         if "memory" in failing:
-            _terms(console, document)
+            _print_terms(console, document)
         console.print(units.readable(failing["reason"]), style="dim", markup=False)
-    _tried(console, document)
+    _print_trials(console, document)
 
 
-def _why(term: str, failing: dict[str, Any]) -> str:
+def _explain_binding_term(term: str, failing: dict[str, Any]) -> str:
     if term == FRAGMENTATION:
         largest = f" ({failing['largest_term']} most of all)" if "largest_term" in failing else ""
         return f"; what is live{largest} would fit, but no free stretch is long enough"
     return ", the largest part of what is live" if term in TERMS.values() else ""
 
 
-def _terms(console: Console, document: dict[str, Any]) -> None:
+def _print_terms(console: Console, document: dict[str, Any]) -> None:
     """What is live at both peaks, by term."""
     largest, failing = document["largest"], document["first_failing"]
     whole = document["limit_bytes"]
@@ -92,7 +95,7 @@ def _terms(console: Console, document: dict[str, Any]) -> None:
     console.print(rows)
 
 
-def _tried(console: Console, document: dict[str, Any]) -> None:
+def _print_trials(console: Console, document: dict[str, Any]) -> None:
     unit = "layers" if document["search"] == "layers" else "samples"
     tried = ", ".join(f"{trial['value']} ({trial['outcome']})" for trial in document["trials"])
     if "trace_seconds" in document:
@@ -123,10 +126,10 @@ def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
         console.print(f"{note}\n", style="yellow", markup=False)
     shown = fits[:top]
     if shown:
-        _layouts(console, request, shown, timed=not plan.no_time)
+        _print_layout_table(console, request, shown, timed=not plan.no_time)
         if not plan.no_time:
             _print_undecided(console, [row for row in fits if row.interval is not None], top)
-            _basis(console, request, shown[0])
+            _print_basis(console, request, shown[0])
         rule = IDEAL_ORDER_RULE if plan.no_time else TIME_ORDER_RULE
         text = f"s: {rule}.  *: the whole step was traced, GB are reserved; else live "
         text += "bytes, traffic and time of a few layers, extended in straight lines."
@@ -140,14 +143,16 @@ def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
     _print_ruled_out(console, [row for row in rows if row.outcome != OK])
 
 
-def _basis(console: Console, request: PlanRequest, row: PlanRow) -> None:
+def _print_basis(console: Console, request: PlanRequest, row: PlanRow) -> None:
     """What the times of every row rest on: their kernels and the system are the same."""
     rests = describe_basis(row.layout.kernels, request.system)
     style = "bold" if row.time["rests_on"] == UPPER_BOUND else ""
     console.print("\n" + textwrap.fill(f"Times rest on: {rests}.", console.width), style=style, markup=False)
 
 
-def _layouts(console: Console, request: PlanRequest, rows: Sequence[PlanRow], *, timed: bool) -> None:
+def _print_layout_table(
+    console: Console, request: PlanRequest, rows: Sequence[PlanRow], *, timed: bool
+) -> None:
     from repro.simulate.plan.rows import FULL, training_cost
 
     trained = timed and request.tokens > 0
@@ -179,7 +184,7 @@ def _layouts(console: Console, request: PlanRequest, rows: Sequence[PlanRow], *,
         if timed:
             step, (least, most) = time["step_s"], bound_marks(console, time["rests_on"])
             cells += [least + units.number(step)]
-            cells += [_ends(time["interval"])] if ends else []
+            cells += [_interval_text(time["interval"])] if ends else []
             cells += [f"{most}{time['flops_per_device'] / units.TERA:.1f}"]
             cells += [units.NOTHING if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
             cells += [] if trained else [most + units.number(time["samples_per_s"])]
@@ -219,7 +224,7 @@ def _layouts(console: Console, request: PlanRequest, rows: Sequence[PlanRow], *,
     console.print("\n" + textwrap.fill(note, console.width), style="dim", markup=False)
 
 
-def _ends(found: dict[str, Any] | None) -> str:
+def _interval_text(found: dict[str, Any] | None) -> str:
     return (
         units.NOTHING
         if found is None
@@ -279,3 +284,75 @@ def _print_ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
             {"states": "closed form", "shallow": "shallow traces", "full": "a full trace"}[row.evidence],
         )
     console.print(made)
+
+
+FITS_ALL_STYLE, FITS_LARGER_STYLE, FITS_NONE_STYLE = "bold green", "yellow", "red"
+
+
+def print_plan_map(request: PlanRequest, cells: Sequence[Cell], limits: Sequence[int]) -> None:
+    """Print the map of every (tp, pp) that any layout has, and what rules out those that do not fit."""
+    console = stdout()
+    limits = sorted(limits)
+    there = [cell for cell in cells if cell.rows]
+    layout = there[0].rows[limits[0]].layout
+    strategy = words.layout(layout, degrees=False, batches=True)
+    console.print(f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}")
+    console.print(f"{strategy}; GB on the fullest rank, and the least memory that it fits\n")
+    columns = sorted({cell.pp for cell in there})
+    rows = sorted({cell.tp for cell in there}, reverse=True)
+    drawn = table("", *(f"pp {pp}" for pp in columns), left=1 + len(columns), gap=4)
+    by_place = {(cell.tp, cell.pp): cell for cell in there}
+    for tp in rows:
+        answers = [_cell_text(by_place.get((tp, pp)), limits) for pp in columns]
+        drawn.add_row(f"tp {tp}", *answers)
+    console.print(drawn)
+    kinds = {row.evidence for cell in there for row in cell.rows.values()}
+    notes = ["-: no such layout (--json says why)"] if len(there) < len(rows) * len(columns) else []
+    notes += [">: the model states alone, in closed form"] if STATES in kinds else []
+    notes += ["*: reserved, from a full trace; else live, from shallow ones"] if FULL in kinds else []
+    notes += ["live bytes, from shallow traces"] if FULL not in kinds else []
+    notes += [f"{units.size(request.system.context())} of each memory are beyond the allocator's reach"]
+    console.print(textwrap.fill("; ".join(notes), console.width), style="dim", markup=False)
+    for limit in limits:
+        _print_limit(console, there, limit)
+
+
+def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> Text:
+    """`21.20*` over `fits 40 GB`: what the cell needs, and the least memory that is enough."""
+    from rich.text import Text
+
+    if cell is None:
+        return Text("-\n", style="dim")
+    row = most_informative_row(cell)
+    need = row.memory.get("reserved_bytes") if row.evidence == FULL and row.outcome == OK else None
+    mark = "*" if need else ""
+    more = ">" if row.evidence == STATES else ""
+    number = f"{more}{units.gb(need or row.memory['peak_bytes'])}{mark}"
+    enough = [limit for limit in limits if cell.rows[limit].outcome == OK]
+    if enough:
+        style = FITS_ALL_STYLE if enough[0] == limits[0] else FITS_LARGER_STYLE
+        return Text(f"{number}\nfits {units.size(enough[0])}", style=style)
+    return Text(f"{number}\ndoes not fit", style=FITS_NONE_STYLE)
+
+
+def most_informative_row(cell: MapCell) -> PlanRow:
+    """Return the row of a full trace that fits, else the row with the largest memory."""
+    rows = [cell.rows[limit] for limit in sorted(cell.rows)]
+    full = [row for row in rows if row.evidence == FULL and row.outcome == OK]
+    return full[0] if full else rows[-1]
+
+
+def _print_limit(console: Console, cells: Sequence[Cell], limit: int) -> None:
+    """One line per term: the cells in which it is too much."""
+    by_term: dict[str, list[str]] = {}
+    for cell in cells:
+        row = cell.rows[limit]
+        if row.outcome == OOM:
+            by_term.setdefault(row.ruled_out_by, []).append(f"{cell.tp} x {cell.pp}")
+    if not by_term:
+        console.print(f"\n[bold]{units.size(limit)}[/]: all fit")
+        return
+    console.print(f"\n[bold]{units.size(limit)}[/] is too little, tp x pp, for")
+    for term, places in by_term.items():
+        text = f"{term}: {', '.join(places)}"
+        console.print(textwrap.fill(text, 78, initial_indent="  ", subsequent_indent="    "), markup=False)

@@ -195,7 +195,7 @@ def print_plan(
 
 def _print_map(request: Any, limits: list[int], json: bool) -> int:
     """Draw which tp and pp fit each of `limits` (bytes of a device's memory)."""
-    from repro.report.text.plan_map import print_plan_map
+    from repro.report.text.fit_and_plan import print_plan_map
     from repro.simulate.plan.plan import map_axes, map_document, search_map
     from repro.simulate.plan.rows import OK
     from repro.util.workers import Workers

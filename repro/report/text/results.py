@@ -1,9 +1,11 @@
-"""`repro results`: what a store knows of experiments, side by side; `repro run` ends with the same tables."""
+"""Output of `repro results` and `repro run`: stored experiments side by side, totals, and the dry run."""
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,8 +15,14 @@ from repro.config.errors import ConfigError
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
-from repro.results.store import read
-from repro.results.tables import ComparableResults, comparable_results, comparison_row, experiment_row
+from repro.results.store import Store, read
+from repro.results.tables import (
+    ComparableResults,
+    comparable_results,
+    comparison_row,
+    experiment_row,
+    results_of_run,
+)
 from repro.simulate.time.calibration import BASIS_LABELS, UPPER_BOUND, basis_of_record
 from repro.util import files, units
 from repro.util.console import WIDE, print_json, stdout
@@ -22,6 +30,9 @@ from repro.util.table import MIN_TABLE_COLUMNS, sparkline, table
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from repro.launch.preview import ExperimentPreview
+
 
 EVIDENCE_TITLES = {
     MEASURED: "measured: real processes and messages",
@@ -65,7 +76,7 @@ class Column(NamedTuple):
 def print_results(what: str, results: Path, json: bool, plot: Path | None) -> int:
     """Print what is known of the experiments that `what` means.  Raises `ConfigError` where that is nothing."""
     selection = select(read(results))
-    found = comparable_results(selection, _pattern(what))
+    found = comparable_results(selection, _suite_pattern(what))
     if not found:
         here = ", ".join(sorted({record.suite for record in selection.by_name.values()}))
         if not here:
@@ -75,7 +86,7 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None) -> in
             "results", what, f"a suite, or a glob of experiments, with results in {results}: {here}"
         )
     if plot is not None:
-        _draw(found, plot)
+        _write_curves(found, plot)
     if json:
         print_json(_document(found))
     else:
@@ -83,7 +94,7 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None) -> in
     return 0
 
 
-def _pattern(what: str) -> str:
+def _suite_pattern(what: str) -> str:
     """A suite's file stands for its name."""
     if not what.endswith(".toml"):
         return what
@@ -98,17 +109,17 @@ def print_result_tables(found: Iterable[ComparableResults]) -> None:
     for group in found:
         count = words.counted(len(group.records), "experiment")
         console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE_TITLES[group.evidence]}")
-        _experiments(console, group)
+        _print_experiments(console, group)
         for record in group.records:
             if record.outcome != "ok":
                 console.print(
                     f"{record.name}: {record.outcome}: {units.readable(record.reason)}", markup=False
                 )
-        _comparisons(console, group.comparisons)
+        _print_comparisons(console, group.comparisons)
         console.print()
 
 
-def _experiments(console: Console, group: ComparableResults) -> None:
+def _print_experiments(console: Console, group: ComparableResults) -> None:
     """Print the columns that are not empty: several tables where one is too wide, blocks where any table is."""
     name, blocks = _columns(console, group)
     gap = 2 if console.width >= WIDE else 1
@@ -175,7 +186,7 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
             ),
         ],
         [
-            Column(f"step\n{s}", _or_ending(rows, _numbers(steps, second, least))),
+            Column(f"step\n{s}", _time_or_outcome(rows, _numbers(steps, second, least))),
             Column("tokens\n/s", _numbers([row.get("tokens_per_s") for row in rows], 1.0, most)),
             Column(f"{flops}\na rank", _numbers(rates, flop, most)),
             Column("MFU\n%", _numbers([row.get("mfu") for row in rows], 0.01, most)),
@@ -196,7 +207,7 @@ def _numbers(values: Sequence[float | None], unit: float, marks: Sequence[str] =
     ]
 
 
-def _or_ending(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[str]:
+def _time_or_outcome(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[str]:
     """How it ended in the place of its step's time, where there is no step."""
     return [cell if row["outcome"] == "ok" else row["outcome"] for row, cell in zip(rows, cells, strict=True)]
 
@@ -206,7 +217,7 @@ def _number(value: float) -> str:
     return units.number(value) if value >= 0.01 or not value else f"{value:.3f}"
 
 
-def _comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
+def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
     """Ratios of experiments that took turns, with the bootstrap intervals of their records."""
     if not compared:
         return
@@ -241,16 +252,100 @@ def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
     }
 
 
-def _draw(found: Sequence[ComparableResults], path: Path) -> None:
+def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
     """Write the curves of losses as a picture."""
-    from repro.report.figures import curves, style
+    from repro.report.figures import loss_curves, style
 
     if path.suffix not in (".svg", ".png"):
         raise ConfigError("--plot", str(path), "a file that ends in .svg or .png")
-    with style.look():
-        drawing = curves.draw([record for group in found for record in group.records])
+    with style.figure_style():
+        drawing = loss_curves.draw_loss_curves([record for group in found for record in group.records])
     if drawing.figure is None:
         raise ConfigError(
             "--plot", str(path), says=f"needs results with a curve of losses: {drawing.caption}"
         )
-    files.write(path, style.png(drawing) if path.suffix == ".png" else style.svg(drawing))
+    files.write(path, style.to_png(drawing) if path.suffix == ".png" else style.to_svg(drawing))
+
+
+def print_run(
+    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
+) -> int:
+    """Run what the store lacks of `suites`, one after the other, and print a summary of each (`json`: a list).
+
+    Returns 0 if every experiment that can be had here has the outcome that its suite expects, 1 if not, and 128
+    plus the signal's number if it was interrupted.  Raises `ConfigError` before anything is started.
+    """
+    from repro.launch.run import run
+
+    found = []
+    for ended in run(suites, only, results, rerun, evidence, system):
+        found.append(ended)
+        if not json:
+            print_run_summary(ended.summary)
+    if json:
+        summaries = [ended.summary for ended in found]
+        print_json(summaries if len(suites) > 1 else summaries[0])
+    return max(ended.code for ended in found)
+
+
+def print_run_summary(summary: dict[str, Any]) -> None:
+    """Print results first, then surprises, the totals last."""
+    rows = summary["experiments"]
+    names = [row["name"] for row in rows]
+    records, _ = Store(Path(summary["results"])).readable()  # the summary says what is not
+    print_result_tables(results_of_run(select(records), summary["suite"], names, summary["evidence"]))
+    for remark in summary["skipped_lines"]:
+        print(f"note: {remark}", file=sys.stderr)
+    for row in rows:
+        if row["expected"] is None:
+            print(": ".join(part for part in (row["name"], row["outcome"], row["reason"]) if part))
+        elif not row["expected"]:
+            logs = f"  logs: {row['logs']}" if row["logs"] else ""
+            print(f"{row['name']}: {row['outcome']}  {row['reason']}{logs}")
+    if summary["stopped"]:
+        print(f"stopped: {summary['stopped']}; `repro run` goes on with what is missing")
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in summary["counts"].items())
+    wrong = sum(row["expected"] is False for row in rows)
+    possible = " that can run here" if summary["evidence"] == MEASURED else " that can be simulated"
+    elsewhere = possible if any(r["outcome"] == "not run" and r["expected"] is None for r in rows) else ""
+    judged = f"all{elsewhere} as expected" if not wrong else f"{wrong} not as expected"
+    what = "experiments" if summary["evidence"] == MEASURED else f"{summary['evidence']} experiments"
+    print(f"{summary['suite']}: {len(rows)} {what}: {counts}; {judged}")
+    print(f"records: {summary['results']}/records")
+
+
+def print_dry_run(
+    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
+) -> int:
+    """Print every selected experiment and what would become of it; always 0.  Raises `ConfigError`."""
+    from repro.launch.preview import ELSEWHERE, KNOWN, TO_RUN, preview_run
+
+    found = preview_run(suites, only, results, rerun, evidence, system)
+    if json:
+        print_json([asdict(each) for each in found])
+        return 0
+    memory = ("memory of a device",) if any(each.memory for each in found) else ()
+    headings = ("experiment", "", "where", *memory, "steps", "took last time", "stopped after")
+    rows = table(*headings, left={"experiment", "", "where", *memory}, wrap=("where", *memory))
+    for each in found:
+        held = (each.memory,) if memory else ()
+        rows.add_row(f"{each.suite}/{each.name}", each.state, each.where, *held, *_duration_cells(each))
+    console = stdout(WIDE)
+    console.print(rows)
+    todo = [each for each in found if each.state == TO_RUN]
+    known = sum(each.last_s for each in todo if each.last_s is not None)
+    counts = (f"{sum(each.state == state for each in found)} {state}" for state in (TO_RUN, KNOWN, ELSEWHERE))
+    last = f"; those that ran before took {units.seconds(known)}" if known else ""
+    new = sum(each.last_s is None for each in todo)
+    no_estimate = f"; no estimate for {new} of them, which never ran here" if new else ""
+    console.print(f"{', '.join(counts)}{last}{no_estimate}", markup=False)
+    return 0
+
+
+def _duration_cells(each: ExperimentPreview) -> tuple[str, str, str]:
+    from repro.launch.preview import ELSEWHERE
+
+    if each.state == ELSEWHERE:
+        return "", "", ""
+    took = "no estimate" if each.last_s is None else units.seconds(each.last_s)
+    return str(each.steps), took, units.seconds(each.limit_s) if each.limit_s else "never"

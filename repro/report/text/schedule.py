@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from repro.config.errors import require
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
-from repro.report.figures.schedule_drawing import busy_shares, paint
+from repro.report.figures.schedules import action_colours, busy_shares
 from repro.report.text.schedule_plan import (
     TimedSchedule,
     format_number,
@@ -61,7 +61,7 @@ def print_schedule(
 
 def _svg(plan: TimedSchedule) -> str:
     """The picture as an SVG document."""
-    from repro.report.figures import schedule_drawing, style
+    from repro.report.figures import schedules, style
 
     caption = "No bubble"
     if plan.bubble:
@@ -69,9 +69,9 @@ def _svg(plan: TimedSchedule) -> str:
         caption = f"Bubble {format_share(plan.bubble)} of the ideal time {ideal}, {plan.formula}: {idle} idle"
     forward, backward = format_number(plan.forward), format_number(plan.backward)
     caption += f"; a micro-batch takes {forward} forward and {backward} backward on a stage"
-    with style.look():
-        figure = schedule_drawing.picture(plan.slots, plan.title, caption)
-        return style.svg(style.Drawing("schedule", plan.title, caption, (), figure=figure)) + "\n"
+    with style.figure_style():
+        figure = schedules.draw_picture(plan.slots, plan.title, caption)
+        return style.to_svg(style.Drawing("schedule", plan.title, caption, (), figure=figure)) + "\n"
 
 
 MAX_DRAWN_LINES = 60
@@ -199,12 +199,12 @@ def _shares(plan: TimedSchedule, stage: int, columns: int, colour: bool) -> list
 
 
 def _style(action: Action, chunks: int) -> str:
-    ink, fill = paint(action.kind, action.chunk, chunks)
+    ink, fill = action_colours(action.kind, action.chunk, chunks)
     return f"{ink} on {fill}"
 
 
 def _mixed_style() -> str:
-    return f"{paint(FORWARD)[1]} on {paint(BACKWARD)[1]}"
+    return f"{action_colours(FORWARD)[1]} on {action_colours(BACKWARD)[1]}"
 
 
 def _runs(row: list[Cell]) -> Iterator[Cell]:

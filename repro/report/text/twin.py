@@ -56,7 +56,7 @@ def print_twin(
     for key, value in (("--width", width), ("--tp", tp)):
         require(value >= 0, key, value, "0 (chosen) or more")
     choice = Choice(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
-    rates = [_rates("--within", within), _rates("--between", between)]
+    rates = [_parse_rates("--within", within), _parse_rates("--between", between)]
     compared, claims = _originals(names)
     if machine is None:
         right = f"a file of this machine: {CALIBRATE_COMMAND.format(ranks=choice.ranks)}"
@@ -65,7 +65,7 @@ def print_twin(
     found = []
     for inside, outside in itertools.product(*rates):
         chosen = replace(choice, within=inside, between=outside)
-        ending = _ending(inside, outside)
+        ending = _variant_suffix(inside, outside)
         found += [Named(derive(members, system, chosen), ending) for members in compared]
     if write is not None:
         asked = {"--width": width, "--tp": tp, "--within": within, "--between": between}
@@ -79,7 +79,7 @@ def print_twin(
         return 0
     console = stdout(WIDE)
     for each in found:
-        _show(console, each.twin)
+        _print_twin(console, each.twin)
     if write is not None:
         console.print(f"\n{write}: {sum(len(each.twin.members) for each in found)} experiments", markup=False)
     return 0
@@ -99,7 +99,7 @@ def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]
     return found, list(names)
 
 
-def _rates(option: str, given: str) -> list[float]:
+def _parse_rates(option: str, given: str) -> list[float]:
     """Bytes/s, each more than 0; `[0]` where nothing is asked for."""
     try:
         found = [float(part) for part in given.split(",")] if given else [0.0]
@@ -110,7 +110,7 @@ def _rates(option: str, given: str) -> list[float]:
     return found
 
 
-def _ending(within: float, between: float) -> str:
+def _variant_suffix(within: float, between: float) -> str:
     """`-between2.5` for 2.5 GB/s."""
     parts = (("within", within), ("between", between))
     return "".join(f"-{name}{rate / units.GB:g}" for name, rate in parts if rate)
@@ -120,11 +120,11 @@ def _ratios(twin: Twin) -> list[Ratio]:
     return [ratio_of(member, twin.members[0], twin.scales[0]) for member in twin.members[1:]]
 
 
-def _show(console: Console, twin: Twin) -> None:
+def _print_twin(console: Console, twin: Twin) -> None:
     for member, scale in zip(twin.members, twin.scales, strict=True):
         original = member.original
         console.print(f"\n[bold]{original.name}[/] ({original.system}) and its twin")
-        console.print(_sides(member))
+        console.print(_comparison_table(member))
         console.print(
             f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}; "
             f"network: {member.network}",
@@ -162,7 +162,7 @@ def _change(number: Number) -> str:
     return "new" if not number.original else units.percent(number.change, sign=True)
 
 
-def _sides(member: Member) -> Any:
+def _comparison_table(member: Member) -> Any:
     rows = table("", "original", "twin", left=1)
     before, after = member.original, member.twin
     for key in ("layers", "hidden", "heads", "vocab"):

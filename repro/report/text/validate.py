@@ -1,4 +1,4 @@
-"""`repro validate`: published against predicted, and predicted against measured, on a terminal or as JSON."""
+"""Output of `repro validate`: predicted against published and measured values, and the unknowns to measure."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from repro.accuracy.validate.published import (
     families,
     points,
 )
+from repro.accuracy.validate.unknowns import SHOWN, Input, ShoppingList, by_claim, known_as
 from repro.config.errors import ConfigError
 from repro.simulate.time.calibration import BASES, BASIS_LABELS
 from repro.util import files, units
 from repro.util.console import WIDE, print_json, stdout
-from repro.util.table import table
+from repro.util.table import facts, table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from repro.accuracy.validate.implied import Implied
     from repro.accuracy.validate.machine import MachineErrors
+
 
 FROM_INPUTS, WIDER = "90 % from inputs", "with the model's error elsewhere"
 WIDER_MEANS = (
@@ -59,7 +62,7 @@ def print_validation(
 
         machine = compare(seen.records, load_system(system))
     if svg is not None:
-        _draw(found, svg)
+        _write_scatter(found, svg)
     if json:
         print_json(validation_document(found, machine))
         return 0
@@ -152,13 +155,15 @@ def print_points(found: Sequence[Point], console: Console) -> None:
         return
     counted = [point for point in found if not point.left_out]
     for name in FAMILIES:
-        _table(name, [point for point in counted if (point.kind, point.family) == (RATE, name)], console)
-    _table("Ratios", [point for point in counted if point.kind == RATIO], console)
-    _table("Calibration: left out", [p for p in found if p.left_out == CALIBRATION], console)
+        _print_group(
+            name, [point for point in counted if (point.kind, point.family) == (RATE, name)], console
+        )
+    _print_group("Ratios", [point for point in counted if point.kind == RATIO], console)
+    _print_group("Calibration: left out", [p for p in found if p.left_out == CALIBRATION], console)
     rest = [point for point in found if point.left_out not in ("", CALIBRATION)]
-    _table("Not counted: bounds, means, and other rows about a run above", rest, console)
+    _print_group("Not counted: bounds, means, and other rows about a run above", rest, console)
     _print_reasons([point for point in counted if abs(point.error) > CLOSE], console)
-    _statistics(found, console)
+    _print_statistics(found, console)
 
 
 def _print_reasons(missed: Sequence[Point], console: Console) -> None:
@@ -179,7 +184,7 @@ def _print_reasons(missed: Sequence[Point], console: Console) -> None:
     console.print(grid)
 
 
-def _table(title: str, group: Sequence[Point], console: Console) -> None:
+def _print_group(title: str, group: Sequence[Point], console: Console) -> None:
     from rich.text import Text
 
     if not group:
@@ -194,8 +199,8 @@ def _table(title: str, group: Sequence[Point], console: Console) -> None:
             point.label,
             units.number(point.published),
             units.number(point.predicted),
-            _ends((point.low, point.high) if point.low < point.high else None),
-            _ends(point.wider),
+            _interval_text((point.low, point.high) if point.low < point.high else None),
+            _interval_text(point.wider),
             point.unit,
             Text(units.percent(point.error, sign=True) + "  other side of 1" * side, style=style),
             BASIS_LABELS[point.rests_on],
@@ -205,17 +210,17 @@ def _table(title: str, group: Sequence[Point], console: Console) -> None:
     console.print(grid)
 
 
-def _ends(interval: tuple[float, float] | None) -> str:
+def _interval_text(interval: tuple[float, float] | None) -> str:
     return " to ".join(map(units.number, interval)) if interval else units.NOTHING
 
 
-def _statistics(found: Sequence[Point], console: Console) -> None:
+def _print_statistics(found: Sequence[Point], console: Console) -> None:
     from rich.text import Text
 
     headings = ("family", "points", "median |error|", "within 25 %", FROM_INPUTS, WIDER, "worst", "")
     grid = table(*headings, left={"family", ""}, wrap=headings)
     for family in families(found):
-        grid.add_row(*_line(family))
+        grid.add_row(*_statistics_cells(family))
     by_claim = table("claim", "points", FROM_INPUTS, WIDER)
     for claim in claims(found):
         by_claim.add_row(claim.name, str(claim.points), *_interval_counts(claim))
@@ -238,7 +243,7 @@ def _statistics(found: Sequence[Point], console: Console) -> None:
         console.print(f"{right} of {len(ratios)} ratios on the right side of 1.")
 
 
-def _line(family: Family) -> tuple[str, ...]:
+def _statistics_cells(family: Family) -> tuple[str, ...]:
     return (
         family.name,
         str(family.points),
@@ -274,14 +279,99 @@ def print_machine_errors(machine: MachineErrors, console: Console) -> None:
         console.print(f"{name}: not predicted: {reason}")
 
 
-def _draw(found: Sequence[Point], path: Path) -> None:
+def _write_scatter(found: Sequence[Point], path: Path) -> None:
     """Write the scatter plot as a picture of its own."""
     from repro.report.figures import style, validation
 
-    with style.look():
-        drawing = validation.draw(found)
+    with style.figure_style():
+        drawing = validation.draw_validation(found)
     if drawing.figure is None:
         raise ConfigError(
             "--svg", str(path), says=f"needs a store with predictions; `{SIMULATE_COMMAND}` makes them"
         )
-    files.write(path, style.svg(drawing))
+    files.write(path, style.to_svg(drawing))
+
+
+def print_unknowns(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
+    """List the unknowns of what the store `results` predicts; 0.  `own`: ledger files beside the packaged ones."""
+    from repro.report import evidence
+    from repro.results.store import say
+
+    seen = evidence.read(results, own)
+    say(seen.torn)
+    if json:
+        print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
+    else:
+        console = stdout(WIDE)
+        print_measurements(seen.shopping_list, console)
+        print_implied(seen.implied, console)
+    return 0
+
+
+MIN_LISTED_WIDTH_SHARE = 0.001
+"""Minimum share of the width of all intervals for which an unknown is listed."""
+
+
+def print_measurements(found: ShoppingList, console: Console) -> None:
+    """Print the first unknowns in detail, and one line for each other unknown."""
+    from rich.text import Text
+
+    if not found.inputs:
+        console.print("No row of this store has a predicted time that unknown numbers leave in doubt.")
+        return
+    console.print(Text(found.words))
+    for number, one in enumerate(found.inputs[:SHOWN], 1):
+        console.print()
+        console.print(Text(f"{number}. {one.key} of {one.system}", style="bold cyan"))
+        console.print(_unknown_facts(one, found))
+    rest = [one for one in found.inputs[SHOWN:] if one.share >= MIN_LISTED_WIDTH_SHARE]
+    headings = ("also", "of", "value [range]", "rows", "settles", "width")
+    grid = table(*headings, left=2, wrap=headings[:2])
+    for one in rest:
+        counts = str(len(one.rows)), str(len(one.settles)), units.percent(one.share)
+        grid.add_row(one.key, one.system, known_as(one), *counts)
+    console.print()
+    console.print(grid)
+    few = len(found.inputs) - SHOWN - len(rest)
+    if few > 0:
+        console.print(
+            f"{few} more carry less than {units.percent(MIN_LISTED_WIDTH_SHARE)} of the width each: --json has them."
+        )
+
+
+def print_implied(found: Sequence[Implied], console: Console) -> None:
+    """Print the value of each unknown that the rows imply, contradictions first."""
+    from rich.text import Text
+
+    if not found:
+        return
+    console.print()
+    console.print(Text("What the sources imply, all other unknowns at their best values", style="bold cyan"))
+    grid = table("unknown", "of", "what its rows need", left=3, wrap=("what its rows need",), below=1)
+    for one in sorted(found, key=lambda one: one.contradiction is None):
+        grid.add_row(one.key, one.system, one.words)
+    console.print(grid)
+    console.print(CONTRADICTION_NOTE, style="dim", markup=False)
+
+
+CONTRADICTION_NOTE = (
+    "Where no single value serves all rows, their sources contradict each other or the model is wrong for some of "
+    "them: which of the two cannot be told from them."
+)
+
+
+def _unknown_facts(one: Input, found: ShoppingList) -> object:
+    how, grid = one.measured_by, facts()
+    grid.add_row("value [range]", known_as(one))
+    grid.add_row(
+        "rows",
+        f"settles {len(one.settles)} of {found.rows}, moves {len(one.rows)}; {units.percent(one.share)} of the width",
+    )
+    grid.add_row(
+        "possible",
+        f"{len(one.possible)} of {found.possible} verdicts{': ' * bool(one.possible)}{by_claim(one.possible)}",
+    )
+    grid.add_row("measured by", f"{how.command}: {how.fact}" if how.command else "not by repro calibrate")
+    grid.add_row("", how.how)
+    grid.add_row("source", one.source)
+    return grid

@@ -26,7 +26,7 @@ from repro.emulate.products import PRODUCTS
 from repro.launch import local_capacity
 from repro.launch.heartbeat import HeartbeatReader, HeartbeatWriter
 from repro.launch.job import Interrupt, Job
-from repro.report.text import calibrate as view
+from repro.report.text import machine as view
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 from repro.simulate.trace.roles import roles, trace
 from tests.accuracy.calibrate.small_cache import CACHE
@@ -256,7 +256,7 @@ model = "own"
     assert system.device.operators[EXCHANGE].fixed_s > 0
     assert 0 <= system.timing.spread < 1
     assert 0 <= system.timing.jitter_s < 1
-    view._show(answer)
+    view._print_calibrated(answer)
     assert "variance over mean" in capsys.readouterr().out
     links = system.links["memory"].collectives
     assert set(links) == {"all_reduce", "send"}

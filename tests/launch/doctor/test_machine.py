@@ -13,7 +13,7 @@ from repro import cli
 from repro.launch.doctor import machine
 from repro.launch.doctor.check import Check
 from repro.launch.doctor.machine import examine
-from repro.report.text.doctor import check_lines
+from repro.report.text.machine import check_lines
 
 
 def by_name(results: Path) -> dict[str, Check]:
