@@ -289,7 +289,7 @@ def _print_ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
 FITS_ALL_STYLE, FITS_LARGER_STYLE, FITS_NONE_STYLE = "bold green", "yellow", "red"
 
 
-def print_plan_map(request: PlanRequest, cells: Sequence[Cell], limits: Sequence[int]) -> None:
+def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Sequence[int]) -> None:
     """Print the map of every (tp, pp) that any layout has, and what rules out those that do not fit."""
     console = stdout()
     limits = sorted(limits)
@@ -342,7 +342,7 @@ def most_informative_row(cell: MapCell) -> PlanRow:
     return full[0] if full else rows[-1]
 
 
-def _print_limit(console: Console, cells: Sequence[Cell], limit: int) -> None:
+def _print_limit(console: Console, cells: Sequence[MapCell], limit: int) -> None:
     """One line per term: the cells in which it is too much."""
     by_term: dict[str, list[str]] = {}
     for cell in cells:
