@@ -11,9 +11,9 @@ from tests.launch.slurm.submitted import ThreeCases
 
 def test_logs_of_a_rank_and_of_the_job(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     results = ["--results", str(submitted.results)]
-    commands = submitted.folder / "logs" / "1" / submitted.experiments["b"].key
-    commands.mkdir(parents=True)
-    (commands / "rank-1.err").write_text("x" * 9000 + "the end\n")
+    folder = submitted.folder / "logs" / "1" / submitted.experiments["b"].key
+    folder.mkdir(parents=True)
+    (folder / "rank-1.err").write_text("x" * 9000 + "the end\n")
     assert cli.main(["logs", "b", "--rank", "1", *results]) == 0
     out = capsys.readouterr().out
     assert out.rstrip().endswith("the end")
